@@ -103,6 +103,10 @@ def _run() -> None:
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            print("error: this command trains or measures with torch, which is not installed here", file=sys.stderr)
+            print("remedy: run it where flexd is installed with torch; the daemon's image has none", file=sys.stderr)
+            sys.exit(ExitCode.FAILED)
         traceback.print_exc()
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         print("remedy: this is a bug in flexd; please report it with the lines above", file=sys.stderr)

@@ -121,3 +121,11 @@ def test_the_clients_commands_load_neither_torch_nor_the_daemons_libraries(flexd
         [sys.executable, "-c", code, url], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_command_that_trains_says_that_torch_is_missing(flexd_process, tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('there is none', name='torch')\n")
+    done = flexd_process("demo", PYTHONPATH=os.pathsep.join(map(str, (tmp_path, ROOT))))
+    assert done.returncode == ExitCode.FAILED
+    assert "Traceback" not in done.stderr
+    assert "torch, which is not installed here" in done.stderr
