@@ -27,8 +27,8 @@ POINTS = (
 """In the order in which a daemon first passes them, snapshots aside."""
 
 THREAD_POINTS = (
-    "thread.loop", "thread.planning", "thread.coordinator", "thread.ingest", "thread.counting", "thread.drift",
-    "thread.history", "thread.lease", "thread.delta_sender", "thread.http",
+    "thread.loop", "thread.planning", "thread.coordinator", "thread.channel", "thread.ingest", "thread.counting",
+    "thread.drift", "thread.history", "thread.lease", "thread.delta_sender", "thread.http",
 )  # fmt: skip
 """One in the work of every thread of the daemon, for ``raise``."""
 
@@ -37,7 +37,7 @@ _ACTIONS: Mapping[str, signal.Signals | None] = {"kill": signal.SIGKILL, "stop":
 _MAX_PASSAGES = 10_000
 
 
-class InjectedFaultError(RuntimeError):
+class InjectedFaultError(Exception):
     """Raised by a fault point that was armed with ``raise``."""
 
 

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+import numpy as np
 import pytest
+import yaml
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core import fault_points as faults
+from flexd.core.supervision import EXIT_UNSAFE_STATE, Supervisor
 from flexd.daemon import Daemon
+from flexd.daemon.high_availability import HighAvailabilityDaemon
 from flexd.operations.autoplan import AutoPlanner
+from flexd.scaleout.delta_sender import DeltaSender
+from flexd.scaleout.push_answer import PushAnswer
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
+from flexd.stream.types import AccessBatch
+from tests.support.flexd_processes import saved_sketches
+from tests.support.repository import ROOT, child_environment
 from tests.support.until import until
 
 SHUTDOWN_SECONDS = 20.0
@@ -40,7 +55,7 @@ class Running:
     """The daemon's loop in a thread, as the main thread runs it."""
 
     def __init__(self, config: Config) -> None:
-        self.daemon = Daemon(config)
+        self.daemon = HighAvailabilityDaemon(config) if config.high_availability.enabled else Daemon(config)
         self.daemon.start()
         self.ended: bool | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -56,6 +71,12 @@ class Running:
         self.daemon.request_stop()
         self._thread.join(SHUTDOWN_SECONDS + 5)
         assert self.ended is True, "the daemon ends in order and within its deadline"
+
+
+@pytest.fixture(autouse=True)
+def _disarm() -> Iterator[None]:
+    yield
+    faults.arm({})
 
 
 @pytest.fixture
@@ -89,3 +110,150 @@ def test_a_fault_of_planning_degrades_the_daemon_until_it_works_again(
     assert running.daemon.health().ok, "a restart would not help, so the daemon is not unhealthy"
     failing = False
     running.until(lambda: not reasons())
+
+
+POINTS_OF_THREADS = {
+    "loop": "thread.loop",
+    "loop (planning)": "thread.planning",
+    "flexd-coordinator": "thread.coordinator",
+    "flexd-ingest": "thread.ingest",
+    "flexd-drift": "thread.drift",
+    "flexd-history": "thread.history",
+    "flexd-http": "thread.http",
+}
+
+
+def test_a_fault_in_every_thread_is_counted_shown_and_survived(start: Callable[..., Running]) -> None:
+    """Each thread raises in its work, twice in a row; the daemon stays up, names it, and recovers by itself."""
+    faults.arm({faults.VARIABLE: ",".join(f"{point}:1-2:raise" for point in POINTS_OF_THREADS.values())})
+    running = start()
+    daemon, shown = running.daemon, set[str]()
+
+    def all_have_failed() -> bool:
+        shown.update(reason.split(":")[0].removeprefix("thread ") for reason in daemon.ready().reasons)
+        counted = daemon.supervisor.faults()
+        return all(counted.get(name.split(" ")[0], 0) >= 2 for name in POINTS_OF_THREADS)
+
+    running.until(all_have_failed)
+    assert daemon.health().ok
+    running.until(lambda: not daemon.supervisor.problems())
+    assert shown & set(POINTS_OF_THREADS) == set(POINTS_OF_THREADS)
+    counted = daemon.status().stream.accesses
+    running.until(lambda: daemon.status().stream.accesses > counted)
+    threads = daemon.status().threads
+    assert threads.faults["loop"] == 4, "two of its own and two of planning"
+    samples = {sample.labels["thread"]: sample.value for family in threads.metrics() for sample in family.samples}
+    assert samples["flexd-drift"] == 0.0, "the gauge of failing threads comes last"
+    assert not any("InjectedFault" in reason for reason in daemon.ready().reasons)
+
+
+def test_a_fault_of_the_lease_thread_is_survived(start: Callable[..., Running]) -> None:
+    faults.arm({faults.VARIABLE: "thread.lease:1-2:raise"})
+    running = start(
+        high_availability={"lease": {"kind": "file"}, "duration_seconds": 5.0, "renew_seconds": 0.1},
+    )
+    running.until(lambda: running.daemon.supervisor.faults().get("flexd-lease") == 2)
+    running.until(lambda: running.daemon.leads)
+    assert not running.daemon.supervisor.problems()
+
+
+def test_a_fault_of_the_delta_sender_is_survived() -> None:
+    class Link:
+        def offer(self, data: bytes) -> PushAnswer:
+            return PushAnswer("accepted", {"p": 1})
+
+        def close(self) -> None:
+            pass
+
+    faults.arm({faults.VARIABLE: "thread.delta_sender:1:raise"})
+    supervisor = Supervisor()
+    sender = DeltaSender(Link(), supervisor)
+    sender.start()
+    sender.send(lambda: b"delta")
+    assert until(lambda: sender.poll_answer(0.05), 30).outcome == "accepted"
+    assert supervisor.faults() == {"flexd-delta-sender": 1}
+    until(lambda: not supervisor.problems(), 30)
+    assert sender.stop(20)
+
+
+def test_a_lost_server_thread_serves_the_same_address_again(start: Callable[..., Running]) -> None:
+    running = start()
+    address = running.daemon.address
+    faults.arm({faults.VARIABLE: "thread.http:1:raise"})
+    running.until(lambda: running.daemon.supervisor.faults()["flexd-http"] == 1)
+    running.until(lambda: not running.daemon.supervisor.problems())
+    assert running.daemon.address == address
+    assert httpx.get(f"{address}/healthz", timeout=20).status_code == 200
+
+
+def test_a_half_counted_message_ends_the_daemon_in_order_and_nothing_is_lost(tmp_path: Path) -> None:
+    """The counters may hold a part of the message, so nothing is saved; the next start counts everything once."""
+    log = FileLogSink(tmp_path / "log", "p0")
+    for _ in range(6):
+        log.send(encode_arrow([AccessBatch("item", np.arange(100, dtype=np.int32), 0, 1.7e9)]))
+    log.close()
+    settings = config(tmp_path, stream={"source": {"kind": "file_log", "path": str(tmp_path / "log")}})
+    file = tmp_path / "flexd.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "job": "j",
+                "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
+                "stream": {"source": {"kind": "file_log", "path": str(tmp_path / "log")}, "poll_seconds": 0.05},
+                "sketch": {"memory_bytes": 2**22},
+                "control": {"listen_port": 0},
+                "server": {"port": 0},
+                "state": {"dir": str(settings.state.dir), "snapshot_interval_seconds": 3600.0},
+            }
+        )
+    )
+    environ = {**child_environment(), faults.VARIABLE: "thread.counting:4:raise"}
+    done = subprocess.run(
+        [sys.executable, "-m", "flexd", "run", "-c", str(file)], capture_output=True, text=True, timeout=90, cwd=ROOT,
+        env=environ, check=False,
+    )  # fmt: skip
+    assert done.returncode == EXIT_UNSAFE_STATE, done.stderr[-3000:]
+    assert "the daemon ends, because it cannot go on safely" in done.stderr
+    assert "flexd has stopped" in done.stderr, "every part was stopped"
+    running = Running(settings)
+    running.until(lambda: running.daemon.status().stream.messages == 6)
+    running.stop()
+    assert saved_sketches(settings).samples == 600
+
+
+UNSUPERVISED = {
+    "flexd/core/supervision.py": "it is the helper",
+    "flexd/ingest/background_job.py": "the ingest thread raises what the job raised",
+    "flexd/stream/kafka/broker_probe.py": "the ingest thread raises what the probe raised",
+    "flexd/stream/kafka/connector.py": "the ingest thread gets the error of an attempt; disposing catches everything",
+    "flexd/stream/kafka/source.py": "a callback's error is logged and counted by the hand-over",
+    "flexd/stream/publisher.py": "a thread of the trainer",
+    "flexd/control/agent/agent.py": "a thread of the trainer",
+    "flexd/embedding/tap/tap.py": "a thread of the trainer",
+    "flexd/embedding/prefetch/worker_thread.py": "a thread of the trainer",
+    "flexd/control/protocol/store_client.py": "a thread of the trainer",
+    "flexd/cli/interactive.py": "a thread of a command",
+    "flexd/demo/processes.py": "a thread of a command",
+}
+
+
+def test_every_thread_of_the_daemon_is_supervised() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "flexd").rglob("*.py")
+        if re.search(r"\bthreading\.Thread\(", path.read_text())
+    }
+    assert found <= set(UNSUPERVISED), "use Supervisor.thread or Supervisor.job, or say why not"
+
+
+def test_the_table_of_threads_names_them_all() -> None:
+    table = (ROOT / "docs" / "threads.md").read_text()
+    named = set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE))
+    made = {
+        name
+        for path in (ROOT / "flexd").rglob("*.py")
+        for name in re.findall(r'(?:watch|thread|job)\(\s*"((?:flexd-[\w-]+)|loop|other)"', path.read_text())
+    }
+    for module in ("daemon/scale_out.py", "server/http.py", "ingest/ingestor.py"):
+        made |= set(re.findall(r'"(flexd-[\w-]+)"', (ROOT / "flexd" / module).read_text()))
+    assert made <= named, made - named

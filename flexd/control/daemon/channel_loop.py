@@ -22,11 +22,14 @@ from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
 from flexd.control.protocol.frames import FrameError, FrameKind, SealedPayload
 from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Status, server_steps
 from flexd.core.errors import AuthenticationError
+from flexd.core.fault_points import fault_point
 from flexd.core.secrets import accepted_keys
+from flexd.core.supervision import Watch
 
 _HANDSHAKES, _TLS_HANDSHAKES = 64, 8
 """Steps of handshakes between two looks at the proven connections: they wait for at most as many."""
 _TICK_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 1.0
 _CHECK_SECONDS = 1.0
 """Time between two checks of the peers' deadlines and keys."""
 _CLOSE_SECONDS = 2.0
@@ -47,7 +50,9 @@ class ChannelLoop:
         listener: socket.socket,
         tls: TlsContext | None,
         unread: UnreadEvents,
+        watch: Watch,
     ) -> None:
+        self._watch = watch
         self._options = options
         self._secret = credentials.secret
         self._listener = listener
@@ -102,12 +107,15 @@ class ChannelLoop:
         try:
             while self._stop_at is None or (self._closing and time.monotonic() < self._stop_at):
                 try:
+                    fault_point("thread.channel")
                     self._turn()
-                except Exception:
-                    # One fault may not end the channel of all ranks.
+                except Exception as error:
+                    # One fault may not end the channel of all ranks, nor make all of them wait for long.
                     self._sum("errors")
-                    logger.exception("control channel: unexpected error")
-                    time.sleep(_TICK_SECONDS)
+                    self._watch.fault(error)
+                    time.sleep(min(self._watch.seconds_to_retry, _LONGEST_PAUSE_SECONDS))
+                else:
+                    self._watch.progress()
         finally:
             for conn in list(self._unproven):
                 self._refuse(conn, HandshakeRefusedError("stopping", reason="stopping"))

@@ -14,6 +14,7 @@ from flexd.control.daemon.unread_events import UnreadEvents
 from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
 from flexd.control.protocol.frames import Body, SealedPayload
 from flexd.control.protocol.network import listen
+from flexd.core.supervision import Supervisor
 
 _BACKLOG = 4096
 _OTHER_DESCRIPTORS = 512
@@ -32,7 +33,9 @@ class ChannelServer:
         ConfigError: a certificate file cannot be read.
     """
 
-    def __init__(self, options: ChannelOptions, credentials: ChannelCredentials) -> None:
+    def __init__(
+        self, options: ChannelOptions, credentials: ChannelCredentials, supervisor: Supervisor | None = None
+    ) -> None:
         self._options = options
         tls = None if credentials.tls is None else TlsContext(credentials.tls, server_side=True)
         descriptor, self.port = listen(options.host, options.port)
@@ -41,8 +44,11 @@ class ChannelServer:
         listener.listen(_BACKLOG)
         self._listener = listener
         self._unread = UnreadEvents(options, lambda: self._loop.post(self._loop.resume))
-        self._loop = ChannelLoop(options, credentials, listener, tls, self._unread)
-        self._thread = threading.Thread(target=self._loop.run, name="flexd-control-channel", daemon=True)
+        supervisor = supervisor or Supervisor()
+        self._stopping = threading.Event()
+        watch = supervisor.watch("flexd-control-channel")
+        self._loop = ChannelLoop(options, credentials, listener, tls, self._unread, watch)
+        self._thread = supervisor.thread(watch.thread, self._loop.run, self._stopping)
         self._unsent = threading.Condition()
         self._unsent_bytes = 0
 
@@ -57,12 +63,12 @@ class ChannelServer:
         Returns:
             False if it did not end in time.
         """
-        if self._thread.ident is None:
+        self._stopping.set()
+        if not self._thread.started:
             self._listener.close()
             return True
         self._loop.post(lambda: self._loop.stop(timeout_seconds / 2))
-        self._thread.join(timeout_seconds)
-        return not self._thread.is_alive()
+        return self._thread.join(timeout_seconds)
 
     def receive(self, limit: int, timeout_seconds: float) -> list[Event]:
         """Return at most ``limit`` events; waits until there is one, for the timeout, or for ``wake``.

@@ -153,7 +153,8 @@ class MigrationHistory:
         self._store.keep = migrations
 
     def _run(self) -> None:
-        self._attempt([])
+        if self._attempt([]):
+            self._watch.progress()
         while (entries := self._due()) is not None:
             written = False
             try:

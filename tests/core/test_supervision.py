@@ -1,0 +1,157 @@
+"""The rule of threads: faults are counted, logged at powers of two, backed off from, shown, and survived."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from flexd.core.supervision import (
+    FIRST_BACKOFF_SECONDS,
+    MAX_BACKOFF_SECONDS,
+    Supervisor,
+    UnsafeStateError,
+)
+from tests.support.until import until
+
+SECONDS = 20.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fail(text: str = "made up") -> None:
+    raise ValueError(text)
+
+
+def test_the_back_off_doubles_is_bounded_and_starts_over_after_progress() -> None:
+    clock = Clock()
+    watch = Supervisor(clock).watch("t")
+    waits = []
+    for _ in range(12):
+        assert not watch.attempt(fail)
+        waits.append(watch.seconds_to_retry)
+        assert not watch.attempt(lambda: pytest.fail("attempted before its time"))
+        clock.now += watch.seconds_to_retry
+    assert waits[:3] == [FIRST_BACKOFF_SECONDS, 2 * FIRST_BACKOFF_SECONDS, 4 * FIRST_BACKOFF_SECONDS]
+    assert max(waits) == waits[-1] == MAX_BACKOFF_SECONDS
+    assert watch.attempt(lambda: None)
+    assert watch.problem is None
+    assert not watch.attempt(fail)
+    assert watch.seconds_to_retry == FIRST_BACKOFF_SECONDS
+    assert watch.faults == 13
+
+
+def test_a_fault_is_logged_with_its_stack_at_powers_of_two_for_each_kind(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    watch = Supervisor(clock).watch("t")
+    for number in range(9):
+        watch.attempt(lambda number=number: fail(f"row {number}"))
+        clock.now += MAX_BACKOFF_SECONDS
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.getMessage().split("(")[-1] for record in errors] == [
+        f"{times} times so far)" for times in (1, 2, 4, 8)
+    ]
+    assert all(record.exc_info for record in errors)
+    watch.attempt(lambda: {}["another kind"])
+    assert "KeyError" in caplog.records[-1].getMessage()
+
+
+def test_problems_are_shown_until_there_is_progress_and_counters_stay() -> None:
+    clock = Clock()
+    supervisor = Supervisor(clock)
+    planning = supervisor.watch("loop", "planning")
+    supervisor.watch("flexd-ingest")
+    planning.attempt(fail)
+    clock.now += 1.0
+    planning.attempt(fail)
+    assert supervisor.faults() == {"loop": 2, "flexd-ingest": 0}
+    assert supervisor.reasons() == ("thread loop (planning): ValueError: made up, 2 times in a row",)
+    clock.now += 1.0
+    planning.attempt(lambda: None)
+    assert supervisor.reasons() == ()
+    assert supervisor.faults() == {"loop": 2, "flexd-ingest": 0}
+
+
+def test_a_thread_whose_body_raises_or_returns_early_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexd.core.supervision.FIRST_BACKOFF_SECONDS", 0.001)
+    supervisor, stopping, finished = Supervisor(), threading.Event(), threading.Event()
+    rounds: list[int] = []
+
+    def body() -> None:
+        rounds.append(1)
+        if len(rounds) == 1:
+            fail()
+        if len(rounds) == 2:
+            return
+        supervisor.watch("t").progress()
+        stopping.wait(SECONDS)
+
+    thread = supervisor.thread("t", body, stopping, finished.set)
+    assert not thread.started
+    assert thread.join(0.0), "a thread that was not started has ended"
+    thread.start()
+    until(lambda: len(rounds) == 3, SECONDS)
+    until(lambda: not supervisor.problems(), SECONDS)
+    assert supervisor.faults() == {"t": 2}
+    assert thread.running
+    assert not supervisor.fatal
+    stopping.set()
+    assert thread.join(SECONDS)
+    assert finished.is_set()
+
+
+def test_a_stop_ends_a_back_off_at_once_and_a_fault_of_the_clean_up_is_counted() -> None:
+    supervisor, stopping = Supervisor(), threading.Event()
+    watch = supervisor.watch("t")
+    watch._backoff_seconds = MAX_BACKOFF_SECONDS
+    thread = supervisor.thread("t", fail, stopping, fail)
+    thread.start()
+    until(supervisor.problems, SECONDS)
+    stopping.set()
+    assert thread.join(SECONDS)
+    assert supervisor.faults() == {"t": 2}
+    assert supervisor.problems() == (), "a stopped thread has no problem"
+
+
+@pytest.mark.parametrize("error", [UnsafeStateError("half changed"), SystemExit(3)])
+def test_what_cannot_go_on_ends_the_daemon(error: BaseException) -> None:
+    supervisor, stopping, finished = Supervisor(), threading.Event(), threading.Event()
+
+    def body() -> None:
+        raise error
+
+    thread = supervisor.thread("t", body, stopping, finished.set)
+    thread.start()
+    assert thread.join(SECONDS)
+    assert finished.is_set()
+    assert supervisor.fatal.startswith(f"thread t: {type(error).__name__}")
+    assert supervisor.reasons() == (f"ending: {supervisor.fatal}",)
+    supervisor.end_daemon("other", ValueError("later"))
+    assert supervisor.fatal.startswith("thread t"), "the first reason stays"
+
+
+def test_a_job_and_a_foreign_thread_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = Supervisor()
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    supervisor.watch_uncaught()
+    supervisor.job("one", fail).join(SECONDS)
+    foreign = threading.Thread(target=fail)
+    foreign.start()
+    foreign.join(SECONDS)
+    assert supervisor.faults() == {"one": 1, "other": 1}
+    assert supervisor.problems() == ()
+
+
+def test_the_kinds_of_faults_that_are_remembered_are_bounded() -> None:
+    watch = Supervisor().watch("t")
+    for number in range(100):
+        watch.count(type(f"Error{number}", (Exception,), {})())
+    assert len(watch._kinds) <= 33
+    assert watch.faults == 100
