@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from flexd.api.abort import AbortPreview, AbortResult
+from flexd.api.attempt import AttemptList, AttemptResult
 from flexd.api.config import ConfigReport, ReloadReport
 from flexd.api.errors import ProbeResult
 from flexd.api.explanation import Explanation
@@ -143,6 +144,34 @@ class MigrationsApi(Protocol):
         ...
 
 
+class AttemptsApi(Protocol):
+    """The attempts of the training job.
+
+    Raises (every method):
+        ApiError: this daemon has no ranks (409 on a follower, 503 on a standby).
+    """
+
+    def attempts(self) -> AttemptList:
+        """Return the attempt that holds the job, those that wait, and those that ended within an hour."""
+        ...
+
+    def prefer(self, attempt: str, reason: str = "", who: str = "") -> AttemptResult:
+        """Give the job to an attempt, although the ranks of the present one are alive.
+
+        Raises:
+            ApiError: there is no such attempt (404).
+        """
+        ...
+
+    def forget(self, attempt: str, reason: str = "", who: str = "") -> AttemptResult:
+        """Drop what is known of an attempt.
+
+        Raises:
+            ApiError: there is no such attempt (404), or its ranks hold the job (409).
+        """
+        ...
+
+
 class DaemonApi(Protocol):
     """Everything that the admin API serves; every call returns within its deadline.
 
@@ -163,6 +192,11 @@ class DaemonApi(Protocol):
     @property
     def migrations(self) -> MigrationsApi:
         """The history of migrations, and abort."""
+        ...
+
+    @property
+    def attempts(self) -> AttemptsApi:
+        """The attempts of the training job."""
         ...
 
     def status(self) -> Status:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 from flexd.api.config import ReloadReport
 from flexd.api.pause import DecisionsStatus, PauseState
@@ -154,6 +155,10 @@ class OperatorCommands:
         """Record that a plan was carried out although these gates were closed."""
         if gates:
             self._record("override", who, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
+
+    def record_attempt(self, kind: Literal["prefer", "forget"], who: str, reason: str, attempt: str) -> None:
+        """Record a command about an attempt of the job."""
+        self._record(kind, who, reason, f"attempt {attempt}")
 
     def _record(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
         """Write a command to the log and the history."""

@@ -48,6 +48,8 @@ class TopologyStatus(Model):
     """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
     refused_ranks: tuple[RefusedRankStatus, ...] = ()
     """Ranks that the daemon refused in the last seconds, newest first."""
+    attempts_waiting: int = 0
+    """Attempts that are refused because another one holds the job."""
     cluster: str | None = None
     """Name of the cluster description that prices plans."""
     problem: str | None = None
@@ -75,6 +77,10 @@ class TopologyStatus(Model):
         yield gauge(
             "flexd_control_ranks_ready", "Ranks of the live attempt that joined the control channel.", self.ranks_ready
         )
+        yield gauge(
+            "flexd_control_attempts_waiting", "Attempts that are refused because another one holds the job.",
+            self.attempts_waiting,
+        )  # fmt: skip
         yield counters(
             "flexd_control_refused_messages", "Control messages refused, by kind.", "kind", self.refused_messages
         )

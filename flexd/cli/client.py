@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, ValidationError
 
 from flexd.api.abort import AbortPreview, AbortResult
+from flexd.api.attempt import AttemptList, AttemptResult
 from flexd.api.base import MAX_REASON_CHARACTERS, REQUEST_HEADER
 from flexd.api.config import ConfigReport, ReloadReport
 from flexd.api.errors import ErrorBody
@@ -172,6 +173,19 @@ class DaemonClient:
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
         return self._call("POST", "/v1/replan", ReplanResult, PLAN_SECONDS + wait_seconds, body)
+
+    def attempts(self) -> AttemptList:
+        return self._call("GET", "/v1/attempts", AttemptList, ANSWER_SECONDS)
+
+    def prefer_attempt(self, attempt: str, reason: str, who: str) -> AttemptResult:
+        return self._attempt_command(attempt, "prefer", reason, who)
+
+    def forget_attempt(self, attempt: str, reason: str, who: str) -> AttemptResult:
+        return self._attempt_command(attempt, "forget", reason, who)
+
+    def _attempt_command(self, attempt: str, verb: str, reason: str, who: str) -> AttemptResult:
+        body = {"attempt": attempt, "reason": _checked(reason), "who": who}
+        return self._call("POST", f"/v1/attempts/{verb}", AttemptResult, ANSWER_SECONDS, body)
 
     def pause(self, reason: str, who: str = "") -> PauseState:
         return self._call("POST", "/v1/pause", PauseState, ANSWER_SECONDS, {"reason": _checked(reason), "who": who})

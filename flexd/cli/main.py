@@ -9,6 +9,7 @@ import traceback
 import typer
 
 from flexd.cli import (
+    attempt_commands,
     config_commands,
     daemon_commands,
     demo_command,
@@ -57,6 +58,7 @@ app.command("throttle")(throttle_command.throttle)
 app.command("history")(migration_commands.history)
 app.command("abort")(migration_commands.abort)
 app.add_typer(migration_commands.app, name="migrations")
+app.add_typer(attempt_commands.app, name="attempts")
 app.command("pause")(pause_command.pause)
 app.command("resume")(pause_command.resume)
 app.command("reload")(config_commands.reload)

@@ -7,7 +7,7 @@ from typing import Protocol
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
 from flexd.api.explanation import Explanation
-from flexd.api.interface import DaemonApi, InspectApi, MigrationsApi, PlanningApi
+from flexd.api.interface import AttemptsApi, DaemonApi, InspectApi, MigrationsApi, PlanningApi
 from flexd.api.pause import PauseState
 from flexd.api.plan import PlanReport
 from flexd.api.replan import ReplanResult
@@ -32,6 +32,10 @@ class InactiveDaemon(Protocol):
 
     @property
     def migrations(self) -> MigrationsApi:
+        raise self.refusal()
+
+    @property
+    def attempts(self) -> AttemptsApi:
         raise self.refusal()
 
     def plan(self) -> PlanReport:
@@ -77,6 +81,10 @@ class ActiveDaemon(Protocol):
     @property
     def migrations(self) -> MigrationsApi:
         return self.active().migrations
+
+    @property
+    def attempts(self) -> AttemptsApi:
+        return self.active().attempts
 
     def status(self) -> Status:
         return self.active().status()

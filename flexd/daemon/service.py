@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
+from flexd.api.attempt import AttemptCommands
 from flexd.api.components import Components
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
@@ -164,6 +165,7 @@ class Daemon:
         self.planning = PlanCommands(
             keyspace, self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self._operator
         )
+        self.attempts = AttemptCommands(self._coordinator, self._operator)
         self.migrations = MigrationCommands(
             self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions
         )

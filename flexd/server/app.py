@@ -21,6 +21,7 @@ from flexd.api.replan import ReplanRequest, ReplanResult, replan_status
 from flexd.api.status import Status
 from flexd.core.errors import FlexdError
 from flexd.server.access import requester
+from flexd.server.attempt_routes import add_attempts
 from flexd.server.guard import RequestGuard
 from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
@@ -61,6 +62,7 @@ def create_app(
     add_inspection(app, lambda: api.inspect, slow)
     add_planning(app, lambda: api.planning, slow)
     add_migrations(app, lambda: api.migrations, slow)
+    add_attempts(app, lambda: api.attempts)
 
     @app.get("/v1/status", response_model=Status, responses=ERRORS)
     def status() -> Response:

@@ -65,6 +65,7 @@ class ControlStatus:
         refused_ranks: ranks that were refused lately, newest first, with the reason.
         refused_messages: number by kind, see ``message_receiver.REFUSED_KINDS``.
         reason: what the coordinator waits for; empty when all ranks are live.
+        attempts_waiting: attempts that are refused because another one holds the job.
         illegal_transitions: transitions of migrations that their state table refused: a fault of flexd.
     """
 
@@ -82,5 +83,6 @@ class ControlStatus:
     digest_mismatches: int
     reason: str
     illegal_transitions: int = 0
+    attempts_waiting: int = 0
     missing_ranks: tuple[int, ...] = ()
     refused_ranks: tuple[RefusedRank, ...] = ()

@@ -168,6 +168,7 @@ class EpochManager:
             reason="" if ready else self.reason,
             illegal_transitions=self.pusher.illegal_transitions,
             missing_ranks=() if ready else missing,
+            attempts_waiting=self.members.waiting(time.monotonic()),
             refused_ranks=self.refused,
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from flexd.control.daemon.attempts import MAX_NAME_CHARACTERS, Attempt, Attempts
+from flexd.control.daemon.attempts import MAX_NAME_CHARACTERS, Attempt, Attempts, AttemptState
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.table_lists import table_differences
 from flexd.core.errors import ReplayedMessageError, TopologyError
@@ -234,6 +234,12 @@ class Membership:
         """Return the attempts: the holder, those that wait, those that ended."""
         with self._lock:
             return self._register.listed(self._registered(), now)
+
+    def waiting(self, now: float) -> int:
+        """Return the number of attempts that are refused because another one holds the job."""
+        listed = self.attempts(now)
+        held = any(attempt.state is AttemptState.HOLDS for attempt in listed)
+        return sum(attempt.state is AttemptState.WAITING for attempt in listed) if held else 0
 
     def prefer(self, attempt: str, now: float) -> bool:
         """End the attempt that holds the job and keep the job for another; False if nothing changes.

@@ -8,7 +8,7 @@ from typing import Literal
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import Transition
 
-ActionKind = Literal["pause", "resume", "throttle", "reload", "override"]
+ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "prefer", "forget"]
 MAX_DETAIL_CHARACTERS = 2_000
 
 
@@ -17,7 +17,8 @@ class ActionRecord:
     """An action of a user that is no migration.
 
     Attributes:
-        kind: an ``ActionKind``; ``override`` is a plan executed although gates were closed.
+        kind: an ``ActionKind``; ``override`` is a plan executed although gates were closed,
+            ``prefer`` and ``forget`` are about an attempt of the job.
         who: the user.
         reason: the user's reason.
         detail: the outcome, truncated to ``MAX_DETAIL_CHARACTERS``.
