@@ -49,6 +49,14 @@ class SnapshotError(FlexdError):
     """A snapshot or journal is corrupt, of another format, or cannot be written."""
 
 
+class StateVersionError(SnapshotError, SketchError):
+    """A file of the state directory was written by a newer flexd."""
+
+
+class UnusableStateError(SnapshotError):
+    """The state directory has state that this daemon cannot continue from, and it may not start without it."""
+
+
 class StateLockedError(SnapshotError):
     """Another daemon uses the state directory."""
 

@@ -22,7 +22,7 @@ POINTS = (
     "epoch.end", "epoch.ended", "migration.started", "journal.begin", "journal.renamed", "journal.begun",
     "journal.append", "journal.appended", "chunk.announce", "chunk.announced", "chunk.half_sent", "chunk.sent",
     "chunk.agreed", "chunk.applied", "migration.finished", "snapshot.begin", "snapshot.copied", "snapshot.written",
-    "snapshot.renamed", "snapshot.committed",
+    "snapshot.renamed", "snapshot.committed", "aside.linked",
 )  # fmt: skip
 """In the order in which a daemon first passes them, snapshots aside."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -149,5 +149,10 @@ class KeySpace:
     @cached_property
     def digest(self) -> str:
         """Hex digest of the table list, which must be equal on ranks and daemon."""
-        text = json.dumps([[t.name, t.rows, t.dim, t.dtype, t.optimizer] for t in self.tables])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest_of(self.tables)
+
+
+def digest_of(tables: Iterable[TableSpec]) -> str:
+    """Return ``KeySpace.digest`` of these tables."""
+    text = json.dumps([[t.name, t.rows, t.dim, t.dtype, t.optimizer] for t in tables])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -51,9 +51,8 @@ class Ingestor:
     Bad messages and rows are counted by reason and sampled into the dead letters. A source that fails is retried
     with back-off. A snapshot that cannot be written is counted and retried at the next interval; ingest continues.
 
-    The newest usable snapshot is loaded on construction; its stream positions are restored when the thread starts. A
-    snapshot of other tables or settings is reported (``stats().restore_problems``) and not used: sketches start empty
-    and the source at its earliest message.
+    The newest usable snapshot is loaded on construction, table by table (``flexd.ingest.restore``); its stream
+    positions are restored when the thread starts.
 
     **Idle streams.** Profiles and queries of a stream that has been read to its end and has had no message for
     ``IDLE_AFTER_SECONDS`` decay by the time since its last message. Only the reading is moved: the counters and their
@@ -75,8 +74,10 @@ class Ingestor:
         save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
         supervisor: of the process; records the faults of the thread.
         thread: name of the thread.
+        start_empty: set saved state that cannot be used aside and start without it.
 
     Raises:
+        UnusableStateError: there is saved state, and none of it can be used.
         SketchError, ConfigError: impossible sketch settings or tables.
     """
 
@@ -98,6 +99,7 @@ class Ingestor:
         save_in_background: bool = True,
         supervisor: Supervisor | None = None,
         thread: str = "flexd-ingest",
+        start_empty: bool = False,
     ) -> None:
         self._source = source
         self._snapshots = snapshots
@@ -130,9 +132,13 @@ class Ingestor:
         self._rates = RateMeter(time.monotonic())
         self._counted_at = time.monotonic()
 
-        state = restore(snapshots, tables, settings)
+        state = restore(snapshots, tables, settings, start_empty=start_empty)
         self.restored = state.extra
         """The ``extra_state`` of the restored snapshot; empty if none was restored."""
+        self.restored_from = state.path
+        """The restored snapshot; None if none was restored."""
+        self.outcomes = state.outcomes
+        """The fate of each table of the restored snapshot."""
         self._restore_problems = state.problems
         self._unrestored_positions = state.positions
         self._generation = state.generation

@@ -1,16 +1,26 @@
-"""Loads the state that ingest starts from: the newest usable snapshot, or empty sketches."""
+"""Loads the state that ingest starts from: the newest usable snapshot, or empty sketches.
+
+Stream positions stay with the counts. A table that starts empty, because it is new or cannot be converted, counts from
+the restored positions on: the accesses before them are in the counters of the other tables already, and one position
+serves all tables, so they are not read again for one. Where no table's counts can be continued the daemon does not
+start, unless it may start empty: then it has no positions either, and counts what the stream still holds.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from flexd.core.errors import SketchError, SnapshotError
+from flexd.core.errors import SketchError, SnapshotError, StateVersionError, UnusableStateError
 from flexd.core.keyspace import TableSpec
+from flexd.sketch import table_migration
+from flexd.sketch.set_aside import Reason
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import LoadedSnapshot, SnapshotStore
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.table_migration import TableOutcome
 from flexd.sketch.types import SketchSettings
 
 _log = logging.getLogger(__name__)
@@ -18,6 +28,10 @@ _log = logging.getLogger(__name__)
 SNAPSHOT_META_FORMAT = 1
 GENERATION_RESERVE = 1000
 """Added to the saved profile generation on restore, so that profiles made after the snapshot keep unique numbers."""
+UNUSABLE_REMEDY = (
+    "run the flexd and the configuration that wrote it (`flexd state show -c FILE` compares), or start without it: "
+    "`flexd state reset -c FILE`, in a pod once with FLEXD__STATE__ON_UNUSABLE=reset"
+)
 
 
 @dataclass
@@ -29,6 +43,8 @@ class RestoredState:
         generation: of the last profile.
         extra: the caller's values (``Ingestor``'s ``extra_state``).
         problems: why a snapshot, or the newest one, is not used.
+        path: the restored snapshot; None without one.
+        outcomes: the fate of each table; empty without a snapshot.
     """
 
     sketches: SketchSet
@@ -36,6 +52,8 @@ class RestoredState:
     generation: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    path: Path | None = None
+    outcomes: tuple[TableOutcome, ...] = ()
 
     def report(self, problem: str) -> None:
         """Log a problem and keep it for the status."""
@@ -43,38 +61,132 @@ class RestoredState:
         self.problems.append(problem)
 
 
-def restore(snapshots: SnapshotStore | None, tables: Sequence[TableSpec], settings: SketchSettings) -> RestoredState:
-    """Load the newest snapshot that fits. A damaged one, or one of other tables or settings, is reported and not used.
+@dataclass(frozen=True)
+class SnapshotMeta:
+    """What a snapshot has beside the arrays of its sketches.
+
+    Attributes:
+        sketches: description of the sketches (``flexd.sketch.saved_state``).
+    """
+
+    sketches: dict[str, Any]
+    positions: dict[str, int]
+    generation: int
+    extra: dict[str, Any]
+
+    @staticmethod
+    def of(meta: Mapping[str, Any]) -> SnapshotMeta:
+        """Return the values of a snapshot.
+
+        Raises:
+            StateVersionError: it is of a newer flexd.
+            SketchError: it is malformed.
+        """
+        number = meta.get("format")
+        if isinstance(number, int) and number > SNAPSHOT_META_FORMAT:
+            raise StateVersionError(
+                f"saved state of format {number} is of a newer flexd; this one reads {SNAPSHOT_META_FORMAT}",
+                remedy="run the flexd that wrote it, or a newer one",
+            )
+        if number != SNAPSHOT_META_FORMAT:
+            raise SketchError(f"saved state of format {str(number)[:40]!r}", remedy="use an earlier snapshot")
+        try:
+            positions = {str(partition): int(offset) for partition, offset in meta["positions"].items()}
+            return SnapshotMeta(dict(meta["sketches"]), positions, int(meta["generation"]), dict(meta["saved"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SketchError(f"saved state is damaged: {error!r}", remedy="use an earlier snapshot") from error
+
+
+def restore(
+    snapshots: SnapshotStore | None, tables: Sequence[TableSpec], settings: SketchSettings, *, start_empty: bool = False
+) -> RestoredState:
+    """Load the newest usable snapshot, table by table, into the configured tables and settings.
+
+    A damaged snapshot is set aside, and the one before it is used. Of a snapshot from which tables start empty or are
+    converted, the file is kept aside too, so that it can be imported again.
+
+    Args:
+        start_empty: set unusable state aside and start without it.
 
     Raises:
+        UnusableStateError: there are snapshots, and none can be used; nothing has changed.
         SketchError, ConfigError: impossible sketch settings or tables.
     """
     state = RestoredState(SketchSet.of(tables, settings))
     if snapshots is None:
         return state
-    try:
-        loaded = snapshots.load_newest()
-    except SnapshotError as error:
-        state.report(str(error))
-        return state
-    if loaded is None:
-        return state
-    for problem in loaded.problems:
+    refused: list[tuple[Path, Reason, str]] = []
+    for path in snapshots.paths():
+        try:
+            _load(state, snapshots, path, tables, settings)
+            break
+        except StateVersionError as error:
+            # An older snapshot would do, but nobody has said that what the newer flexd counted may go.
+            refused.append((path, "newer", str(error)))
+            if not start_empty:
+                break
+        except UnusableStateError as error:
+            refused.append((path, "unusable", str(error)))
+            if not start_empty:
+                break
+        except (SnapshotError, SketchError) as error:
+            refused.append((path, "damaged", f"{path.name} is not used: {error}"))
+    usable = state.path is not None and all(reason == "damaged" for _, reason, _ in refused)
+    if refused and not usable and not start_empty:
+        raise UnusableStateError(
+            f"{snapshots.directory}: the saved counters cannot be continued: "
+            + "; ".join(problem for _, _, problem in refused)[:2_000],
+            remedy=UNUSABLE_REMEDY,
+        )
+    for path, reason, problem in refused:
         state.report(problem)
-    try:
-        _load(state, loaded, tables, settings)
-    except (SketchError, KeyError, TypeError, ValueError, AttributeError) as error:
-        state.report(f"{loaded.path} is not used: {error}")
+        _set_aside(state, snapshots, path, reason, move=True)
+    if refused and state.path is None:
+        state.report("the sketches start empty, and the stream at its earliest message")
+    _report_outcomes(state, snapshots)
     return state
 
 
-def _load(state: RestoredState, loaded: LoadedSnapshot, tables: Sequence[TableSpec], settings: SketchSettings) -> None:
-    meta = loaded.meta
-    if meta.get("format") != SNAPSHOT_META_FORMAT:
-        raise SketchError(f"saved state of format {meta.get('format')!r}")
-    positions = {str(partition): int(offset) for partition, offset in meta["positions"].items()}
-    generation = int(meta["generation"])
-    extra = dict(meta["saved"])
-    # Everything that can fail comes before the first assignment: a snapshot is used as a whole or not at all.
-    state.sketches = SketchSet.from_state(tables, settings, meta["sketches"], loaded.arrays)
-    state.positions, state.generation, state.extra = positions, generation + GENERATION_RESERVE, extra
+def _load(
+    state: RestoredState, snapshots: SnapshotStore, path: Path, tables: Sequence[TableSpec], settings: SketchSettings
+) -> None:
+    """Load one snapshot into ``state``: as a whole or not at all."""
+    meta, arrays = snapshots.read(path)
+    saved = SnapshotMeta.of(meta)
+    outcomes = table_migration.outcomes_of(saved.sketches, tables, settings)
+    counted = sum(outcome.accesses for outcome in outcomes)
+    if counted and counted == sum(outcome.lost for outcome in outcomes):
+        reasons = dict.fromkeys(f"{outcome.table}: {outcome.detail}" for outcome in outcomes if outcome.lost)
+        raise UnusableStateError(
+            f"{path.name}: no table's counts can be continued ({'; '.join(reasons)[:500]})", remedy=UNUSABLE_REMEDY
+        )
+    sketches, outcomes = table_migration.restore(saved.sketches, arrays, tables, settings)
+    state.sketches, state.outcomes, state.path = sketches, outcomes, path
+    state.positions, state.generation = saved.positions, saved.generation + GENERATION_RESERVE
+    state.extra = saved.extra
+
+
+def _report_outcomes(state: RestoredState, snapshots: SnapshotStore) -> None:
+    for outcome in state.outcomes:
+        if outcome.lost:
+            _log.warning(
+                "ingest: table %s %s: %d accesses are not continued (%s)", outcome.table,
+                "is removed" if outcome.outcome == "removed" else "starts empty", outcome.lost, outcome.detail,
+            )  # fmt: skip
+        elif outcome.outcome in ("converted", "new"):
+            _log.info("ingest: table %s is %s %s", outcome.table, outcome.outcome, outcome.detail)
+    if state.path is None:
+        return
+    if any(outcome.lost for outcome in state.outcomes):
+        _set_aside(state, snapshots, state.path, "emptied", move=False)
+    elif any(outcome.outcome == "converted" and outcome.accesses for outcome in state.outcomes):
+        _set_aside(state, snapshots, state.path, "converted", move=False)
+
+
+def _set_aside(state: RestoredState, snapshots: SnapshotStore, path: Path, reason: Reason, *, move: bool) -> None:
+    try:
+        kept = snapshots.aside.add(path, reason, move=move)
+    except SnapshotError as error:
+        state.report(str(error))
+    else:
+        _log.warning("ingest: %s is kept as %s", path.name, kept)

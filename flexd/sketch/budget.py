@@ -16,6 +16,7 @@ from flexd.sketch.counters.logarithmic import packed_bytes, relative_error
 from flexd.sketch.distinct import LOG2_REGISTERS
 from flexd.sketch.sample import AccessSample
 
+Kind = Literal["dense", "logarithmic", "count_min"]
 LOG_BITS = (3, 4, 8)
 _MAX_LOG_SAMPLE = 65_536
 
@@ -40,7 +41,7 @@ class TableChoice:
     """
 
     table: str
-    kind: Literal["dense", "logarithmic", "count_min"]
+    kind: Kind
     bytes: int
     error_share: float
     failure_probability: float

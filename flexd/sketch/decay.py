@@ -156,6 +156,10 @@ class ForwardDecay:
         """Return the natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""
         return 0.0 if self.half_life_seconds is None else event_time_seconds / self.half_life_seconds * math.log(2.0)
 
+    def copy_times(self, other: ForwardDecay) -> None:
+        """Read the same times as the other clock, which may have another half-life."""
+        self._newest, self._oldest, self._confirmed = other._newest, other._oldest, other._confirmed
+
     def merge(self, other: ForwardDecay) -> None:
         """Merge the other clock's window into this one.
 

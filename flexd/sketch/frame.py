@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import SnapshotError
+from flexd.core.errors import SnapshotError, StateVersionError
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -59,7 +59,8 @@ def read(file: BinaryIO, size: int, name: str, remedy: str) -> tuple[dict[str, A
         name, remedy: for error messages.
 
     Raises:
-        SnapshotError: the frame is of another format, or any byte of it is missing or changed.
+        StateVersionError: the frame is of a newer format.
+        SnapshotError: the frame is no frame, or any byte of it is missing or changed.
         OSError, MemoryError: it cannot be read.
     """
     origin = _Origin(name, remedy)
@@ -109,10 +110,15 @@ def _parse_head(origin: _Origin, head: bytes, size: int) -> tuple[int, int]:
     magic, version, checksum, length, total = _HEAD.unpack_from(head)
     if magic != MAGIC:
         raise origin.damaged("not a flexd snapshot")
-    if version != FORMAT_VERSION:
-        raise origin.damaged(f"format version {version}, this flexd reads {FORMAT_VERSION}")
     if _HEAD_CRC.unpack_from(head, _HEAD.size)[0] != zlib.crc32(head[: _HEAD.size]):
         raise origin.damaged("the head is damaged")
+    if version > FORMAT_VERSION:
+        raise StateVersionError(
+            f"{origin.name}: format version {version} is of a newer flexd; this one reads {FORMAT_VERSION}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
+    if version != FORMAT_VERSION:
+        raise origin.damaged(f"format version {version}, this flexd reads {FORMAT_VERSION}")
     if total != size:
         raise origin.damaged(f"{size} bytes of {total}")
     return int(length), int(checksum)

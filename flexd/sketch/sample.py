@@ -180,6 +180,23 @@ class AccessSample:
         self._limit, self._count = limit, 0
         self._append(rows[best], ranks[best], keys[best])
 
+    def adopt(self, other: AccessSample, table_rows: int, log_weight_change: float) -> None:
+        """Become the other's sample, of another capacity, without the rows from ``table_rows`` on.
+
+        Args:
+            log_weight_change: added to the logarithm of every weight.
+        """
+        other.scale_weights(log_weight_change)
+        inside = np.flatnonzero(other._rows[: other._count] < table_rows)
+        rows, ranks, keys = other._rows[inside], other._ranks[inside], other._keys[inside]
+        limit = other._limit
+        if len(inside) > 2 * self.capacity:
+            best = np.sort(np.argpartition(keys, self.capacity - 1)[: self.capacity])
+            rows, ranks, keys = rows[best], ranks[best], keys[best]
+            limit = float(keys.max())
+        self._limit, self._count = limit, 0
+        self._append(rows, ranks, keys)
+
     def copy(self) -> AccessSample:
         twin = AccessSample(self.capacity, 0)
         twin._random = self._random.copy()

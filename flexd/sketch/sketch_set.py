@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,18 +17,18 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import TableCounts
-from flexd.sketch import budget, kinds
+from flexd.sketch import budget, kinds, saved_state
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.decay import Admission, ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.quantiles import KllQuantiles
+from flexd.sketch.saved_state import SavedTable
 from flexd.sketch.table_sketch import Arrays, TableSketch
 from flexd.sketch.types import AccessCounts, SketchSettings
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-STATE_FORMAT = 4
 _ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
@@ -331,46 +331,74 @@ class SketchSet:
             arrays.update({f"{index}/{name}": array for name, array in parts.items()})
         for index, lengths in self._lengths.items():
             arrays[f"{index}/sequence_lengths"] = lengths.serialized()
-        meta = {
-            "format": STATE_FORMAT,
-            "tables": self.digest,
-            "settings": dataclasses.asdict(self.settings),
-            "decay": self._decay.state(),
-            "sketches": metas,
-        }
-        return meta, arrays
+        return saved_state.describe(self._specs, self._choices, self.settings, self._decay.state(), metas), arrays
 
     @classmethod
     def from_state(
         cls, key_tables: Sequence[TableSpec], settings: SketchSettings, meta: Mapping[str, Any], arrays: Arrays
     ) -> SketchSet:
-        """Return the set that ``state`` described.
+        """Return the set that ``state`` described, in any format that this flexd reads.
 
         Raises:
             SketchError: the state is of other tables or settings, of another format, or damaged.
         """
-        fresh = cls.of(key_tables, settings)
-        if meta.get("format") != STATE_FORMAT:
-            raise SketchError(
-                f"sketch state of format {meta.get('format')!r}", remedy=f"this flexd reads {STATE_FORMAT}"
-            )
-        if meta.get("tables") != fresh.digest or meta.get("settings") != dataclasses.asdict(settings):
+        saved = saved_state.parse(meta, key_tables)
+        if tuple(table.spec for table in saved.tables) != tuple(key_tables) or saved.settings != settings:
             raise SketchError(
                 "saved sketches are of other tables or sketch settings",
-                remedy="restore the old configuration, or start from empty sketches",
+                remedy="restore the old configuration, or let table_migration convert them",
             )
-        try:
-            fresh._decay.load(meta["decay"])
-            for index, (sketch, saved) in enumerate(zip(fresh._tables, meta["sketches"], strict=True)):
-                prefix = f"{index}/"
-                parts = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-                sketch.load(saved, parts)
-                if "sequence_lengths" in parts:
-                    fresh._lengths[index] = KllQuantiles()
-                    fresh._lengths[index].load(parts["sequence_lengths"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SketchError(f"sketch state is damaged: {error!r}", remedy="start from empty sketches") from error
+        fresh = cls.of(key_tables, settings)
+        fresh.load_clock(saved.decay)
+        for index, table in enumerate(saved.tables):
+            fresh.load_table(index, table, arrays)
         return fresh
+
+    def load_clock(self, decay: Mapping[str, Any]) -> None:
+        """Replace the clock by a saved one. Raises SketchError if it is malformed."""
+        try:
+            self._decay.load(dict(decay))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SketchError(f"saved clock is damaged: {error!r}", remedy="use an earlier snapshot") from error
+
+    def load_table(
+        self, index: int, saved: SavedTable, arrays: Arrays, replace: Callable[[TableSketch], None] | None = None
+    ) -> None:
+        """Load the saved counters of one table.
+
+        Args:
+            index: of the table in this set.
+            replace: receives the loaded counters instead of this set, for a conversion into ``sketch(index)``.
+
+        Raises:
+            SketchError: they are damaged, or do not fit.
+        """
+        prefix = f"{saved.index}/"
+        parts = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+        conservative = self.settings.conservative
+        sketch = self._tables[index]
+        if replace is not None:
+            sketch = kinds.make_table(saved.spec, saved.choice, index, conservative)
+        try:
+            sketch.load(saved.meta, parts)
+            lengths = KllQuantiles() if "sequence_lengths" in parts else None
+            if lengths is not None:
+                lengths.load(parts["sequence_lengths"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error
+        if replace is not None:
+            replace(sketch)
+        if lengths is not None:
+            self._lengths[index] = lengths
+
+    def sketch(self, index: int) -> TableSketch:
+        """Return the counters of one table, for a conversion."""
+        return self._tables[index]
+
+    @property
+    def event_clock(self) -> ForwardDecay:
+        """The event-time clock, for a conversion."""
+        return self._decay
 
     def _index_of(self, table: str) -> int:
         index = self._index.get(table)

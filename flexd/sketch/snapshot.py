@@ -13,10 +13,11 @@ from typing import Any
 import numpy.typing as npt
 
 from flexd.core.durable import sync_directory
-from flexd.core.errors import SnapshotError
+from flexd.core.errors import SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
 from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
+from flexd.sketch.set_aside import SetAside
 
 _REMEDY = "the previous one is used"
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
@@ -57,6 +58,8 @@ class SnapshotStore:
             raise SnapshotError(f"keep {keep} snapshots", remedy="keep at least one")
         self.directory = directory
         self.keep = keep
+        self.aside = SetAside(directory)
+        """The snapshots that a daemon could not continue from."""
         self._damaged: set[Path] = set()
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -116,27 +119,42 @@ class SnapshotStore:
         """Return the newest undamaged snapshot; None if there are no files.
 
         Raises:
+            StateVersionError: a newer flexd wrote a snapshot that is newer than the newest undamaged one.
             SnapshotError: the directory cannot be listed, or there are snapshots and all are unusable.
         """
         problems: list[str] = []
         for path in self.paths():
             try:
-                meta, arrays = read(path)
+                meta, arrays = self.read(path)
+            except StateVersionError:
+                raise
             except SnapshotError as error:
                 problems.append(str(error))
-                self._damaged.add(path)
                 continue
             return LoadedSnapshot(meta, arrays, path, problems)
         if problems:
             raise SnapshotError("; ".join(problems), remedy="move the files away to start from empty sketches")
         return None
 
+    def read(self, path: Path) -> tuple[dict[str, Any], Arrays]:
+        """Read one snapshot file: (meta, arrays). One that is damaged displaces no other from now on.
+
+        Raises:
+            StateVersionError: a newer flexd wrote it.
+            SnapshotError: it cannot be read, or any byte of it is missing or changed.
+        """
+        try:
+            return read(path)
+        except SnapshotError:
+            self._damaged.add(path)
+            raise
+
     def _prune(self, newest_first: list[Path]) -> None:
+        # Damaged ones are set aside at the next start, and not deleted here.
         whole = [path for path in newest_first if path not in self._damaged]
-        for path in set(newest_first) - set(whole[: self.keep]):
+        for path in whole[self.keep :]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-                self._damaged.discard(path)
 
 
 def read(path: Path) -> tuple[dict[str, Any], Arrays]:

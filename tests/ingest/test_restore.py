@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from flexd.core.errors import UnusableStateError
+from flexd.core.keyspace import TableSpec
 from flexd.ingest import GENERATION_RESERVE, Ingestor
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.ingest_fakes import (
     LOG,
     SETTINGS,
-    TABLES,
     FakeSource,
     KillAt,
     Killed,
@@ -36,15 +37,30 @@ def test_a_snapshot_restores_the_extra_state_and_profile_numbers_continue(tmp_pa
     assert again.profile().samples == ingestor.profile().samples > 0
 
 
-def test_state_of_other_tables_is_reported_and_not_mixed_in(tmp_path):
+def test_state_of_other_tables_is_refused_and_stays(tmp_path):
     source = FakeSource(LOG)
     run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)
-    other = Ingestor(FakeSource(LOG), TABLES[:1], SETTINGS, SnapshotStore(tmp_path, 2))
-    assert "other tables" in other.stats().restore_problems[0]
+    (snapshot,) = tmp_path.iterdir()
+    before = snapshot.read_bytes()
+    with pytest.raises(UnusableStateError, match="no table's counts can be continued"):
+        Ingestor(FakeSource(LOG), [TableSpec("other", 200, 4)], SETTINGS, SnapshotStore(tmp_path, 2))
+    assert list(tmp_path.iterdir()) == [snapshot]
+    assert snapshot.read_bytes() == before
+
+
+def test_unusable_state_is_set_aside_where_the_daemon_may_start_empty(tmp_path):
+    source = FakeSource(LOG)
+    run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)
+    store = SnapshotStore(tmp_path, 2)
+    source = FakeSource(LOG)
+    other = Ingestor(source, [TableSpec("other", 200, 4)], SETTINGS, store, poll_seconds=0.01, start_empty=True)
     assert other.profile().samples == 0
-    other._stop.set()
-    other.run()
-    assert other._source.restored is None
+    assert [(kept.path.name, kept.reason) for kept in store.aside.list()] == [
+        ("snapshot-000000000001-unusable.flexd", "unusable")
+    ]
+    assert store.paths() == []
+    run_to_the_end(other, source)
+    assert source.restored is None
 
 
 def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path):
@@ -59,15 +75,19 @@ def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path
     ingestor = make_ingestor(source, SnapshotStore(tmp_path / "state", 3))
     run_to_the_end(ingestor, source)
     assert str(newest) in ingestor.stats().restore_problems[0]
+    assert [kept.path.name for kept in store.aside.list()] == [f"{newest.stem}-damaged.flexd"]
     assert_same_state(state_of(ingestor), expected)
 
 
-def test_only_damaged_snapshots_start_empty_from_the_earliest_message(tmp_path):
+def test_only_damaged_snapshots_are_refused_or_start_empty_from_the_earliest_message(tmp_path):
     expected = uninterrupted_state(tmp_path)
     store = SnapshotStore(tmp_path / "state", 3)
     store.save({}, {}).write_bytes(b"junk")
     source = FakeSource(LOG)
-    ingestor = make_ingestor(source, store)
+    with pytest.raises(UnusableStateError, match="flexd state reset"):
+        make_ingestor(source, store)
+    ingestor = make_ingestor(source, store, start_empty=True)
+    assert [kept.reason for kept in store.aside.list()] == ["damaged"]
     run_to_the_end(ingestor, source)
     assert ingestor.stats().restore_problems
     assert_same_state(state_of(ingestor), expected)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+import zlib
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import SnapshotError
+from flexd.core.errors import SnapshotError, StateVersionError
 from flexd.sketch import frame
 
 META = {"text": "ü", "large": 2**60, "none": None}
@@ -56,7 +57,8 @@ def test_truncated_and_changed_frames_are_refused_by_name() -> None:
 def test_another_version_is_named() -> None:
     whole = bytearray(b"".join(frame.encode(META, {})))
     struct.pack_into("<I", whole, 8, frame.FORMAT_VERSION + 1)
-    with pytest.raises(SnapshotError, match=f"version {frame.FORMAT_VERSION + 1}"):
+    struct.pack_into("<I", whole, 32, zlib.crc32(whole[:32]))
+    with pytest.raises(StateVersionError, match=f"version {frame.FORMAT_VERSION + 1} is of a newer flexd"):
         frame.decode(bytes(whole), "message", "")
 
 

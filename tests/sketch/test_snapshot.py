@@ -91,24 +91,28 @@ def test_random_bytes_are_refused(tmp_path_factory, noise):
             snapshot.read(path)
 
 
-def test_only_damaged_snapshots_are_an_error_and_the_next_save_replaces_them(tmp_path):
+def test_only_damaged_snapshots_are_an_error_and_stay(tmp_path):
     store = SnapshotStore(tmp_path, 2)
-    for _ in range(2):
-        store.save({}, {}).write_bytes(b"junk")
+    damaged = [store.save({}, {}) for _ in range(2)]
+    for path in damaged:
+        path.write_bytes(b"junk")
     with pytest.raises(SnapshotError):
         store.load_newest()
-    path = store.save({"fresh": 1}, {})
+    for number in range(3):
+        path = store.save({"fresh": number}, {})
     assert store.load_newest().path == path
-    assert store.paths() == [path]
+    assert len(store.paths()) == store.keep + len(damaged)
+    assert set(damaged) < set(store.paths())
 
 
 def test_a_damaged_file_does_not_displace_a_good_one(tmp_path):
     store = SnapshotStore(tmp_path, 2)
     good = store.save({"good": 1}, {})
-    store.save({}, {}).write_bytes(b"junk")
+    damaged = store.save({}, {})
+    damaged.write_bytes(b"junk")
     assert store.load_newest().path == good
     newest = store.save({"good": 2}, {})
-    assert store.paths() == [newest, good]
+    assert store.paths() == [newest, damaged, good]
 
 
 def test_a_full_disk_leaves_the_old_snapshot_and_no_temporary_file(tmp_path):

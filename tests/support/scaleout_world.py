@@ -23,7 +23,6 @@ from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.push_answer import PushAnswer
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import LoadedSnapshot
 from flexd.sketch.types import SketchSettings
 from flexd.stream.types import AccessBatch, Message
 
@@ -67,11 +66,12 @@ class MemoryStore:
     def save(self, meta: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         self.saved = copy.deepcopy((dict(meta), dict(arrays)))
 
-    def load_newest(self) -> LoadedSnapshot | None:
-        if self.saved is None:
-            return None
-        meta, arrays = copy.deepcopy(self.saved)
-        return LoadedSnapshot(meta, arrays, Path("memory"), [])
+    def paths(self) -> list[Path]:
+        return [] if self.saved is None else [Path("memory")]
+
+    def read(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert self.saved is not None
+        return copy.deepcopy(self.saved)
 
 
 class LeaderProcess:

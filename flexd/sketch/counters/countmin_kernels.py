@@ -306,6 +306,47 @@ def merge(cells: Any, other: Any, conservative: bool) -> int:
     return joined
 
 
+def fold(low: Any, high: Any, low_joined: Any, high_joined: Any) -> tuple[Any, Any]:
+    """Add the two halves of plain cells, uint64[4, n] with flags of joined pairs. Return (values, flags).
+
+    Where one of two pairs is joined, the other is joined by its sum first: a joined pair has the sum of both cells.
+    """
+    flags = low_joined | high_joined
+
+    def as_joined(values: Any, joined: Any) -> Any:
+        pairs = values.reshape(values.shape[0], -1, 2)
+        sums = np.repeat(pairs.sum(axis=2), 2, axis=1)
+        return np.where(flags & ~joined, sums, values)
+
+    return as_joined(low, low_joined) + as_joined(high, high_joined), flags
+
+
+@numba.njit(cache=True, nogil=True)
+def store(values: Any, joined: Any, cells: Any, conservative: bool) -> int:
+    """Write uint64[n] values as words; pairs flagged in bool[n] ``joined`` share theirs. Return the pairs joined."""
+    pairs = 0
+    limit = _FULL if conservative else _PLAIN_SPLIT_UNITS
+    for pair in range(cells.size // 2):
+        low = np.uint64(2 * pair)
+        a = values[low]
+        b = values[low | _ONE]
+        if joined[low]:
+            value = max(a, b)
+            if value < limit:
+                cells[low] = np.uint32(value)
+                cells[low | _ONE] = np.uint32(value)
+            else:
+                _join(cells, low, value)
+                pairs += 1
+        elif a < _FULL and b < _FULL:
+            cells[low] = np.uint32(a)
+            cells[low | _ONE] = np.uint32(b)
+        else:
+            _join(cells, low, max(a, b) if conservative else a + b)
+            pairs += 1
+    return pairs
+
+
 @numba.njit(cache=True, nogil=True)
 def joined_pairs(cells: Any) -> int:
     """Return the number of joined pairs, or -1 if the top bits of some pair differ."""
