@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from flexd.core.errors import ApiError, ConfigError, FlexdError, StateLockedError, StreamError, TopologyError
+from flexd.core.errors import (
+    ApiError,
+    ConfigError,
+    FlexdError,
+    StateLockedError,
+    StateVersionError,
+    StreamError,
+    TopologyError,
+    UnusableStateError,
+)  # fmt: skip
 from flexd.core.supervision import EXIT_UNSAFE_STATE
 
 
@@ -20,6 +29,7 @@ class ExitCode(IntEnum):
     STATE_LOCKED = 6
     FOUND = 7
     UNSAFE_STATE = EXIT_UNSAFE_STATE
+    STATE_UNUSABLE = 9
     INTERRUPTED = 130
     UNREAD = 141
     """128 + SIGPIPE, as for any program that SIGPIPE ends."""
@@ -35,6 +45,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.STATE_LOCKED: "another daemon uses the state directory",
     ExitCode.FOUND: "config diff found differences, or doctor a fault",
     ExitCode.UNSAFE_STATE: "the daemon ended in order because it could not trust its counters; start it again",
+    ExitCode.STATE_UNUSABLE: "the saved state cannot be continued from",
     ExitCode.INTERRUPTED: "Control-C",
     ExitCode.UNREAD: "the reader of the output closed the pipe",
 }
@@ -64,6 +75,8 @@ _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
     (DaemonTimeoutError, ExitCode.TIMED_OUT),
     (NotDeliveredError, ExitCode.REFUSED),
     (StateLockedError, ExitCode.STATE_LOCKED),
+    (UnusableStateError, ExitCode.STATE_UNUSABLE),
+    (StateVersionError, ExitCode.STATE_UNUSABLE),
 )
 
 

@@ -22,9 +22,13 @@ POINTS = (
     "epoch.end", "epoch.ended", "migration.started", "journal.begin", "journal.renamed", "journal.begun",
     "journal.append", "journal.appended", "chunk.announce", "chunk.announced", "chunk.half_sent", "chunk.sent",
     "chunk.agreed", "chunk.applied", "migration.finished", "snapshot.begin", "snapshot.copied", "snapshot.written",
-    "snapshot.renamed", "snapshot.committed", "aside.linked",
+    "snapshot.renamed", "snapshot.committed",
+    "aside.linked", "reset.saved", "reset.moved", "export.written", "import.extracted", "import.moving", "import.moved",
 )  # fmt: skip
-"""In the order in which a daemon first passes them, snapshots aside."""
+"""In the order in which a daemon first passes them, snapshots aside; those from ``aside.linked`` on are passed where
+state changes hands."""
+POINTS_OF_A_JOB = POINTS[: POINTS.index("aside.linked")]
+"""The points that the daemon of a training job passes again and again."""
 
 THREAD_POINTS = (
     "thread.loop", "thread.planning", "thread.coordinator", "thread.channel", "thread.ingest", "thread.counting",

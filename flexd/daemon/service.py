@@ -36,6 +36,7 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
+from flexd.daemon.state_files import check_files
 from flexd.daemon.state_lock import StateLock
 from flexd.ha.leadership import FencedSnapshotStore, Leadership, without_lease
 from flexd.ingest import Ingestor
@@ -102,6 +103,8 @@ class Daemon:
         self._leadership = leadership or without_lease(config)
         state, holds = self._leadership.state_dir, self._leadership.holds
         self._state_lock = StateLock(state)
+        start_empty = config.state.on_unusable == "reset"
+        check_files(state, start_empty=start_empty)
         cluster = factory.make_cluster(config)
         control = replace(factory.control_options(config), term=self._leadership.term)
         letters = config.stream.dead_letters
@@ -125,6 +128,7 @@ class Daemon:
             extra_state=self._extra_state,
             supervisor=supervisor,
             work=work,
+            start_empty=start_empty,
         )
         if self._leader is not None:
             self._leader.attach(self._ingestor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from pathlib import Path
@@ -13,7 +14,7 @@ from flexd.config.links import ThrottleConfig
 from flexd.config.text import describe_faults
 from flexd.control.daemon.throttle import ThrottleLimits
 from flexd.core.durable import quarantine_file, replace_file
-from flexd.core.errors import SnapshotError
+from flexd.core.errors import SnapshotError, StateVersionError
 
 logger = logging.getLogger("flexd")
 
@@ -84,6 +85,28 @@ class Decisions(_Stored):
     rollback: RequestedRollback | None = None
 
 
+def check_version(path: Path) -> None:
+    """Raise StateVersionError if a newer flexd wrote the file."""
+    try:
+        with path.open("rb") as file:
+            _check_content(path, file.read(MAX_BYTES + 1))
+    except OSError:
+        return  # Reading it reports that.
+
+
+def _check_content(path: Path, content: bytes) -> None:
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
+        return
+    number = document.get("format") if isinstance(document, dict) else None
+    if isinstance(number, int) and not isinstance(number, bool) and number > FORMAT:
+        raise StateVersionError(
+            f"{path} is of format {number}, of a newer flexd; this one reads {FORMAT}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
+
+
 class DecisionFile:
     """``decisions.json`` of the state directory. Thread-safe.
 
@@ -96,6 +119,7 @@ class DecisionFile:
         problem: why the newest write failed; empty if it succeeded.
 
     Raises:
+        StateVersionError: a newer flexd wrote the file; it is unchanged.
         SnapshotError: the file exists and cannot be read.
     """
 
@@ -129,6 +153,7 @@ class DecisionFile:
                 f"{self._path}: cannot be read: {error.strerror}",
                 remedy="let the daemon's user read it, or move it away",
             ) from error
+        _check_content(self._path, content)
         try:
             if len(content) > MAX_BYTES:
                 raise ValueError(f"more than {MAX_BYTES} bytes")

@@ -7,15 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flexd.core.errors import SnapshotError
+from flexd.core.errors import SnapshotError, StateVersionError
 
 MAX_ENTRIES = 1_000
+FORMAT = 1
+"""Of an entry; those without one are of format 1."""
 
 
 class PlanLog:
     """Keeps the newest entries: beyond twice ``MAX_ENTRIES`` the oldest are dropped. Skips a line torn by a crash.
 
     Raises:
+        StateVersionError: a newer flexd wrote an entry; the file is unchanged.
         SnapshotError: the file cannot be read or written.
     """
 
@@ -26,6 +29,7 @@ class PlanLog:
         except OSError as error:
             raise SnapshotError(f"plan log {path}: {error}", remedy="move the file away") from error
         lines = content.splitlines()
+        _check_lines(path, lines)
         entries = [entry for line in lines if (entry := _entry(line)) is not None]
         self.entries: list[dict[str, Any]] = entries[-MAX_ENTRIES:]
         self._lines = len(lines)
@@ -62,14 +66,39 @@ class PlanLog:
         with open(
             os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if mode == "a" else os.O_TRUNC), 0o600), mode
         ) as f:
-            f.writelines(json.dumps(entry) + "\n" for entry in entries)
+            f.writelines(json.dumps({"format": FORMAT, **entry}) + "\n" for entry in entries)
             f.flush()
             os.fsync(f.fileno())
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def check_version(path: Path) -> None:
+    """Raise StateVersionError if a newer flexd wrote an entry."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return  # Reading it reports that.
+    _check_lines(path, content.splitlines())
+
+
+def _check_lines(path: Path, lines: list[bytes]) -> None:
+    for line in lines:
+        number = _document(line).get("format")
+        if isinstance(number, int) and number > FORMAT:
+            raise StateVersionError(
+                f"{path} has entries of format {number}, of a newer flexd; this one reads {FORMAT}",
+                remedy="run the flexd that wrote it, or a newer one",
+            )
+
+
+def _document(line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError:
-        return None
-    return entry if isinstance(entry, dict) else None
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    entry = _document(line)
+    entry.pop("format", None)
+    return entry or None

@@ -158,7 +158,7 @@ class ForwardDecay:
 
     def copy_times(self, other: ForwardDecay) -> None:
         """Read the same times as the other clock, which may have another half-life."""
-        self._newest, self._oldest, self._confirmed = other._newest, other._oldest, other._confirmed
+        self._newest, self._oldest = other._newest, other._oldest
 
     def merge(self, other: ForwardDecay) -> None:
         """Merge the other clock's window into this one.

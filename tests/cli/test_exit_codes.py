@@ -16,7 +16,15 @@ from flexd.cli.exit_codes import (
     exit_code_of,
     exit_code_of_outcome,
 )
-from flexd.core.errors import ApiError, ConfigError, FlexdError, StateLockedError, TopologyError
+from flexd.core.errors import (
+    ApiError,
+    ConfigError,
+    FlexdError,
+    StateLockedError,
+    StateVersionError,
+    TopologyError,
+    UnusableStateError,
+)  # fmt: skip
 from tests.support.repository import ROOT
 
 
@@ -30,6 +38,8 @@ from tests.support.repository import ROOT
         (NotDeliveredError("x"), 4),
         (DaemonTimeoutError("x"), 5),
         (StateLockedError("x"), 6),
+        (UnusableStateError("x"), 9),
+        (StateVersionError("x"), 9),
         (ApiError("port taken"), 1),
         (FlexdError("x"), 1),
     ],

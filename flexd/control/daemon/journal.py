@@ -23,15 +23,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.durable import sync_directory
-from flexd.core.errors import PlacementError, SnapshotError
+from flexd.core.durable import quarantine_file, sync_directory
+from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
 from flexd.core.placement import Delta, Placement
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 
-_MAGIC = b"FLEXDPJ1"
+FORMAT = 1
+"""Of the file: the last character of its magic. A newer flexd raises it and reads the formats before it."""
+_MAGIC_OF_ANY = b"FLEXDPJ"
+_MAGIC = _MAGIC_OF_ANY + str(FORMAT).encode()
 _FRAME = struct.Struct("<II")
 _COMPACT_ROWS = 65_536
 """Chunk rows beside the segment before they are compacted into it (or half the segment's rows, if more)."""
@@ -107,6 +110,7 @@ class PlacementJournal:
         truncated_bytes: bytes of a torn or corrupt tail that were truncated on opening; 0 if the file was whole.
 
     Raises:
+        StateVersionError: a newer flexd wrote the file; it is unchanged.
         SnapshotError: the directory or file cannot be read or written.
     """
 
@@ -307,6 +311,7 @@ class PlacementJournal:
     def _load(self) -> None:
         size = self._path.stat().st_size
         good = 0
+        check_version(self._path)
         with open(self._path, "rb") as file:
             if file.read(len(_MAGIC)) == _MAGIC:
                 good = file.tell()
@@ -314,6 +319,11 @@ class PlacementJournal:
                     if not self._load_frame(header, arrays):
                         break
                     good = file.tell()
+        if not good and size:
+            # Not the end that a crash tore: an operator may want to see what it was.
+            self.truncated_bytes = size
+            quarantine_file(self._path)
+            return
         if good < size:
             self.truncated_bytes = size - good
             os.truncate(self._path, good)
@@ -351,6 +361,21 @@ class PlacementJournal:
 
 def _segment_bytes(base: Placement) -> int:
     return _HEADER_BYTES + _SEGMENT_ROW_BYTES * len(base)
+
+
+def check_version(path: Path) -> None:
+    """Raise StateVersionError if a newer flexd wrote the journal."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_MAGIC))
+    except OSError:
+        return  # Reading it reports that.
+    version = magic.removeprefix(_MAGIC_OF_ANY)
+    if magic.startswith(_MAGIC_OF_ANY) and version.isdigit() and int(version) > FORMAT:
+        raise StateVersionError(
+            f"{path} is of format {int(version)}, of a newer flexd; this one reads {FORMAT}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
 
 
 def _chunk_payload(chunk: _Chunk) -> bytes:

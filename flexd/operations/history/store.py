@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import time
@@ -11,11 +12,13 @@ from dataclasses import astuple, fields
 from pathlib import Path
 
 from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent
-from flexd.core.errors import SnapshotError
+from flexd.core.errors import SnapshotError, StateVersionError
 from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
 
 FORMAT = 1
 """``PRAGMA user_version`` of the file."""
+_STEPS: dict[int, str] = {}
+"""SQL that brings each older format to the next one."""
 BUSY_SECONDS = 2.0
 KEPT_TRANSITIONS = 256
 """Transitions kept of one migration: the first and the newest."""
@@ -92,6 +95,7 @@ class HistoryStore:
         """Create or check the file. Migrations that a crash left unfinished are recorded as failed.
 
         Raises:
+            StateVersionError: a newer flexd wrote the file; it is unchanged.
             SnapshotError: the file can be neither used nor made.
         """
         if self._connection is not None:
@@ -205,8 +209,9 @@ class HistoryStore:
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version == 0 and not connection.execute("SELECT 1 FROM sqlite_master").fetchall():
                 connection.executescript(f"{_SCHEMA}{_ACTIONS};")
-            elif version != FORMAT:
-                raise _UnusableFileError(f"it is of format {version}, not {FORMAT}")
+            else:
+                _check_format(self._path, version)
+                _upgrade(connection, version)
             faults = connection.execute("PRAGMA quick_check(1)").fetchall()
             if faults != [("ok",)]:
                 raise _UnusableFileError(str(faults[0][0]))
@@ -280,6 +285,34 @@ class HistoryStore:
                 f"migration history {self._path} {what}: {error}",
                 remedy="make room in the state directory, or move the file away",
             ) from error
+
+
+def check_version(path: Path) -> None:
+    """Raise StateVersionError if a newer flexd wrote the file."""
+    with contextlib.suppress(sqlite3.Error):  # Opening it reports that.
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=BUSY_SECONDS)
+        with contextlib.closing(connection):
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            _check_format(path, version)
+
+
+def _check_format(path: Path, version: int) -> None:
+    if version > FORMAT:
+        raise StateVersionError(
+            f"{path} is of format {version}, of a newer flexd; this one reads {FORMAT}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
+
+
+def _upgrade(connection: sqlite3.Connection, version: int) -> None:
+    """Bring an older file to the present format, step by step, each in one transaction."""
+    for number in range(version, FORMAT):
+        if number not in _STEPS:
+            raise _UnusableFileError(f"it is of format {number}, not {FORMAT}")
+        with _transaction(connection):
+            for statement in _STEPS[number].split(";"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {number + 1}")
 
 
 def _check_columns(connection: sqlite3.Connection, table: str, columns: Sequence[str]) -> None:

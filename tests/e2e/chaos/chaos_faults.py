@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flexd.core.fault_points import POINTS
+from flexd.core.fault_points import POINTS_OF_A_JOB
 from tests.e2e.chaos.chaos_messages import Vandal
 from tests.e2e.chaos.chaos_rollback import kill_in_a_rollback
 from tests.e2e.chaos.chaos_training import JOB, WORLD
@@ -234,7 +234,7 @@ AT_A_POINT = {"daemon killed at a point": kill_at, "daemon stopped at a point": 
 
 def points(*, scale_out: bool) -> list[str]:
     """The fault points that a daemon of such a world passes: a leader that reads nothing passes fewer."""
-    return [point for point in POINTS if not (scale_out and point == "snapshot.committed")]
+    return [point for point in POINTS_OF_A_JOB if not (scale_out and point == "snapshot.committed")]
 
 
 def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:

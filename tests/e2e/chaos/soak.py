@@ -24,7 +24,7 @@ from typing import Any
 
 from bench_report import check, last_line
 
-from flexd.core.fault_points import POINTS
+from flexd.core.fault_points import POINTS_OF_A_JOB as POINTS
 from tests.e2e.chaos import chaos_operations, chaos_poison, chaos_upgrades
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds, points
 from tests.e2e.chaos.chaos_processes import ProcessServer

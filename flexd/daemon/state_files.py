@@ -1,0 +1,108 @@
+"""The files of a state directory: their format versions, checked together before a daemon opens any of them.
+
+Each class that reads a file refuses a newer format by itself too. Checked here, one start names all of them, and none
+is opened, changed or replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexd.control.daemon import journal
+from flexd.core.durable import sync_directory
+from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
+from flexd.ingest.restore import UNUSABLE_REMEDY
+from flexd.operations import decisions, plan_log
+from flexd.operations.history import store as history
+
+logger = logging.getLogger("flexd")
+
+NEWER = ".newer"
+"""Suffix of a file of a newer format that was set aside."""
+IMPORTING = "import-unfinished"
+"""A file that exists while an import replaces the state."""
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """A file of the state directory that has a format version.
+
+    Attributes:
+        name: path within the directory.
+        side_files: suffixes of files that belong to it.
+        check: raises StateVersionError if the file at a path is of a newer format.
+    """
+
+    name: str
+    check: Callable[[Path], None]
+    side_files: tuple[str, ...] = ()
+
+
+FILES = (
+    StateFile("placement/placement.journal", journal.check_version),
+    StateFile("migrations.sqlite", history.check_version, ("-wal", "-shm")),
+    StateFile("decisions.json", decisions.check_version),
+    StateFile("plans.jsonl", plan_log.check_version),
+)
+
+
+def newer_files(state_dir: Path) -> dict[StateFile, str]:
+    """Return the files of a newer format, with what is wrong in words."""
+    found = {}
+    for file in FILES:
+        path = state_dir / file.name
+        if not path.is_file():
+            continue
+        try:
+            file.check(path)
+        except StateVersionError as error:
+            found[file] = str(error)
+    return found
+
+
+def check_files(state_dir: Path, *, start_empty: bool) -> None:
+    """Check the formats of the state's files.
+
+    Args:
+        start_empty: set files of a newer format aside and start without them.
+
+    Raises:
+        UnusableStateError: some are of a newer format, or an import did not end; nothing has changed.
+    """
+    check_import_ended(state_dir)
+    found = newer_files(state_dir)
+    if found and not start_empty:
+        raise UnusableStateError("; ".join(found.values()), remedy=UNUSABLE_REMEDY)
+    for file, problem in found.items():
+        logger.error("%s: it is kept as %s%s", problem, file.name, NEWER)
+        set_file_aside(state_dir, file)
+
+
+def check_import_ended(state_dir: Path) -> None:
+    """Raises UnusableStateError if an import was interrupted."""
+    if (state_dir / IMPORTING).exists():
+        raise UnusableStateError(
+            f"state.dir: {state_dir} holds a part of an import that did not end",
+            remedy="run `flexd state import` again",
+        )
+
+
+def set_file_aside(state_dir: Path, file: StateFile, suffix: str = NEWER) -> None:
+    """Rename a file and what belongs to it.
+
+    Raises:
+        SnapshotError: it cannot be renamed.
+    """
+    path = state_dir / file.name
+    try:
+        # The side files first: SQLite would apply a log that stays to the next file of that name.
+        for side in (*file.side_files, ""):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{side}").replace(f"{path}{suffix}{side}")
+        sync_directory(path.parent)
+    except OSError as error:
+        raise SnapshotError(f"{path} cannot be renamed: {error.strerror}", remedy="check its permissions") from error
