@@ -141,7 +141,7 @@ def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b"\xff\xfe", b'{"format": 2}', b'{"pause": {"reason": 5}}',
+        b"", b"{", b"[]", b"\xff\xfe", b'{"format": 0}', b'{"pause": {"reason": 5}}',
         b'{"throttle": {"bytes_per_step": 0}}', b'{"throttle": {"bytes_per_step": 1125899906842625}}',
         b'{"throttle": {"bytes_per_step": "7"}}',
         b'{"pause": {"reason": "x", "by": "me"}}', b'{"pause": {"reason": "x", "unix_seconds": NaN}}',

@@ -198,12 +198,6 @@ def _truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:5_000])
 
 
-def _other_format(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 7")
-    connection.close()
-
-
 def _other_program(path: Path) -> None:
     path.unlink()
     with sqlite3.connect(path) as connection:
@@ -211,7 +205,7 @@ def _other_program(path: Path) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("harm", [_random_bytes, _truncated, _other_format, _other_program])
+@pytest.mark.parametrize("harm", [_random_bytes, _truncated, _other_program])
 def test_an_unusable_file_is_quarantined(
     keep: Callable[..., RunningHistory], tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
