@@ -16,6 +16,7 @@ from flexd.api.rank import RankPage, rank_page, topology_status
 from flexd.api.scale_out import Leader, leader_status
 from flexd.api.sketch import sketch_status
 from flexd.api.snapshot import snapshot_status
+from flexd.api.state import state_status
 from flexd.api.status import Status
 from flexd.api.stream import stream_status
 from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, table_page
@@ -24,8 +25,6 @@ from flexd.api.timeline import Timeline, timeline
 from flexd.api.training import training_status
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from flexd.config.model import Config
     from flexd.control.daemon.coordinator import Coordinator
     from flexd.core.keyspace import KeySpace
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from flexd.operations.plan_log import PlanLog
     from flexd.operations.planning import Planning
     from flexd.operations.training_monitor import TrainingMonitor
+    from flexd.sketch.snapshot import SnapshotStore
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Components:
 
     Attributes:
         settings: the effective configuration; replaced by a reload.
-        snapshot_directory: of this daemon's snapshots.
+        snapshots: of this daemon, and those that were set aside.
         leader: of scale-out; None for a daemon without followers.
     """
 
@@ -62,7 +62,7 @@ class Components:
     pacing: MigrationPacing
     history: MigrationHistory
     plan_log: PlanLog
-    snapshot_directory: Path
+    snapshots: SnapshotStore
     leader: Leader | None = None
 
     def status(self, base: Status) -> Status:
@@ -83,7 +83,8 @@ class Components:
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
                 "planning": planning_status(planning, self.auto),
                 "throttle": throttle_status(self.pacing.snapshot()),
-                "snapshot": snapshot_status(ingest, self.snapshot_directory),
+                "snapshot": snapshot_status(ingest, self.snapshots),
+                "state": state_status(self.ingestor, self.snapshots),
                 "scale_out": None if self.leader is None else leader_status(self.leader),
             }
         )

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from flexd.api.base import FiniteOrNone, Model
 from flexd.api.families import counter, gauge
+from flexd.core.errors import SnapshotError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from prometheus_client.core import Metric
 
     from flexd.ingest.stats import IngestStats
+    from flexd.sketch.snapshot import SnapshotStore
 
 
 class SnapshotStatus(Model):
@@ -45,20 +45,20 @@ class SnapshotStatus(Model):
         yield counter("flexd_snapshot_failures", "Snapshots that could not be written.", self.failures)
 
 
-def snapshot_status(stats: IngestStats, directory: Path) -> SnapshotStatus:
-    """Return the state of the snapshots in ``directory``."""
+def snapshot_status(stats: IngestStats, snapshots: SnapshotStore) -> SnapshotStatus:
+    """Return the state of the snapshots in the rotation."""
     return SnapshotStatus(
         age_seconds=stats.snapshot_age_seconds,
         written=stats.snapshots,
         failures=stats.snapshot_failures,
-        bytes=_newest_bytes(directory),
+        bytes=_newest_bytes(snapshots),
         pause_seconds=stats.snapshot_pause_seconds,
         problem=stats.problem if stats.snapshot_failures else None,
     )
 
 
-def _newest_bytes(directory: Path) -> int:
+def _newest_bytes(snapshots: SnapshotStore) -> int:
     try:
-        return max(directory.iterdir(), key=lambda path: path.stat().st_mtime).stat().st_size
-    except (OSError, ValueError):
+        return snapshots.paths()[0].stat().st_size
+    except (OSError, SnapshotError, IndexError):
         return 0

@@ -19,6 +19,7 @@ from flexd.api.rank import TopologyStatus
 from flexd.api.scale_out import ScaleOutStatus
 from flexd.api.sketch import SketchStatus
 from flexd.api.snapshot import SnapshotStatus
+from flexd.api.state import StateStatus
 from flexd.api.stream import StreamStatus
 from flexd.api.threads import ThreadsStatus
 from flexd.api.throttle import ThrottleStatus
@@ -87,6 +88,8 @@ class Status(Model):
     """The file of the operators' decisions."""
     snapshot: SnapshotStatus = SnapshotStatus()
     """Durable state."""
+    state: StateStatus = StateStatus()
+    """What this start made of the saved state."""
     scale_out: ScaleOutStatus | None = None
     """Leader and followers; null for a daemon that is alone."""
     config: ConfigStatus = ConfigStatus()
@@ -120,6 +123,7 @@ class Status(Model):
         yield from self.training.metrics()
         yield from self.topology.metrics()
         yield from self.snapshot.metrics()
+        yield from self.state.metrics()
         if self.scale_out is not None:
             yield from self.scale_out.metrics()
         yield from self.config.metrics()

@@ -21,6 +21,7 @@ from flexd.cli import (
     probe_command,
     produce_command,
     simulate_command,
+    state_commands,
     status_command,
     table_commands,
     throttle_command,
@@ -63,6 +64,7 @@ app.command("pause")(pause_command.pause)
 app.command("resume")(pause_command.resume)
 app.command("reload")(config_commands.reload)
 app.add_typer(config_commands.app, name="config")
+app.add_typer(state_commands.app, name="state")
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
 app.command("probe")(probe_command.probe)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from flexd.api.leadership import LeadershipStatus
 from flexd.api.scale_out import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 from flexd.api.sketch import TableSketchStatus
+from flexd.api.state import StateStatus
 from flexd.api.status import Status
 from flexd.cli.blocks import PROBLEM, Block, Facts, Table
 from flexd.cli.migration_commands import migration_facts
@@ -43,6 +44,7 @@ MAX_TABLES = 20
 """Number of tables to list, those with the largest counters; the rest is one line (`-o json` lists all)."""
 MAX_MISSING_RANKS = 16
 MAX_DRIFTING_TABLES = 8
+MAX_LOST_TABLES = 4
 
 
 def status_blocks(status: Status) -> list[Block]:
@@ -139,7 +141,31 @@ def _sketch(status: Status) -> Facts:
     ]
     if snapshot.problem:
         facts.append(("problem", snapshot.problem))
-    return Facts("sketch", tuple(facts))
+    facts += _restored(status.state)
+    return Facts("sketch", tuple(facts), PROBLEM | {"not restored", "set aside"})
+
+
+def _restored(state: StateStatus) -> list[tuple[str, str]]:
+    """Return what this start did not continue as it was saved."""
+    facts = []
+    changed = [f"{outcome} {units.count(number)}" for outcome, number in state.outcomes.items() if outcome != "kept"]
+    if changed:
+        facts.append(("restored", f"tables kept {units.count(state.outcomes.get('kept', 0))}, {', '.join(changed)}"))
+    if state.lost_accesses:
+        lost = [table for table in state.tables if table.outcome in ("emptied", "removed")]
+        named = ", ".join(f"{table.table} ({table.detail})" for table in lost[:MAX_LOST_TABLES])
+        more = f" and {len(lost) - MAX_LOST_TABLES} more" if len(lost) > MAX_LOST_TABLES else ""
+        facts.append(("not restored", f"{units.count(state.lost_accesses)} accesses of {named}{more}"))
+    if state.aside:
+        newest = state.aside[0]
+        facts.append(
+            (
+                "set aside",
+                f"{units.plural(len(state.aside), 'snapshot')}, the newest {newest.reason} ({newest.name}); "
+                "see flexd state show",
+            )
+        )
+    return facts
 
 
 def _topology(status: Status) -> Facts:

@@ -160,7 +160,7 @@ class Daemon:
         self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.resume)
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._history, plan_log, state / "snapshots", self._leader,
+            self._auto, self._pacing, self._history, plan_log, self._snapshots, self._leader,
         )  # fmt: skip
         self._server = None if leadership else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()

@@ -122,15 +122,15 @@ def restore(
             break
         except StateVersionError as error:
             # An older snapshot would do, but nobody has said that what the newer flexd counted may go.
-            refused.append((path, "newer", str(error)))
+            refused.append((path, "newer", f"{path.name}: {error.message}"))
             if not start_empty:
                 break
         except UnusableStateError as error:
-            refused.append((path, "unusable", str(error)))
+            refused.append((path, "unusable", error.message))
             if not start_empty:
                 break
         except (SnapshotError, SketchError) as error:
-            refused.append((path, "damaged", f"{path.name} is not used: {error}"))
+            refused.append((path, "damaged", f"{path} is not used: {error.message}"))
     usable = state.path is not None and all(reason == "damaged" for _, reason, _ in refused)
     if refused and not usable and not start_empty:
         raise UnusableStateError(
@@ -147,11 +147,48 @@ def restore(
     return state
 
 
-def _load(
-    state: RestoredState, snapshots: SnapshotStore, path: Path, tables: Sequence[TableSpec], settings: SketchSettings
-) -> None:
-    """Load one snapshot into ``state``: as a whole or not at all."""
-    meta, arrays = snapshots.read(path)
+@dataclass(frozen=True)
+class RestorePreview:
+    """What ``restore`` would do.
+
+    Attributes:
+        path: the snapshot that would be continued from; None: none.
+        outcomes: the fate of each table.
+        refused: why newer snapshots would not be used.
+        starts: False if a start would be refused.
+    """
+
+    path: Path | None
+    outcomes: tuple[TableOutcome, ...]
+    refused: tuple[str, ...]
+    starts: bool
+
+
+def preview(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: SketchSettings) -> RestorePreview:
+    """Return what ``restore`` would do, from the descriptions and checksums of the snapshots; change nothing.
+
+    Raises:
+        SketchError, ConfigError: impossible sketch settings or tables.
+    """
+    SketchSet.of(tables, settings)
+    refused: list[str] = []
+    for path in snapshots.paths():
+        try:
+            _, outcomes = _outcomes(path, snapshots.read(path)[0], tables, settings)
+        except (StateVersionError, UnusableStateError) as error:
+            refused.append(error.message)
+            return RestorePreview(None, (), tuple(refused), starts=False)
+        except (SnapshotError, SketchError) as error:
+            refused.append(f"{path.name}: {error.message}")
+        else:
+            return RestorePreview(path, outcomes, tuple(refused), starts=True)
+    return RestorePreview(None, (), tuple(refused), starts=not refused)
+
+
+def _outcomes(
+    path: Path, meta: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings
+) -> tuple[SnapshotMeta, tuple[TableOutcome, ...]]:
+    """Raises UnusableStateError if no counts at all could be continued."""
     saved = SnapshotMeta.of(meta)
     outcomes = table_migration.outcomes_of(saved.sketches, tables, settings)
     counted = sum(outcome.accesses for outcome in outcomes)
@@ -160,6 +197,15 @@ def _load(
         raise UnusableStateError(
             f"{path.name}: no table's counts can be continued ({'; '.join(reasons)[:500]})", remedy=UNUSABLE_REMEDY
         )
+    return saved, outcomes
+
+
+def _load(
+    state: RestoredState, snapshots: SnapshotStore, path: Path, tables: Sequence[TableSpec], settings: SketchSettings
+) -> None:
+    """Load one snapshot into ``state``: as a whole or not at all."""
+    meta, arrays = snapshots.read(path)
+    saved, _ = _outcomes(path, meta, tables, settings)
     sketches, outcomes = table_migration.restore(saved.sketches, arrays, tables, settings)
     state.sketches, state.outcomes, state.path = sketches, outcomes, path
     state.positions, state.generation = saved.positions, saved.generation + GENERATION_RESERVE

@@ -64,6 +64,23 @@ def read(file: BinaryIO, size: int, name: str, remedy: str) -> tuple[dict[str, A
         OSError, MemoryError: it cannot be read.
     """
     origin = _Origin(name, remedy)
+    meta, layout = _read_description(origin, file, size)
+    arrays: Arrays = {}
+    for entry in layout:
+        array = np.empty(entry.shape, dtype=entry.dtype)
+        got = file.readinto(_bytes(array))  # type: ignore[attr-defined]
+        if got != entry.nbytes or zlib.crc32(_bytes(array)) != entry.crc:
+            raise origin.damaged(f"array {entry.name!r} is damaged")
+        arrays[entry.name] = array
+    return meta, arrays
+
+
+def read_meta(file: BinaryIO, size: int, name: str, remedy: str) -> dict[str, Any]:
+    """Return the meta of the frame alone; its arrays are not read. Arguments and errors as of ``read``."""
+    return _read_description(_Origin(name, remedy), file, size)[0]
+
+
+def _read_description(origin: _Origin, file: BinaryIO, size: int) -> tuple[dict[str, Any], list[_Entry]]:
     head = file.read(_HEAD.size + _HEAD_CRC.size)
     length, checksum = _parse_head(origin, head, size)
     description = file.read(length)
@@ -73,14 +90,7 @@ def read(file: BinaryIO, size: int, name: str, remedy: str) -> tuple[dict[str, A
     expected = len(head) + length + sum(entry.nbytes for entry in layout)
     if expected != size:
         raise origin.damaged(f"{size} bytes, {expected} described")
-    arrays: Arrays = {}
-    for entry in layout:
-        array = np.empty(entry.shape, dtype=entry.dtype)
-        got = file.readinto(_bytes(array))  # type: ignore[attr-defined]
-        if got != entry.nbytes or zlib.crc32(_bytes(array)) != entry.crc:
-            raise origin.damaged(f"array {entry.name!r} is damaged")
-        arrays[entry.name] = array
-    return meta, arrays
+    return meta, layout
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,14 @@ class SnapshotStore:
     complete, and a crash at any point leaves the previous one. Only the owner can read the files. Their format is that
     of ``flexd.sketch.frame``.
 
+    Args:
+        read_only: for a reader beside the writer: nothing is made or removed, and a missing directory has no snapshots.
+
     Raises:
         SnapshotError: the directory cannot be made or listed.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(self, directory: Path, keep: int, *, read_only: bool = False) -> None:
         if keep < 1:
             raise SnapshotError(f"keep {keep} snapshots", remedy="keep at least one")
         self.directory = directory
@@ -61,6 +64,8 @@ class SnapshotStore:
         self.aside = SetAside(directory)
         """The snapshots that a daemon could not continue from."""
         self._damaged: set[Path] = set()
+        if read_only:
+            return
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             for entry in directory.iterdir():
@@ -79,6 +84,8 @@ class SnapshotStore:
         """
         try:
             found = [entry for entry in self.directory.iterdir() if _NAME.match(entry.name)]
+        except FileNotFoundError:
+            return []
         except OSError as error:
             raise SnapshotError(f"snapshot directory {self.directory}: {error}", remedy="make it readable") from error
         return sorted(found, reverse=True)
@@ -95,7 +102,7 @@ class SnapshotStore:
                 snapshots are unchanged and no temporary file remains.
         """
         present = self.paths()
-        number = 1 + max((_number(path) for path in present), default=0)
+        number = 1 + max((number_of(path) for path in present), default=0)
         path = self.directory / f"snapshot-{number:012d}.flexd"
         temporary = self.directory / f".snapshot-{number:012d}.tmp"
         framed = frame.encode(meta, arrays)
@@ -170,6 +177,20 @@ def read(path: Path) -> tuple[dict[str, Any], Arrays]:
         raise SnapshotError(f"snapshot {path}: {error}", remedy=_REMEDY) from error
 
 
+def read_meta(path: Path) -> dict[str, Any]:
+    """Read what a snapshot has beside its arrays, which are not checked.
+
+    Raises:
+        StateVersionError: a newer flexd wrote it.
+        SnapshotError: it cannot be read or is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            return frame.read_meta(file, os.fstat(file.fileno()).st_size, f"snapshot {path}", _REMEDY)
+    except (OSError, MemoryError) as error:
+        raise SnapshotError(f"snapshot {path}: {error}", remedy=_REMEDY) from error
+
+
 def _write(path: Path, parts: list[bytes | memoryview]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -182,6 +203,7 @@ def _write(path: Path, parts: list[bytes | memoryview]) -> None:
         os.close(descriptor)
 
 
-def _number(path: Path) -> int:
+def number_of(path: Path) -> int:
+    """Return the number in a snapshot's name; 0 for another file."""
     match = _NAME.match(path.name)
     return int(match.group(1)) if match else 0

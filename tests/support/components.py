@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,7 +61,7 @@ def components(
     return Components(
         CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(),
         SimpleNamespace(newest=None),
-        auto=None, pacing=None, history=None, plan_log=SimpleNamespace(entries=plans), snapshot_directory=Path(),
+        auto=None, pacing=None, history=None, plan_log=SimpleNamespace(entries=plans), snapshots=None,
     )  # fmt: skip
 
 

@@ -1,0 +1,255 @@
+"""What an operator does with the state of a daemon: look, reset, restore and discard snapshots.
+
+Everything that changes state takes the lock of the directory, so a running daemon is never disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from flexd.config.model import Config
+from flexd.core.durable import sync_directory
+from flexd.core.errors import SketchError, SnapshotError
+from flexd.core.fault_points import fault_point
+from flexd.daemon import factory
+from flexd.daemon.state_files import IMPORTING, check_import_ended, newer_files, set_file_aside
+from flexd.daemon.state_lock import StateLock
+from flexd.ha.term_directories import highest_term
+from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
+from flexd.sketch import snapshot
+from flexd.sketch.set_aside import SetAsideSnapshot
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.snapshot import SnapshotStore
+
+_Result = TypeVar("_Result")
+_ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class SavedSnapshot:
+    """A snapshot of the rotation.
+
+    Attributes:
+        problem: why it cannot be read; "" if it can.
+        format: of its sketches; 0 if it cannot be read.
+        accesses: counted by its tables, undecayed.
+        messages: sum of its stream positions.
+    """
+
+    name: str
+    bytes: int
+    unix_seconds: float
+    format: int = 0
+    accesses: int = 0
+    messages: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class StateReport:
+    """The state of a directory, and what a start with the configuration would make of it.
+
+    Attributes:
+        problems: why a start would be refused, beside the snapshots.
+    """
+
+    directory: Path
+    snapshots: tuple[SavedSnapshot, ...]
+    aside: tuple[SetAsideSnapshot, ...]
+    preview: RestorePreview
+    problems: tuple[str, ...]
+
+    @property
+    def starts(self) -> bool:
+        return self.preview.starts and not self.problems
+
+
+def directory_of(config: Config) -> Path:
+    """Return the directory that holds the state now: of the newest term, or ``state.dir``.
+
+    Raises:
+        SnapshotError: it does not exist or cannot be listed.
+    """
+    directory = config.state.dir
+    if not directory.is_dir():
+        raise SnapshotError(f"state.dir: {directory} does not exist", remedy="give the configuration of the daemon")
+    term = highest_term(directory)
+    return directory / f"term-{term:010d}" if term else directory
+
+
+def report(config: Config) -> StateReport:
+    """Return the state. Changes nothing, and may run beside the daemon.
+
+    Raises:
+        SnapshotError: the directory cannot be read.
+        SketchError: the configuration's tables and sketch settings are impossible.
+    """
+    directory = directory_of(config)
+    store = _reader(directory)
+    problems = list(newer_files(directory).values())
+    try:
+        check_import_ended(directory)
+    except SnapshotError as error:
+        problems.append(error.message)
+    return StateReport(
+        directory,
+        tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
+        tuple(store.aside.list()),
+        preview(store, config.keyspace().tables, factory.sketch_settings(config)),
+        tuple(problems),
+    )
+
+
+def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
+    """Set all snapshots aside, and files of a newer format, so that the next start is empty.
+
+    Args:
+        keep_positions: count from the positions of the newest snapshot on, instead of all that the stream still holds.
+
+    Returns:
+        (the directory, the names of what was set aside).
+
+    Raises:
+        StateLockedError: a daemon uses the directory.
+        SnapshotError: something cannot be moved or written, or there are no positions to keep.
+    """
+    return _on_newest(config, lambda directory: _reset(config, directory, keep_positions))
+
+
+def restore(config: Config, name: str) -> Path:
+    """Make a snapshot that was set aside the newest one, so that the next start continues from it.
+
+    Returns:
+        its new path.
+
+    Raises:
+        StateLockedError: a daemon uses the directory.
+        SnapshotError: there is none of that name, or it is damaged or of a newer format.
+    """
+    return _on_newest(config, lambda directory: _restore(config, directory, name))[1]
+
+
+def discard(config: Config, names: list[str]) -> list[str]:
+    """Delete snapshots that were set aside; may run beside the daemon. Returns their names.
+
+    Args:
+        names: none: all of them.
+
+    Raises:
+        SnapshotError: there is none of a name, or it cannot be deleted.
+    """
+    aside = _reader(directory_of(config)).aside
+    chosen = names or [kept.path.name for kept in aside.list()]
+    for name in chosen:
+        aside.discard(name)
+    return chosen
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of a state directory. Raises StateLockedError if a daemon uses it."""
+    lock = StateLock(directory)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _on_newest(config: Config, change: Callable[[Path], _Result]) -> tuple[Path, _Result]:
+    """Change the newest directory; again if a new term copied it meanwhile."""
+    for _ in range(_ATTEMPTS):
+        directory = directory_of(config)
+        with locked(directory):
+            result = change(directory)
+        if directory_of(config) == directory:
+            return directory, result
+    raise SnapshotError(f"state.dir: {config.state.dir} has new terms all the time", remedy="stop its daemons first")
+
+
+def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
+    # A rotation that removes nothing: all snapshots are set aside.
+    store = SnapshotStore(directory / "snapshots", 2**31)
+    old = store.paths()
+    if keep_positions:
+        _save_empty(config, store, old)
+        fault_point("reset.saved")
+    moved = []
+    # The oldest first: interrupted, the directory means what it meant before.
+    for path in reversed(old):
+        moved.append(store.aside.add(path, "reset", move=True).name)
+        fault_point("reset.moved")
+    for file in newer_files(directory):
+        set_file_aside(directory, file)
+        moved.append(file.name)
+    with contextlib.suppress(FileNotFoundError):
+        (directory / IMPORTING).unlink()
+    sync_directory(directory)
+    return moved
+
+
+def _save_empty(config: Config, store: SnapshotStore, old: list[Path]) -> None:
+    problems = []
+    for path in old:
+        try:
+            saved = SnapshotMeta.of(snapshot.read_meta(path))
+        except (SnapshotError, SketchError) as error:
+            problems.append(f"{path.name}: {error.message}")
+            continue
+        meta, arrays = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config)).state()
+        store.save(
+            {
+                "format": SNAPSHOT_META_FORMAT, "sketches": meta, "positions": saved.positions,
+                "generation": saved.generation, "saved": {},
+            },
+            arrays,
+        )  # fmt: skip
+        return
+    raise SnapshotError(
+        f"{store.directory}: no snapshot with stream positions: {'; '.join(problems) or 'there is none'}",
+        remedy="reset without --keep-positions",
+    )
+
+
+def _restore(config: Config, directory: Path, name: str) -> Path:
+    store = SnapshotStore(directory / "snapshots", config.state.keep_snapshots)
+    for kept in store.aside.list():
+        if kept.path.name == name:
+            snapshot.read(kept.path)
+            newest = max((snapshot.number_of(path) for path in store.paths()), default=0)
+            target = store.directory / f"snapshot-{newest + 1:012d}.flexd"
+            try:
+                os.replace(kept.path, target)
+                sync_directory(store.directory)
+                sync_directory(store.aside.directory)
+            except OSError as error:
+                raise SnapshotError(f"{kept.path}: {error.strerror}", remedy="check its permissions") from error
+            return target
+    raise SnapshotError(f"no snapshot {name!r} was set aside", remedy="list them with `flexd state show`")
+
+
+def _describe(path: Path) -> SavedSnapshot | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None  # The daemon's rotation has removed it.
+    shown = SavedSnapshot(path.name, status.st_size, status.st_mtime)
+    try:
+        saved = SnapshotMeta.of(snapshot.read_meta(path))
+        accesses = sum(int(table["samples"]) for table in saved.sketches["sketches"])
+        return SavedSnapshot(
+            shown.name, shown.bytes, shown.unix_seconds, int(saved.sketches["format"]), accesses,
+            sum(saved.positions.values()),
+        )  # fmt: skip
+    except (SnapshotError, SketchError) as error:
+        return SavedSnapshot(shown.name, shown.bytes, shown.unix_seconds, problem=error.message)
+    except (KeyError, TypeError, ValueError) as error:
+        return SavedSnapshot(shown.name, shown.bytes, shown.unix_seconds, problem=f"damaged: {error!r}")
+
+
+def _reader(directory: Path) -> SnapshotStore:
+    return SnapshotStore(directory / "snapshots", 1, read_only=True)
