@@ -11,7 +11,7 @@ from pydantic import Field
 from flexd.api.base import Model
 from flexd.api.families import gauge, gauges, with_zeros
 from flexd.sketch.set_aside import REASONS
-from flexd.sketch.table_migration import OUTCOMES
+from flexd.sketch.table_outcome import OUTCOMES
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.daemon.state_admin import StateReport
     from flexd.daemon.state_archive import Manifest
-    from flexd.sketch.table_migration import TableOutcome
+    from flexd.sketch.table_outcome import TableOutcome
 
 app = typer.Typer(
     help="Show, export, import or reset the saved state of a daemon.\n\n"
@@ -164,7 +164,7 @@ def import_(
     Refused if a daemon uses the directory (exit status 6), if it has state and --replace is not given, or if a daemon
     with FILE could not continue from the archive (exit status 8). Interrupted, it can be run again.
 
-    Example: flexd state import -c configs/laptop.yaml backup.flexd-state --yes
+    Example: flexd state import -c configs/laptop.yaml backup.flexd-state --replace --yes
     """
     loaded = _load(config)
     from flexd.daemon import state_archive

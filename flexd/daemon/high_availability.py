@@ -36,6 +36,7 @@ from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.standby import Standby
+from flexd.daemon.state_files import check_import_ended
 from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.kubernetes_store import KubernetesLeaseStore
 from flexd.ha.leadership import Leadership
@@ -72,6 +73,8 @@ class HighAvailabilityDaemon(ActiveDaemon):
         self._loop_watch = self.supervisor.watch("loop")
         factory.make_state_directory(config)
         self._state_dir = config.state.dir
+        # A first term would copy a part of the import.
+        check_import_ended(self._state_dir)
         settings = config.high_availability
         self._store = make_lease_store(config)
         # Unique for every start: a restarted process is another holder, with another term.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flexd.config.model import Config
 from flexd.control.protocol.store_client import load_transports
 from flexd.core import fault_points as faults
+from flexd.core.errors import StateVersionError, UnusableStateError
 from flexd.core.fast_start import resume_garbage_collector
 from flexd.core.supervision import EXIT_UNSAFE_STATE
 from flexd.daemon.allocator import keep_freed_memory
@@ -19,6 +20,7 @@ from flexd.daemon.service import Daemon
 if TYPE_CHECKING:
     from flexd.daemon.follower_service import FollowerDaemon
     from flexd.daemon.high_availability import HighAvailabilityDaemon
+    from flexd.daemon.state_waiting import WaitingDaemon
 
 
 def run_daemon(config: Config, path: Path | None = None) -> int:
@@ -45,7 +47,7 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     return 0 if in_time else 1
 
 
-def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDaemon | FollowerDaemon:
+def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDaemon | FollowerDaemon | WaitingDaemon:
     # Each role imports only what it needs, so that a start takes less than two seconds.
     if config.scale_out.role == "follower":
         from flexd.daemon.follower_service import FollowerDaemon
@@ -55,4 +57,12 @@ def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDae
         from flexd.daemon.high_availability import HighAvailabilityDaemon
 
         return HighAvailabilityDaemon(config, file)
-    return Daemon(config, file=file)
+    try:
+        return Daemon(config, file=file)
+    except (UnusableStateError, StateVersionError) as error:
+        if config.state.on_unusable != "wait":
+            raise
+        problem = str(error)
+    from flexd.daemon.state_waiting import WaitingDaemon
+
+    return WaitingDaemon(config, file, problem)

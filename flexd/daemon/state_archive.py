@@ -135,7 +135,7 @@ def _write(config: Config, directory: Path, out: BinaryIO) -> Manifest:
         def add(name: str, file: BinaryIO) -> None:
             size = os.fstat(file.fileno()).st_size
             hashed = _Hashed(file)
-            tar.addfile(_member(name, size), hashed)  # type: ignore[arg-type]
+            tar.addfile(_member(name, size), hashed)
             files[name] = (size, hashed.digest)
 
         with _newest(directory) as (path, file):

@@ -20,7 +20,7 @@ from flexd.sketch import table_migration
 from flexd.sketch.set_aside import Reason
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_migration import TableOutcome
+from flexd.sketch.table_outcome import TableOutcome
 from flexd.sketch.types import SketchSettings
 
 _log = logging.getLogger(__name__)

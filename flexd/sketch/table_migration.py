@@ -7,8 +7,7 @@ same name and other rows was filled anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import budget, conversion, saved_state
@@ -16,34 +15,9 @@ from flexd.sketch.conversion import Clocks
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.saved_state import SavedState, SavedTable
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.table_outcome import TableOutcome
 from flexd.sketch.table_sketch import Arrays
 from flexd.sketch.types import SketchSettings
-
-Outcome = Literal["kept", "converted", "emptied", "new", "removed"]
-OUTCOMES: tuple[Outcome, ...] = ("kept", "converted", "emptied", "new", "removed")
-
-
-@dataclass(frozen=True)
-class TableOutcome:
-    """The fate of one table when saved sketches are restored.
-
-    Attributes:
-        table: name.
-        outcome: ``kept`` as it was, ``converted`` to other counters, ``emptied`` because that is not possible, ``new``
-            (not in the saved state) or ``removed`` (not configured any more).
-        accesses: accesses counted in the saved state.
-        detail: what changed, or why the table starts empty; "" if nothing did.
-    """
-
-    table: str
-    outcome: Outcome
-    accesses: int
-    detail: str = ""
-
-    @property
-    def lost(self) -> int:
-        """Accesses whose counts are not continued."""
-        return self.accesses if self.outcome in ("emptied", "removed") else 0
 
 
 def outcomes_of(

@@ -15,6 +15,7 @@ import typer
 from flexd.cli.main import app
 from flexd.config.load import load_config
 from flexd.daemon.factory import sketch_settings
+from flexd.daemon.state_archive import export_state
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.repository import ROOT as REPOSITORY
@@ -71,7 +72,12 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sketches = SketchSet.of(config.keyspace().tables, sketch_settings(config))
     sketches.ingest("items", rows, 0, 1.7e9, np.array([len(rows)]))
     meta, arrays = sketches.state()
-    SnapshotStore(tmp_path / config.state.dir / "snapshots", 1).save({"sketches": meta}, arrays)
+    store = SnapshotStore(tmp_path / config.state.dir / "snapshots", 20)
+    saved = {"format": 1, "sketches": meta, "positions": {"p0": 1}, "generation": 1, "saved": {}}
+    newest = store.save(saved, arrays)
+    newest = newest.rename(newest.with_name("snapshot-000000000012.flexd"))
+    store.aside.add(newest, "emptied", move=False)
+    export_state(config, tmp_path / "backup.flexd-state")
     return tmp_path
 
 

@@ -191,9 +191,9 @@ class CountMin:
         kernels.values(other._cells, values)
         joined = other._cells >> 31 != 0
         if factor != 1.0:
-            # The excess covers the rounding of numbers that float64 does not hold.
-            scaled = np.ceil(values.astype(np.float64) * math.nextafter(factor, math.inf)) * (1 + 2.0**-50)
-            values = np.minimum(np.ceil(scaled), 2.0**61).astype(np.uint64)
+            # The larger factor covers the rounding of numbers that float64 does not hold.
+            scaled = np.ceil(values.astype(np.float64) * (factor * (1 + 2.0**-51)))
+            values = np.minimum(scaled, 2.0**61).astype(np.uint64)
         by_row, flags = values.reshape(DEPTH, -1), joined.reshape(DEPTH, -1)
         width = 1 << self.log2_width
         if by_row.shape[1] < width:
