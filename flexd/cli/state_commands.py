@@ -43,7 +43,7 @@ def _load(config: Path) -> Config:
 def show(config: ConfigOption, output: OutputOption = OutputFormat.TABLE) -> None:
     """List the snapshots, and what a start with FILE would keep of them.
 
-    Changes nothing, and may run beside the daemon. Exit status 8 if a start would be refused.
+    Changes nothing, and may run beside the daemon. Exit status 9 if a start would be refused.
 
     Example: flexd state show -c configs/laptop.yaml
     """
@@ -162,7 +162,7 @@ def import_(
     """Make the state of an archive that of state.dir.
 
     Refused if a daemon uses the directory (exit status 6), if it has state and --replace is not given, or if a daemon
-    with FILE could not continue from the archive (exit status 8). Interrupted, it can be run again.
+    with FILE could not continue from the archive (exit status 9). Interrupted, it can be run again.
 
     Example: flexd state import -c configs/laptop.yaml backup.flexd-state --replace --yes
     """
