@@ -15,6 +15,7 @@ from flexd.api.status import Status, base_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.process_start import ProcessStart
+from flexd.core.supervision import Supervisor
 from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import TICK_SECONDS, Daemon
@@ -39,8 +40,9 @@ class WaitingDaemon(InactiveDaemon):
         self._file = file
         self._problem = problem
         self._started = ProcessStart()
+        self.supervisor = Supervisor()
         self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
-        self._server = DaemonServer(self, Metrics(self), config.server)
+        self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
         self._daemon: Daemon | None = None
 
     def start(self) -> None:
@@ -77,7 +79,7 @@ class WaitingDaemon(InactiveDaemon):
 
     def _try(self) -> Daemon | None:
         try:
-            return Daemon(self._config, file=self._file)
+            return Daemon(self._config, file=self._file, supervisor=self.supervisor)
         except (*UNUSABLE, StateLockedError) as error:
             self._problem = str(error)
             logger.error("flexd waits: %s", self._problem)
