@@ -186,10 +186,9 @@ class AccessSample:
         Args:
             log_weight_change: added to the logarithm of every weight.
         """
-        other.scale_weights(log_weight_change)
         inside = np.flatnonzero(other._rows[: other._count] < table_rows)
-        rows, ranks, keys = other._rows[inside], other._ranks[inside], other._keys[inside]
-        limit = other._limit
+        rows, ranks, keys = other._rows[inside], other._ranks[inside], other._keys[inside] - log_weight_change
+        limit = other._limit - log_weight_change
         if len(inside) > 2 * self.capacity:
             best = np.sort(np.argpartition(keys, self.capacity - 1)[: self.capacity])
             rows, ranks, keys = rows[best], ranks[best], keys[best]
