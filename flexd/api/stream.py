@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from flexd.ingest.stats import IngestStats
 
 
+class OffsetRangeStatus(Model):
+    """A range of offsets of a partition."""
+
+    partition: str
+    """Partition, as in the stream's positions."""
+    first_offset: int
+    """First offset of the range."""
+    last_offset: int
+    """Last offset of the range; one less than the first if it is unknown how many messages were lost."""
+    reason: str
+    """Why its messages were lost or are skipped."""
+
+
 class StreamStatus(Model):
     """The access stream now; counters run since the daemon started."""
 
@@ -41,8 +54,14 @@ class StreamStatus(Model):
     adjusted_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
     ``future_clamped`` (dated too far ahead, at their arrival)."""
-    messages_lost: int = 0
-    """Messages that existed and the source could not deliver."""
+    messages_lost: dict[str, int] = Field(default_factory=dict)
+    """Messages that existed and the source could not deliver, by reason."""
+    positions_lost: dict[str, int] = Field(default_factory=dict)
+    """Positions that the log no longer had, by reason."""
+    lost_ranges: list[OffsetRangeStatus] = Field(default_factory=list)
+    """The newest ranges of lost messages, oldest first."""
+    skipped_offsets: list[OffsetRangeStatus] = Field(default_factory=list)
+    """Offsets that are skipped because the daemon died there twice."""
     dead_letters: int = 0
     """Samples of rejected messages kept."""
     dead_letter_failures: int = 0
@@ -84,9 +103,14 @@ class StreamStatus(Model):
         yield counter(
             "flexd_ingest_dead_letter_failures", "Samples that could not be written.", self.dead_letter_failures
         )
-        yield counter(
-            "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver.", self.messages_lost
-        )
+        yield counters(
+            "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver, by reason.",
+            "reason", self.messages_lost,
+        )  # fmt: skip
+        yield counters(
+            "flexd_ingest_lost_positions", "Positions that the log no longer had, by reason.", "reason",
+            self.positions_lost,
+        )  # fmt: skip
         yield counter("flexd_ingest_source_failures", "Failed reads of the source.", self.source_failures)
         yield counter("flexd_ingest_commit_failures", "Positions that could not be committed.", self.commit_failures)
         yield gauge(
@@ -105,10 +129,31 @@ class StreamStatus(Model):
 def stream_status(config: Config, stats: IngestStats) -> StreamStatus:
     """Return the stream as the ingest reports it."""
     from flexd.ingest.stats import MESSAGE_REASONS
+    from flexd.stream.losses import LOSS_REASONS, POSITION_REASONS
 
     return StreamStatus.from_object(
         stats,
         source=config.stream.source.kind,
         rejected_messages=with_zeros(MESSAGE_REASONS, stats.rejected_messages),
+        messages_lost=with_zeros(LOSS_REASONS, stats.messages_lost),
+        positions_lost=with_zeros(POSITION_REASONS, stats.positions_lost),
+        lost_ranges=[
+            OffsetRangeStatus(
+                partition=lost.partition,
+                first_offset=lost.first_offset,
+                last_offset=lost.last_offset,
+                reason=lost.reason,
+            )
+            for lost in stats.lost_ranges
+        ],
+        skipped_offsets=[
+            OffsetRangeStatus(
+                partition=skipped.partition,
+                first_offset=skipped.first,
+                last_offset=skipped.last,
+                reason="poison_offset",
+            )
+            for skipped in stats.skipped_offsets
+        ],
         newest_event_unix_seconds=stats.newest_event_seconds,
     )

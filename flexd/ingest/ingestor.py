@@ -417,7 +417,7 @@ class Ingestor:
         total = self._counter.counts() + self._merged_counts
         counts = total.accesses
         self._rates.update(time.monotonic(), Totals(total.messages, counts.accepted))
-        letters = self._dead_letters
+        letters, losses = self._dead_letters, self._source.losses()
         return IngestStats(
             messages=total.messages,
             accesses=counts.accepted,
@@ -429,7 +429,10 @@ class Ingestor:
             messages_per_second=self._rates.messages_per_second,
             accesses_per_second=self._rates.accesses_per_second,
             lag_messages=self._lag,
-            messages_lost=self._source.messages_lost,
+            messages_lost=losses.messages(),
+            positions_lost=losses.positions(),
+            lost_ranges=losses.ranges(),
+            skipped_offsets=self._work.skipped(),
             newest_event_seconds=self._sketches.newest_event_seconds,
             least_skew_seconds=self._counter.skew.least_seconds,
             most_skew_seconds=self._counter.skew.most_seconds,

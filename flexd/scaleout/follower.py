@@ -17,6 +17,7 @@ from flexd.scaleout.delta_sender import DeltaSender
 from flexd.scaleout.push_answer import PushAnswer
 from flexd.scaleout.unacknowledged import UnacknowledgedDeltas
 from flexd.sketch.sketch_set import SketchSet
+from flexd.stream.losses import Losses
 from flexd.stream.types import Message, Positions, RefusedMessages, Source
 
 _log = logging.getLogger(__name__)
@@ -125,9 +126,8 @@ class Follower:
         sender = self._sender.problem
         return f"leader: {sender}" if sender is not None else self._source.problem
 
-    @property
-    def messages_lost(self) -> int:
-        return self._source.messages_lost
+    def losses(self) -> Losses:
+        return self._source.losses()
 
     def stats(self) -> FollowerStats:
         """Return the counters. Callable from any thread."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 from flexd.scaleout.count_delta import OffsetRange
 from flexd.scaleout.follower_registry import FollowerRegistry
+from flexd.stream.losses import Losses
 from flexd.stream.types import Message, Positions
 
 Fit = Literal["fits", "repeated", "elsewhere"]
@@ -23,8 +24,6 @@ class Ledger:
         followers: reports the messages that they have not read, and their fault as a whole.
     """
 
-    messages_lost = 0
-
     def __init__(self, followers: FollowerRegistry) -> None:
         self._followers = followers
         self._lock = threading.Lock()
@@ -32,6 +31,10 @@ class Ledger:
         self._durable: Positions = {}
         self._open = threading.Event()
         self._closed = threading.Event()
+
+    def losses(self) -> Losses:
+        """Return none: each follower reports its own."""
+        return Losses()
 
     @property
     def open(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from flexd.core.errors import StreamError
 from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.losses import Losses
 from flexd.stream.types import AccessBatch, Message, Positions
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
@@ -80,13 +81,8 @@ class SyntheticSource:
     def problem(self) -> str | None:
         return None
 
-    @property
-    def messages_lost(self) -> int:
-        return 0
-
-    @property
-    def positions_lost(self) -> int:
-        return 0
+    def losses(self) -> Losses:
+        return Losses()
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         if self._closed:

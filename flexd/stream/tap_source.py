@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from enum import Enum
 
 from flexd.core.errors import StreamError
+from flexd.stream.losses import Losses
 from flexd.stream.types import Message, Positions
 
 FORGET_SECONDS = 3600.0
@@ -44,7 +45,7 @@ class TapSource:
     number.
 
     After ``restore`` to older positions, the counts in between are requested again from the ranks that keep them.
-    Where a rank has deleted some (an older snapshot had to be used), they are added to ``messages_lost``.
+    Where a rank has deleted some (an older snapshot had to be used), they are added to ``losses``.
 
     Args:
         forget_seconds: time after which the partition of a replaced process is dropped from the positions.
@@ -63,15 +64,14 @@ class TapSource:
         self._live_at: dict[str, float] = {}
         self._open = False
         self._closed = False
-        self._lost = 0
+        self._losses = Losses()
 
     @property
     def problem(self) -> str | None:
         return None
 
-    @property
-    def messages_lost(self) -> int:
-        return self._lost
+    def losses(self) -> Losses:
+        return self._losses
 
     @property
     def queued_bytes(self) -> int:
@@ -162,7 +162,7 @@ class TapSource:
             expected = self._next.get(partition, 0)
             if self._closed or not self._open or sequence < expected or partition in self._queued:
                 return False
-            self._lost += sequence - expected
+            self._losses.add(partition, expected, sequence, "not_kept")
             self._next[partition] = sequence
             self._live_at.setdefault(partition, time.monotonic())
             self._queued[partition] = sequence

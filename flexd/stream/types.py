@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import StreamError
+from flexd.stream.losses import Losses
 
 Int32Array = npt.NDArray[np.int32]
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
@@ -125,9 +126,8 @@ class Source(Protocol):
     def problem(self) -> str | None:
         """Current reason why messages do not arrive (unreachable broker, corrupt record, failed commit), or None."""
 
-    @property
-    def messages_lost(self) -> int:
-        """Messages known to have existed that could not be delivered (dropped or corrupt)."""
+    def losses(self) -> Losses:
+        """Return the messages known to have existed that could not be delivered, and lost positions (any thread)."""
 
     def poll(self, timeout_seconds: float) -> Sequence[Message | RefusedMessages]:
         """Wait up to the deadline for at least one message; the result is bounded in messages and bytes.

@@ -35,7 +35,7 @@ FULL = Status(
         source="kafka", messages=10, accesses=1000, bytes=9999,
         rejected_messages={"truncated": 3, 'odd "reason"\n': 1}, rejected_accesses={"negative_row": 7},
         adjusted_accesses={"late": 4}, lag_messages=5, dead_letters=4, newest_event_unix_seconds=1700000001.5,
-        messages_lost=11,
+        messages_lost={"retention": 11},
     ),
     sketch=SketchStatus(
         tables=(TableSketchStatus(table="items", kind="dense", bytes=4096, error_bound=0.0),),
@@ -100,7 +100,7 @@ def test_every_number_is_on_the_page():
         ("flexd_control_refused_messages_total", (("kind", "stale"),)): 1,
         ("flexd_snapshot_failures_total", ()): 1,
         ("flexd_snapshot_pause_seconds", ()): 0.25,
-        ("flexd_ingest_lost_messages_total", ()): 11,
+        ("flexd_ingest_lost_messages_total", (("reason", "retention"),)): 11,
         ("flexd_plan_predicted_saving_ratio", ()): 0.5,
         ("flexd_rank_step_seconds", (("rank", "2"),)): 0.025,
         ("flexd_rank_inter_node_bytes", (("rank", "2"),)): 3e6,

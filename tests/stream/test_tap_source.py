@@ -74,7 +74,7 @@ def test_after_a_restart_only_counts_missing_in_the_snapshot_are_requested():
     source = opened({A: 3, B: 8})
     assert source.record_offer(A, 3) is TapCountsState.MISSING
     assert source.record_offer(B, 7) is TapCountsState.DURABLE
-    assert source.messages_lost == 0
+    assert source.losses().total_messages == 0
 
 
 def test_restored_older_positions_request_the_counts_again():
@@ -91,7 +91,7 @@ def test_restored_older_positions_request_the_counts_again():
 def test_counts_that_no_rank_keeps_are_reported_as_lost():
     source = opened({A: 2})
     assert source.deliver(A, 5, b"x")
-    assert source.messages_lost == 3
+    assert source.losses().total_messages == 3
     source.poll(1.0)
     assert source.positions() == {A: 6}
 

@@ -13,6 +13,7 @@ from flexd.ingest import Ingestor
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.losses import Losses
 from flexd.stream.types import AccessBatch, Message
 
 TABLES = [TableSpec("small", 200, 4), TableSpec("large", 400_000, 4)]
@@ -39,9 +40,12 @@ class FakeSource:
         self.committed: list[dict[str, int]] = []
         self.commit_failure: str | None = None
         self.problem: str | None = None
-        self.messages_lost = 0
+        self.lost = Losses()
         self.closed = False
         self.drained = threading.Event()
+
+    def losses(self) -> Losses:
+        return self.lost
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         self.at("poll")

@@ -24,6 +24,7 @@ from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.push_answer import PushAnswer
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
+from flexd.stream.losses import Losses
 from flexd.stream.types import AccessBatch, Message
 
 ROWS = 64
@@ -138,11 +139,11 @@ class Network:
 class GroupSource:
     """Like ``KafkaSource``: a group assigns partitions, ``position_of`` positions; revocations are announced."""
 
-    messages_lost = 0
     problem: str | None = None
 
     def __init__(self, log: Mapping[str, list[bytes]], follower: Follower, per_poll: int = 4) -> None:
         self.log, self.follower, self.per_poll = log, follower, per_poll
+        self.lost = Losses()
         self.assigned: set[str] = set()
         self.unanswered: set[str] = set()
         self.next: dict[str, int] = {}
@@ -156,6 +157,9 @@ class GroupSource:
             with contextlib.suppress(ScaleOutError):
                 self.follower.on_revoked(leaving)
         self.assigned, self.unanswered = set(partitions), set(partitions)
+
+    def losses(self) -> Losses:
+        return self.lost
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         if self.unanswered:
@@ -211,6 +215,9 @@ class FollowerProcess:
         self.source = made[0]
         self.ingestor = Ingestor(self.follower, TABLES, SETTINGS, None, decode=decode, poll_seconds=0.0)
         self.follower.attach(self.ingestor)
+
+    def losses(self) -> Losses:
+        return self.lost
 
     def poll(self, passed_seconds: float = 0.5) -> None:
         self.now += passed_seconds

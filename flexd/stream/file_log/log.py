@@ -13,6 +13,7 @@ from flexd.core.errors import StreamError
 from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
 from flexd.stream.file_log.partition_reader import PartitionReader
+from flexd.stream.losses import Losses
 from flexd.stream.types import Message, OnPositionLost, Positions
 
 _log = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ class FileLogSource:
 
     Bad records: an incomplete one at the end of the newest segment is still being written. At the end of an older
     segment it was never completed and its offset is used again, so nothing is lost. A corrupt record anywhere else is
-    skipped: the reader searches for the next intact header, and counts the offsets in between in ``messages_lost``.
+    skipped: the reader searches for the next intact header, and counts the offsets in between in ``losses``.
 
     If the log no longer holds the position (its segments were deleted, or the log is shorter than it was),
     ``on_position_lost`` applies, as for Kafka: continue at the earliest or the latest message, or raise.
@@ -252,13 +253,8 @@ class FileLogSource:
     def problem(self) -> str | None:
         return self._problem or next((r.problem for r in self._readers.values() if r.problem is not None), None)
 
-    @property
-    def messages_lost(self) -> int:
-        return sum(reader.messages_lost for reader in self._readers.values())
-
-    @property
-    def positions_lost(self) -> int:
-        return sum(reader.positions_lost for reader in self._readers.values())
+    def losses(self) -> Losses:
+        return Losses(reader.losses for reader in list(self._readers.values()))
 
     def poll(self, timeout_seconds: float) -> list[Message]:
         if self._closed:

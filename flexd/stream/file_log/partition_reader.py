@@ -9,6 +9,7 @@ from pathlib import Path
 from flexd.core.errors import PositionLostError
 from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
+from flexd.stream.losses import Losses
 from flexd.stream.types import Message, OnPositionLost
 
 _log = logging.getLogger(__name__)
@@ -36,8 +37,7 @@ class PartitionReader:
         self._buffers = buffers or BufferPool(1)
         self._from_earliest = offset is None
         self.next_offset = offset or 0
-        self.messages_lost = 0
-        self.positions_lost = 0
+        self.losses = Losses()
         self.problem: str | None = None
         self._fd = -1
         self._base = 0
@@ -133,11 +133,11 @@ class PartitionReader:
             if offset >= self.next_offset:
                 payload = view[start : start + payload_bytes]
                 # A jump of the offset means that the records in between were skipped as corrupt.
-                self.messages_lost += offset - self.next_offset
+                self.losses.add(self._name, self.next_offset, offset, "corrupt")
                 if segments.payload_is_intact(payload, payload_crc):
                     messages.append(Message(self._name, offset, payload))
                 else:
-                    self.messages_lost += 1
+                    self.losses.add(self._name, offset, offset + 1, "corrupt")
                     self._report_corrupt(self._position + at)
                 self.next_offset = offset + 1
             self._segment_end = offset + 1
@@ -204,7 +204,7 @@ class PartitionReader:
     def _skip_to(self, base: int, bases: list[int]) -> None:
         """Move to a segment beyond the next offset: one in between was deleted, or this one has a corrupt end."""
         if self._base in bases:
-            self.messages_lost += base - self.next_offset
+            self.losses.add(self._name, self.next_offset, base, "corrupt")
             self._report_corrupt(self._position)
             self.next_offset = base
         else:
@@ -221,10 +221,11 @@ class PartitionReader:
         lost = f"file log partition {self._directory}: position {self.next_offset} is lost: {cause}"
         if self._on_position_lost == "fail":
             raise PositionLostError(lost, remedy="restore a matching snapshot, or set the policy to earliest or latest")
-        self.positions_lost += 1
         self._reached = True
         target = bases[0] if self._on_position_lost == "earliest" else self._end_offset(bases[-1])
-        self.messages_lost += max(0, target - self.next_offset)
+        reason = "retention" if bases[0] > self.next_offset else "truncated"
+        self.losses.add_position(self._name, self.next_offset, reason)
+        self.losses.add(self._name, self.next_offset, target, reason)
         _log.warning("%s; continuing at the %s message, %d", lost, self._on_position_lost, target)
         self.next_offset = target
 

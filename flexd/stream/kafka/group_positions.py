@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from flexd.core.errors import PositionLostError
+from flexd.stream.losses import Losses
 from flexd.stream.types import OnPositionLost, Positions
 
 _log = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ class GroupPositions:
 
     Attributes:
         gaps_filled: gaps whose offsets appeared when they were fetched again.
-        messages_lost: messages known to have existed between a lost position and the first message read after it.
-        positions_lost: positions that the broker no longer had.
+        losses: messages known to have existed between a lost position and the first message read after it, and
+            positions that the broker no longer had.
     """
 
     def __init__(self, name: str, policy: OnPositionLost, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,8 +49,7 @@ class GroupPositions:
         """By partition: the first missing offset, and when it was first seen missing."""
         self._lasting_gaps: Counter[str] = Counter()
         self.gaps_filled = 0
-        self.messages_lost = 0
-        self.positions_lost = 0
+        self.losses = Losses()
 
     def all(self) -> Positions:
         return dict(self._next)
@@ -116,13 +116,14 @@ class GroupPositions:
         if last_offset >= position:
             lost_at = self._lost_at.pop(key, None)
             if lost_at is not None:
-                self.messages_lost += max(0, max(first_offset, position) - lost_at)
+                self.losses.add(key, lost_at, max(first_offset, position), "retention")
             self._next[key] = last_offset + 1
 
-    def apply_policy(self, keys: Iterable[str], cause: str, ends: Mapping[str, int] | None = None) -> None:
+    def apply_policy(self, keys: Iterable[str], reason: str, cause: str, ends: Mapping[str, int] | None = None) -> None:
         """Apply the policy to positions that the broker no longer has; the caller then seeks to ``start``.
 
         Args:
+            reason: one of ``POSITION_REASONS``.
             ends: end of the log of each partition, where it is known.
 
         Raises:
@@ -138,8 +139,9 @@ class GroupPositions:
             )
         with self._lock:
             for key in keys:
-                self.positions_lost += 1
-                self._lost_at[key] = self._next.pop(key, 0)
+                position = self._next.pop(key, 0)
+                self.losses.add_position(key, position, reason)
+                self._lost_at[key] = position
                 if ends is not None and self._policy == "latest":
                     # "end", resolved after every rebalance, would move past messages produced meanwhile.
                     self._next[key] = ends[key]

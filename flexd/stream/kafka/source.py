@@ -29,6 +29,7 @@ from flexd.stream.kafka.group_positions import GroupPositions
 from flexd.stream.kafka.handover import Handover, OnPartitions, PositionOf
 from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
 from flexd.stream.kafka.record_batches import BatchLimits, Item
+from flexd.stream.losses import Losses
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import Message, OnPositionLost, Positions, RefusedMessages
 
@@ -132,13 +133,8 @@ class KafkaSource:
     def problem(self) -> str | None:
         return self._connector.problem or self._problem or self._handover.problem or self._commit_problem
 
-    @property
-    def messages_lost(self) -> int:
-        return self._positions.messages_lost
-
-    @property
-    def positions_lost(self) -> int:
-        return self._positions.positions_lost
+    def losses(self) -> Losses:
+        return self._positions.losses
 
     def poll(self, timeout_seconds: float) -> list[Item]:
         deadline = time.monotonic() + timeout_seconds
@@ -153,10 +149,10 @@ class KafkaSource:
                 timeout_ms=max(0, int((deadline - time.monotonic()) * 1000)), max_records=self._max_poll_messages
             )
         except OffsetOutOfRangeError as error:
-            self._lose_positions(consumer, error.args[0], "the broker no longer has it")
+            self._lose_positions(consumer, error.args[0], "out_of_range", "the broker no longer has it")
             return []
         except LogTruncationError as error:
-            self._lose_positions(consumer, error.divergent_offsets, "the broker's log was truncated")
+            self._lose_positions(consumer, error.divergent_offsets, "truncated", "the broker's log was truncated")
             return []
         except NoOffsetForPartitionError:
             self._seek(consumer, consumer.assignment())
@@ -315,18 +311,19 @@ class KafkaSource:
                 lost[partition] = position
                 ends[partition] = highwater
         if lost:
-            self._lose_positions(consumer, lost, "the broker's log ends before it", ends)
+            self._lose_positions(consumer, lost, "truncated", "the broker's log ends before it", ends)
 
     def _lose_positions(
         self,
         consumer: KafkaConsumer,
         lost: Mapping[TopicPartition, object],
+        reason: str,
         cause: str,
         ends: Mapping[TopicPartition, int] | None = None,
     ) -> None:
         known = None if ends is None else {self._key(partition): end for partition, end in ends.items()}
         try:
-            self._positions.apply_policy(map(self._key, lost), cause, known)
+            self._positions.apply_policy(map(self._key, lost), reason, cause, known)
         except PositionLostError as error:
             self._problem = error.message
             raise

@@ -45,7 +45,7 @@ def test_round_trip(tmp_path_factory, payloads, segment_bytes, flush_bytes, poll
     assert source.lag() == (len(payloads) if len(segment_files(path)) == 1 else source.lag())
     assert read_all(source) == list(enumerate(payloads))
     assert source.lag() == 0
-    assert source.messages_lost == source.positions_lost == 0
+    assert source.losses().total_messages == source.losses().total_positions == 0
     assert source.problem is None
     source.close()
 
@@ -70,7 +70,7 @@ def test_an_incomplete_record_of_a_dead_writer_loses_nothing(tmp_path, kept):
     assert read_all(source) == [(0, b"zero")]
     write(tmp_path, [b"one", b"two"])
     assert read_all(source) == [(1, b"one"), (2, b"two")]
-    assert source.messages_lost == 0
+    assert source.losses().total_messages == 0
     assert source.problem is None
 
 
@@ -151,7 +151,7 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_repeated(tmp_path, monke
     assert refused > 0
     source = source_of(tmp_path)
     assert read_all(source) == list(enumerate(taken))
-    assert source.messages_lost == 0
+    assert source.losses().total_messages == 0
 
 
 def test_reading_while_another_thread_writes(tmp_path):
@@ -166,7 +166,7 @@ def test_reading_while_another_thread_writes(tmp_path):
     got = poll_until(source, lambda messages: len(messages) >= count, 30, 0.05)
     writer.join()
     assert [(m.offset, bytes(m.payload)) for m in got] == [(i, b"%d" % i * (i % 50)) for i in range(count)]
-    assert source.messages_lost == source.positions_lost == 0
+    assert source.losses().total_messages == source.losses().total_positions == 0
 
 
 WRITER = """
@@ -197,7 +197,7 @@ def test_killed_writers_leave_a_readable_log(tmp_path):
     assert len(got) > 100
     assert [offset for offset, _ in got] == list(range(len(got)))
     assert all(payload == b"%d " % offset * 9 for offset, payload in got)
-    assert source.messages_lost == source.positions_lost == 0
+    assert source.losses().total_messages == source.losses().total_positions == 0
 
 
 def test_a_quiet_log_is_polled_less_often_until_a_message_arrives(tmp_path, monkeypatch):

@@ -115,16 +115,16 @@ def test_a_broker_that_lost_its_log_is_noticed(own_tansu, policy):
     elif policy == "earliest":
         again = poll_until(source, lambda got: len(got) == 3)
         assert sorted(bytes(m.payload) for m in again) == [b"100", b"101", b"102"]
-        assert source.positions_lost == 1
+        assert source.losses().total_positions == 1
         assert sum(source.positions().values()) == 3
     else:
-        poll_until(source, lambda _: source.positions_lost == 1)
+        poll_until(source, lambda _: source.losses().total_positions == 1)
         assert sum(source.positions().values()) == 3
         produce(own_tansu, topic, 103, 1)
         got = poll_until(source, lambda got: len(got) == 1, 60.0)
         assert [bytes(m.payload) for m in got] == [b"103"]
         assert sum(source.positions().values()) == 4
-        assert source.messages_lost == 0
+        assert source.losses().total_messages == 0
     source.close()
 
 
@@ -135,7 +135,7 @@ def test_a_restored_position_beyond_the_end_is_noticed(tansu):
     source.restore({f"{topic}/0": 1000})
     got = poll_until(source, lambda got: len(got) == 3)
     assert [m.offset for m in got] == [0, 1, 2]
-    assert source.positions_lost == 1
+    assert source.losses().total_positions == 1
     source.close()
 
 
@@ -149,7 +149,7 @@ def test_a_mark_from_before_a_seek_proves_nothing(tansu):
     source.restore({f"{topic}/0": 8})
     for _ in range(3):
         source._check_highwater(source._connector.get(0.0))
-    assert source.positions_lost == 0
+    assert source.losses().total_positions == 0
     got = poll_until(source, lambda got: len(got) == 2)
     assert [m.offset for m in got] == [8, 9]
     source.close()
@@ -167,8 +167,8 @@ def test_an_out_of_range_error_of_the_broker_resets_the_position(mock_broker):
     source.restore({f"{topic}/{i}": 1000 for i in range(4)})
     got = poll_until(source, lambda got: len(got) == 40)
     assert sorted(int(bytes(m.payload)) for m in got) == list(range(40))
-    assert 1 <= source.positions_lost <= 4
-    assert source.messages_lost == 0
+    assert 1 <= source.losses().total_positions <= 4
+    assert source.losses().total_messages == 0
     source.close()
 
 
@@ -221,13 +221,13 @@ def test_retention_and_truncation_follow_the_policy(policy, error):
             source.poll(0.0)
         return
     assert source.poll(0.0) == []
-    assert source.positions_lost == 1
+    assert source.losses().total_positions == 1
     assert consumer.seeks == [("beginning" if policy == "earliest" else "end", None)]
     # A rebalance before the first message must not undo the policy.
     source._seek(consumer, [PART])
     assert consumer.seeks[0] == consumer.seeks[1]
     assert [m.offset for m in source.poll(0.0)] == [10, 11]
-    assert source.messages_lost == 7
+    assert source.losses().total_messages == 7
     assert source.positions() == {"t/0": 12}
 
 
