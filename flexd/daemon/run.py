@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexd.config.model import Config
-from flexd.control.protocol.store_client import load_transports
 from flexd.core import fault_points as faults
 from flexd.core.errors import StateVersionError, UnusableStateError
 from flexd.core.fast_start import resume_garbage_collector
@@ -38,9 +37,6 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     resume_garbage_collector()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: daemon.request_stop())
-    if config.high_availability.enabled:
-        # Load torch now, so that a takeover does not wait for it.
-        load_transports()
     in_time = daemon.run_until_stopped()
     if daemon.supervisor.fatal:
         return EXIT_UNSAFE_STATE

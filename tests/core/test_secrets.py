@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flexd.control.protocol.messages import DaemonNotice, Signer
+from flexd.control.protocol.handshake import Status, client_steps, server_steps
+from flexd.control.protocol.versions import OWN
 from flexd.core.errors import AuthenticationError, ConfigError, ScaleOutError
 from flexd.core.secrets import (
     MAX_FILE_BYTES,
@@ -23,7 +24,6 @@ from flexd.core.secrets import (
 from flexd.scaleout import signing
 
 OLD, NEW = b"the key of last year", b"the key of this year"
-NOTICE = DaemonNotice("job", "instance", "digest", 0)
 
 
 class Clock:
@@ -144,6 +144,28 @@ def test_a_new_key_of_the_same_length_is_detected(tmp_path: Path) -> None:
     assert keys.keys() == (b"1" * 32,)
 
 
+def shake_hands(trainer: KeyFile, daemon: KeyFile) -> None:
+    """Make the handshake of the control channel. Raises AuthenticationError: the two have no key in common."""
+    sides = [client_steps(OWN, trainer.keys()), server_steps(OWN, daemon.keys())]
+    waiting = [b"", b""]
+    """Bytes sent to each side and not taken yet."""
+    needed = [0, 0]
+    done: set[int] = set()
+    for side, steps in enumerate(sides):
+        sent, needed[side] = next(steps)
+        waiting[1 - side] += sent
+    while len(done) < 2:
+        side = next(at for at in (0, 1) if at not in done and len(waiting[at]) >= needed[at])
+        data, waiting[side] = waiting[side][: needed[side]], waiting[side][needed[side] :]
+        try:
+            sent, needed[side] = sides[side].send(data)
+            waiting[1 - side] += sent
+        except StopIteration as end:
+            done.add(side)
+            if side == 1:
+                waiting[0] += end.value.verdict(Status.OK)
+
+
 def test_adjacent_steps_of_a_rotation_accept_each_other(tmp_path: Path) -> None:
     """Two sides may be one step of a rotation apart, not two."""
     files = []
@@ -152,17 +174,16 @@ def test_adjacent_steps_of_a_rotation_accept_each_other(tmp_path: Path) -> None:
         files.append(KeyFile(tmp_path / str(step), "secret_file"))
     for a, own_keys in enumerate(files):
         for b, peer_keys in enumerate(files):
-            sealed = Signer(own_keys).seal(NOTICE).encode()
             headers = signing.request_headers(own_keys, "POST", "/v1/delta", b"body")
             answer = signing.answer_signature(own_keys, "nonce", 200, b"body")
             if abs(a - b) <= 1:
-                assert Signer(peer_keys).open(sealed) == NOTICE
+                shake_hands(own_keys, peer_keys)
                 assert signing.RequestVerifier(peer_keys).check("POST", "/v1/delta", headers, 4) == signing.digest_of(
                     b"body"
                 )
                 signing.check_answer(peer_keys, "nonce", 200, b"body", answer)
     with pytest.raises(AuthenticationError):
-        Signer(files[3]).open(Signer(files[0]).seal(NOTICE).encode())
+        shake_hands(files[3], files[0])
     headers = signing.request_headers(files[0], "POST", "/v1/delta", b"body")
     with pytest.raises(ScaleOutError, match="signature"):
         signing.RequestVerifier(files[3]).check("POST", "/v1/delta", headers, 4)

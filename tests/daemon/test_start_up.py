@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from flexd.config.model import Config
-from flexd.control.daemon import coordinator as coordinator_module
-from flexd.control.protocol.store_client import StoreClient, StoreConnector
+from flexd.control.daemon.channel_server import ChannelServer
 from flexd.daemon.service import Daemon
 from flexd.demo.ports import free_ports
+from tests.support.raw_rank import RawRank
+from tests.support.repository import child_environment
 from tests.support.until import until
 
 LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
@@ -52,40 +53,69 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         daemon.stop(20)
 
 
-def test_daemon_ingests_while_the_control_channel_is_loaded(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = threading.Event()
-    monkeypatch.setattr(coordinator_module, "load_transports", lambda: loaded.wait(60))
+def test_a_daemon_that_serves_ranks_does_not_load_torch(tmp_path: Path) -> None:
+    """What the control channel needs is in the standard library: a start, a takeover and its memory are small."""
+    program = """if True:
+        import sys
+        from pathlib import Path
+        from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+        from flexd.control.daemon.journal import PlacementJournal
+        from flexd.core.keyspace import KeySpace, TableSpec
+        from tests.support.raw_rank import RawRank
+
+        tables = KeySpace([TableSpec("item", 100, 4)])
+        coordinator = Coordinator(ControlOptions("job", listen_port=0), tables, PlacementJournal(Path(sys.argv[1])))
+        coordinator.start()
+        with RawRank(coordinator.port, None) as rank:
+            print(rank.notice.job, *({"torch"} & set(sys.modules)))
+        coordinator.stop(20)
+    """
+    command = [sys.executable, "-c", program, str(tmp_path / "state")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=child_environment(), check=True)
+    assert done.stdout.split() == ["job"]
+
+
+def test_a_rank_that_connects_before_the_channel_is_served_waits(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = threading.Event()
+    start = ChannelServer.start
+
+    def start_late(server: ChannelServer) -> None:
+        served.wait(60)
+        start(server)
+
+    monkeypatch.setattr(ChannelServer, "start", start_late)
     daemon.start()
     until(lambda: daemon.status().stream.messages > 0)
     assert daemon.health().ok
     assert daemon.ready().reasons == ("ranks: the control channel is not up yet",)
-    rank = StoreConnector("127.0.0.1", daemon.control_port, "start-up", 60.0)
-    connected: list[StoreClient] = []
-    early = threading.Thread(target=lambda: connected.append(rank.connect()), daemon=True)
+    connected: list[RawRank] = []
+    early = threading.Thread(target=lambda: connected.append(RawRank(daemon.control_port, None)), daemon=True)
     early.start()
     assert not connected
-    loaded.set()
+    served.set()
     until(lambda: connected)
     until(lambda: daemon.ready().reasons == ("ranks: no rank is registered",))
-    connected[0].close()
+    connected[0].client.close()
     assert daemon.stop(20)
 
 
 def test_daemon_whose_control_channel_cannot_be_hosted_ingests_and_tries_again(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_torch() -> None:
-        raise ImportError("libtorch_cpu.so: cannot open shared object file\nand more")
+    def no_threads(_: ChannelServer) -> None:
+        raise RuntimeError("can't start new thread\nand more")
 
-    load = coordinator_module.load_transports
-    monkeypatch.setattr(coordinator_module, "load_transports", no_torch)
+    start = ChannelServer.start
+    monkeypatch.setattr(ChannelServer, "start", no_threads)
     daemon.start()
-    reason = "the control channel cannot be hosted: libtorch_cpu.so: cannot open shared object file"
+    reason = "the control channel cannot be hosted: can't start new thread"
     until(lambda: f"ranks: {reason}" in daemon.ready().reasons)
-    until(lambda: any(text.startswith("thread flexd-coordinator: ImportError") for text in daemon.ready().reasons))
+    until(lambda: any(text.startswith("thread flexd-coordinator: RuntimeError") for text in daemon.ready().reasons))
     assert daemon.health().ok, "a restart would end no better"
     until(lambda: daemon.status().stream.messages > 0)
-    monkeypatch.setattr(coordinator_module, "load_transports", load)
+    monkeypatch.setattr(ChannelServer, "start", start)
     until(lambda: daemon.ready().reasons == ("ranks: no rank is registered",), 60, daemon.ready)
     with socket.create_connection(("127.0.0.1", daemon.control_port), timeout=10):
         pass

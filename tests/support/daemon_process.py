@@ -23,8 +23,9 @@ def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: floa
 
     options = ControlOptions("job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, window_chunks=2)
     coordinator = Coordinator(options, TABLES, PlacementJournal(directory), on_event=print_event)
-    coordinator.start()
+    coordinator.listen()
     print(coordinator.port, flush=True)
+    coordinator.start()
     while True:
         wanted = target(seed)
         migration = coordinator.migrate(f"p{seed}", lambda p, wanted=wanted: p.delta_to(wanted).chunks(rows))

@@ -79,7 +79,6 @@ class Ranks:
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
                 inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds,
-                poll_seconds=0.003,
                 placement_lists=(lambda state=state, rank=rank: self._listed(state, rank)) if can_list else None,
             )  # fmt: skip
             self.ranks.append(state)
@@ -102,6 +101,7 @@ class Ranks:
     def stop(self) -> None:
         for rank in self.ranks:
             rank.agent._context.stopping.set()
+            rank.agent._context.wake()
         self._stop.set()
         self.moving.set()
         self._thread.join(10)
@@ -157,7 +157,7 @@ def same_content(history: list[list[tuple[int, bytes]]]) -> bool:
 
 
 def end_epoch(hosted: Any) -> None:
-    """End the epoch as a failed group does, in the coordinator's own thread."""
+    """End the epoch as a failed message does, in the coordinator's own thread."""
     tick = hosted.coordinator._epochs.tick
 
     def fail_once(now: float) -> None:

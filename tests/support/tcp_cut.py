@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 
 
 class TcpCut:
@@ -15,6 +16,8 @@ class TcpCut:
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._open = True
+        self.tamper: Callable[[bytes], bytes] | None = None
+        """Changes each segment, in either direction."""
         self._flowing = threading.Event()
         self._flowing.set()
         self._server = socket.create_server(("127.0.0.1", listen_port))
@@ -34,6 +37,8 @@ class TcpCut:
 
     def mend(self) -> None:
         self._open = True
+        self.tamper: Callable[[bytes], bytes] | None = None
+        """Changes each segment, in either direction."""
         self._flowing.set()
 
     def close(self) -> None:
@@ -65,7 +70,8 @@ class TcpCut:
         with contextlib.suppress(OSError):
             while data := source.recv(2**16):
                 self._flowing.wait()
-                sink.sendall(data)
+                tamper = self.tamper
+                sink.sendall(data if tamper is None else tamper(data))
         _close(source)
         _close(sink)
 

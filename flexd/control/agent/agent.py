@@ -14,7 +14,7 @@ from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
 from flexd.control.agent.rendezvous import Rendezvous
 from flexd.control.agent.tap_outbox import TapOutbox
-from flexd.control.protocol.messages import Signer
+from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
@@ -34,12 +34,13 @@ class Agent:
         identity: of the rank; fixed for the life of the process.
         address: ``host:port`` of the daemon's control channel; several separated by commas, where several may lead.
         secret: the shared secret, or its file (read again when it changes); None only on loopback.
-        timeout_seconds: deadline of every single wait on the network or on the running step's exchange.
-        poll_seconds: time between polls of the store.
+        timeout_seconds: deadline of every single wait on the network or on the running step's exchange, and the silence
+            after which the daemon is given up.
         placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows above HOME that this rank lists;
             the lists of all ranks of one node together must be the whole placement. Called from the agent's thread,
             only while no chunk is left to apply. Without it a daemon that lost its journal cannot continue this job.
         outbox: counted accesses to send (``flexd.Tap``), if any.
+        tls: certificates of this rank, for a daemon with ``control.tls``.
 
     Raises:
         ControlError: the address is malformed.
@@ -52,14 +53,15 @@ class Agent:
         address: str,
         secret: Secret = None,
         timeout_seconds: float = 15.0,
-        poll_seconds: float = 0.05,
         placement_lists: PlacementLists | None = None,
         outbox: TapOutbox | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
-        self._context = AgentContext(
-            inbox, identity, Rendezvous(address, identity.job, timeout_seconds), Signer(secret), timeout_seconds,
-            poll_seconds, placement_lists, outbox,
-        )  # fmt: skip
+        rendezvous = Rendezvous(address, ChannelCredentials(secret, tls), timeout_seconds)
+        self._context = AgentContext(inbox, identity, rendezvous, timeout_seconds, placement_lists, outbox)
+        inbox.on_change = self._context.wake
+        if outbox is not None:
+            outbox.on_change = self._context.wake
         self._thread = threading.Thread(target=self._run, name=f"flexd-agent-{identity.rank}", daemon=True)
 
     @property
@@ -82,13 +84,15 @@ class Agent:
         It is a daemon thread, so it does not keep the process alive.
         """
         self._context.stopping.set()
+        self._context.wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def report(self, report: StepReport) -> None:
         """Add a report, from the training thread; never waits on the network. Unsent reports are merged into one."""
-        self._context.reports.add(report)
+        if self._context.reports.add(report):
+            self._context.wake()
 
     def _run(self) -> None:
         backoff = Backoff()

@@ -118,6 +118,8 @@ class ChunkInbox:
         self._slots_used = np.zeros(len(replica_slots), dtype=np.int64)
         """In the placement that has every received chunk applied."""
         self._in_exchange = False
+        self.on_change: Callable[[], None] | None = None
+        """Called by the training thread when the agreed or applied version has changed; must not block."""
 
     @property
     def applied_version(self) -> int:
@@ -259,9 +261,12 @@ class ChunkInbox:
             for chunk in self._chunks:
                 if self._agreed_version < chunk.version <= lowest_version:
                     self._agreed_digest = (self._agreed_digest + chunk.digest_change) % 2**64
+            agreed = lowest_version > self._agreed_version
             self._agreed_version = max(self._agreed_version, lowest_version)
             self._in_exchange = False
             self._changed.notify_all()
+        if agreed:
+            self._notify()
 
     def poll_agreed(self, max_bytes: int, bytes_of: Callable[[Delta], int]) -> list[tuple[int, Delta]]:
         """Return agreed chunks not returned yet, in order, up to ``max_bytes`` of row copies (but at least one).
@@ -291,6 +296,11 @@ class ChunkInbox:
             # ``offer`` reads the applied placement with these chunks on top, applied or not, so they stay until now.
             while self._chunks and self._chunks[0].version <= version:
                 self._chunks.popleft()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _check_start(self, version: int, delta: Delta, waiting: list[Delta]) -> None:
         """Raises ChunkRefusedError unless every row is at its old tier once the ``waiting`` chunks are applied."""

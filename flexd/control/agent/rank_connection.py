@@ -1,15 +1,19 @@
-"""One rank's connection to one instance of the daemon, from the signed notice to the first error.
+"""One rank's connection to one instance of the daemon, from its notice to the first error.
 
 ::
 
-    connecting --(store, signed notice)--> waiting --(epoch with its nonce)-> settling --(go)--> joined
-        ^                                    ^  ^                                 |                |
-        |                                    |  `------(epoch ended by the daemon)-+----------------'
-        `----(any error; back-off, new nonce)+----------------------------------------------------'
+    connecting --(daemon's notice; hello)--> waiting --(epoch with its nonce)-> settling --(go)--> joined
+        ^                                      ^  ^                                 |                |
+        |                                      |  `------(epoch ended by the daemon)-+----------------'
+        `----(any error; back-off, new nonce)--+----------------------------------------------------'
+
+The thread blocks in ``ChannelClient.receive`` until a message arrives, something else is to be done (the training
+thread or the tap wakes it), or the earliest of its deadlines passes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -21,29 +25,37 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
 from flexd.control.agent.rendezvous import Rendezvous
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.agent.tap_sender import TapSender
-from flexd.control.protocol.epoch_group import EpochGroup, rows_sha256
+from flexd.control.protocol.frames import Frame
 from flexd.control.protocol.messages import (
     ChunkHeader,
+    ChunkPiece,
     ChunkRefused,
     DaemonNotice,
     EpochAnnouncement,
+    EpochEnd,
+    EpochGo,
     EpochMessage,
+    Heartbeat,
     Hello,
     HelloRefused,
     Listing,
+    ListingPiece,
     ListRequest,
     Message,
     Progress,
     Settled,
-    Signer,
+    TapState,
+    decode,
+    encode,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, address_towards, new_token
+from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, new_token
 from flexd.control.protocol.report import PendingReports, RankIdentity
-from flexd.control.protocol.store_keys import Hint, Keys
+from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, pieces_of, rows_body
 from flexd.control.protocol.table_lists import table_entries
 from flexd.core.errors import (
     AuthenticationError,
@@ -59,12 +71,10 @@ PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]
 
 logger = logging.getLogger(__name__)
 
-REPORT_SECONDS = 0.2
-"""Shortest time between two step reports."""
 HEARTBEAT_SECONDS = 1.0
-"""Longest time between two messages of a healthy rank."""
-BUSY_SECONDS, BUSY_POLL_SECONDS = 0.5, 0.005
-"""For ``BUSY_SECONDS`` after a chunk a rank polls every ``BUSY_POLL_SECONDS``."""
+"""Longest time between two messages of a healthy rank; longer where the daemon asks for fewer reports."""
+_HEARD_SHARE = 0.5
+"""Of the timeout: the silence after which no report is sent to the daemon."""
 
 
 @dataclass
@@ -76,14 +86,13 @@ class AgentContext:
         sequence: of the newest message sent, in the whole session.
         state: the present activity or problem, in words.
         last_logged: the newest failure, which is not logged twice.
+        client: the connection in use, if any.
     """
 
     inbox: ChunkInbox
     identity: RankIdentity
     rendezvous: Rendezvous
-    signer: Signer
     timeout_seconds: float
-    poll_seconds: float
     lists: PlacementLists | None
     outbox: TapOutbox | None
     reports: PendingReports = field(default_factory=PendingReports)
@@ -93,9 +102,16 @@ class AgentContext:
     sequence: int = 0
     state: str = "not started"
     last_logged: str = ""
+    client: ChannelClient | None = None
 
     def count(self, what: str, by: int = 1) -> None:
         self.counters[what] += by
+
+    def wake(self) -> None:
+        """Make the agent's thread look for something to do. From any thread; never waits."""
+        client = self.client
+        if client is not None:
+            client.wake()
 
 
 class RankConnection:
@@ -106,170 +122,225 @@ class RankConnection:
         self._backoff = backoff
         self._inbox = context.inbox
         self._me = context.identity
-        self._signer = context.signer
         self._nonce = new_token()
+        self._notice: DaemonNotice | None = None
+        self._tables: tuple[str, ...] = ()
+        self._epoch: EpochAnnouncement | None = None
         self._last_epoch = 0
         self._refused_epoch = 0
-        self._last_sent_at = 0.0
-        self._last_report_at = 0.0
-        self._last_command_at = 0.0
-        self._last_sent = (-1, -1)
-        self._last_polls = b""
+        self._joined = False
+        self._chunk: ChunkHeader | None = None
+        self._assembly: RowsAssembly | None = None
+        self._listing: ListRequest | None = None
+        self._listing_deadline = 0.0
+        self._tap: TapSender | None = None
+        self._version, self._digest = 0, 0
+        self._heard_at = 0.0
+        self._sent_at = 0.0
+        self._reported_at = 0.0
+        self._sent_versions = (-1, -1)
 
     def run(self) -> None:
+        """Raises channel errors, TopologyError if the daemon refuses this rank; returns when stopping."""
         context = self._context
         context.state = "connecting"
-        self._store, self._daemon = context.rendezvous.connect()
+        self._client = context.client = context.rendezvous.connect()
         try:
-            self._register()
+            self._heard_at = self._sent_at = time.monotonic()
             while not context.stopping.is_set():
-                announcement = self._await_epoch()
-                if announcement is not None:
-                    self._in_epoch(announcement)
+                more = self._advance()
+                frame = self._client.receive(0.0 if more else self._wait_seconds())
+                if frame is not None:
+                    self._heard_at = time.monotonic()
+                    self._receive(frame)
+                elif time.monotonic() - self._heard_at > context.timeout_seconds:
+                    raise ControlError(f"the daemon does not answer in {context.timeout_seconds:g} s")
+            if self._joined:
+                self._send_progress(final=True)
         finally:
-            self._store.close()
+            context.client = None
+            self._client.close()
 
-    def _register(self) -> None:
+    def _advance(self) -> bool:
+        """Do what is due; True if there is more to do at once."""
+        if self._notice is None:
+            return False
+        if self._epoch is None:
+            if time.monotonic() - self._sent_at >= HEARTBEAT_SECONDS:
+                self._hello()
+            return False
+        self._send_progress()
+        if not self._joined:
+            return False
+        if self._listing is not None:
+            self._list_if_due(self._listing)
+        more = self._prepare_next()
+        if self._tap is not None:
+            more |= self._tap.advance()
+        return more
+
+    def _wait_seconds(self) -> float:
+        """Return the time until something is due, if nothing happens before."""
         context = self._context
-        host, port = self._daemon
-        self._local_address = address_towards(host, port)
-        if not self._store.check(Keys.NOTICE):
-            raise ControlError(
-                f"the store at {host}:{port} has no flexd daemon of job {self._me.job!r}",
-                remedy="give trainer and daemon the same job name",
-            )
-        notice = self._signer.open_as(DaemonNotice, self._store.get(Keys.NOTICE))
-        if notice.job != self._me.job:
-            raise StaleMessageError(f"the daemon serves job {notice.job!r}, not {self._me.job!r}")
+        until = self._heard_at + context.timeout_seconds
+        if self._notice is not None:
+            until = min(until, self._sent_at + self._heartbeat_seconds)
+        if self._epoch is not None and context.reports.waiting and self._hears_the_daemon():
+            until = min(until, self._reported_at + self._epoch.report_seconds)
+        if self._listing is not None:
+            until = min(until, self._listing_deadline)
+        return max(until - time.monotonic(), 0.0)
+
+    def _hears_the_daemon(self) -> bool:
+        """A report waits, merged with those that follow, while the daemon is silent: it may be lost there."""
+        return time.monotonic() - self._heard_at < _HEARD_SHARE * self._context.timeout_seconds
+
+    @property
+    def _heartbeat_seconds(self) -> float:
+        return HEARTBEAT_SECONDS if self._epoch is None else max(HEARTBEAT_SECONDS, self._epoch.report_seconds)
+
+    def _receive(self, frame: Frame) -> None:
+        try:
+            message = decode(frame.message)
+        except UnknownMessageError:
+            self._context.count("unknown_messages")
+            return
+        if message.job != self._me.job:
+            raise StaleMessageError(f"the daemon serves job {message.job!r}, not {self._me.job!r}")
+        if isinstance(message, Heartbeat):
+            return
+        if isinstance(message, DaemonNotice):
+            self._register(message)
+        elif isinstance(message, HelloRefused):
+            if (message.instance, message.nonce) == (self._instance, self._nonce):
+                raise TopologyError(f"the daemon refuses this rank: {message.reason}", remedy=message.remedy)
+        elif isinstance(message, EpochAnnouncement):
+            self._begin_epoch(message)
+        elif isinstance(message, EpochMessage):
+            self._receive_in_epoch(message, frame.body)
+        else:
+            raise ControlError(f"a {message.kind} message from the daemon")
+
+    def _receive_in_epoch(self, message: EpochMessage, body: Bytes) -> None:
+        if self._epoch is None or self._fence_of(message) != self._fence():
+            raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
+        if isinstance(message, EpochEnd):
+            self._end_epoch()
+        elif isinstance(message, EpochGo):
+            self._join()
+        elif not self._joined:
+            raise StaleMessageError(f"a {message.kind} message before the ranks have joined the epoch")
+        elif isinstance(message, ChunkHeader):
+            self._begin_chunk(message, body)
+        elif isinstance(message, ChunkPiece):
+            self._continue_chunk(message, body)
+        elif isinstance(message, ListRequest):
+            self._listing = message
+            self._listing_deadline = time.monotonic() + self._context.timeout_seconds
+        elif isinstance(message, TapState) and self._tap is not None:
+            self._tap.record_state(message)
+        else:
+            raise ControlError(f"a {message.kind} message from the daemon")
+
+    @property
+    def _instance(self) -> str:
+        return "" if self._notice is None else self._notice.instance
+
+    def _register(self, notice: DaemonNotice) -> None:
+        context = self._context
+        if self._notice is not None:
+            raise StaleMessageError("a second notice of the daemon")
         context.rendezvous.check_term(notice)
-        self._instance, self._term = notice.instance, notice.term
+        self._notice = notice
         self._tables = () if notice.table_digest == self._me.table_digest else table_entries(self._me.tables)
         context.count("connects")
-        self._version, self._digest = self._inbox.settle(context.timeout_seconds)
+        context.state = "waiting for the other ranks"
+        self._settle()
         self._hello()
+
+    def _settle(self) -> None:
+        """Drop the chunks that are not agreed; waits for the exchange of the running step."""
+        self._version, self._digest = self._inbox.settle(self._context.timeout_seconds)
+        # The daemon's messages wait meanwhile: that is no silence of the daemon.
+        self._heard_at = time.monotonic()
 
     def _hello(self) -> None:
         me = self._me
-        self._push(
+        self._send(
             Hello(
                 job=me.job, instance=self._instance, attempt=me.attempt, rank=me.rank, world_size=me.world_size,
                 nodes=me.nodes, local_ranks=me.local_ranks, replica_slots=me.replica_slots,
                 table_digest=me.table_digest, session=self._context.session, nonce=self._nonce,
                 sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
-                address=self._local_address, can_list=self._context.lists is not None,
-                tables=self._tables, table_count=len(me.tables),
+                can_list=self._context.lists is not None, tables=self._tables, table_count=len(me.tables),
             )
         )  # fmt: skip
 
-    def _await_epoch(self) -> EpochAnnouncement | None:
-        """Wait for the next epoch that lists this registration; None when stopping."""
-        self._context.state = "waiting for the other ranks"
-        while not self._context.stopping.is_set():
-            hinted = self._hint().epoch
-            if hinted == self._last_epoch != 0:
-                # Hints are not signed. A new registration gets a new epoch; without it both sides would wait.
-                raise StaleMessageError(f"the daemon continues epoch {hinted}, which a hint had ended")
-            if hinted > self._last_epoch:
-                announcement = self._signer.open_as(EpochAnnouncement, self._store.get(Keys.EPOCH))
-                if self._is_for_me(announcement):
-                    return announcement
-            refused = Keys.refused(self._nonce)
-            if self._store.check(refused):
-                refusal = self._signer.open_as(HelloRefused, self._store.get(refused))
-                self._store.delete_key(refused)
-                if refusal.instance == self._instance and refusal.nonce == self._nonce:
-                    raise TopologyError(f"the daemon refuses this rank: {refusal.reason}", remedy=refusal.remedy)
-            if time.monotonic() - self._last_sent_at > HEARTBEAT_SECONDS:
-                self._hello()
-            self._context.stopping.wait(self._context.poll_seconds)
-        return None
-
     def _is_for_me(self, announcement: EpochAnnouncement) -> bool:
-        nonces = announcement.nonces
+        notice = self._notice
         return (
-            announcement.job == self._me.job
-            and (announcement.instance, announcement.term) == (self._instance, self._term)
+            notice is not None
+            and announcement.job == self._me.job
+            and (announcement.instance, announcement.term) == (notice.instance, notice.term)
             and announcement.attempt == self._me.attempt
             and announcement.epoch > self._last_epoch
-            and len(nonces) == self._me.world_size
-            and nonces[self._me.rank] == self._nonce
+            and announcement.nonce == self._nonce
         )
 
-    def _in_epoch(self, epoch: EpochAnnouncement) -> None:
-        """Settle, join, and serve until the daemon ends the epoch (returns) or something fails (raises)."""
-        context = self._context
+    def _begin_epoch(self, epoch: EpochAnnouncement) -> None:
+        if self._epoch is not None or not self._is_for_me(epoch):
+            raise StaleMessageError("an epoch of another daemon or registration")
         self._epoch = epoch
         self._last_epoch = epoch.epoch
-        context.state = f"settling for epoch {epoch.epoch}"
-        self._version, self._digest = self._inbox.settle(context.timeout_seconds)
-        self._push(
+        self._context.state = f"settling for epoch {epoch.epoch}"
+        self._settle()
+        self._send(
             Settled(
                 **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=self._version,
                 agreed_digest=self._digest, applied_version=self._inbox.applied_version,
             )
         )  # fmt: skip
-        while not (hint := self._hint()).go:
-            if hint.epoch != epoch.epoch or context.stopping.wait(context.poll_seconds):
-                return
-            self._send_progress()
-        if hint.epoch != epoch.epoch:
-            return
-        group = self._store.call(
-            lambda store: EpochGroup(
-                store, epoch.epoch, self._me.rank, self._me.world_size, self._local_address, context.timeout_seconds
-            ),
-            patience=2.0,
-        )
-        context.count("epochs")
-        context.state = f"joined epoch {epoch.epoch}"
-        context.last_logged = ""
-        done = 0
-        tap_sender = self._tap_sender()
-        while (hint := self._hint()).epoch == epoch.epoch:
-            while done < hint.commands:
-                done += 1
-                self._command(group, done)
-                self._last_command_at = time.monotonic()
-            self._send_progress()
-            busy = time.monotonic() - self._last_command_at < BUSY_SECONDS
-            busy |= self._prepare_next()
-            if tap_sender is not None:
-                busy |= tap_sender.advance()
-            if context.stopping.wait(min(context.poll_seconds, BUSY_POLL_SECONDS) if busy else context.poll_seconds):
-                self._send_progress(final=True)
-                return
 
-    def _tap_sender(self) -> TapSender | None:
+    def _join(self) -> None:
+        assert self._epoch is not None  # noqa: S101
         context = self._context
-        if context.outbox is None:
-            return None
-        return TapSender(
-            context.outbox, self._signer, self._store, self._fence(), self._me.rank, context.session, self._push,
-            self._next_sequence,
-        )  # fmt: skip
+        context.count("epochs")
+        context.state = f"joined epoch {self._epoch.epoch}"
+        context.last_logged = ""
+        self._joined = True
+        if context.outbox is not None:
+            self._tap = TapSender(
+                context.outbox, self._fence(), self._me.rank, context.session, self._send, self._next_sequence
+            )
 
-    def _command(self, group: EpochGroup, number: int) -> None:
-        key = Keys.command(self._epoch.epoch, number)
-        if not self._store.check(key):
-            raise StaleMessageError(f"command {number} of epoch {self._epoch.epoch} is not in the store")
-        try:
-            message = self._signer.open(self._store.get(key))
-        except UnknownMessageError:
-            self._context.count("unknown_messages")
+    def _end_epoch(self) -> None:
+        self._epoch, self._joined, self._tap = None, False, None
+        self._chunk = self._assembly = self._listing = None
+        self._context.state = "waiting for the other ranks"
+
+    def _begin_chunk(self, header: ChunkHeader, body: Bytes) -> None:
+        if self._assembly is not None:
+            raise ControlError(f"chunk {header.version} before chunk {self._chunk_version} is complete")
+        self._chunk, self._assembly = header, RowsAssembly(header.rows, 2, header.sha256, MAX_ROWS)
+        self._add_to_chunk(body)
+
+    def _continue_chunk(self, piece: ChunkPiece, body: Bytes) -> None:
+        if self._assembly is None or (piece.version, piece.piece) != (self._chunk_version, self._assembly.next_piece):
+            raise ControlError(f"piece {piece.piece} of chunk {piece.version} does not follow what was received")
+        self._add_to_chunk(body)
+
+    @property
+    def _chunk_version(self) -> int:
+        return 0 if self._chunk is None else self._chunk.version
+
+    def _add_to_chunk(self, body: Bytes) -> None:
+        header, assembly = self._chunk, self._assembly
+        assert header is not None and assembly is not None  # noqa: S101, PT018
+        if not assembly.add(body):
             return
-        if not isinstance(message, ChunkHeader | ListRequest) or message.command != number:
-            raise StaleMessageError(f"a {message.kind} message where command {number} belongs")
-        if self._fence_of(message) != self._fence():
-            raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
-        if isinstance(message, ChunkHeader):
-            self._chunk(group, message)
-        elif self._me.rank in message.ranks:
-            self._list(group, message)
-
-    def _chunk(self, group: EpochGroup, header: ChunkHeader) -> None:
-        """Put a chunk into the inbox, or refuse it by name, whatever is wrong with it or with this rank."""
+        self._chunk = self._assembly = None
         try:
-            self._receive_chunk(group, header)
+            self._offer(header, assembly)
         except ChunkRefusedError as error:
             self._refuse(error, header.version)
         except CHANNEL_ERRORS:
@@ -277,14 +348,12 @@ class RankConnection:
         except Exception as error:
             self._refuse(cannot_prepare(self._me.rank, header.version, error), header.version)
 
-    def _receive_chunk(self, group: EpochGroup, header: ChunkHeader) -> None:
-        keys, tiers = group.receive(header.rows, 2 * header.rows)
-        if rows_sha256(keys, tiers) != header.sha256:
+    def _offer(self, header: ChunkHeader, assembly: RowsAssembly) -> None:
+        try:
+            keys, tiers = assembly.rows()
+        except AuthenticationError as error:
             self._context.count("tampered")
-            raise AuthenticationError(
-                f"chunk {header.version}: the rows received are not the rows announced",
-                remedy="look for a fault or an intruder on the control network",
-            )
+            raise AuthenticationError(f"chunk {header.version}: {error.message}", remedy=error.remedy) from error
         if self._refused_epoch == header.epoch:
             return  # The daemon ends this epoch; chunks after a refused one cannot follow.
         self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
@@ -299,51 +368,54 @@ class RankConnection:
 
     def _refuse(self, error: ChunkRefusedError, version: int = 0) -> None:
         """Refuse a chunk by name; the daemon ends the epoch and the migration."""
-        self._refused_epoch = self._epoch.epoch
+        self._refused_epoch = self._last_epoch
         self._context.count("chunks_refused")
         logger.warning("rank %d: %s", self._me.rank, error)
-        self._push(
+        self._send(
             ChunkRefused(
                 **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), version=error.version or version,
                 reason=str(error)[:1000],
             )
         )  # fmt: skip
 
-    def _list(self, group: EpochGroup, request: ListRequest) -> None:
+    def _list_if_due(self, request: ListRequest) -> None:
         """Send the rows above HOME, once every agreed chunk is applied (no chunk is pushed meanwhile)."""
+        is_applied = self._inbox.applied_version == request.version
+        if self._context.lists is not None and not is_applied and time.monotonic() < self._listing_deadline:
+            return
+        self._listing = None
         keys, tiers = np.empty(0, np.int64), np.empty(0, np.uint8)
         error = ""
-        deadline = time.monotonic() + self._context.timeout_seconds
-        while self._inbox.applied_version != request.version and time.monotonic() < deadline:
-            if self._context.stopping.wait(self._context.poll_seconds):
-                return
-            self._send_progress()
         if self._context.lists is None:
             error = "this rank's agent was not given placement_lists"
-        elif self._inbox.applied_version != request.version:
+        elif not is_applied:
             error = f"version {self._inbox.applied_version} is applied, not {request.version}: training does not step"
         else:
             keys, tiers = self._context.lists()
-            keys, tiers = np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8)
-        self._push(
+        body = rows_body(np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8))
+        first, *others = pieces_of(body)
+        sender = {**self._fence(), "rank": self._me.rank}
+        self._send(
             Listing(
-                **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), version=request.version,
-                rows=len(keys), sha256=rows_sha256(keys, tiers), error=error,
-            )
+                **sender, sequence=self._next_sequence(), version=request.version, rows=len(keys),
+                sha256=hashlib.sha256(body).hexdigest(), error=error,
+            ),
+            first,
         )  # fmt: skip
-        if not error:
-            group.send_to_daemon(keys, tiers)
+        for number, piece in enumerate(others, start=1):
+            self._send(ListingPiece(**sender, sequence=self._next_sequence(), piece=number), piece)
 
     def _send_progress(self, final: bool = False) -> None:
+        assert self._epoch is not None  # noqa: S101
+        now = time.monotonic()
         versions = (self._inbox.agreed_version, self._inbox.applied_version)
-        since = time.monotonic() - self._last_sent_at
-        due = time.monotonic() - self._last_report_at >= REPORT_SECONDS
-        pending = self._context.reports.waiting and (final or (due and self._daemon_has_polled()))
-        if not (pending or versions != self._last_sent or since >= HEARTBEAT_SECONDS):
+        due = now - self._reported_at >= self._epoch.report_seconds
+        pending = self._context.reports.waiting and (final or (due and self._hears_the_daemon()))
+        if not (pending or versions != self._sent_versions or now - self._sent_at >= self._heartbeat_seconds):
             return
         report = self._context.reports.drain() if pending else None
         try:
-            self._push(
+            self._send(
                 Progress(
                     **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=versions[0],
                     applied_version=versions[1], report=report,
@@ -353,39 +425,24 @@ class RankConnection:
             if report is not None:
                 self._context.reports.restore(report)
             raise
-        if versions[1] > self._last_sent[1] >= 0:
+        if versions[1] > self._sent_versions[1] >= 0:
             # Not when the epoch is joined: an epoch that ends at its first chunk would be joined again at full speed.
             self._backoff.reset()
-        self._last_sent = versions
+        self._sent_versions = versions
         if report is not None:
-            self._last_report_at = self._last_sent_at
+            self._reported_at = self._sent_at
         self._context.count("reports", 1 if report is not None else 0)
 
-    def _daemon_has_polled(self) -> bool:
-        """True if the daemon has polled its queue since this rank's last report.
-
-        If not, the report waits, merged with those that follow, so that the queue stays bounded.
-        """
-        polls, last = self._store.get(Keys.POLLS), self._last_polls
-        self._last_polls = polls
-        return polls != last
-
-    def _push(self, message: Message) -> None:
-        try:
-            text = self._signer.seal(message)
-        except ValueError as error:
-            raise ControlError(f"a {message.kind} message cannot be sent: {error}") from error
-        self._store.queue_push(Keys.INBOUND, text)
-        self._last_sent_at = time.monotonic()
-
-    def _hint(self) -> Hint:
-        return Hint.parse(self._store.get(Keys.HINT))
+    def _send(self, message: Message, body: Bytes = b"") -> None:
+        self._client.send(encode(message), body)
+        self._sent_at = time.monotonic()
 
     def _next_sequence(self) -> int:
         self._context.sequence += 1
         return self._context.sequence
 
     def _fence(self) -> dict[str, Any]:
+        assert self._epoch is not None  # noqa: S101
         return self._fence_of(self._epoch)
 
     @staticmethod

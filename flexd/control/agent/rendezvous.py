@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from dataclasses import replace
+from typing import NamedTuple
 
+from flexd.control.agent.channel_client import ChannelClient
+from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.control.protocol.network import parse_address
-from flexd.control.protocol.store_client import StoreClient, StoreConnector
 from flexd.core.errors import ControlError, StaleMessageError
 
 MAX_ADDRESSES = 16
@@ -21,6 +24,14 @@ def parse_addresses(text: str) -> tuple[tuple[str, int], ...]:
     return found
 
 
+class _Address(NamedTuple):
+    """One address of a daemon, and the name that it was found under."""
+
+    name: str
+    host: str
+    port: int
+
+
 class Rendezvous:
     """Connects to one address after the other. Belongs to the agent's thread.
 
@@ -32,12 +43,11 @@ class Rendezvous:
         ControlError: an address is malformed.
     """
 
-    def __init__(self, addresses: str, job: str, timeout_seconds: float) -> None:
+    def __init__(self, addresses: str, credentials: ChannelCredentials, timeout_seconds: float) -> None:
         self._named = parse_addresses(addresses)
-        self._job = job
+        self._credentials = credentials
         self._timeout = timeout_seconds
-        self._next: deque[tuple[str, int]] = deque()
-        self._connectors: dict[tuple[str, int], StoreConnector] = {}
+        self._next: deque[_Address] = deque()
         self._highest_term = 0
 
     @property
@@ -45,13 +55,16 @@ class Rendezvous:
         """True if every address was tried since the names were resolved: a caller then waits before the next."""
         return not self._next
 
-    def connect(self) -> tuple[StoreClient, tuple[str, int]]:
-        """Connect to the next address; return connection and address. Raises ControlError: unreachable or no answer."""
+    def connect(self) -> ChannelClient:
+        """Connect to the next address. Raises as ``ChannelClient.connect``."""
         if not self._next:
             self._next.extend(self._resolve())
         address = self._next.popleft()
-        connector = self._connectors.setdefault(address, StoreConnector(*address, self._job, self._timeout))
-        return connector.connect(), address
+        credentials = self._credentials
+        if credentials.tls is not None and not credentials.tls.server_name:
+            # The certificate has the name of the service, the connection goes to one of its addresses.
+            credentials = replace(credentials, tls=replace(credentials.tls, server_name=address.name))
+        return ChannelClient.connect(address.host, address.port, credentials, self._timeout)
 
     def check_term(self, notice: DaemonNotice) -> None:
         """Raises StaleMessageError if a later term has begun. A daemon without a lease (term 0) is accepted."""
@@ -62,18 +75,16 @@ class Rendezvous:
             )
         self._highest_term = max(self._highest_term, notice.term)
 
-    def _resolve(self) -> list[tuple[str, int]]:
-        found: dict[tuple[str, int], None] = {}
+    def _resolve(self) -> list[_Address]:
+        found: dict[tuple[str, int], _Address] = {}
         problem: OSError | None = None
         for host, port in self._named:
             try:
                 for *_, target in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-                    found[str(target[0]), port] = None
+                    found.setdefault((str(target[0]), port), _Address(host, str(target[0]), port))
             except OSError as error:
                 problem = error
         if not found:
             names = ", ".join(f"{host}:{port}" for host, port in self._named)
             raise ControlError(f"no daemon at {names}: {problem}", remedy="check the name and the DNS") from problem
-        # Connectors of addresses that do not exist any more are dropped: pods change their addresses.
-        self._connectors = {address: self._connectors[address] for address in found if address in self._connectors}
-        return list(found)[:MAX_ADDRESSES]
+        return list(found.values())[:MAX_ADDRESSES]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -37,6 +38,8 @@ class TapOutbox:
         self._next = 0
         self._urgent = False
         self._problem = ""
+        self.on_change: Callable[[], None] | None = None
+        """Called, from any thread, when there is something to offer."""
         self.acknowledged = 0
         self.acknowledged_bytes = 0
 
@@ -60,8 +63,10 @@ class TapOutbox:
             if self._counts is not None:
                 raise ValueError("the outbox holds a payload")
             self._counts = EncodedCounts(self._next, payload)
+            sequence = self._next
             self._next += 1
-            return self._counts.sequence
+        self._notify()
+        return sequence
 
     def current(self) -> EncodedCounts | None:
         return self._counts
@@ -84,8 +89,13 @@ class TapOutbox:
     def wait_until_free(self, timeout_seconds: float, *, urgent: bool = False) -> bool:
         """Wait for the acknowledgement; ``urgent`` makes the daemon write a snapshot before its next regular one."""
         deadline = time.monotonic() + timeout_seconds
+        self._urgent = self._urgent or urgent
+        self._notify()
         with self._lock:
-            self._urgent = self._urgent or urgent
             while self._counts is not None and (left := deadline - time.monotonic()) > 0:
                 self._lock.wait(left)
             return self._counts is None
+
+    def _notify(self) -> None:
+        if self.on_change is not None:
+            self.on_change()

@@ -2,9 +2,9 @@
 
 ::
 
-    rank -> daemon   TapOffer (queue): number, bytes and pieces of a payload
-    daemon -> rank   TapState (key): request (a new ``grant``)
-    rank -> daemon   TapPiece (keys): the bytes, a piece at a turn
+    rank -> daemon   TapOffer: number, bytes and pieces of a payload
+    daemon -> rank   TapState: request (a new ``grant``)
+    rank -> daemon   TapPiece: the bytes, a piece at a turn
     daemon -> rank   TapState: a snapshot holds all payloads before number ``acknowledged``
 
 Only granted payloads are sent, so the daemon's memory is bounded by what it grants; a rank has one payload under way.
@@ -18,9 +18,8 @@ from hashlib import sha256
 from typing import Any
 
 from flexd.control.agent.tap_outbox import TapOutbox
-from flexd.control.protocol.messages import Message, Signer, TapOffer, TapPiece, TapState, seal_with_bytes
-from flexd.control.protocol.store_client import StoreClient
-from flexd.control.protocol.store_keys import Keys
+from flexd.control.protocol.messages import Message, TapOffer, TapPiece, TapState
+from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import StaleMessageError
 from flexd.core.tap_counts import FORMAT
 
@@ -35,31 +34,35 @@ class TapSender:
     Args:
         fence: the fields of ``EpochMessage``.
         session: identifies this training process.
-        push: sends a message to the daemon's queue; raises a channel error.
+        send: sends a message with its body to the daemon; raises a channel error.
     """
 
     def __init__(
         self,
         outbox: TapOutbox,
-        signer: Signer,
-        store: StoreClient,
         fence: Mapping[str, Any],
         rank: int,
         session: str,
-        push: Callable[[Message], None],
+        send: Callable[[Message, Bytes], None],
         next_sequence: Callable[[], int],
     ) -> None:
         self._outbox = outbox
-        self._signer = signer
-        self._store = store
         self._fence = dict(fence)
         self._rank = rank
         self._session = session
-        self._push = push
+        self._send = send
         self._next_sequence = next_sequence
         self._offered = (-1, False)
         self._grant = 0
         self._next_piece: int | None = None
+        self._state: TapState | None = None
+
+    def record_state(self, state: TapState) -> None:
+        """Receive the daemon's newest state. Raises StaleMessageError: it is of another epoch or rank."""
+        if any(getattr(state, name) != value for name, value in self._fence.items()) or state.rank != self._rank:
+            raise StaleMessageError("a tap message of another attempt, generation, epoch or rank")
+        if state.session == self._session:
+            self._state = state
 
     def advance(self) -> bool:
         """Do what is due, at most one piece; True if there is more to do at once. Raises channel errors."""
@@ -69,15 +72,16 @@ class TapSender:
         pieces = max(1, -(-len(counts.payload) // PIECE_BYTES))
         offer = (counts.sequence, self._outbox.urgent)
         if offer != self._offered:
-            self._push(
+            self._send(
                 TapOffer(
                     **self._fence, rank=self._rank, sequence=self._next_sequence(), session=self._session,
                     number=counts.sequence, bytes=len(counts.payload), pieces=pieces, urgent=self._outbox.urgent,
                     format=FORMAT,
-                )
+                ),
+                b"",
             )  # fmt: skip
             self._offered = offer
-        state = self._state()
+        state = self._state
         if state is None:
             return False
         if self._outbox.set_problem(state.problem) and state.problem:
@@ -91,30 +95,19 @@ class TapSender:
             self._grant, self._next_piece = state.grant, 0
         if self._next_piece is None or self._next_piece >= pieces:
             return False
-        self._send(counts.sequence, self._next_piece, counts.payload)
+        self._send_piece(counts.sequence, self._next_piece, counts.payload)
         self._next_piece += 1
         return True
 
-    def _send(self, number: int, piece: int, payload: bytes) -> None:
-        data = payload[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+    def _send_piece(self, number: int, piece: int, payload: bytes) -> None:
+        data = memoryview(payload)[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
         header = TapPiece(
             **self._fence,
             rank=self._rank,
+            sequence=self._next_sequence(),
             number=number,
             grant=self._grant,
             piece=piece,
             sha256=sha256(data).hexdigest(),
         )
-        sealed = seal_with_bytes(self._signer, header, data)
-        key = Keys.tap_piece(self._fence["epoch"], self._rank, self._grant, piece)
-        # The type stub accepts text only.
-        self._store.call(lambda store: store.set(key, sealed))  # type: ignore[arg-type]
-
-    def _state(self) -> TapState | None:
-        key = Keys.tap_state(self._fence["epoch"], self._rank)
-        if not self._store.check(key):
-            return None
-        state = self._signer.open_as(TapState, self._store.get(key))
-        if any(getattr(state, name) != value for name, value in self._fence.items()) or state.rank != self._rank:
-            raise StaleMessageError("a tap message of another attempt, generation, epoch or rank")
-        return state if state.session == self._session else None
+        self._send(header, data)

@@ -1,30 +1,32 @@
 """The daemon's side of the control channel: registers ranks, opens epochs, pushes migrations, receives reports.
 
-One thread does everything, in ticks; every wait in a tick has a deadline. The address is bound at once, and the thread
-then loads torch and hosts the store: ranks that connect meanwhile wait in the socket's queue.
+One thread decides everything, in ticks that nothing delays: messages are queued for the thread that serves the
+connections (``ChannelServer``), and received from it. The address is bound before that thread starts: ranks that
+connect meanwhile wait in the socket's queue.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 
 from flexd.control.daemon.attempts import Attempt
-from flexd.control.daemon.control_store import ControlStore
+from flexd.control.daemon.channel_server import ChannelServer
+from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch_manager import LEADERSHIP_LOST, EpochManager, HostedStore, OnReport
+from flexd.control.daemon.epoch_manager import LEADERSHIP_LOST, EpochManager, Hosted, OnReport
 from flexd.control.daemon.event_log import EventLog, OnEvent
 from flexd.control.daemon.journal import JournalledMigration, PlacementJournal
 from flexd.control.daemon.migration import ChunkSource, Migration, MigrationMetadata
 from flexd.control.daemon.migration_events import MigrationEventDispatcher, OnMigration
+from flexd.control.daemon.rank_channels import RankChannels
 from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.messages import DaemonNotice, Signer
-from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, listen, new_token
-from flexd.control.protocol.store_client import load_transports
+from flexd.control.protocol.credentials import ChannelCredentials
+from flexd.control.protocol.messages import DaemonNotice
+from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token
 from flexd.core.errors import ApiError, ControlError, TopologyError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
@@ -34,8 +36,13 @@ from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger(__name__)
 
-_IDLE_TICK_SECONDS = 0.1
-"""Time between polls of the queue while no rank is registered: a daemon that waits for a job must cost nothing."""
+_IDLE_TICK_SECONDS = 0.5
+"""Longest time between two ticks while no rank is registered: a daemon that waits for a job must cost nothing."""
+_TICKS_APART = 0.25
+"""Shortest time between two ticks, in units of ``tick_seconds``: messages that arrive meanwhile share a tick."""
+_MESSAGES_PER_TICK = 4096
+_STOP_SECONDS = 5.0
+"""Deadline for what is queued for the ranks when the coordinator stops."""
 
 __all__ = ["ControlOptions", "ControlStatus", "Coordinator", "LiveTopology"]
 
@@ -74,20 +81,19 @@ class Coordinator:
         self._options = options
         self._keyspace = keyspace
         self._journal = journal
-        self._signer = Signer(options.secret)
         self._instance = new_token()
         self._stopping = threading.Event()
         self._events = EventLog(on_event)
         self._epochs = EpochManager(
-            options, keyspace, journal, self._signer, self._instance, self._stopping, self._events, on_report, throttle,
+            options, keyspace, journal, self._instance, self._stopping, self._events, on_report, throttle,
             may_act,
         )  # fmt: skip
         self._pusher = self._epochs.pusher
         self._dispatcher = MigrationEventDispatcher(self._events, on_migration)
+        self._server: ChannelServer | None = None
+        self._channels: RankChannels | None = None
         self._port = 0
-        self._listen_fd: int | None = None
         self._failure = ""
-        self._hosted = False
         self._ticked_at = 0.0
         supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch("flexd-coordinator")
@@ -95,11 +101,18 @@ class Coordinator:
 
     def listen(self) -> None:
         """Bind the address; ranks that connect wait until ``start``. Raises ControlError if it cannot be bound."""
-        if self._listen_fd is None:
-            self._listen_fd, self._port = listen(self._options.listen_host, self._port or self._options.listen_port)
+        if self._server is None:
+            options = self._options
+            self._server = ChannelServer(
+                ChannelOptions(
+                    options.listen_host, self._port or options.listen_port, timeout_seconds=options.timeout_seconds
+                ),
+                ChannelCredentials(options.secret, options.tls),
+            )
+            self._port = self._server.port
 
     def start(self) -> None:
-        """Start the thread that hosts the store, without waiting. Raises ControlError as ``listen``."""
+        """Start to serve the ranks, without waiting. Raises ControlError as ``listen``."""
         self.listen()
         self._epochs.reason = "the control channel is not up yet"
         self._thread.start()
@@ -107,8 +120,11 @@ class Coordinator:
     def stop(self, timeout_seconds: float) -> bool:
         """End the epoch and the thread; False if it did not end within the deadline. Open migrations fail."""
         self._stopping.set()
+        server = self._server
         if not self._thread.started:
-            self._close_listener()
+            self._close_server()
+        elif server is not None:
+            server.wake()
         return self._thread.join(timeout_seconds)
 
     @property
@@ -120,6 +136,10 @@ class Coordinator:
     def port(self) -> int:
         """The bound port; 0 before ``listen``."""
         return self._port
+
+    def channel_counters(self) -> ChannelCounters:
+        """Return the connections and bytes of the channel, since the start."""
+        return ChannelCounters() if self._server is None else self._server.counters()
 
     def live(self) -> LiveTopology | None:
         """Return the registered ranks; None until all ranks of an attempt have registered."""
@@ -150,6 +170,8 @@ class Coordinator:
         if self._stopping.is_set() or self._failure:
             raise ControlError(self._failure or "the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
+        if self._server is not None:
+            self._server.wake()
         return migration
 
     def current_migration(self) -> Migration | None:
@@ -217,37 +239,35 @@ class Coordinator:
     def status(self) -> ControlStatus:
         return self._epochs.status()
 
-    def _host(self) -> None:
-        load_transports()
-        listen_fd, self._listen_fd = self._listen_fd, None
-        assert listen_fd is not None  # noqa: S101
-        options = self._options
-        store = ControlStore(
-            options.listen_host, self._port, listen_fd, options.job, self._signer, options.timeout_seconds
-        )
-        tap = TapReceiver(store, self._tap, self._events)
-        store.publish(DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term))
-        self._epochs.open(HostedStore(store, tap))
-        self._events.emit("hosting", port=self._port)
+    def _host(self) -> RankChannels:
+        options, server = self._options, self._server
+        assert server is not None  # noqa: S101
+        notice = DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term)
+        channels = RankChannels(server, notice, options.timeout_seconds)
+        server.start()
+        self._epochs.open(Hosted(channels, TapReceiver(channels, self._tap, self._events)))
+        self._events.emit("hosting", port=server.port)
         if self._journal.truncated_bytes:
             self._events.emit("journal_truncated", bytes=self._journal.truncated_bytes)
+        return channels
 
-    def _close_listener(self) -> None:
-        listen_fd, self._listen_fd = self._listen_fd, None
-        if listen_fd is not None:
-            os.close(listen_fd)
+    def _close_server(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop(_STOP_SECONDS)
 
     def _run(self) -> None:
-        if not self._hosted:
+        channels = self._channels
+        if channels is None:
             try:
                 self.listen()
-                self._host()
+                channels = self._host()
             except Exception as error:
-                self._close_listener()
+                self._close_server()
                 self._failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
                 raise
-            self._hosted, self._failure, self._ticked_at = True, "", time.monotonic()
-        self._tick_until_stopped()
+            self._channels, self._failure, self._ticked_at = channels, "", time.monotonic()
+        self._tick_until_stopped(channels)
 
     def _finish(self) -> None:
         reason = self._failure or "the daemon is stopping"
@@ -255,19 +275,24 @@ class Coordinator:
         self._epochs.end(reason)
         self._dispatch_migration_events()
         # Closes the listening socket: a daemon started next can have the port.
+        self._close_server()
         self._epochs.close()
 
-    def _tick_until_stopped(self) -> None:
-        while not self._stopping.wait(self._tick_seconds()):
+    def _tick_until_stopped(self, channels: RankChannels) -> None:
+        while not self._stopping.is_set():
+            received = channels.receive(_MESSAGES_PER_TICK, self._tick_seconds())
             now = time.monotonic()
             self._epochs.excuse_silence(max(now - self._ticked_at - 1.0, 0.0))
             self._ticked_at = now
+            self._epochs.receive(received)
             try:
                 fault_point("thread.coordinator")
                 if self._may_act():
                     self._epochs.tick(now)
                 else:
+                    self._epochs.discard_messages(now)
                     self._epochs.end(LEADERSHIP_LOST, failed=False)
+                    channels.close_all("another daemon leads")
             except CHANNEL_ERRORS as error:
                 self._epochs.end(first_line(error))
             except Exception as error:
@@ -276,6 +301,7 @@ class Coordinator:
                 raise
             self._dispatch_migration_events()
             self._watch.progress()
+            self._stopping.wait(_TICKS_APART * self._options.tick_seconds)
 
     def _tick_seconds(self) -> float:
         return max(self._options.tick_seconds, _IDLE_TICK_SECONDS if self._epochs.has_no_ranks else 0.0)

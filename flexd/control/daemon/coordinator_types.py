@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flexd.control.daemon.membership import RefusedRank
+from flexd.control.protocol.credentials import TlsFiles
 from flexd.core.layout import RankLayout
 from flexd.core.secrets import Secret
 
@@ -20,7 +21,8 @@ class ControlOptions:
         timeout_seconds: deadline of every wait on the channel, and the silence after which a rank is lost.
         window_chunks: largest number of chunks pushed but not yet applied by every rank.
         max_chunk_rows: a larger chunk fails its migration.
-        tick_seconds: time between polls of the queue.
+        tls: certificates of the daemon; ranks then need certificates of the same authority.
+        tick_seconds: longest time between two ticks while ranks are registered.
         term: the term of the daemon's lease; 0 without one.
     """
 
@@ -28,6 +30,7 @@ class ControlOptions:
     listen_host: str = "127.0.0.1"
     listen_port: int = 29_400
     secret: Secret = None
+    tls: TlsFiles | None = None
     timeout_seconds: float = 15.0
     window_chunks: int = 4
     max_chunk_rows: int = 2**22

@@ -1,7 +1,8 @@
-"""The daemon's side of one epoch: the settled ranks, the group, and each rank's agreed and applied version."""
+"""The daemon's side of one epoch: the settled ranks, their connections, and each rank's agreed and applied version."""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -10,30 +11,36 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.pusher import NumberedChunk
-from flexd.control.protocol.epoch_group import EpochGroup, delta_tiers, rows_sha256
+from flexd.control.daemon.rank_channels import RankChannels
 from flexd.control.protocol.messages import (
     ChunkHeader,
+    ChunkPiece,
     ChunkRefused,
     EpochAnnouncement,
+    EpochEnd,
+    EpochGo,
     Listing,
+    ListingPiece,
     ListRequest,
     Progress,
     Settled,
     TapOffer,
+    TapPiece,
 )
-from flexd.control.protocol.network import address_towards, new_token
-from flexd.core.errors import ControlError, PlacementError, ReplayedMessageError, StaleMessageError
+from flexd.control.protocol.network import new_token
+from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, delta_tiers, pieces_of, rows_body
+from flexd.core.errors import AuthenticationError, ControlError, PlacementError, ReplayedMessageError, StaleMessageError
 from flexd.core.fault_points import fault_point
 from flexd.core.placement import Placement
 
-RankMessage = Settled | Progress | ChunkRefused | Listing | TapOffer
+RankMessage = Settled | Progress | ChunkRefused | Listing | ListingPiece | TapOffer | TapPiece
 
-_KEPT_COMMANDS = 64
-_DAEMON_PORT_HINT = 9
-"""Any port serves: only the route to a rank is looked up."""
+REPORT_SECONDS = 0.2
+"""Shortest time between two reports of a rank."""
+REPORTS_PER_SECOND = 2_500
+"""Of all ranks together: with more ranks, each reports less often."""
 
 
 class EpochFailedError(ControlError):
@@ -53,11 +60,12 @@ class Epoch:
     Attributes:
         version, digest: of the placement that all ranks agreed on when they had settled.
         listed_placement: the placement that the ranks listed; None if the daemon's journal had it.
+        peers: the connection of each rank.
     """
 
     def __init__(
         self,
-        store: ControlStore,
+        channels: RankChannels,
         topology: Topology,
         job: str,
         instance: str,
@@ -67,9 +75,10 @@ class Epoch:
         total_rows: int,
         term: int = 0,
     ) -> None:
-        self._store = store
+        self._channels = channels
         self.topology = topology
         self.number = number
+        self.peers = channels.peers_of(topology)
         self.phase = Phase.SETTLING
         self.version = 0
         self.digest = 0
@@ -87,11 +96,16 @@ class Epoch:
         self._applied = [0] * world
         self._settled: dict[int, Settled] = {}
         self._listings: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = {}
+        self._assemblies: dict[int, RowsAssembly] = {}
         self._listing_ranks: tuple[int, ...] = ()
-        self._group: EpochGroup | None = None
-        self._commands = 0
+        self._joined = False
         fault_point("epoch.begin")
-        store.announce(EpochAnnouncement(instance=instance, nonces=topology.nonces, **self._fence))
+        report_seconds = max(REPORT_SECONDS, world / REPORTS_PER_SECOND)
+        for peer, nonce in zip(self.peers, topology.nonces, strict=True):
+            announcement = EpochAnnouncement(
+                instance=instance, nonce=nonce, report_seconds=report_seconds, **self._fence
+            )
+            channels.send([peer], announcement)
         fault_point("epoch.announced")
 
     @property
@@ -107,8 +121,9 @@ class Epoch:
     def applied_by_all(self) -> int:
         return min(self._applied)
 
-    def check(self, message: RankMessage) -> None:
-        """Check the fence, rank and sequence of a message. It uses up its sequence number by ``accept`` only.
+    def check(self, message: RankMessage, peer: int) -> None:
+        """Check the fence, rank, connection and sequence of a message. It uses up its sequence number by ``accept``
+        only.
 
         Raises:
             StaleMessageError: the message is of another epoch.
@@ -118,6 +133,8 @@ class Epoch:
             raise StaleMessageError(f"a {message.kind} message of another attempt, generation or epoch")
         if not 0 <= message.rank < len(self._sequence):
             raise ControlError(f"a {message.kind} message of rank {message.rank}")
+        if self.peers[message.rank] != peer:
+            raise StaleMessageError(f"a {message.kind} message of rank {message.rank} on another rank's connection")
         if message.sequence <= self._sequence[message.rank]:
             raise ReplayedMessageError(f"a {message.kind} message of rank {message.rank} was received before")
 
@@ -134,8 +151,8 @@ class Epoch:
         self._agreed[message.rank] = max(self._agreed[message.rank], message.agreed_version)
         self._applied[message.rank] = max(self._applied[message.rank], message.applied_version)
 
-    def record_listing(self, message: Listing) -> None:
-        """Receive the list of one rank. Raises ControlError if the rank has none."""
+    def record_listing(self, message: Listing, body: Bytes) -> None:
+        """Receive the list of one rank, or its first piece. Raises ControlError if the rank has none."""
         if (
             self.phase is not Phase.LISTING
             or message.rank not in self._listing_ranks
@@ -149,10 +166,24 @@ class Epoch:
             )
         if message.rows > self._total_rows:
             raise EpochFailedError(f"rank {message.rank} lists {message.rows} of {self._total_rows} rows")
-        keys, tiers = self._joined.receive_from(message.rank, message.rows, message.rows)
-        if rows_sha256(keys, tiers) != message.sha256:
-            raise EpochFailedError(f"the list of rank {message.rank} is not what it announced")
-        self._listings[message.rank] = (keys, tiers)
+        self._assemblies[message.rank] = RowsAssembly(message.rows, 1, message.sha256, MAX_ROWS)
+        self._add_listed_rows(message.rank, body)
+
+    def record_listing_piece(self, message: ListingPiece, body: Bytes) -> None:
+        """Receive a further piece of a list. Raises ControlError if it does not belong there."""
+        assembly = self._assemblies.get(message.rank)
+        if assembly is None or assembly.next_piece != message.piece:
+            raise StaleMessageError(f"piece {message.piece} of a listing of rank {message.rank} that was not requested")
+        self._add_listed_rows(message.rank, body)
+
+    def _add_listed_rows(self, rank: int, body: Bytes) -> None:
+        try:
+            if self._assemblies[rank].add(body):
+                self._listings[rank] = self._assemblies.pop(rank).rows()
+        except AuthenticationError as error:
+            raise EpochFailedError(f"the list of rank {rank} is not what it announced") from error
+        except ControlError as error:
+            raise EpochFailedError(f"the list of rank {rank} cannot be read: {error.message}") from error
 
     def advance(self, placement_is_known: Callable[[int, int], bool], now: float) -> bool:
         """Enter the next phase if it is due; True if it is LIVE now. Raises ControlError if it takes too long."""
@@ -178,30 +209,29 @@ class Epoch:
         return False
 
     def push(self, chunk: NumberedChunk) -> None:
-        """Announce and broadcast one chunk."""
-        tiers = delta_tiers(chunk.delta)
+        """Send one chunk to all ranks; does not wait."""
+        if not self._joined:
+            raise ControlError(f"the ranks have not joined epoch {self.number}")
+        body = rows_body(chunk.delta.keys, delta_tiers(chunk.delta))
         header = ChunkHeader(
-            **self._fence, command=self._next_command(), plan_id=chunk.plan_id, version=chunk.version,
-            rows=len(chunk.delta), sha256=rows_sha256(chunk.delta.keys, tiers),
+            **self._fence, plan_id=chunk.plan_id, version=chunk.version, rows=len(chunk.delta),
+            sha256=hashlib.sha256(body).hexdigest(),
         )  # fmt: skip
+        first, *others = pieces_of(body)
         fault_point("chunk.announce")
-        self._store.command(header)
+        self._channels.send(self.peers, header, first)
         fault_point("chunk.announced")
-        self._joined.broadcast(chunk.delta.keys, tiers)
+        fault_point("chunk.half_sent")
+        for number, piece in enumerate(others, start=1):
+            self._channels.send(self.peers, ChunkPiece(**self._fence, version=chunk.version, piece=number), piece)
         fault_point("chunk.sent")
 
     def close(self) -> None:
-        """Make the ranks leave, and drop the group."""
+        """Make the ranks leave."""
         fault_point("epoch.end")
-        self._group = None
-        self._store.end_epoch(self.number)
+        self._joined = False
+        self._channels.send(self.peers, EpochEnd(**self._fence))
         fault_point("epoch.ended")
-
-    @property
-    def _joined(self) -> EpochGroup:
-        if self._group is None:
-            raise ControlError(f"epoch {self.number} has no group")
-        return self._group
 
     def _join(self) -> None:
         first = self._settled[0]
@@ -218,13 +248,9 @@ class Epoch:
             )
         self.version, self.digest = first.agreed_version, first.agreed_digest
         fault_point("epoch.settled")
-        self._store.go()
+        self._channels.send(self.peers, EpochGo(**self._fence))
         fault_point("epoch.go")
-        peer = self.topology.hellos[0].address
-        self._group = EpochGroup(
-            self._store.torch_store, self.number, len(self._sequence), len(self._sequence),
-            address_towards(peer, _DAEMON_PORT_HINT), self._timeout,
-        )  # fmt: skip
+        self._joined = True
         fault_point("epoch.joined")
 
     def _request_lists(self, now: float) -> None:
@@ -233,10 +259,8 @@ class Epoch:
         self._listing_ranks = tuple(layout.node_ranks(self.number % layout.nodes))
         self._deadline = now + self._timeout
         self.phase = Phase.LISTING
-        request = ListRequest(
-            **self._fence, command=self._next_command(), version=self.version, ranks=self._listing_ranks
-        )
-        self._store.command(request)
+        peers = [self.peers[rank] for rank in self._listing_ranks]
+        self._channels.send(peers, ListRequest(**self._fence, version=self.version))
 
     def _merge_listings(self) -> Placement:
         keys = np.concatenate([keys for keys, _ in self._listings.values()])
@@ -254,9 +278,3 @@ class Epoch:
                 remedy="the lists of the next node are requested; if this repeats, start the job as a new attempt",
             )
         return placement
-
-    def _next_command(self) -> int:
-        self._commands += 1
-        if self._commands > _KEPT_COMMANDS:
-            self._store.delete_command(self.number, self._commands - _KEPT_COMMANDS)
-        return self._commands

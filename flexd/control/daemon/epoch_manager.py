@@ -2,9 +2,9 @@
 
 An epoch goes through::
 
-    (none) --all ranks of an attempt joined--> SETTLING --all settled, group joined--> LIVE
-                                                            `--placement unknown--> LISTING --all listed--> LIVE
-    any phase --a rank registers again, is lost, refuses a chunk, or the group fails--> (none)
+    (none) --all ranks of an attempt registered--> SETTLING --all settled--> LIVE
+                                                       `--placement unknown--> LISTING --all listed--> LIVE
+    any phase --a rank registers again, is lost, refuses a chunk, or its connection ends--> (none)
 
 Chunks are pushed in LIVE only: then every rank has settled, and all agreed versions are equal (see ``inbox``).
 """
@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.daemon.agreed_placement import AgreedPlacement
-from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.daemon.epoch import Epoch, Phase, RankMessage
 from flexd.control.daemon.event_log import EventLog
@@ -31,11 +30,21 @@ from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher
+from flexd.control.daemon.rank_channels import Left, RankChannels, Received
 from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
-from flexd.control.protocol.messages import ChunkRefused, Listing, Progress, Settled, Signer, TapOffer
+from flexd.control.protocol.messages import (
+    ChunkRefused,
+    Listing,
+    ListingPiece,
+    Progress,
+    Settled,
+    TapOffer,
+    TapPiece,
+)
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
@@ -46,14 +55,13 @@ logger = logging.getLogger(__name__)
 
 OnReport = Callable[[int, StepReport], None]
 
-_MESSAGES_PER_TICK = 4096
 LEADERSHIP_LOST = "this daemon does not lead any more"
 
 
-class HostedStore(NamedTuple):
-    """The store that the ranks connect to, and the receiver of the accesses that they have counted."""
+class Hosted(NamedTuple):
+    """The connections of the ranks, and the receiver of the accesses that they have counted."""
 
-    store: ControlStore
+    channels: RankChannels
     tap: TapReceiver
 
 
@@ -82,7 +90,6 @@ class EpochManager:
         options: ControlOptions,
         keyspace: KeySpace,
         journal: PlacementJournal,
-        signer: Signer,
         instance: str,
         stopping: threading.Event,
         events: EventLog,
@@ -98,8 +105,9 @@ class EpochManager:
         self._on_report = on_report
         self._events = events
         self.members = Membership(options.job, keyspace, silent_seconds=options.timeout_seconds)
-        self._receiver = MessageReceiver(options.job, instance, signer, self.members, events.emit)
-        self._hosted: HostedStore | None = None
+        self._receiver = MessageReceiver(options.job, instance, self.members, events.emit)
+        self._hosted: Hosted | None = None
+        self._received: deque[Received | Left] = deque()
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
         self._epochs = 0
@@ -131,7 +139,7 @@ class EpochManager:
         """True if no rank has registered, or all have left."""
         return self.epoch is None and not self.present.attempt
 
-    def open(self, hosted: HostedStore) -> None:
+    def open(self, hosted: Hosted) -> None:
         """Receive messages of ranks from now on."""
         self._hosted = hosted
         self.reason = "no rank has registered"
@@ -173,18 +181,36 @@ class EpochManager:
         )
 
     @property
-    def _hosting(self) -> HostedStore:
+    def _hosting(self) -> Hosted:
         if self._hosted is None:
             raise ControlError("the coordinator is not started")
         return self._hosted
 
+    def receive(self, received: Iterable[Received | Left]) -> None:
+        """Keep what has arrived for the next ``tick``."""
+        self._received.extend(received)
+
+    def discard_messages(self, now: float) -> None:
+        """Process what has arrived as a daemon that does not lead: only that connections have ended."""
+        while self._received:
+            event = self._received.popleft()
+            if isinstance(event, Left):
+                self._disconnect(event, now)
+
     def tick(self, now: float) -> None:
-        """Receive what has arrived and do what is due. Raises channel errors, which end the epoch."""
+        """Process what has arrived and do what is due. Raises channel errors, which end the epoch; what has arrived
+        after the message that ended it is processed in the next tick."""
         hosted = self._hosting
-        for data in hosted.store.poll_messages(_MESSAGES_PER_TICK):
-            self._receiver.receive(data, now, hosted.store, self.epoch, self._act)
+        while self._received:
+            event = self._received.popleft()
+            if isinstance(event, Left):
+                self._disconnect(event, now)
+            else:
+                self._receiver.receive(event, now, hosted.channels, self.epoch, self._act)
         for hello in self.members.expire(now):
+            hosted.channels.close(hello.nonce, "silent")
             self._events.emit("rank_lost", attempt=hello.attempt, rank=hello.rank)
+        hosted.channels.send_heartbeats(now)
         topology = self.members.complete(now)
         self.present, self.refused = self.members.present(), self.members.refused()
         epoch = self.epoch
@@ -212,17 +238,24 @@ class EpochManager:
     def _continue_from(self, topology: Topology, version: int, digest: int) -> bool:
         return not self._must_list and self.agreed.continue_from(version, digest, self._segment(topology))
 
+    def _disconnect(self, left: Left, now: float) -> None:
+        hello, reason = left
+        if self.members.mark_disconnected(hello.attempt, hello.rank, hello.nonce, now):
+            self._events.emit("rank_disconnected", attempt=hello.attempt, rank=hello.rank, reason=reason)
+
     def _row_bytes(self, delta: Delta) -> npt.NDArray[np.int64]:
         live = self.live
         if live is None:
             raise ControlError("no rank is registered")
         return moved_bytes(delta, self._keyspace, live.layout)
 
-    def _act(self, epoch: Epoch, message: RankMessage) -> None:
+    def _act(self, epoch: Epoch, message: RankMessage, body: Bytes) -> None:
         if isinstance(message, Settled):
             epoch.record_settled(message)
         elif isinstance(message, Listing):
-            epoch.record_listing(message)
+            epoch.record_listing(message, body)
+        elif isinstance(message, ListingPiece):
+            epoch.record_listing_piece(message, body)
         elif isinstance(message, ChunkRefused):
             self._counters["chunks_refused"] += 1
             self._events.emit("chunk_refused", rank=message.rank, version=message.version, reason=message.reason)
@@ -231,12 +264,15 @@ class EpochManager:
         elif isinstance(message, Progress):
             epoch.record_progress(message)
             if message.report is not None:
-                self._receive_report(message.rank, message.report)
+                self._receive_report(epoch, message.rank, message.report)
         elif isinstance(message, TapOffer):
             self._hosting.tap.record_offer(message)
+        elif isinstance(message, TapPiece):
+            self._hosting.tap.record_piece(message, body)
 
-    def _receive_report(self, rank: int, report: StepReport) -> None:
-        expected = self.pusher.digest_at(report.placement_version)
+    def _receive_report(self, epoch: Epoch, rank: int, report: StepReport) -> None:
+        # Before an epoch is live, the recorded digests are those of versions that it may give out again.
+        expected = self.pusher.digest_at(report.placement_version) if epoch.phase is Phase.LIVE else None
         if expected is not None and expected != report.placement_digest:
             self._counters["digest_mismatches"] += 1
             self._distrust_placement(rank, report.placement_version)
@@ -279,10 +315,10 @@ class EpochManager:
                 self._last_end = f"{self._last_end}; {again}"
         self._epochs += 1
         self.epoch = Epoch(
-            self._hosting.store, topology, self._options.job, self._instance, self._generation, self._epochs,
+            self._hosting.channels, topology, self._options.job, self._instance, self._generation, self._epochs,
             self._options.timeout_seconds, self._keyspace.total_rows, self._options.term,
         )  # fmt: skip
-        self._hosting.tap.begin_epoch(self.epoch.fence, topology)
+        self._hosting.tap.begin_epoch(self.epoch.fence, topology, self.epoch.peers)
         self.reason = "the ranks are settling"
         self._publish_live(topology, ready=False)
 
@@ -340,7 +376,7 @@ class EpochManager:
         try:
             epoch.close()
         except CHANNEL_ERRORS as error:
-            logger.error("control channel: the store does not answer: %s", first_line(error))
+            logger.error("control channel: the end of epoch %d cannot be sent: %s", epoch.number, first_line(error))
 
     def _incomplete_reason(self) -> str:
         attempt, present, expected, _ = self.present

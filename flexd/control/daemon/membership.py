@@ -60,6 +60,7 @@ class Topology:
 class _Member:
     hello: Hello
     heard_at: float
+    connected: bool = True
 
 
 class RankPresence(NamedTuple):
@@ -169,13 +170,18 @@ class Membership:
             if member is not None:
                 member.heard_at = now
 
-    def mark_disconnected(self, attempt: str, rank: int, nonce: str, now: float) -> None:
-        """Note that the connection of this registration has closed: unless the rank registers again within
-        ``replace_seconds``, it is lost."""
+    def mark_disconnected(self, attempt: str, rank: int, nonce: str, now: float) -> bool:
+        """Note that the connection of this registration has closed; False if the registration does not count any more.
+
+        The rank is absent from now on, and lost unless it registers again within ``replace_seconds``.
+        """
         with self._lock:
             member = self._attempts.get(attempt, {}).get(rank)
             if member is not None and member.hello.nonce == nonce:
                 member.heard_at = min(member.heard_at, now - self._silent + self._replace)
+                member.connected = False
+                return True
+        return False
 
     def excuse_silence(self, seconds: float) -> None:
         """Do not count ``seconds``, during which the daemon itself did not receive, as silence of any rank."""
@@ -218,7 +224,8 @@ class Membership:
             names = list(reversed(self._attempts)) if holder is None else [holder] * (holder in self._attempts)
             for name in names:
                 members = self._attempts[name]
-                if len(members) == next(iter(members.values())).hello.world_size:
+                connected = all(member.connected for member in members.values())
+                if connected and len(members) == next(iter(members.values())).hello.world_size:
                     hellos = tuple(members[rank].hello for rank in sorted(members))
                     self._register.hold(hellos, now)
                     self._attempts = {name: members}
@@ -282,8 +289,9 @@ class Membership:
             return RankPresence()
         attempt, members = list(self._attempts.items())[-1]
         expected = next(iter(members.values())).hello.world_size
-        missing = () if len(members) == expected else tuple(rank for rank in range(expected) if rank not in members)
-        return RankPresence(attempt, len(members), expected, missing)
+        here = {rank for rank, member in members.items() if member.connected}
+        missing = () if len(here) == expected else tuple(rank for rank in range(expected) if rank not in here)
+        return RankPresence(attempt, len(here), expected, missing)
 
     def refused(self) -> tuple[RefusedRank, ...]:
         """Return the ranks that were refused lately and have not been accepted since, newest first."""

@@ -1,14 +1,15 @@
-"""Receiving of the ranks' messages: opened, checked, and refused by kind if they are not in order."""
+"""Receiving of the ranks' messages: parsed, checked, and refused by kind if they are not in order."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 
-from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.epoch import Epoch, EpochFailedError, RankMessage
 from flexd.control.daemon.membership import Membership
-from flexd.control.protocol.messages import Hello, HelloRefused, Signer
+from flexd.control.daemon.rank_channels import RankChannels, Received
+from flexd.control.protocol.messages import Hello, HelloRefused, decode
+from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import (
     AuthenticationError,
     ControlError,
@@ -20,13 +21,13 @@ from flexd.core.errors import (
 from flexd.core.fault_points import fault_point
 
 REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity", "unknown")
-"""stale: of another attempt, generation or epoch. replayed: not newer than an earlier message of its sender. forged:
-signed with no accepted key. malformed: no message that belongs here. identity: of a rank that contradicts the daemon or
-its peers. unknown: of a kind that a newer version may have; ignored."""
+"""stale: of another attempt, generation, epoch or connection. replayed: not newer than an earlier message of its
+sender. forged: with other bytes than it announces. malformed: no message that belongs here. identity: of a rank that
+contradicts the daemon or its peers. unknown: of a kind that a newer version may have; ignored."""
 
 
 class MessageReceiver:
-    """Verifies and dispatches messages of ranks; belongs to the coordinator's thread.
+    """Checks and dispatches messages of ranks; belongs to the coordinator's thread.
 
     Args:
         members: registers the ranks whose hello is in order.
@@ -36,41 +37,38 @@ class MessageReceiver:
         refused: number of refused messages by kind, see ``REFUSED_KINDS``.
     """
 
-    def __init__(
-        self, job: str, instance: str, signer: Signer, members: Membership, on_event: Callable[..., None]
-    ) -> None:
+    def __init__(self, job: str, instance: str, members: Membership, on_event: Callable[..., None]) -> None:
         self._job = job
         self._instance = instance
-        self._signer = signer
         self._members = members
         self._event = on_event
         self.refused: Counter[str] = Counter()
 
     def receive(
         self,
-        data: bytes,
+        received: Received,
         now: float,
-        store: ControlStore,
+        channels: RankChannels,
         epoch: Epoch | None,
-        act: Callable[[Epoch, RankMessage], None],
+        act: Callable[[Epoch, RankMessage, Bytes], None],
     ) -> None:
-        """Check one message from the queue and pass those of the epoch to ``act``. A bad one is only counted.
+        """Check one message and pass those of the epoch to ``act``. A bad one is only counted.
 
         Raises:
             EpochFailedError: the message is in order, but ends the epoch.
         """
         try:
-            message = self._signer.open(data)
+            message = decode(received.message)
             if message.job != self._job:
                 raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
             if isinstance(message, Hello):
-                self._receive_hello(message, now, store)
+                self._receive_hello(received.peer, message, now, channels)
             elif isinstance(message, RankMessage):
                 if epoch is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")
-                epoch.check(message)
+                epoch.check(message, received.peer)
                 # A message that ``act`` refuses uses up no sequence number and is no sign of life.
-                act(epoch, message)
+                act(epoch, message, received.body)
                 epoch.accept(message)
                 self._members.mark_heard(message.attempt, message.rank, now)
             else:
@@ -88,9 +86,10 @@ class MessageReceiver:
         except ControlError:
             self._refuse("malformed")
 
-    def _receive_hello(self, hello: Hello, now: float, store: ControlStore) -> None:
+    def _receive_hello(self, peer: int, hello: Hello, now: float, channels: RankChannels) -> None:
         if hello.instance != self._instance:
             raise StaleMessageError("a hello to another daemon")
+        channels.check_sender(peer, hello)
         try:
             if self._members.accept(hello, now):
                 fault_point("hello.accepted")
@@ -99,7 +98,10 @@ class MessageReceiver:
             self._refuse("identity")
             if not self._members.refusal_is_known:  # It registers again every two seconds.
                 self._event("rank_refused", attempt=hello.attempt, rank=hello.rank, reason=str(error))
-            store.refuse(HelloRefused(self._job, self._instance, hello.nonce, error.message[:2000], error.remedy))
+            refusal = HelloRefused(self._job, self._instance, hello.nonce, error.message[:2000], error.remedy)
+            channels.send([peer], refusal)
+        else:
+            channels.register(peer, hello)
 
     def _refuse(self, kind: str) -> None:
         self.refused[kind] += 1

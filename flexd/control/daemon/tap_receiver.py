@@ -6,23 +6,26 @@ thread.
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flexd.control.agent.tap_sender import PIECE_BYTES
-from flexd.control.daemon.control_store import ControlStore
 from flexd.control.daemon.event_log import EventLog
 from flexd.control.daemon.membership import Topology
-from flexd.control.protocol.messages import TapOffer, TapState, open_with_bytes
+from flexd.control.daemon.rank_channels import RankChannels
+from flexd.control.protocol.messages import TapOffer, TapPiece, TapState
+from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
 from flexd.core.tap_counts import FORMAT, MAX_PAYLOAD_BYTES, OLDEST_FORMAT
 from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 
 MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES
 """Payloads requested or received and not yet counted, of all ranks together (one payload may be as large)."""
-_PIECES_PER_TICK = 8
 _RETRY_SECONDS = 1.0
 """Time after which a payload with an invalid piece is requested again."""
 _URGENT_SECONDS = 0.25
@@ -38,7 +41,7 @@ class _Transfer:
     partition: str
     granted: bool = False
     not_before: float = 0.0
-    pieces: list[bytes] = field(default_factory=list)
+    pieces: list[Bytes] = field(default_factory=list)
     sent: TapState | None = None
 
 
@@ -50,8 +53,8 @@ class TapReceiver:
         events: receives ``tap_urgent`` when a rank that is about to end waits for a snapshot.
     """
 
-    def __init__(self, store: ControlStore, source: TapSource | None, events: EventLog) -> None:
-        self._store = store
+    def __init__(self, channels: RankChannels, source: TapSource | None, events: EventLog) -> None:
+        self._channels = channels
         self._source = source
         self._events = events
         self._transfers: dict[int, _Transfer] = {}
@@ -60,12 +63,14 @@ class TapReceiver:
         self._urgent_at = 0.0
         self._fence: dict[str, Any] = {}
         self._sessions: tuple[str, ...] = ()
+        self._peers: Sequence[int] = ()
         self.refused: Counter[str] = Counter()
         """Number of invalid pieces by kind: forged, stale, malformed."""
 
-    def begin_epoch(self, fence: dict[str, Any], topology: Topology) -> None:
-        """Drop all offers: in a new epoch the ranks offer again."""
+    def begin_epoch(self, fence: dict[str, Any], topology: Topology, peers: Sequence[int]) -> None:
+        """Drop all offers: in a new epoch the ranks offer again. ``peers``: the connection of each rank."""
         self._transfers.clear()
+        self._peers = peers
         self._grants = 0
         self._fence = fence
         self._sessions = tuple(hello.session for hello in topology.hellos)
@@ -92,15 +97,30 @@ class TapReceiver:
                 transfer.granted, transfer.pieces = before.granted, before.pieces
         self._transfers[offer.rank] = transfer
 
+    def record_piece(self, piece: TapPiece, body: Bytes) -> None:
+        """Receive a piece. One of an earlier grant is dropped; an invalid one is counted by kind, and the payload
+        requested again a little later."""
+        transfer = self._transfers.get(piece.rank)
+        if transfer is None or not transfer.granted or piece.grant != self._grant_of(transfer):
+            self.refused["stale"] += piece.grant > self._grants
+            return
+        try:
+            self._add(transfer, piece, body)
+        except AuthenticationError:
+            self._refuse(transfer, "forged")
+        except StaleMessageError:
+            self._refuse(transfer, "stale")
+        except ControlError:
+            self._refuse(transfer, "malformed")
+
     def tick(self) -> None:
-        """Grant requests, receive pieces, deliver payloads and acknowledge. Raises channel errors."""
+        """Grant requests and acknowledge. Raises channel errors."""
         if self._source is None:
             for transfer in self._transfers.values():
                 self._write_state(transfer, 0, NO_TAP)
             return
         urgent = False
         under_way = self._source.queued_bytes + sum(w.offer.bytes for w in self._transfers.values() if w.granted)
-        budget = _PIECES_PER_TICK
         for rank, transfer in list(self._transfers.items()):
             state = self._source.record_offer(transfer.partition, transfer.offer.number)
             if state is TapCountsState.DURABLE:
@@ -115,9 +135,7 @@ class TapReceiver:
                     f"counts of format {transfer.offer.format}, this daemon reads {OLDEST_FORMAT} to {FORMAT}: upgrade "
                     f"the {'daemon' if transfer.offer.format > FORMAT else 'trainer'}",
                 )  # fmt: skip
-            elif state is TapCountsState.MISSING and transfer.granted:
-                budget -= self._receive_some(transfer, budget)
-            elif state is TapCountsState.MISSING and time.monotonic() >= transfer.not_before:
+            elif state is TapCountsState.MISSING and not transfer.granted and time.monotonic() >= transfer.not_before:
                 if under_way and under_way + transfer.offer.bytes > MAX_GRANTED_BYTES:
                     continue
                 under_way += transfer.offer.bytes
@@ -128,39 +146,17 @@ class TapReceiver:
             self._urgent_at = time.monotonic() + _URGENT_SECONDS
             self._events.emit("tap_urgent")
 
-    def _receive_some(self, transfer: _Transfer, budget: int) -> int:
-        """Receive up to ``budget`` pieces that have arrived; return how many. An invalid one is counted by kind, and
-        the payload requested again a little later."""
-        received = 0
-        try:
-            while received < budget and len(transfer.pieces) < transfer.offer.pieces:
-                if not self._receive(transfer):
-                    return received
-                received += 1
-            if len(transfer.pieces) == transfer.offer.pieces:
-                self._deliver(transfer)
-        except AuthenticationError:
-            self._refuse(transfer, "forged")
-        except StaleMessageError:
-            self._refuse(transfer, "stale")
-        except ControlError:
-            self._refuse(transfer, "malformed")
-        return received
-
-    def _receive(self, transfer: _Transfer) -> bool:
+    def _add(self, transfer: _Transfer, piece: TapPiece, body: Bytes) -> None:
         offer, number = transfer.offer, len(transfer.pieces)
-        grant = self._grant_of(transfer)
-        sealed = self._store.pop_tap_piece(offer.epoch, offer.rank, grant, number)
-        if sealed is None:
-            return False
-        header, data = open_with_bytes(self._store.signer, sealed, PIECE_BYTES)
-        received = (header.rank, header.number, header.grant, header.piece)
-        if received != (offer.rank, offer.number, grant, number):
+        if (piece.number, piece.piece) != (offer.number, number):
             raise StaleMessageError(f"a piece of rank {offer.rank} that was not requested")
-        if any(getattr(header, name) != value for name, value in self._fence.items()):
-            raise StaleMessageError(f"a piece of rank {offer.rank} of another attempt, generation or epoch")
-        transfer.pieces.append(data)
-        return True
+        if len(body) != min(PIECE_BYTES, offer.bytes - number * PIECE_BYTES):
+            raise ControlError(f"piece {number} of rank {offer.rank} has {len(body)} bytes")
+        if not hmac.compare_digest(hashlib.sha256(body).hexdigest(), piece.sha256):
+            raise AuthenticationError(f"piece {number} of rank {offer.rank} has other bytes than it announces")
+        transfer.pieces.append(body)
+        if len(transfer.pieces) == offer.pieces:
+            self._deliver(transfer)
 
     def _deliver(self, transfer: _Transfer) -> None:
         payload, transfer.pieces, transfer.granted = b"".join(transfer.pieces), [], False
@@ -173,8 +169,6 @@ class TapReceiver:
 
     def _refuse(self, transfer: _Transfer, kind: str) -> None:
         self.refused[kind] += 1
-        for piece in range(transfer.offer.pieces):
-            self._store.pop_tap_piece(transfer.offer.epoch, transfer.offer.rank, self._grant_of(transfer), piece)
         transfer.granted, transfer.pieces = False, []
         transfer.not_before = time.monotonic() + _RETRY_SECONDS
 
@@ -189,5 +183,5 @@ class TapReceiver:
             number=transfer.offer.number, problem=problem,
         )  # fmt: skip
         if state != transfer.sent:
-            self._store.write_tap_state(state)
+            self._channels.send([self._peers[state.rank]], state)
             transfer.sent = state

@@ -1,9 +1,9 @@
-"""The messages between daemon and ranks: small signed JSON texts, parsed only after their signature is verified.
+"""The messages between daemon and ranks: small JSON texts, the heads of the frames of an authenticated connection.
 
-Wire form: 64 hex digits of HMAC-SHA256 over the rest, a newline, then canonical JSON (sorted keys, no spaces) with the
-message's ``kind`` and fields. Freshness is mutual: a rank's hello carries a new nonce, the epoch announcement repeats
-the nonces it is for and adds a new token, and every message of the epoch carries that token; so nothing recorded
-earlier can be replayed, to either side.
+Wire form: canonical JSON (sorted keys, no spaces) with the message's ``kind`` and fields. The connection proves who
+sent a message and that it was not changed, repeated or moved. What a message is about is fenced here: a rank's hello
+carries a new nonce, the epoch announcement repeats it and adds a new token, and every message of the epoch carries that
+token; so nothing that an earlier epoch, registration or daemon left on its way acts, on either side.
 
 Versions: a field with a default is optional: it may be missing in a message that is received. Unknown fields are
 ignored, and so are messages of unknown kinds. ``docs/upgrading.md`` states what may change between two versions.
@@ -11,8 +11,6 @@ ignored, and so are messages of unknown kinds. ``docs/upgrading.md`` states what
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import math
 import types
@@ -23,13 +21,11 @@ from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from flexd.control.protocol.report import StepReport
-from flexd.core.errors import AuthenticationError, ControlError, UnknownMessageError
-from flexd.core.secrets import Secret, accepted_keys, equals_any, signing_key
+from flexd.core.errors import ControlError, UnknownMessageError
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""A longer message is refused unread: the largest honest one is an epoch announcement (17 bytes a rank)."""
+"""A longer message is refused unread: the largest honest one is a hello with the rank's tables (32 KiB of them)."""
 
-_MAC_HEX = 64
 _MAX_INT = 2**64
 _MAX_INT_CHARACTERS = 21
 
@@ -44,7 +40,7 @@ class Message:
 
 @dataclass(frozen=True)
 class DaemonNotice(Message):
-    """The daemon that hosts this store.
+    """The first message on every connection: the daemon at its other end.
 
     Attributes:
         instance: new for every start of the daemon.
@@ -64,11 +60,11 @@ class Hello(Message):
     Attributes:
         session: new for every training process.
         nonce: new for every registration.
-        address: local address of the rank's connection to the daemon.
         can_list: the rank can list its placement if the daemon has lost it.
         tables: the first tables of the rank (``table_entries``) if its digest is not the one of the daemon's notice,
             else empty.
         table_count: number of all its tables.
+        spool: identifies the folder through which ranks of one machine share chunks; empty without one.
     """
 
     kind: ClassVar[str] = "hello"
@@ -85,10 +81,10 @@ class Hello(Message):
     sequence: int
     agreed_version: int
     agreed_digest: int
-    address: str
     can_list: bool = False
     tables: tuple[str, ...] = ()
     table_count: int = 0
+    spool: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,8 +99,19 @@ class HelloRefused(Message):
 
 
 @dataclass(frozen=True)
+class Heartbeat(Message):
+    """The daemon is alive and reads: sent to every rank at intervals."""
+
+    kind: ClassVar[str] = "heartbeat"
+
+
+@dataclass(frozen=True)
 class EpochAnnouncement(Message):
-    """The daemon opens an epoch for exactly the registrations ``nonces`` (by rank)."""
+    """The daemon opens an epoch for the registration ``nonce`` and for others that this rank need not know.
+
+    Attributes:
+        report_seconds: shortest time between two reports of a rank; grows with the number of ranks.
+    """
 
     kind: ClassVar[str] = "epoch"
     instance: str
@@ -113,7 +120,8 @@ class EpochAnnouncement(Message):
     epoch: int
     token: str
     term: int
-    nonces: tuple[str, ...]
+    nonce: str
+    report_seconds: float = 0.2
 
 
 @dataclass(frozen=True)
@@ -125,6 +133,20 @@ class EpochMessage(Message):
     epoch: int
     token: str
     term: int
+
+
+@dataclass(frozen=True)
+class EpochGo(EpochMessage):
+    """All ranks have settled on the same placement: chunks may follow."""
+
+    kind: ClassVar[str] = "go"
+
+
+@dataclass(frozen=True)
+class EpochEnd(EpochMessage):
+    """The daemon ends the epoch; the rank stays registered for the next one."""
+
+    kind: ClassVar[str] = "end"
 
 
 @dataclass(frozen=True)
@@ -164,7 +186,8 @@ class ChunkRefused(EpochMessage):
 
 @dataclass(frozen=True)
 class Listing(EpochMessage):
-    """The response to ``ListRequest``: the rows follow over the group, unless ``error`` is set."""
+    """The response to ``ListRequest``, with the first piece of the rows (``flexd.control.protocol.rows``: int64[rows]
+    keys, uint8[rows] tiers), unless ``error`` is set."""
 
     kind: ClassVar[str] = "listing"
     rank: int
@@ -176,25 +199,47 @@ class Listing(EpochMessage):
 
 
 @dataclass(frozen=True)
+class ListingPiece(EpochMessage):
+    """A further piece of the rows of this rank's newest ``Listing``, numbered from 1."""
+
+    kind: ClassVar[str] = "listing_piece"
+    rank: int
+    sequence: int
+    piece: int
+
+
+@dataclass(frozen=True)
 class ChunkHeader(EpochMessage):
-    """A chunk follows over the group: int64[rows] keys, uint8[2 rows] old tiers then new tiers."""
+    """A chunk, with the first piece of its rows: int64[rows] keys, uint8[2 rows] old tiers then new tiers.
+
+    Attributes:
+        sha256: of the rows as they travel.
+        spooled_by: the rank that has put the rows into the shared folder; -1: they travel in this message.
+    """
 
     kind: ClassVar[str] = "chunk"
-    command: int
     plan_id: str
     version: int
     rows: int
     sha256: str
+    spooled_by: int = -1
+
+
+@dataclass(frozen=True)
+class ChunkPiece(EpochMessage):
+    """A further piece of the rows of the chunk ``version``, numbered from 1."""
+
+    kind: ClassVar[str] = "chunk_piece"
+    version: int
+    piece: int
 
 
 @dataclass(frozen=True)
 class ListRequest(EpochMessage):
-    """The daemon does not have the placement of ``version``: ``ranks`` list their rows above HOME."""
+    """The daemon does not have the placement of ``version``: this rank lists its rows above HOME."""
 
     kind: ClassVar[str] = "list"
-    command: int
     version: int
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -240,10 +285,11 @@ class TapState(EpochMessage):
 
 @dataclass(frozen=True)
 class TapPiece(EpochMessage):
-    """The header of one piece of a granted payload; ``sha256`` is of the bytes that follow it."""
+    """One piece of a granted payload; ``sha256`` is of its bytes, the body of the message."""
 
     kind: ClassVar[str] = "tap_piece"
     rank: int
+    sequence: int
     number: int
     grant: int
     piece: int
@@ -253,89 +299,46 @@ class TapPiece(EpochMessage):
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        DaemonNotice, Hello, HelloRefused, EpochAnnouncement, Settled, Progress, ChunkRefused, Listing, ChunkHeader,
-        ListRequest, TapOffer, TapState, TapPiece,
+        DaemonNotice, Hello, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd, Settled, Progress,
+        ChunkRefused, Listing, ListingPiece, ChunkHeader, ChunkPiece, ListRequest, TapOffer, TapState, TapPiece,
     )
 }  # fmt: skip
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
-class Signer:
-    """Seals and opens messages with the shared secret.
-
-    Without a secret (loopback only) the signature is keyed with the empty string: it still detects damage. A secret
-    file with two keys signs with the first and opens what either has signed.
-    """
-
-    def __init__(self, secret: Secret) -> None:
-        self._secret = secret
-
-    def seal(self, message: Message) -> str:
-        """Encode and sign a message. Raises ControlError if it is longer than ``MAX_MESSAGE_BYTES``."""
-        body = json.dumps(
+def encode(message: Message) -> bytes:
+    """Return the wire form of a message. Raises ControlError: too long, or a number that JSON does not have."""
+    try:
+        text = json.dumps(
             {"kind": message.kind, **_to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
         )
-        text = f"{_mac(signing_key(self._secret), body.encode()).decode()}\n{body}"
-        if len(text) > MAX_MESSAGE_BYTES:
-            raise ControlError(f"a {message.kind} message of {len(text)} bytes is longer than {MAX_MESSAGE_BYTES}")
-        return text
-
-    def open(self, data: bytes) -> Message:
-        """Verify and parse a message.
-
-        Raises:
-            AuthenticationError: bad signature.
-            UnknownMessageError: signed, of a kind that this version does not know.
-            ControlError: signed, but a field that this version needs is missing or has another type.
-        """
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
-        mac, line_break, body = data[:_MAC_HEX], data[_MAC_HEX : _MAC_HEX + 1], data[_MAC_HEX + 1 :]
-        if line_break != b"\n" or not equals_any(mac, [_mac(key, body) for key in accepted_keys(self._secret)]):
-            raise AuthenticationError(
-                "a control message is not signed with the shared secret",
-                remedy="give daemon and trainers the same secret file",
-            )
-        return _from_body(body)
-
-    def open_as(self, kind: type[AnyMessage], data: bytes) -> AnyMessage:
-        """Open a message of the given kind. Raises as ``open``, and ControlError if it is of another kind."""
-        message = self.open(data)
-        if not isinstance(message, kind):
-            raise ControlError(f"a {message.kind} message where a {kind.kind} message belongs")
-        return message
+    except ValueError as error:
+        raise ControlError(f"a {message.kind} message cannot be sent: {error}") from error
+    data = text.encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ControlError(f"a {message.kind} message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
+    return data
 
 
-def _mac(key: bytes, body: bytes) -> bytes:
-    return hmac.new(key, body, hashlib.sha256).hexdigest().encode()
-
-
-def seal_with_bytes(signer: Signer, header: TapPiece, data: bytes) -> bytes:
-    """Return the sealed header, a newline, and the bytes whose digest it names. Raises as ``Signer.seal``."""
-    return signer.seal(header).encode() + b"\n" + data
-
-
-def open_with_bytes(signer: Signer, sealed: bytes, max_data_bytes: int) -> tuple[TapPiece, bytes]:
-    """Open what ``seal_with_bytes`` made; nothing is parsed before signature and digest are verified.
+def decode(data: bytes) -> Message:
+    """Parse a message that arrived on an authenticated connection.
 
     Raises:
-        AuthenticationError: bad signature, or other bytes than the header names.
-        ControlError: too long, or another kind of message.
+        UnknownMessageError: of a kind that this version does not know.
+        ControlError: too long, or a field that this version needs is missing or has another type.
     """
-    if len(sealed) > MAX_MESSAGE_BYTES + len(b"\n") + max_data_bytes:
-        raise ControlError(f"a piece of {len(sealed)} bytes is longer than {max_data_bytes}")
-    # The signature is on the first line, the header's JSON (which has no line breaks) on the second.
-    end = sealed.find(b"\n", _MAC_HEX + 1, MAX_MESSAGE_BYTES + 1)
-    if end < 0:
-        raise ControlError("a piece without a header")
-    header, data = signer.open_as(TapPiece, sealed[:end]), sealed[end + 1 :]
-    if len(data) > max_data_bytes or not hmac.compare_digest(hashlib.sha256(data).hexdigest(), header.sha256):
-        raise AuthenticationError(
-            "the bytes of a piece are not those that were announced",
-            remedy="look for a fault or an intruder on the control network",
-        )
-    return header, data
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
+    return _from_body(data)
+
+
+def decode_as(kind: type[AnyMessage], data: bytes) -> AnyMessage:
+    """Parse a message of the given kind. Raises as ``decode``, and ControlError if it is of another kind."""
+    message = decode(data)
+    if not isinstance(message, kind):
+        raise ControlError(f"a {message.kind} message where a {kind.kind} message belongs")
+    return message
 
 
 def _to_json(value: Any) -> dict[str, Any]:
@@ -364,11 +367,11 @@ def _from_body(body: bytes) -> Message:
         if not isinstance(kind, str):
             raise ValueError("no kind")
         if kind not in _KINDS:
-            raise UnknownMessageError(f"a signed control message of the unknown kind {kind[:40]!r}")
+            raise UnknownMessageError(f"a control message of the unknown kind {kind[:40]!r}")
         return typing.cast(Message, _build(_KINDS[kind], data))
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(
-            f"a signed control message cannot be read: {error}",
+            f"a control message cannot be read: {error}",
             remedy="run versions of flexd that work together (docs/upgrading.md)",
         ) from error
 

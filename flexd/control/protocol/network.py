@@ -18,7 +18,7 @@ def new_token() -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error: torch appends stack traces to its own."""
+    """Return the first line of an error: some libraries append stack traces to theirs."""
     return (str(error).splitlines() or [type(error).__name__])[0][:500]
 
 
@@ -35,14 +35,6 @@ def parse_address(address: str) -> tuple[str, int]:
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 65_536:
         raise ControlError(f"control address {address!r}", remedy="give it as host:port")
     return host, int(port)
-
-
-def address_towards(host: str, port: int) -> str:
-    """Return this machine's own address on the route to ``host``, which its peers can reach, without a name look-up."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def listen(host: str, port: int) -> tuple[int, int]:

@@ -94,9 +94,12 @@ class PendingReports:
     def waiting(self) -> bool:
         return self._pending is not None
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepReport) -> bool:
+        """Add a report; True if none was waiting."""
         with self._lock:
+            first = self._pending is None
             self._pending = merge_reports(self._pending, report)
+            return first
 
     def drain(self) -> StepReport | None:
         with self._lock:

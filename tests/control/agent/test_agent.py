@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -13,14 +14,12 @@ import pytest
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.protocol.messages import Progress, Signer
-from flexd.control.protocol.store_client import MAX_ABANDONED_CLIENTS, StoreConnector
-from flexd.control.protocol.store_keys import Keys
-from flexd.core.errors import ControlError
+from flexd.control.protocol.messages import EpochGo, Hello, Progress, encode
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, step_report, target
+from tests.support.raw_rank import RawRank
 from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
@@ -29,7 +28,7 @@ LARGER = KeySpace([replace(TABLES.tables[0], rows=60_000), *TABLES.tables[1:]])
 
 def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
     inbox = ChunkInbox(TABLES, PAIR, 0, (10, 10))
-    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", SECRET, timeout_seconds, poll_seconds=0.01)
+    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", SECRET, timeout_seconds)
 
 
 def refused(hosted: Any, kind: str) -> int:
@@ -51,24 +50,27 @@ def test_an_agent_without_a_daemon_neither_blocks_nor_grows() -> None:
         assert agent.stop(5)
 
 
-def test_an_unresponsive_server_costs_a_deadline_and_a_bounded_number_of_threads() -> None:
+def test_an_unresponsive_server_costs_a_deadline_and_no_threads_or_sockets() -> None:
     with socket.socket() as unresponsive:
         unresponsive.bind(("127.0.0.1", 0))
         unresponsive.listen(64)
-        connector = StoreConnector("127.0.0.1", unresponsive.getsockname()[1], "job", 0.05)
-        for _ in range(MAX_ABANDONED_CLIENTS + 3):
-            with pytest.raises(ControlError, match="not answer"):
-                connector.connect()
-        helpers = [thread for thread in threading.enumerate() if thread.name == "flexd-store" and thread.is_alive()]
-        assert len(helpers) == MAX_ABANDONED_CLIENTS + 1
-    until(lambda: not any(helper.is_alive() for helper in helpers))
+        agent = lone_agent(unresponsive.getsockname()[1], timeout_seconds=0.05)
+        agent.start()
+        until(lambda: agent.counters.get("errors", 0) >= 3)
+        assert "does not answer" in agent.state
+        threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        until(lambda: agent.counters.get("errors", 0) >= 8)
+        assert threading.active_count() <= threads
+        assert len(os.listdir("/proc/self/fd")) <= descriptors + 1, "at most the one of the attempt under way"
+        assert agent.stop(5)
 
 
 def test_a_rank_with_another_secret_is_never_accepted(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR, secret=b"wrong") as ranks:
-        until(lambda: all("not signed" in rank.agent.state for rank in ranks.ranks))
+        until(lambda: all("same secret file" in rank.agent.state for rank in ranks.ranks), what=ranks.state)
         assert all(rank.agent.counters["forged"] >= 1 for rank in ranks.ranks)
+        until(lambda: hosted.coordinator.channel_counters().refused.get("wrong_secret", 0) >= 2)
         assert hosted.coordinator.live() is None
         assert ranks.steps > 0
     with Ranks(hosted.port, PAIR) as ranks:
@@ -101,34 +103,33 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
         assert reason in status.reason
         assert status.reason.endswith(", and 1 more")
         assert refused(hosted, "identity") >= 2
-        until(
-            lambda: not any("refused/" in key for key in hosted.coordinator._epochs._hosted.store._server.list_keys())
-        )
+    until(lambda: not hosted.coordinator._epochs._hosted.channels._peer_of)
 
 
-def test_a_rank_of_another_job_finds_no_daemon(host: Callable[..., Any]) -> None:
+def test_a_rank_of_another_job_does_not_register(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR, identities=lambda own: replace(own, job="other")) as ranks:
-        until(lambda: all("no flexd daemon of job 'other'" in rank.agent.state for rank in ranks.ranks))
+        until(
+            lambda: all("serves job 'job', not 'other'" in rank.agent.state for rank in ranks.ranks), what=ranks.state
+        )
+        assert hosted.coordinator.status().refused_ranks == ()
 
 
-def test_malformed_forged_and_replayed_messages_change_nothing(host: Callable[..., Any]) -> None:
+def test_malformed_misdirected_and_replayed_messages_change_nothing(host: Callable[..., Any]) -> None:
     hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
+    with Ranks(hosted.port, PAIR) as ranks, RawRank(hosted.port) as raw:
         until(hosted.ready)
-        store = StoreConnector("127.0.0.1", hosted.port, "job", 5.0).connect()
-        signer = Signer(SECRET)
         epoch = hosted.coordinator._epochs.epoch
         fence = epoch._fence
         instance = hosted.coordinator._instance
         known = epoch.topology.hellos[0]
         progress = Progress(**fence, rank=0, sequence=1, agreed_version=99, applied_version=99, report=None)
         newer = {"sequence": 2**40}
-        for text in ["", "x" * 100, "x" * 100_000, Signer(b"other").seal(progress)]:
-            store.queue_push(Keys.INBOUND, text)
+        for data in [b"", b"x" * 100, b"x" * 100_000, encode(EpochGo(**fence))]:
+            raw.send(data)
         for message in [
-            progress,
             replace(known, instance=instance),
+            replace(progress, **newer),
             replace(progress, epoch=fence["epoch"] + 1, **newer),
             replace(progress, attempt="other", **newer),
             replace(progress, generation=7, **newer),
@@ -137,18 +138,56 @@ def test_malformed_forged_and_replayed_messages_change_nothing(host: Callable[..
             replace(known, instance="another daemon", **newer),
             replace(progress, rank=7, **newer),
         ]:
-            store.queue_push(Keys.INBOUND, signer.seal(message))
-        until(lambda: store.call(lambda raw: raw.queue_len(Keys.INBOUND)) == 0)
-        until(lambda: refused(hosted, "stale") == 6, what=str(hosted.coordinator.status()))
-        assert refused(hosted, "replayed") == 2
-        assert refused(hosted, "forged") == 3
-        assert refused(hosted, "malformed") == 2
+            raw.send(message)
+        # Messages that a rank's own connection repeats.
+        client = ranks.ranks[0].agent._context.client
+        client.send(encode(progress))
+        client.send(encode(known))
+        until(lambda: refused(hosted, "stale") == 7, what=str(hosted.coordinator.status()))
+        until(lambda: refused(hosted, "replayed") == 3, what=str(hosted.coordinator.status()))
+        assert refused(hosted, "malformed") == 5
         assert (epoch._agreed, epoch._applied) == ([0, 0], [0, 0])
         assert hosted.coordinator.status().applied_version == 0
         assert hosted.coordinator.status().epochs == 1
         migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
         assert migration.wait(15) is MigrationState.COMMITTED
         assert ranks.all_at(target(1, 50))
+
+
+def test_one_connection_registers_one_rank(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with RawRank(hosted.port) as raw:
+        own = identity(0, PAIR)
+        first = Hello(
+            "job", raw.notice.instance, "a1", 0, 2, 2, 1, own.replica_slots, own.table_digest, "s", "n", 1, 0, 0
+        )
+        raw.send(first)
+        until(lambda: hosted.coordinator.status().ranks_ready == 1)
+        raw.send(replace(first, rank=1, session="s1", nonce="n1", sequence=2))
+        until(lambda: refused(hosted, "stale") == 1)
+        assert hosted.coordinator.status().ranks_ready == 1
+
+
+def test_an_idle_rank_waits_for_messages_and_does_not_poll(host: Callable[..., Any]) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready)
+        ranks.moving.clear()
+        rank = ranks.ranks[0].agent._context
+        until(lambda: not rank.reports.waiting)
+        calls: list[float] = []
+        receive = rank.client.receive
+
+        def counted(timeout_seconds: float) -> object:
+            calls.append(timeout_seconds)
+            return receive(timeout_seconds)
+
+        rank.client.receive = counted
+        sequence = rank.sequence
+        until(lambda: rank.sequence >= sequence + 3, what="three heartbeats of the rank")
+        # Each heartbeat of either side ends one wait; a rank that polled would have made 20 calls a second.
+        assert len(calls) <= 15
+        ranks.moving.set()
 
 
 def test_stop_sends_the_last_report(host: Callable[..., Any]) -> None:

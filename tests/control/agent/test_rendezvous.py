@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.rendezvous import Rendezvous, parse_addresses
 from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.core.errors import ControlError, StaleMessageError
 from flexd.core.layout import RankLayout
@@ -18,6 +21,7 @@ from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
+NO_SECRET = ChannelCredentials()
 
 
 @pytest.mark.parametrize("addresses", ["", ",", "a:1,", "a:1,,b:2", ",".join(f"a:{i}" for i in range(1, 19))])
@@ -44,36 +48,37 @@ def _names(monkeypatch: pytest.MonkeyPatch, addresses_of: dict[str, list[str]]) 
     return resolved
 
 
-class _Connector:
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def connect(self) -> None:
-        pass
-
-
 def _tried(rendezvous: Rendezvous, times: int) -> list[tuple[str, int]]:
-    return [rendezvous.connect()[1] for _ in range(times)]
+    return [rendezvous.connect() for _ in range(times)]  # type: ignore[misc]
 
 
 def test_every_address_of_a_name_is_tried_before_names_are_resolved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses_of = {"flexd": ["10.0.0.1", "10.0.0.2"], "other": ["10.0.0.2"]}
     resolved = _names(monkeypatch, addresses_of)
-    monkeypatch.setattr("flexd.control.agent.rendezvous.StoreConnector", _Connector)
-    rendezvous = Rendezvous("flexd:5,other:6,missing:7", "job", 1.0)
+    monkeypatch.setattr(ChannelClient, "connect", lambda host, port, *_: (host, port))
+    rendezvous = Rendezvous("flexd:5,other:6,missing:7", NO_SECRET, 1.0)
     assert _tried(rendezvous, 3) == [("10.0.0.1", 5), ("10.0.0.2", 5), ("10.0.0.2", 6)]
     assert rendezvous.tried_all
     assert resolved == ["flexd", "other", "missing"]
     addresses_of["flexd"] = ["10.0.0.3"]
     assert _tried(rendezvous, 2) == [("10.0.0.3", 5), ("10.0.0.2", 6)]
-    assert set(rendezvous._connectors) == {("10.0.0.3", 5), ("10.0.0.2", 6)}, "addresses without a name are dropped"
     addresses_of.clear()
     with pytest.raises(ControlError, match="no daemon at flexd:5, other:6, missing:7"):
         rendezvous.connect()
 
 
+def test_a_certificate_is_checked_against_the_name_not_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    _names(monkeypatch, {"flexd": ["10.0.0.1"]})
+    used: list[ChannelCredentials] = []
+    monkeypatch.setattr(ChannelClient, "connect", lambda _, __, credentials, ___: used.append(credentials))
+    files = TlsFiles(Path("cert"), Path("key"), Path("ca"))
+    for server_name in ("", "fixed"):
+        Rendezvous("flexd:5", ChannelCredentials(None, replace(files, server_name=server_name)), 1.0).connect()
+    assert [credentials.tls.server_name for credentials in used] == ["flexd", "fixed"]  # type: ignore[union-attr]
+
+
 def test_the_highest_term_is_followed() -> None:
-    rendezvous = Rendezvous("a:1", "job", 1.0)
+    rendezvous = Rendezvous("a:1", NO_SECRET, 1.0)
 
     def notice(term: int) -> DaemonNotice:
         return DaemonNotice("job", "instance", "digest", term)

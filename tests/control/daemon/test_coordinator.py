@@ -1,4 +1,4 @@
-"""The whole channel with real stores and gloo groups; ranks are threads of this process."""
+"""The whole channel with real connections; ranks are threads of this process."""
 
 from __future__ import annotations
 

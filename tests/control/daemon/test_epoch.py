@@ -1,4 +1,4 @@
-"""Settling and listing with real stores and groups."""
+"""Settling and listing with real connections."""
 
 from __future__ import annotations
 

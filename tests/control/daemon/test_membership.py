@@ -23,7 +23,7 @@ def hello(
 ) -> Hello:
     base = Hello(
         "job", "i", attempt, rank, 4, 2, 2, (10 + rank, 20), TABLES.digest, session or f"{attempt}-{rank}",
-        nonce or f"n{attempt}-{rank}", sequence, 0, 0, "127.0.0.1", True, (), len(TABLES.tables),
+        nonce or f"n{attempt}-{rank}", sequence, 0, 0, True, (), len(TABLES.tables),
     )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
@@ -404,3 +404,17 @@ def test_stored_refusals_are_bounded() -> None:
         with pytest.raises(TopologyError):
             ranks.accept(hello(0, f"a{number}", job="other"), float(number))
     assert [refused.attempt for refused in ranks.refused()] == [f"a{n}" for n in range(MAX_REFUSALS + 4, 4, -1)]
+
+
+def test_a_disconnected_rank_is_absent_until_it_registers_again() -> None:
+    ranks = new_membership()
+    full(ranks)
+    assert ranks.complete() is not None
+    assert ranks.mark_disconnected("a1", 1, hello(1).nonce, 1.0)
+    assert not ranks.mark_disconnected("a1", 1, "an older registration", 1.0)
+    assert not ranks.mark_disconnected("a2", 1, hello(1).nonce, 1.0)
+    assert ranks.complete() is None
+    assert ranks.present() == ("a1", 3, 4, (1,))
+    ranks.accept(hello(1, nonce="again", sequence=2), 2.0)
+    assert ranks.complete() is not None
+    assert ranks.present() == ("a1", 4, 4, ())

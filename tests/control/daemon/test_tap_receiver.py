@@ -1,25 +1,25 @@
-"""Counted accesses from outbox to source: real agents, a real store, one coordinator after another."""
+"""Counted accesses from outbox to source: real agents and connections, one coordinator after another."""
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
-from torch.distributed import TCPStore
 
 from flexd.control.agent import tap_sender
+from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.agent.tap_sender import PIECE_BYTES
 from flexd.control.daemon import tap_receiver
-from flexd.control.protocol.messages import Signer, TapPiece, seal_with_bytes
-from flexd.control.protocol.store_client import job_store
-from flexd.control.protocol.store_keys import Keys
+from flexd.control.protocol.messages import Message, TapPiece, encode
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import FORMAT
 from flexd.stream.tap_source import TapSource
 from tests.support.ranks_in_threads import Ranks
+from tests.support.raw_rank import RawRank
 from tests.support.until import until
 
 TWO = RankLayout(1, 2)
@@ -35,13 +35,22 @@ class Daemon:
         self.reading = threading.Event()
         self.reading.set()
         self._stop = threading.Event()
+        self._polling = threading.Lock()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         while not self._stop.is_set():
             if self.reading.wait(0.05):
-                self.counted += [(m.partition, m.offset, bytes(m.payload)) for m in self.source.poll(0.02)]
+                with self._polling:
+                    if self.reading.is_set():
+                        self.counted += [(m.partition, m.offset, bytes(m.payload)) for m in self.source.poll(0.02)]
+
+    def stop_reading(self) -> None:
+        """Read nothing more until ``reading`` is set."""
+        self.reading.clear()
+        with self._polling:
+            pass
 
     def snapshot(self) -> dict[str, int]:
         positions = self.source.positions()
@@ -136,7 +145,7 @@ def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(dae
 
 def test_training_and_outboxes_do_not_wait_for_a_daemon_that_reads_nothing(daemon):
     harness = daemon()
-    harness.reading.clear()
+    harness.stop_reading()
     with TappedRanks(harness.hosted.port) as ranks:
         ranks.outboxes[0].put(b"x")
         before = ranks.steps
@@ -150,16 +159,15 @@ def test_training_and_outboxes_do_not_wait_for_a_daemon_that_reads_nothing(daemo
 def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, monkeypatch):
     harness = daemon()
     broken = [0]
-    send = seal_with_bytes
+    send = RankConnection._send
 
-    def tamper(signer: Signer, header: TapPiece, data: bytes) -> bytes:
-        sealed = bytearray(send(signer, header, data))
-        if broken[0] < 2:
+    def tamper(connection: RankConnection, message: Message, body: bytes = b"") -> None:
+        if isinstance(message, TapPiece) and broken[0] < 2:
             broken[0] += 1
-            sealed[-1] ^= 1
-        return bytes(sealed)
+            body = bytes(body[:-1]) + bytes([body[-1] ^ 1])
+        send(connection, message, body)
 
-    monkeypatch.setattr("flexd.control.agent.tap_sender.seal_with_bytes", tamper)
+    monkeypatch.setattr(RankConnection, "_send", tamper)
     monkeypatch.setattr("flexd.control.daemon.tap_receiver._RETRY_SECONDS", 0.05)
     with TappedRanks(harness.hosted.port) as ranks:
         ranks.outboxes[0].put(b"the original")
@@ -169,27 +177,33 @@ def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, mo
         assert harness.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
 
 
-def test_pieces_that_were_not_requested_are_never_read(daemon):
-    """A writer to the store without the secret cannot deliver a payload."""
+def test_pieces_that_were_not_requested_are_dropped(daemon):
+    """Neither another proven connection nor the rank's own delivers a payload that no grant asked for."""
     harness = daemon()
-    with TappedRanks(harness.hosted.port) as ranks:
+    with TappedRanks(harness.hosted.port) as ranks, RawRank(harness.hosted.port) as raw:
         until(harness.hosted.ready)
-        store = job_store(TCPStore("127.0.0.1", harness.hosted.port, is_master=False), "job")
+        epoch = harness.hosted.coordinator._epochs.epoch
+        data = b"not requested"
+        digest = hashlib.sha256(data).hexdigest()
 
-        def refused_beside_an_authentic_one() -> bool:
-            # On a very slow machine an epoch may end, which deletes the keys of its pieces.
-            epoch, counted = harness.hosted.coordinator.status().epoch, len(harness.counted)
-            header = TapPiece("job", "a1", 1, epoch, "token", 0, 0, 0, 1, 0, "00")
-            for grant in range(counted, counted + 3):
-                store.set(Keys.tap_piece(epoch, 0, grant, 0), seal_with_bytes(Signer(b"guess"), header, b"forged"))
-            until(lambda: ranks.outboxes[0].free, seconds=30)
-            ranks.outboxes[0].put(b"authentic")
-            until(lambda: len(harness.counted) > counted, seconds=30)
-            harness.snapshot()
-            return harness.hosted.coordinator.status().refused_messages["forged"] >= 1
+        def piece(grant: int, sequence: int) -> TapPiece:
+            return TapPiece(**epoch.fence, rank=0, sequence=sequence, number=0, grant=grant, piece=0, sha256=digest)
 
-        until(refused_beside_an_authentic_one, seconds=60)
+        raw.send(piece(1, 2**40), data)
+        client, context = ranks.ranks[0].agent._context.client, ranks.ranks[0].agent._context
+        ranks.outboxes[0].put(b"authentic")
+        until(lambda: len(harness.counted) == 1)
+        for grant in (0, 1, 7):
+            context.sequence += 1
+            client.send(encode(piece(grant, context.sequence)), data)
+        harness.snapshot()
+        until(lambda: ranks.outboxes[0].free)
+        ranks.outboxes[0].put(b"authentic")
+        until(lambda: len(harness.counted) == 2)
         assert {counted[2] for counted in harness.counted} == {b"authentic"}
+        refused = harness.hosted.coordinator.status().refused_messages
+        assert refused["stale"] >= 2, "the one of another connection, and the one of a grant that never was"
+        assert harness.hosted.coordinator.status().epochs == 1
 
 
 def test_a_daemon_without_a_tap_reports_the_reason(host):

@@ -1,4 +1,4 @@
-"""The throttle with real stores, gloo groups and agents: bytes that each rank applies at each step."""
+"""The throttle with real connections and agents: bytes that each rank applies at each step."""
 
 from __future__ import annotations
 

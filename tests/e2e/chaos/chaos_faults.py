@@ -13,7 +13,7 @@ from pathlib import Path
 from flexd.core.fault_points import POINTS_OF_A_JOB
 from tests.e2e.chaos.chaos_messages import Vandal
 from tests.e2e.chaos.chaos_rollback import kill_in_a_rollback
-from tests.e2e.chaos.chaos_training import JOB, WORLD
+from tests.e2e.chaos.chaos_training import WORLD
 from tests.e2e.chaos.chaos_world import CONTROL_SECONDS, ChaosWorld
 from tests.support.until import until
 
@@ -215,16 +215,18 @@ def two_daemons(world: ChaosWorld, chance: random.Random) -> str:
 
 def _messages(how: str) -> Injection:
     def inject(world: ChaosWorld, chance: random.Random) -> str:
-        # The store answers only while the daemon lives, and the daemon empties the queue all the time.
-        vandal = Vandal(world.control_port, JOB, chance)
+        vandal = Vandal(world.link, world.control_port, chance)
+        vandal.listen()
         deadline = time.monotonic() + 10.0
         while vandal.heard < 6 and time.monotonic() < deadline:
-            vandal.listen()
-            time.sleep(0.002)
+            time.sleep(0.01)
         world.steps_on(2)
-        getattr(vandal, how)()
-        world.steps_on(STEPS_DURING)
-        return f"{vandal.heard} messages"
+        try:
+            getattr(vandal, how)()
+            world.steps_on(STEPS_DURING)
+        finally:
+            vandal.leave()
+        return f"{vandal.heard} segments"
 
     return inject
 
@@ -256,7 +258,7 @@ def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:
         "messages duplicated": [_messages("duplicate")],
         "messages reordered": [_messages("reorder")],
         "messages replayed": [_messages("replay")],
-        "messages forged": [_messages("forge"), _messages("forge_announcements")],
+        "messages forged": [_messages("forge"), _messages("rubbish")],
     }
     if disk:
         found["disk full"] = [fill_disk]

@@ -1,82 +1,82 @@
-"""Somebody who reaches the store without knowing the secret: repeats, mixes up, forges and replays messages."""
+"""Somebody on the network between ranks and daemon, without the secret: repeats, mixes up, forges and replays bytes."""
 
 from __future__ import annotations
 
+import contextlib
 import random
-from datetime import timedelta
+import socket
+from collections import deque
+from collections.abc import Callable
 
-from torch.distributed import QueueEmptyError, Store, TCPStore
+from tests.support.tcp_cut import TcpCut
 
-from flexd.control.protocol.store_client import job_store
-from flexd.control.protocol.store_keys import Hint, Keys
-
-_MESSAGES = 40
+_KEPT_BYTES = 2**20
+_FAULTS = 6
+"""Segments that are changed before the link is honest again."""
 
 
 class Vandal:
-    """Connected to the store of one life of the daemon."""
+    """Changes what passes a link. ``listen`` first, then one of the others, then ``leave``."""
 
-    def __init__(self, port: int, job: str, chance: random.Random) -> None:
+    def __init__(self, link: TcpCut, port: int, chance: random.Random) -> None:
+        self._link = link
+        self._port = port
         self._chance = chance
-        server = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
-        self._store: Store = job_store(server, job)
-        self._kept: list[bytes] = []
-        self._old: dict[str, bytes] = {}
+        self._kept: deque[bytes] = deque()
+        self._left = 0
+        self.heard = 0
 
     def listen(self) -> None:
-        """Takes messages of the ranks out of the queue and keeps what the daemon has announced."""
-        for _ in range(_MESSAGES):
-            try:
-                self._kept.append(bytes(self._store.queue_pop(Keys.INBOUND, False)))
-            except QueueEmptyError:
-                break
-        for key in (Keys.NOTICE, Keys.EPOCH, *self._commands()):
-            if self._store.check([key]):
-                self._old[key] = bytes(self._store.get(key))
+        """Keep what ranks and daemon send each other, while it passes."""
+        self._link.tamper = self._keep
 
-    @property
-    def heard(self) -> int:
-        return len(self._kept)
+    def leave(self) -> None:
+        self._link.tamper = None
 
     def duplicate(self) -> None:
-        """Every message three times."""
-        for message in self._kept:
-            for _ in range(3):
-                self._push(message)
+        """Some segments arrive three times."""
+        self._change(lambda data: 3 * data)
 
     def reorder(self) -> None:
-        self._chance.shuffle(self._kept)
-        for message in self._kept:
-            self._push(message)
-
-    def replay(self) -> None:
-        """Replay old messages to the daemon, and put an old command in the place of the next one to the ranks."""
-        for message in self._kept:
-            self._push(message)
-        hint = Hint.parse(self._store.get(Keys.HINT))
-        for key, old in self._old.items():
-            if key.startswith("command/"):
-                self._store.set(Keys.command(hint.epoch, hint.commands + 1), old)  # type: ignore[arg-type]
-        self._store.set(Keys.HINT, Hint(hint.epoch, hint.go, hint.commands + 1).text())
+        """The halves of some segments are exchanged."""
+        self._change(lambda data: data[len(data) // 2 :] + data[: len(data) // 2])
 
     def forge(self) -> None:
-        """One character of each message changed, and texts that are no messages at all."""
-        for message in self._kept:
-            at = self._chance.randrange(len(message))
-            self._push(message[:at] + bytes([message[at] ^ 1]) + message[at + 1 :])
-        for rubbish in (b"", b"{}", b"[" * 5000, b"\x00\xff" * 100, b'{"kind":"hello"}'):
-            self._push(rubbish)
+        """One bit of some segments is changed."""
 
-    def forge_announcements(self) -> None:
-        """The same to what ranks read: notice, epoch and hint."""
-        for key, old in self._old.items():
-            at = self._chance.randrange(len(old))
-            self._store.set(key, old[:at] + bytes([old[at] ^ 1]) + old[at + 1 :])  # type: ignore[arg-type]
-        self._store.set(Keys.HINT, self._chance.choice(["x", "0:0:0", "999999:1:5", ":" * 60]))
+        def flip(data: bytes) -> bytes:
+            at = self._chance.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
-    def _push(self, message: bytes) -> None:
-        self._store.queue_push(Keys.INBOUND, message)  # type: ignore[arg-type]
+        self._change(flip)
 
-    def _commands(self) -> list[str]:
-        hint = Hint.parse(self._store.get(Keys.HINT))
-        return [Keys.command(hint.epoch, number) for number in range(max(1, hint.commands - 3), hint.commands + 1)]
+    def replay(self) -> None:
+        """What was heard goes to the daemon again, on connections of its own, and into those of the ranks."""
+        kept = list(self._kept)
+        for _ in range(4):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=5.0) as raw:
+                for data in kept:
+                    raw.sendall(data)
+        self._change(lambda data: self._chance.choice(kept) if kept else data)
+
+    def rubbish(self) -> None:
+        """Connections that send what is no message at all."""
+        for text in (b"", b"{}", b"[" * 5000, b"\x00\xff" * 100, b'{"kind":"hello"}', b"FLEXD\r\n" + bytes(300)):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=5.0) as raw:
+                raw.sendall(text)
+
+    def _keep(self, data: bytes) -> bytes:
+        self.heard += 1
+        self._kept.append(data)
+        while sum(map(len, self._kept)) > _KEPT_BYTES:
+            self._kept.popleft()
+        return data
+
+    def _change(self, change: Callable[[bytes], bytes]) -> None:
+        self._left = _FAULTS
+
+        def tamper(data: bytes) -> bytes:
+            self._left -= 1
+            return change(data) if self._left >= 0 else data
+
+        self._link.tamper = tamper

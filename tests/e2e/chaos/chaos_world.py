@@ -57,7 +57,7 @@ class Seat:
 
 
 class ChaosWorld:
-    """A context manager. Ranks reach the daemon's store through ``link``; the groups of epochs connect directly.
+    """A context manager. Ranks reach the daemon through ``link``.
 
     Args:
         scale_out: the daemon is a leader that reads nothing, and a follower reads the stream.
