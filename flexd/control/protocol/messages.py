@@ -64,6 +64,7 @@ class Hello(Message):
         tables: the first tables of the rank (``table_entries``) if its digest is not the one of the daemon's notice,
             else empty.
         table_count: number of all its tables.
+        address: local address of the rank's connection to the daemon.
         spool: identifies the folder through which ranks of one machine share chunks; empty without one.
     """
 
@@ -84,6 +85,7 @@ class Hello(Message):
     can_list: bool = False
     tables: tuple[str, ...] = ()
     table_count: int = 0
+    address: str = ""
     spool: str = ""
 
 
