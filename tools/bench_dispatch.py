@@ -5,8 +5,9 @@ with the code paths of an accelerator. A dispatch mode counts the operators of f
 
 * launches: operators that run a kernel or a copy (views and allocations excluded);
 * host waits: operators whose result the host must have (a number read, ``nonzero``, ``unique``, a boolean index, a
-  copy to the host), and copies of host lists to the device;
-* collectives; and the processor time of the step on this machine (median).
+  copy to the host);
+* uploads: host lists copied to the device, for which the host does not wait;
+* collectives; and the processor time of the step on this machine without that of the mirrors (median).
 
     python tools/bench_dispatch.py [--quick] [--json] [--operators]
 
@@ -86,6 +87,7 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
+        self.uploads: Counter[str] = Counter()
         self.lines: Counter[tuple[str, str]] = Counter()
         self._with_lines = lines
 
@@ -108,15 +110,17 @@ class Counting(TorchDispatchMode):
     def host_reads(self) -> Iterator[None]:
         """Also count what is not dispatched for CPU tensors: ``tolist``, ``numpy``, ``cpu``, copies of lists."""
         with ExitStack() as stack:
-            for owner, method in (
-                (torch.Tensor, "tolist"), (torch.Tensor, "numpy"), (torch.Tensor, "cpu"), (torch, "tensor"),
+            for owner, method, counter in (
+                (torch.Tensor, "tolist", self.waits), (torch.Tensor, "numpy", self.waits),
+                (torch.Tensor, "cpu", self.waits), (torch, "tensor", self.uploads),
             ):  # fmt: skip
-                stack.enter_context(mock.patch.object(owner, method, self._counted(getattr(owner, method), method)))
+                function = self._counted(getattr(owner, method), method, counter)
+                stack.enter_context(mock.patch.object(owner, method, function))
             yield
 
-    def _counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _counted(self, function: Callable[..., Any], name: str, counter: Counter[str]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.add(self.waits, "wait", name)
+            self.add(counter, "upload" if counter is self.uploads else "wait", name)
             return function(*args, **kwargs)
 
         return counted
@@ -188,16 +192,17 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
         mirror_ranks.COLLECTIVES.clear()
         with counting, counting.host_reads():
             step(2)
-        # The caller's detach of each output, and the gradient's way out of autograd, are no work of flexd.
         collectives = len(mirror_ranks.COLLECTIVES)
         seconds = []
         for number in range(steps):
-            started = time.thread_time()
+            started, of_mirrors = time.thread_time(), mirror_ranks.MIRROR_SECONDS[0]
             step(number)
-            seconds.append(time.thread_time() - started)
+            of_mirrors = mirror_ranks.MIRROR_SECONDS[0] - of_mirrors
+            seconds.append(time.thread_time() - started - of_mirrors)
     figures = {
         "launches": float(counting.launches.total()),
         "host waits": float(counting.waits.total()),
+        "uploads": float(counting.uploads.total()),
         "collectives": float(collectives),
         "processor ms": 1e3 * statistics.median(seconds),
     }
@@ -214,12 +219,12 @@ def main() -> int:
     torch.set_num_threads(1)
     figures: dict[str, dict[str, float]] = {}
     checks = []
-    print(f"{'case':28} {'launches':>9} {'host waits':>11} {'collectives':>12} {'processor ms':>13}")
+    print(f"{'case':28} {'launches':>9} {'host waits':>11} {'uploads':>8} {'collectives':>12} {'processor ms':>13}")
     for case in (case for case in (QUICK if options.quick else CASES) if options.only in case.name):
         figures[case.name], counting = measure(case, 3 if options.quick else 7, lines=options.operators)
         f = figures[case.name]
         print(
-            f"{case.name:28} {f['launches']:9.0f} {f['host waits']:11.0f} {f['collectives']:12.0f} "
+            f"{case.name:28} {f['launches']:9.0f} {f['host waits']:11.0f} {f['uploads']:8.0f} {f['collectives']:12.0f} "
             f"{f['processor ms']:13.1f}", flush=True,
         )  # fmt: skip
         if options.operators:

@@ -7,6 +7,7 @@ on sizes of that job, in one process. Rows and gradients that come back are not 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -25,6 +26,17 @@ from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows
 
 COLLECTIVES: list[str] = []
 """Names of the collectives since the list was cleared."""
+MIRROR_SECONDS = [0.0]
+"""Processor time that the mirrors took themselves."""
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Leave what a mirror does out of the counts and times."""
+    started = time.thread_time()
+    with _disable_current_modes():
+        yield
+    MIRROR_SECONDS[0] += time.thread_time() - started
 
 
 class MirrorPeers(Peers):
@@ -45,7 +57,7 @@ class MirrorPeers(Peers):
         if self.size == 1:
             return send
         COLLECTIVES.append("all_to_all")
-        with _disable_current_modes():
+        with _outside():
             sent = torch.split(send, list(send_counts))
             pieces = []
             for piece, size in zip(sent, receive_counts, strict=True):
@@ -62,7 +74,7 @@ class MirrorPeers(Peers):
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
         if self.size > 1:
             COLLECTIVES.append("all_gather")
-        with _disable_current_modes():
+        with _outside():
             return part.unsqueeze(0).repeat(self.size, *[1] * part.dim())
 
     def check_world_unchanged(self) -> None:
@@ -93,7 +105,7 @@ def _served_ids(
     if not isinstance(peers, MirrorPeers) or peers.served is None:
         return arrived, received_words
     modulus, remainder = peers.served
-    with _disable_current_modes():
+    with _outside():
         keys, counts = arrived & ((1 << COUNT_SHIFT) - 1), arrived >> COUNT_SHIFT
         moved = keys - keys % modulus + remainder
         groups = len(served[0])
@@ -108,12 +120,12 @@ def _served_ids(
 
 def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
     """Return words of the size of ``words`` in which every third row of the list is touched, and no padding."""
-    with _disable_current_modes():
+    with _outside():
         bits = torch.zeros(len(words) * 64, dtype=torch.uint8)
         for (first, end), (start, stop) in rows._parts:
             if end > first:
                 bits[start:stop:3] = 1
-        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64))
+        return torch.from_numpy(np.packbits(np.asarray(bits), bitorder="little").view(np.int64))
 
 
 def _recv_up(touched: TouchedRows, hop: int, words: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ There is no SGD with momentum: momentum moves every row at every step, so a lazy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,8 +77,19 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
     lr: float
 
     @abstractmethod
-    def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        """Return [n, dim] to subtract from the rows. Changes ``state`` [n, s] in place, not ``grads``."""
+    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
+        """Return [n, dim] to subtract from the rows. Changes ``state`` [n, s] in place, not ``grads``.
+
+        Args:
+            squares: what ``_squares`` returned.
+        """
+
+    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
+        """Return the squares of [n, dim] gradients, or a number for each row that the optimizer needs of them.
+
+        The only step of an update whose result for a row may depend on how many rows are given.
+        """
+        return grads
 
     def update(
         self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
@@ -89,8 +101,33 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
             self._update(rows, state, at, some, step)
 
+    def update_parts(
+        self,
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        step: int,
+    ) -> None:
+        """Apply one step to several parts (index, grads) that share no row, bit for bit as ``update`` of each.
+
+        On an accelerator the parts share their kernels.
+        """
+        parts = [(index, grads) for index, grads in parts if len(index)]
+        if devices.in_host_memory(rows) or len(parts) < 2:
+            for index, grads in parts:
+                self.update(rows, state, index, grads, step)
+        else:
+            index = torch.cat([index for index, _ in parts])
+            self._update(rows, state, index, torch.cat([grads for _, grads in parts]), step, [len(i) for i, _ in parts])
+
     def _update(
-        self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
+        self,
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        index: torch.Tensor,
+        grads: torch.Tensor,
+        step: int,
+        sizes: Sequence[int] = (),
     ) -> None:
         # In float32 or wider, with a rounding after each operation: fused and half-precision kernels of torch round the
         # end of a vector differently, so that a row's result would depend on its position.
@@ -99,12 +136,16 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         grads = grads.to(wide)
         if self.weight_decay and not self.decoupled_weight_decay:
             grads = weights.mul(self.weight_decay).add_(grads)
+        if not sizes:
+            squares = self._squares(grads)
+        else:
+            squares = torch.cat([self._squares(part) for part in torch.split(grads, list(sizes))])
         if state.shape[1]:
             kept = state.index_select(0, index)
-            change = self._change(grads, kept, step)
+            change = self._change(grads, squares, kept, step)
             state.index_copy_(0, index, kept)
         else:
-            change = self._change(grads, state, step)
+            change = self._change(grads, squares, state, step)
         if self.weight_decay and self.decoupled_weight_decay:
             weights.mul_(1.0 - self.lr * self.weight_decay)
         rows.index_copy_(0, index, weights.sub_(change).to(rows.dtype))
@@ -135,8 +176,8 @@ class SGD(_FusedRowOptimizer):
     def __post_init__(self) -> None:
         self._check()
 
-    def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        del state, step
+    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
+        del squares, state, step
         return grads.mul(self.lr)
 
 
@@ -172,9 +213,12 @@ class Adagrad(_AdagradLike):
     initial_accumulator_value: float = 0.0
     name: str = field(default="adagrad", init=False)
 
-    def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
+    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
+        return grads.square()
+
+    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         del step
-        return self._scaled(grads, grads.square(), state)
+        return self._scaled(grads, squares, state)
 
 
 @dataclass(frozen=True)
@@ -192,9 +236,12 @@ class RowWiseAdagrad(_AdagradLike):
     initial_accumulator_value: float = 0.0
     name: str = field(default="rowwise_adagrad", init=False)
 
-    def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
+    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
+        return grads.square().mean(dim=1, keepdim=True)
+
+    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         del step
-        return self._scaled(grads, grads.square().mean(dim=1, keepdim=True), state)
+        return self._scaled(grads, squares, state)
 
 
 class _AdamLike(_FusedRowOptimizer):
@@ -234,8 +281,11 @@ class Adam(_AdamLike):
     name: str = field(default="adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
 
-    def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        return self._moments(grads, grads.square(), state, step)
+    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
+        return grads.square()
+
+    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
+        return self._moments(grads, squares, state, step)
 
 
 @dataclass(frozen=True)
@@ -254,5 +304,8 @@ class RowWiseAdam(_AdamLike):
     name: str = field(default="rowwise_adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
 
-    def _change(self, grads: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        return self._moments(grads, grads.square().mean(dim=1, keepdim=True), state, step)
+    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
+        return grads.square().mean(dim=1, keepdim=True)
+
+    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
+        return self._moments(grads, squares, state, step)

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.slow
 Ranks = Callable[[int], RankPool]
 
 
-def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9) -> list[dict]:
-    results = ranks(scenario.layout.world_size).run("exactness:train", scenario)
+def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9, accelerator: bool = False) -> list[dict]:
+    job = ("accelerator_jobs:run", "exactness:train") if accelerator else ("exactness:train",)
+    results = ranks(scenario.layout.world_size).run(*job, scenario)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=tolerance)
@@ -52,6 +53,28 @@ def test_direct_exchange_is_exact(ranks: Ranks, exchange: str) -> None:
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (2, 1)])
 def test_tables_of_two_dims_are_exact(ranks: Ranks, nodes: int, local_ranks: int) -> None:
     check(Scenario(nodes, local_ranks, "rowwise_adagrad", two_dims=True), ranks)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=2),
+        Scenario(2, 2, "adam", passes=2, two_dims=True, replica_fraction=0.8, seed=3),
+        Scenario(2, 2, "rowwise_adagrad", exchange="direct", two_dims=True, seed=4),
+        pytest.param(Scenario(4, 1, "rowwise_adagrad", two_dims=True, seed=5), marks=pytest.mark.long),
+        pytest.param(Scenario(3, 2, "sgd", idle_rank=2, seed=6), marks=pytest.mark.long),
+        Scenario(1, 1, seed=7),
+    ],
+    ids=str,
+)
+def test_kernels_of_an_accelerator_are_exact(ranks: Ranks, scenario: Scenario) -> None:
+    """The code paths for tensors that are not in host memory, on tensors of the CPU."""
+    check(scenario, ranks, accelerator=True)
+
+
+def test_mixed_dtypes_with_the_kernels_of_an_accelerator(ranks: Ranks) -> None:
+    scenario = Scenario(2, 2, "sgd", dtype="float32", second_dtype="bfloat16", two_dims=True, steps=6)
+    check(scenario, ranks, tolerance=2e-2, accelerator=True)
 
 
 def test_several_passes_a_step_are_exact(ranks: Ranks) -> None:

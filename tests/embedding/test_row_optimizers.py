@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import OPTIMIZERS, DimGroup, TableSpec, state_columns
 from flexd.core.layout import RankLayout
+from flexd.embedding import devices
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 from flexd.embedding.store.store import GroupStore
 
@@ -300,3 +302,19 @@ def collection(optimizer: RowOptimizer) -> flexd.EmbeddingCollection:
 def test_initial_state_is_in_the_store() -> None:
     made = collection(RowWiseAdagrad(initial_accumulator_value=0.25))
     assert bool((made.engine.stores[0].state == 0.25).all())
+
+
+@pytest.mark.parametrize("optimizer", [SGD(), Adagrad(), RowWiseAdagrad(weight_decay=0.1), Adam(), RowWiseAdam()])
+@pytest.mark.parametrize("host", [True, False])
+def test_parts_are_updated_bit_for_bit_as_each_alone(optimizer: Any, host: bool) -> None:
+    torch.manual_seed(0)
+    columns = sum(state_columns(optimizer.name, 7).values())
+    rows, state = torch.randn(30, 7), torch.rand(30, columns)
+    parts = [(torch.arange(at, at + n), torch.randn(n, 7)) for at, n in ((0, 5), (5, 1), (6, 0), (6, 20))]
+    expected = rows.clone(), state.clone()
+    for index, grads in parts:
+        optimizer.update(*expected, index, grads, 3)
+    with mock.patch.object(devices, "in_host_memory", return_value=host):
+        optimizer.update_parts(rows, state, parts, 3)
+    assert torch.equal(rows, expected[0])
+    assert torch.equal(state, expected[1])

@@ -52,15 +52,6 @@ class Column:
         """Return the rows sent from place ``first`` to ``end``, in the dtype of ``source``."""
         return self.source[first:end] if self.index is None else self.source.index_select(0, self.index[first:end])
 
-    def misaligned(self, part: torch.Tensor) -> bool:
-        """Return whether uint8 [n] bytes of rows cannot be viewed as numbers of dtype ``wire`` where they are."""
-        return len(part) > 0 and part.storage_offset() % self.wire.itemsize != 0
-
-    def view(self, part: torch.Tensor) -> torch.Tensor:
-        """uint8 [n x row_bytes] -> [n, width] of dtype ``wire``; a copy if it is misaligned."""
-        aligned = part.clone() if self.misaligned(part) else part
-        return aligned.view(self.wire).view(-1, self.source.shape[1])
-
 
 @dataclass(frozen=True)
 class ReceivedRows:
@@ -152,15 +143,26 @@ def unpack(
     sizes = [
         0 if peer == me else column.received[peer] * column.row_bytes for peer in range(peers) for column in columns
     ]
+    starts = list(accumulate(sizes, initial=0))
     pieces = torch.split(arrived, sizes)
-    received = []
+    received, width = [], len(columns)
     for number, (column, mine) in enumerate(zip(columns, own, strict=True)):
-        parts = list(pieces[number :: len(columns)])
-        width = column.source.shape[1]
-        if not devices.in_host_memory(arrived) and any(map(column.misaligned, parts)):
-            parts = list(torch.split(torch.cat(parts), [len(part) for part in parts]))
-        none = mine.new_empty((0, width), dtype=column.wire)
-        rows = [column.view(part) if len(part) else none for part in parts]
+        parts = list(pieces[number::width])
+        aligned = [
+            size == 0 or start % column.wire.itemsize == 0
+            for size, start in zip(sizes[number::width], starts[number::width], strict=False)
+        ]
+        if all(aligned):
+            pass
+        elif devices.in_host_memory(arrived):
+            parts = [part if good else part.clone() for part, good in zip(parts, aligned, strict=True)]
+        else:
+            parts = list(torch.split(torch.cat(parts), sizes[number::width]))
+        none = mine.new_empty((0, mine.shape[1]), dtype=column.wire)
+        rows = [
+            part.view(column.wire).view(-1, mine.shape[1]) if size else none
+            for part, size in zip(parts, sizes[number::width], strict=True)
+        ]
         rows[me] = mine
         received.append(ReceivedRows(rows, me))
     return received

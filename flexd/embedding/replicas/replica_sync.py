@@ -122,10 +122,15 @@ class ReplicaSync:
 
     def update(self, summed: Sequence[RowGradients], optimizer: RowOptimizer, step: int) -> None:
         """Update the rows. ``step``: as in ``RowOptimizer.update``."""
-        # One call a tier and group with the same rows in the same order on every holder: bit-equal by construction.
-        for part in summed:
-            store = self._stores[part.group]
-            optimizer.update(store.rows, store.state, part.slots, part.grads, step)
+        # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
+        together = getattr(optimizer, "update_parts", None)
+        for group, store in enumerate(self._stores):
+            parts = [(part.slots, part.grads) for part in summed if part.group == group]
+            if together is not None:
+                together(store.rows, store.state, parts, step)
+                continue
+            for slots, grads in parts:
+                optimizer.update(store.rows, store.state, slots, grads, step)
 
     def _send_up(self, route: Route) -> TouchedRows:
         touched = self.new_touched()

@@ -26,11 +26,14 @@ Ranks = Callable[[int], RankPool]
 LAYOUTS = [(2, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, 1), (1, 2), (2, 1), (3, 2)])]
 
 
-def check(scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance: float = 1e-9) -> list[dict]:
+def check(
+    scenario: Scenario, ranks: Ranks, loop: Loop | None = None, tolerance: float = 1e-9, accelerator: bool = False
+) -> list[dict]:
     """Compare with training in one process or, if the loop does more, with training without run-ahead."""
     loop = loop or Loop()
     pool = ranks(scenario.layout.world_size)
-    results = pool.run("run_ahead_jobs:train", scenario, loop)
+    job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
+    results = pool.run(*job, scenario, loop)
     if replace(loop, announced_passes=0, loops=1, break_at=-1) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
@@ -56,6 +59,11 @@ def test_run_ahead_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int
     results = check(Scenario(nodes, local_ranks, optimizer, seed=nodes * 10 + local_ranks), ranks)
     assert results[0]["versions"][-1] >= 3, "the scenario must really migrate rows"
     assert results[0]["deferred"] > 0, "the scenario must really defer gradients to the next step"
+
+
+def test_run_ahead_with_the_kernels_of_an_accelerator(ranks: Ranks) -> None:
+    results = check(Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=8), ranks, accelerator=True)
+    assert results[0]["deferred"] > 0
 
 
 def test_replicas_on_one_rail_only_train_equally(ranks: Ranks) -> None:

@@ -1,0 +1,16 @@
+"""Jobs of other modules, run with the kernels that an accelerator runs instead of those for host memory."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from unittest import mock
+
+from flexd.embedding import devices
+
+
+def run(rank: int, function: str, *args: Any) -> Any:
+    """Call ``module:function(rank, *args)`` of ``tests.support`` as if no tensor were in host memory."""
+    module, name = function.split(":")
+    with mock.patch.object(devices, "in_host_memory", return_value=False):
+        return getattr(importlib.import_module(f"tests.support.{module}"), name)(rank, *args)

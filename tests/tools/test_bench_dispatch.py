@@ -1,0 +1,42 @@
+"""What a step launches and waits for does not grow with the job; counted on simulated ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from bench_dispatch import Case, measure
+
+from flexd.core.layout import RankLayout
+from tests.support.repository import ROOT, child_environment
+
+
+@pytest.mark.parametrize("exchange", ["chain", "direct"])
+def test_launches_and_waits_grow_with_neither_tables_nor_features_nor_peers(exchange: str) -> None:
+    """Four dim-groups in every case. Copies are listed, so replicas are synchronised too."""
+    counts = []
+    for layout, tables in ((RankLayout(4, 4), 8), (RankLayout(4, 4), 32), (RankLayout(32, 8), 32)):
+        figures, _ = measure(Case("", layout, tables, 64, 0.02, exchange=exchange), 1, lines=False)
+        counts.append({name: figures[name] for name in ("launches", "host waits", "uploads", "collectives")})
+    few, *others = counts
+    assert all(each["host waits"] <= 16 for each in counts)
+    for other in others:
+        # Where all keys are distinct, or a column has no rows, a step waits once less or launches a few kernels less.
+        assert abs(other["launches"] - few["launches"]) <= 0.1 * few["launches"]
+        assert abs(other["host waits"] - few["host waits"]) <= 1
+        assert abs(other["uploads"] - few["uploads"]) <= 1
+        assert other["collectives"] == few["collectives"]
+
+
+@pytest.mark.long
+def test_the_tool_prints_its_figures_and_checks() -> None:
+    run = subprocess.run(
+        [sys.executable, ROOT / "tools" / "bench_dispatch.py", "--quick", "--json"],
+        capture_output=True, text=True, timeout=120, check=False, env=child_environment(),
+    )  # fmt: skip
+    last = json.loads(run.stdout.splitlines()[-1])
+    assert last["figures"]["16x8, 100 tables/host waits"] <= 16
+    assert {entry["name"] for entry in last["checks"]} >= {"16x8, 100 tables: launches a step"}
+    assert run.returncode == (0 if all(entry["ok"] for entry in last["checks"]) else 1), run.stderr
