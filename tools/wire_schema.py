@@ -1,0 +1,156 @@
+"""Print what travels between the parts of flexd: every field of every message, with its type, and what is optional.
+
+    python tools/wire_schema.py            # of this source tree
+    python tools/wire_schema.py --write    # to tests/control/protocol/wire, as the schema of this protocol version
+
+A version's schema is written once, when the version is released, and never changed afterwards; its tests fail when the
+source tree differs from it. ``differences`` states what may change from one version to the next (docs/upgrading.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import inspect
+import json
+import pkgutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import flexd.api
+from flexd.api.base import CommandRequest, Model, build_models
+from flexd.control.protocol import frames, handshake, messages, versions
+from flexd.control.protocol.report import StepReport
+from flexd.core import tap_counts
+from flexd.scaleout import count_delta
+from flexd.scaleout.push_answer import PushAnswer
+
+FOLDER = Path(__file__).parents[1] / "tests" / "control" / "protocol" / "wire"
+OPTIONAL = " (optional)"
+
+Fields = dict[str, str]
+"""Type by name; optional fields end with ``OPTIONAL``."""
+Schema = dict[str, Any]
+
+
+def schema() -> Schema:
+    """Return the schema of this source tree."""
+    found = {kind: _message_fields(cls) for kind, cls in messages._KINDS.items()}
+    return {
+        "version": versions.VERSION,
+        "fixed": {
+            "handshake": [handshake.MAGIC.decode("latin-1"), handshake._HEAD.format, handshake._FIELDS.format],
+            "frame": [frames.HEAD.format, frames.TAG_BYTES, {kind.name: kind.value for kind in frames.FrameKind}],
+        },
+        "formats": {
+            "tap counts": [tap_counts.OLDEST_FORMAT, tap_counts.FORMAT],
+            "count deltas": [count_delta.OLDEST_FORMAT, count_delta.FORMAT],
+        },
+        "messages": dict(sorted({**found, "StepReport": _message_fields(StepReport)}.items())),
+        "answers": {"PushAnswer": _dataclass_fields(PushAnswer)},
+        "api": {"responses": _models(Model), "commands": _models(CommandRequest)},
+    }
+
+
+def differences(older: Mapping[str, Any], newer: Mapping[str, Any]) -> list[str]:
+    """Return what keeps two adjacent versions from working together; empty if they do."""
+    found: list[str] = []
+    if older["fixed"] != newer["fixed"]:
+        found.append("the handshake or the frames differ")
+    for name, (_, written) in newer["formats"].items():
+        if written > older["formats"][name][1]:
+            found.append(f"{name}: format {written} is written, the older version does not read it")
+    for part in ("messages", "answers"):
+        found += _of_types(older[part], newer[part])
+    responses = _of_types(older["api"]["responses"], newer["api"]["responses"])
+    for name, fields in older["api"]["responses"].items():
+        gone = fields.keys() - newer["api"]["responses"].get(name, {}).keys()
+        responses += [f"{name}.{field} is removed from the API" for field in sorted(gone)]
+    commands = _of_types(older["api"]["commands"], newer["api"]["commands"])
+    for name, fields in older["api"]["commands"].items():
+        gone = fields.keys() - newer["api"]["commands"].get(name, fields).keys()
+        commands += [f"{name}.{field} is removed: a command with it is refused" for field in sorted(gone)]
+    return found + sorted(set(responses)) + sorted(set(commands))
+
+
+def _of_types(older: Mapping[str, Fields], newer: Mapping[str, Fields]) -> list[str]:
+    found = [f"{name} is removed" for name in sorted(older.keys() - newer.keys())]
+    for name in sorted(older.keys() & newer.keys()):
+        before, after = older[name], newer[name]
+        for field in sorted(before.keys() | after.keys()):
+            was, becomes = before.get(field), after.get(field)
+            if becomes is None and was is not None and not was.endswith(OPTIONAL):
+                found.append(f"{name}.{field} is removed, the older version needs it")
+            elif was is None and becomes is not None and not becomes.endswith(OPTIONAL):
+                found.append(f"{name}.{field} is added without a default")
+            elif was is not None and becomes is not None:
+                if was.removesuffix(OPTIONAL) != becomes.removesuffix(OPTIONAL):
+                    found.append(f"{name}.{field} was {was}, is {becomes}")
+                elif was.endswith(OPTIONAL) and not becomes.endswith(OPTIONAL):
+                    found.append(f"{name}.{field} has no default any more, the older version may leave it out")
+    return found
+
+
+def _message_fields(cls: Any) -> Fields:
+    return {
+        name: _text(field.hint) + OPTIONAL * field.optional for name, field in sorted(messages.wire_fields(cls).items())
+    }
+
+
+def _dataclass_fields(cls: Any) -> Fields:
+    missing = dataclasses.MISSING
+    return {
+        item.name: str(item.type)
+        + OPTIONAL * (item.default is not missing or item.default_factory is not missing)
+        for item in dataclasses.fields(cls)
+    }  # fmt: skip
+
+
+def _models(base: Any) -> dict[str, Fields]:
+    for module in pkgutil.iter_modules(flexd.api.__path__, "flexd.api."):
+        importlib.import_module(module.name)
+    build_models()
+    return {
+        cls.__name__: {
+            name: _written(cls, name) + OPTIONAL * (not field.is_required())
+            for name, field in sorted(cls.model_fields.items())
+        }
+        for cls in sorted(_subclasses(base), key=lambda cls: cls.__name__)
+    }
+
+
+def _written(cls: Any, field: str) -> str:
+    """Return the annotation of a field as it is written, which names its limits."""
+    return str(next(found[field] for found in map(inspect.get_annotations, cls.__mro__) if field in found))
+
+
+def _subclasses(base: Any) -> Iterator[Any]:
+    for cls in base.__subclasses__():
+        if cls.__module__.startswith("flexd.api."):
+            yield cls
+            yield from _subclasses(cls)
+
+
+def _text(hint: Any) -> str:
+    name = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
+    return name.replace("typing.", "").replace("NoneType", "None")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the schema of this version to the tests")
+    arguments = parser.parse_args()
+    text = json.dumps(schema(), indent=1, sort_keys=True) + "\n"
+    if arguments.write:
+        FOLDER.mkdir(exist_ok=True)
+        (FOLDER / f"version-{versions.VERSION}.json").write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
