@@ -14,7 +14,7 @@ from flexd.core.fault_points import POINTS_OF_A_JOB
 from tests.e2e.chaos.chaos_messages import Vandal
 from tests.e2e.chaos.chaos_rollback import kill_in_a_rollback
 from tests.e2e.chaos.chaos_training import WORLD
-from tests.e2e.chaos.chaos_world import CONTROL_SECONDS, ChaosWorld
+from tests.e2e.chaos.chaos_world import BALLAST, CONTROL_SECONDS, ChaosWorld
 from tests.support.until import until
 
 STEPS_DURING = 8
@@ -157,7 +157,7 @@ def jump_clock(world: ChaosWorld, chance: random.Random) -> str:
 
 def fill_disk(world: ChaosWorld, chance: random.Random) -> str:
     """Other files take the state directory's last byte; half the time the daemon is killed and started meanwhile."""
-    ballast = world.state / "ballast"
+    ballast = world.state / BALLAST
     restart = chance.random() < 0.5
     with ballast.open("wb", buffering=0) as file:
         full_until = time.monotonic() + 2.0

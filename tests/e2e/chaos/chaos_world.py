@@ -43,6 +43,8 @@ MAX_MESSAGE_BYTES = 2**18
 """Of the stream; a rank's messages have a few kilobytes."""
 STATE_BYTES = "8m"
 """More than a daemon keeps; a file that grows without bound fills it within minutes."""
+BALLAST = "ballast"
+"""File of a fault that fills the state directory."""
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 

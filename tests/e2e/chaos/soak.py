@@ -18,6 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -90,23 +91,33 @@ class Turns:
 
 
 class Soak:
-    """The results of all worlds of a soak."""
+    """The results of all worlds of a soak, or of one of the jobs that run worlds beside each other."""
 
-    def __init__(self, turns: Turns, seed: int) -> None:
-        self.turns = turns
+    def __init__(self, seed: int) -> None:
         self._seed = seed
+        self.struck: Counter[tuple[str, str]] = Counter()
+        """Times that the daemon was killed or stopped, by (kind, point)."""
         self.outcomes: list[Outcome] = []
         self.broken: list[str] = []
         self.maxima = Maxima()
         self.worlds = self.steps = 0
         self.largest_loss_difference = 0.0
 
-    def run_world(self, run: ChaosRun, end: float, faults: int, *, lose_broker: bool) -> None:
+    def add(self, other: Soak) -> None:
+        self.struck += other.struck
+        self.outcomes += other.outcomes
+        self.broken += other.broken
+        self.maxima.merge(other.maxima)
+        self.worlds += other.worlds
+        self.steps += other.steps
+        self.largest_loss_difference = max(self.largest_loss_difference, other.largest_loss_difference)
+
+    def run_world(self, run: ChaosRun, turns: Turns, end: float, faults: int, *, lose_broker: bool) -> None:
         """Inject faults until ``end``, or until all worlds together have had ``faults``; add the results."""
         self.worlds += 1
         try:
             with run, contextlib.closing(ResourceSampler(run.world)) as sampler:
-                self._strike(run, end, faults, lose_broker=lose_broker)
+                self._strike(run, turns, end, faults, lose_broker=lose_broker)
                 self.maxima.merge(sampler.maxima)
         except Exception as error:
             # A world that breaks in any way is a violation; the others and the report go on.
@@ -117,15 +128,16 @@ class Soak:
         self.steps += run.steps
         self.largest_loss_difference = max(self.largest_loss_difference, run.largest_loss_difference)
 
-    def _strike(self, run: ChaosRun, end: float, faults: int, *, lose_broker: bool) -> None:
+    def _strike(self, run: ChaosRun, turns: Turns, end: float, faults: int, *, lose_broker: bool) -> None:
         most = min(2 * len(STANDBY_KINDS) if run.world.has_standby else _FAULTS_A_WORLD, faults - len(self.outcomes))
-        for number, (kind, point, injection) in enumerate(self.turns.of_world(run.world), 1):
+        for number, (kind, point, injection) in enumerate(turns.of_world(run.world), 1):
             print(f"{kind} {point}...", file=sys.stderr, flush=True)
             outcome = run.strike(kind, injection)
             if point and "not reached" not in outcome.detail:
-                self.turns.struck[kind, point] += 1
+                turns.struck[kind, point] += 1
+                self.struck[kind, point] += 1
             print(
-                f"    ({outcome.detail}): recovered in {outcome.recovery_seconds:.1f} s, longest added step "
+                f"    {kind} ({outcome.detail}): recovered in {outcome.recovery_seconds:.1f} s, longest added step "
                 f"{outcome.added_step_seconds:.2f} s{''.join(f'; {line}' for line in outcome.violations)}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
@@ -141,11 +153,11 @@ class Soak:
 
     @property
     def points_struck(self) -> int:
-        return len({point for _, point in self.turns.struck})
+        return len({point for _, point in self.struck})
 
     def report(self) -> str:
         """Return all tables as Markdown."""
-        struck = self.turns.struck
+        struck = self.struck
         by_point = [f"| {' | '.join(['point', *AT_A_POINT])} |", "|---" * (1 + len(AT_A_POINT)) + "|"]
         by_point += [f"| {point} | {' | '.join(str(struck[kind, point]) for kind in AT_A_POINT)} |" for point in POINTS]
         line = (
@@ -180,27 +192,27 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--hours", type=float, help="instead of --minutes")
-    parser.add_argument("--faults", type=int, default=10**9, help="end earlier, after so many")
+    parser.add_argument("--faults", type=int, default=10**9, help="end earlier, after so many (of each job)")
+    parser.add_argument("--jobs", type=int, default=1, help="worlds beside each other, each with faults of its own")
     parser.add_argument("--hostile", action="store_true", help="add hostile clients, poison, upgrades and operations")
     parser.add_argument("--only", default="", help="only kinds of fault whose name has this text in it")
     parser.add_argument("--outcomes", type=Path, help="write every single fault as JSON here")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
     minutes = arguments.minutes if arguments.hours is None else 60 * arguments.hours
-    end = time.monotonic() + 60 * minutes
-    chance = random.Random(arguments.seed)
-    soak = Soak(Turns(chance, arguments.only, minutes, arguments.hostile), arguments.seed)
+    soak = Soak(arguments.seed)
     with contextlib.ExitStack() as servers:
         this = servers.enter_context(contextlib.closing(ProcessServer()))
         following = None
         if arguments.hostile:
             tree = write_second_tree(Path(tempfile.mkdtemp(prefix="flexd-next-")))
             following = servers.enter_context(contextlib.closing(ProcessServer(tree)))
-        while time.monotonic() < end and len(soak.outcomes) < arguments.faults:
-            directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
-            options: dict[str, Any] = {"next_server": following, **_WORLDS[soak.worlds % len(_WORLDS)]}
-            run = ChaosRun(directory, chance.randrange(2**31), this, **options)
-            soak.run_world(run, end, arguments.faults, lose_broker=arguments.only in "broker killed")
+        chance = random.Random(arguments.seed)
+        seeds = [arguments.seed if job == 0 else chance.randrange(2**31) for job in range(arguments.jobs)]
+        end = time.monotonic() + 60 * minutes
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            for done in pool.map(lambda seed: _job(seed, arguments, minutes, end, this, following), seeds):
+                soak.add(done)
     print(soak.report())
     for line in soak.broken:
         print(line, file=sys.stderr)
@@ -210,6 +222,21 @@ def main() -> int:
     if arguments.json:
         print(last_line(soak.figures(), checks))
     return 0 if all(entry["ok"] for entry in checks) else 1
+
+
+def _job(
+    seed: int, arguments: argparse.Namespace, minutes: float, end: float, this: ProcessServer,
+    following: ProcessServer | None,
+) -> Soak:  # fmt: skip
+    """Run one world after the other; the seed determines the faults."""
+    soak, chance = Soak(seed), random.Random(seed)
+    turns = Turns(chance, arguments.only, minutes, arguments.hostile)
+    while time.monotonic() < end and len(soak.outcomes) < arguments.faults:
+        directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
+        options: dict[str, Any] = {"next_server": following, **_WORLDS[soak.worlds % len(_WORLDS)]}
+        run = ChaosRun(directory, chance.randrange(2**31), this, **options)
+        soak.run_world(run, turns, end, arguments.faults, lose_broker=arguments.only in "broker killed")
+    return soak
 
 
 if __name__ == "__main__":
