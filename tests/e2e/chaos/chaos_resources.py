@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 
+from flexd.control.daemon.channel_types import ChannelOptions
 from tests.e2e.chaos.chaos_world import BALLAST, ChaosWorld
 
 _SECONDS = 0.5
@@ -45,7 +46,7 @@ class Maxima:
 
 
 LIMITS = Maxima(
-    daemon_bytes=1024 * MIB, daemon_threads=64, daemon_descriptors=1024,
+    daemon_bytes=1024 * MIB, daemon_threads=64, daemon_descriptors=ChannelOptions().max_unproven + 256,
     rank_bytes=768 * MIB, rank_threads=48, rank_descriptors=256,
     disk_bytes=8 * MIB, queued_bytes=320 * MIB,
 )  # fmt: skip

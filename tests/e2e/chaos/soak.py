@@ -26,7 +26,7 @@ from typing import Any
 from bench_report import check, last_line
 
 from flexd.core.fault_points import POINTS_OF_A_JOB as POINTS
-from tests.e2e.chaos import chaos_operations, chaos_poison, chaos_upgrades
+from tests.e2e.chaos import chaos_hostile, chaos_operations, chaos_poison, chaos_upgrades
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds, points
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_resources import LIMITS, Maxima, ResourceSampler, resource_table
@@ -35,10 +35,12 @@ from tests.e2e.chaos.chaos_standby import KINDS as STANDBY_KINDS
 from tests.e2e.chaos.chaos_world import ChaosWorld
 from tests.support.second_tree import write_second_tree
 
-_FAULTS_A_WORLD = 24
+_FAULTS_A_WORLD = 40
 _COUNT_EVERY = 8
 _POINTS_A_TURN = 6
 """Faults of each kind of ``AT_A_POINT`` while every other kind strikes once."""
+_QUICK_A_TURN = 3
+"""The same for hostile clients and poison, which take a second each."""
 _WORLDS: tuple[dict[str, bool], ...] = ({}, {"scale_out": True}, {"standby": True})
 _LONG_MINUTES = 5.0
 """Runs shorter than this have no time for faults of a minute."""
@@ -63,6 +65,7 @@ class Turns:
         chance, every = self._chance, self._kinds(world)
         passed = points(scale_out=world.scale_out)
         chosen = [kind for kind in every if self._only in kind]
+        chosen += [kind for kind in chosen if kind.startswith(("hostile", "poison"))] * (_QUICK_A_TURN - 1)
         if not world.has_standby:
             chosen += [kind for kind in AT_A_POINT if self._only in kind] * _POINTS_A_TURN
             # Once a soak, in a world where they can be.
@@ -85,6 +88,7 @@ class Turns:
         every = dict(STANDBY_KINDS) if standby else kinds(scale_out=scale_out, disk=world.has_disk)
         if self._hostile:
             every |= chaos_upgrades.kinds(scale_out=scale_out, standby=standby) | chaos_poison.kinds()
+            every |= chaos_hostile.kinds()
             if not standby:
                 every |= chaos_operations.kinds(scale_out=scale_out)
         return every

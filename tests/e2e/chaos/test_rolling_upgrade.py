@@ -20,6 +20,7 @@ from tests.e2e.chaos.chaos_training import WORLD
 from tests.e2e.chaos.chaos_upgrades import kinds as upgrade_kinds
 from tests.support.repository import ROOT, child_environment
 from tests.support.second_tree import ADDED, write_second_tree
+from tests.support.until import until
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
@@ -62,6 +63,7 @@ def test_ranks_of_both_versions_train_on_while_the_daemon_is_upgraded_and_set_ba
     run.world.rank_servers = [versions[rank % 2] for rank in range(WORLD)]
     with run:
         strike_all(run, "daemon upgraded", "daemon upgraded")
+        until(lambda: run.world.status()["topology"]["refused_messages"]["unknown"] > 0, 30.0, run.world.where)
         assert run.finish() == []
         assert run.checker.versions_checked > 0
 
