@@ -215,7 +215,9 @@ def main() -> int:
         seeds = [arguments.seed if job == 0 else chance.randrange(2**31) for job in range(arguments.jobs)]
         end = time.monotonic() + 60 * minutes
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            for done in pool.map(lambda seed: _job(seed, arguments, minutes, end, this, following), seeds):
+            for done in pool.map(
+                lambda job: _job(job, seeds[job], arguments, end, (this, following)), range(len(seeds))
+            ):
                 soak.add(done)
     print(soak.report())
     for line in soak.broken:
@@ -229,16 +231,16 @@ def main() -> int:
 
 
 def _job(
-    seed: int, arguments: argparse.Namespace, minutes: float, end: float, this: ProcessServer,
-    following: ProcessServer | None,
+    number: int, seed: int, arguments: argparse.Namespace, end: float,
+    versions: tuple[ProcessServer, ProcessServer | None],
 ) -> Soak:  # fmt: skip
-    """Run one world after the other; the seed determines the faults."""
+    """Run one world after the other, from another kind of world on than the job before; the seed selects the faults."""
     soak, chance = Soak(seed), random.Random(seed)
-    turns = Turns(chance, arguments.only, minutes, arguments.hostile)
+    turns = Turns(chance, arguments.only, (end - time.monotonic()) / 60, arguments.hostile)
     while time.monotonic() < end and len(soak.outcomes) < arguments.faults:
         directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
-        options: dict[str, Any] = {"next_server": following, **_WORLDS[soak.worlds % len(_WORLDS)]}
-        run = ChaosRun(directory, chance.randrange(2**31), this, **options)
+        options: dict[str, Any] = {"next_server": versions[1], **_WORLDS[(number + soak.worlds) % len(_WORLDS)]}
+        run = ChaosRun(directory, chance.randrange(2**31), versions[0], **options)
         soak.run_world(run, turns, end, arguments.faults, lose_broker=arguments.only in "broker killed")
     return soak
 
