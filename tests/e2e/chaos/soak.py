@@ -212,7 +212,7 @@ def main() -> int:
             tree = write_second_tree(Path(tempfile.mkdtemp(prefix="flexd-next-")))
             following = servers.enter_context(contextlib.closing(ProcessServer(tree)))
         chance = random.Random(arguments.seed)
-        seeds = [arguments.seed if job == 0 else chance.randrange(2**31) for job in range(arguments.jobs)]
+        seeds = [arguments.seed if at == 0 else chance.randrange(2**31) for at in range(arguments.jobs)]
         end = time.monotonic() + 60 * minutes
         with ThreadPoolExecutor(arguments.jobs) as pool:
             for done in pool.map(
