@@ -5,6 +5,7 @@ from __future__ import annotations
 from flexd.config.model import Config
 from flexd.config.stream import FileLogSource, KafkaSource, TapSource
 from flexd.control.daemon.coordinator import ControlOptions
+from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core.errors import SnapshotError
 from flexd.core.secrets import KeyFile
 from flexd.scaleout.follower import Follower
@@ -102,8 +103,23 @@ def sketch_settings(config: Config) -> SketchSettings:
     )
 
 
+def control_tls(config: Config) -> TlsFiles | None:
+    """Return the daemon's certificate files, or None without TLS. Raises ConfigError if they cannot be used."""
+    tls = config.control.tls
+    if tls.cert_file is None or tls.key_file is None or tls.ca_file is None:
+        return None
+    files = TlsFiles(tls.cert_file, tls.key_file, tls.ca_file)
+    # Before anything is started.
+    TlsContext(files, server_side=True)
+    return files
+
+
 def control_options(config: Config) -> ControlOptions:
-    """Return the control channel's options. Raises ConfigError if the secret file cannot be read or holds no keys."""
+    """Return the control channel's options.
+
+    Raises:
+        ConfigError: the secret file or a certificate file cannot be read, or does not hold what it should.
+    """
     control = config.control
     secret_file = control.secret_file
     secret = None if secret_file is None else KeyFile(secret_file, "control.secret_file")
@@ -112,6 +128,7 @@ def control_options(config: Config) -> ControlOptions:
         listen_host=control.listen_host,
         listen_port=control.listen_port,
         secret=secret,
+        tls=control_tls(config),
         timeout_seconds=control.timeout_seconds,
         max_chunk_rows=max(control.chunk_rows, 1),
     )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.control.agent.agent import Agent
+from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
@@ -23,6 +24,7 @@ _TAP_SHARE = 0.8
 """Share of the deadline of ``Connection.close`` that the tap may use."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
+TLS_VARIABLES = ("FLEXD_CONTROL_CERT_FILE", "FLEXD_CONTROL_KEY_FILE", "FLEXD_CONTROL_CA_FILE")
 _MAX_RUN_ID_CHARACTERS = 100
 
 
@@ -79,6 +81,9 @@ def connect(
     job: str,
     attempt: str | None = None,
     secret_file: str | Path | None = None,
+    cert_file: str | Path | None = None,
+    key_file: str | Path | None = None,
+    ca_file: str | Path | None = None,
     timeout_seconds: float = 15.0,
     tap: Tap | None = None,
 ) -> Connection:
@@ -91,11 +96,17 @@ def connect(
         attempt: name of this launch of the job, equal on all ranks and different for every launch; by default
             torchrun's run id and restart count, if there are any, and a random number from rank 0 (collective).
         secret_file: file with the shared secret, read again when it changes; default from ``FLEXD_SECRET_FILE``.
+        cert_file: certificate chain of this rank, PEM, for a daemon with ``control.tls``; default from
+            ``FLEXD_CONTROL_CERT_FILE``. Without it the connection has no TLS.
+        key_file: private key of the certificate; default from ``FLEXD_CONTROL_KEY_FILE``.
+        ca_file: CA of the daemon's certificate, which has to be for the host of ``address``; default from
+            ``FLEXD_CONTROL_CA_FILE``.
         timeout_seconds: deadline of every wait of the agent's thread.
         tap: counter of the collection's look-ups for a daemon with ``stream.source: {kind: tap}``; started here.
 
     Raises:
-        ConfigError: no address, a tap of another collection, or the secret file cannot be read or holds no keys.
+        ConfigError: no address, a tap of another collection, or the secret file or a certificate file cannot be read or
+            does not hold what it should.
     """
     address = address or os.environ.get(ADDRESS_VARIABLE)
     if not address:
@@ -120,6 +131,7 @@ def connect(
         identity,
         address,
         secret=secret,
+        tls=_tls_files(cert_file, key_file, ca_file),
         timeout_seconds=timeout_seconds,
         placement_lists=collection.engine.migrator.placement,
         outbox=None if tap is None else tap.outbox,
@@ -129,6 +141,22 @@ def connect(
     if tap is not None:
         tap.start()
     return connection
+
+
+def _tls_files(*given: str | Path | None) -> TlsFiles | None:
+    paths = [path or os.environ.get(name) for path, name in zip(given, TLS_VARIABLES, strict=True)]
+    if not any(paths):
+        return None
+    missing = [name for path, name in zip(paths, TLS_VARIABLES, strict=True) if not path]
+    if missing:
+        raise ConfigError(
+            "TLS needs a certificate, its key and a CA", remedy=f"set {' and '.join(missing)}, or none of them"
+        )
+    certificate, key, authority = (Path(str(path)) for path in paths)
+    files = TlsFiles(certificate, key, authority, named_by="flexd.connect")
+    # A file that cannot be used fails here, not in the agent's thread.
+    TlsContext(files, server_side=False)
+    return files
 
 
 def _agreed_attempt(device: torch.device) -> str:

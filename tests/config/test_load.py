@@ -117,9 +117,13 @@ def test_minimal_file_and_defaults(tmp_path):
         (
             "control.listen_host",
             "0.0.0.0",
-            "control.listen_host: is reachable from other machines: set control.secret_file, or listen on 127.0.0.1 "
-            "(got '0.0.0.0')",
+            "control.listen_host: is reachable from other machines: set control.secret_file or control.tls, or listen "
+            "on 127.0.0.1 (got '0.0.0.0')",
         ),
+        ("control.tls", {"cert_file": "c", "ca_file": "a"}, "control.tls.key_file: control.tls.cert_file, "),
+        ("control.tls", {"cert_file": "c", "key_file": "k"}, "control.tls.ca_file: control.tls.cert_file, "),
+        ("control.tls", {"key_file": "k"}, "control.tls.key_file: control.tls.cert_file, "),
+        ("control.tls", {"ca_file": "a"}, "control.tls.ca_file: control.tls.cert_file, "),
         ("control.listen_port", 70_000, "control.listen_port: Input should be less than or equal to 65535 (got 70000)"),
         (
             "server.host",
@@ -154,9 +158,11 @@ def test_table_names_must_be_unique():
     assert "tables: each table needs its own name; named twice: items (got a list of 2)" in fault(data)
 
 
-def test_a_secret_allows_other_hosts_and_a_socket_any_host():
+def test_a_secret_or_certificates_allow_other_hosts_and_a_socket_any_host():
     open_to_all = {**MINIMAL, "control": {"listen_host": "0.0.0.0", "secret_file": "/run/s"}}
     assert parse_config(open_to_all).control.listen_host == "0.0.0.0"
+    open_to_all["control"] = {"listen_host": "0.0.0.0", "tls": {"cert_file": "c", "key_file": "k", "ca_file": "a"}}
+    assert parse_config(open_to_all).control.tls.ca_file == Path("a")
     assert parse_config({**MINIMAL, "server": {"host": "::1"}}).server.host == "::1"
     assert parse_config({**MINIMAL, "server": {"unix_socket": "/run/x", "host": "0.0.0.0"}})
 

@@ -15,6 +15,7 @@ from flexd.daemon import Daemon, factory
 from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.synthetic import SyntheticSource
+from tests.support.certificates import Authority
 
 
 def _config(**sections: Any) -> Config:
@@ -83,6 +84,17 @@ def test_a_missing_or_empty_secret_is_refused(tmp_path: Path, content: bytes | N
     with pytest.raises(ConfigError, match="control.secret_file.*" + said) as error:
         factory.control_options(_config(control={"secret_file": str(path)}))
     assert error.value.remedy
+
+
+def test_certificate_files_are_checked_before_anything_starts(tmp_path: Path) -> None:
+    files = Authority(tmp_path).issue("daemon", "127.0.0.1")
+    tls = {"cert_file": str(files.cert_file), "key_file": str(files.key_file), "ca_file": str(files.ca_file)}
+    assert factory.control_options(_config(control={"tls": tls})).tls == files
+    assert factory.control_options(_config()).tls is None
+    for key in ("cert_file", "ca_file"):
+        with pytest.raises(ConfigError, match=rf"control\.tls\.{key}: .*No such file") as error:
+            factory.control_options(_config(control={"tls": {**tls, key: str(tmp_path / "none")}}))
+        assert error.value.remedy
 
 
 def test_sketch_and_control_settings_are_passed_on() -> None:

@@ -20,6 +20,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.connect import Connection, _agreed_attempt
 from flexd.embedding.exchange.collectives import TrafficKind
+from tests.support.certificates import Authority
 from tests.support.collection_jobs import listed_by, random_placement, some, tables
 from tests.support.connection_jobs import connected_alone
 from tests.support.plain_tables import ids, pair
@@ -72,6 +73,20 @@ def test_missing_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for path, cause in ((empty, "empty"), (tmp_path / "none", "secret")):
         with pytest.raises(ConfigError, match=cause):
             flexd.connect(collection, "127.0.0.1:1", job="job", secret_file=path)
+
+
+def test_certificates_are_checked_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    collection, _ = pair()
+    files = Authority(tmp_path).issue("rank")
+    given = {"cert_file": files.cert_file, "key_file": files.key_file, "ca_file": files.ca_file}
+    with pytest.raises(ConfigError, match="set FLEXD_CONTROL_KEY_FILE and FLEXD_CONTROL_CA_FILE"):
+        flexd.connect(collection, "127.0.0.1:1", job="job", cert_file=files.cert_file)
+    with pytest.raises(ConfigError, match=r"flexd\.connect\.ca_file: .*No such file"):
+        flexd.connect(collection, "127.0.0.1:1", job="job", **{**given, "ca_file": tmp_path / "none"})
+    for name in ("cert_file", "key_file", "ca_file"):
+        monkeypatch.setenv(f"FLEXD_CONTROL_{name.upper()}", str(given[name]))
+    connection = flexd.connect(collection, "127.0.0.1:1", job="job", ca_file=files.ca_file)
+    connection.close(10.0)
 
 
 def test_each_launch_has_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
