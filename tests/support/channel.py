@@ -26,11 +26,13 @@ class EchoDaemon:
 
     Attributes:
         events: all but the frames that were answered.
+        received: number of those.
     """
 
     def __init__(self, options: ChannelOptions, credentials: ChannelCredentials) -> None:
         self.server = ChannelServer(options, credentials)
         self.events: list[Event] = []
+        self.received = 0
         self._drains = threading.Event()
         self._drains.set()
         self._is_paused = threading.Event()
@@ -66,6 +68,7 @@ class EchoDaemon:
                 self._drains.wait()
             for event in self.server.receive(16, 0.5):
                 if isinstance(event, Received):
+                    self.received += 1
                     self.server.send([event.peer], event.message, event.body)
                 else:
                     self.events.append(event)

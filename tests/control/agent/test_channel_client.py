@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_types import Opened
+from flexd.control.daemon.channel_types import ChannelOptions, Opened
 from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import MAX_BODY_BYTES, FrameKey, SealedPayload
@@ -120,15 +120,29 @@ def test_the_daemons_reason_for_a_close_is_told(daemon: EchoDaemon) -> None:
     client.close()
 
 
-def test_what_was_sent_before_a_close_arrives(daemon: EchoDaemon) -> None:
-    daemon.pause()
-    client = connect(daemon.server.port)
-    for _ in range(20):
-        client.send(b"last", bytes(50_000))
-    client.close()
-    daemon.resume()
-    until(lambda: daemon.closed(), DEADLINE_SECONDS)
-    assert daemon.server.counters().bytes_in > 20 * 50_000
+def test_what_was_sent_before_a_close_arrives() -> None:
+    """Also what was still on its way, and while the daemon's frames are unread here."""
+    with echo_daemon(ChannelOptions(peer_unread_bytes=2**17)) as daemon:
+        client = connect(daemon.server.port)
+        for _ in range(60):
+            client.send(b"last", bytes(50_000))
+        client.close()
+        until(lambda: daemon.closed(), DEADLINE_SECONDS)
+        assert daemon.received == 60
+
+
+def test_what_was_sent_before_the_end_of_the_process_arrives() -> None:
+    """The daemon finds that it cannot send any more before it has read everything."""
+    with echo_daemon(ChannelOptions(peer_unread_bytes=2**15)) as daemon:
+        client = connect(daemon.server.port)
+        until(lambda: daemon.events, DEADLINE_SECONDS)
+        daemon.pause()
+        for _ in range(20):
+            client.send(b"last", bytes(5_000))
+        client._drop()
+        daemon.resume()
+        until(lambda: daemon.closed(), DEADLINE_SECONDS)
+        assert daemon.received == 20
 
 
 def test_nobody_listens_there() -> None:

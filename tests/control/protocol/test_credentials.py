@@ -95,14 +95,19 @@ def test_other_clients_are_refused_and_counted(
             with pytest.raises(OSError, match=r"(?i)certificate|version|alert|reset|eof"):
                 say_hello(context, daemon.server.port)
         refused(daemon, "tls", 3)
+        # A valid one, in TLS 1.2.
+        context.load_cert_chain(rank_files.cert_file, rank_files.key_file)
+        with pytest.raises(OSError, match=r"(?i)version|alert|reset|eof"):
+            say_hello(context, daemon.server.port)
+        refused(daemon, "tls", 4)
         # No TLS.
         with pytest.raises(ControlError):
             connect(daemon, None)
-        refused(daemon, "tls", 4)
+        refused(daemon, "tls", 5)
         sock = raw_connection(daemon.server.port)
         sock.sendall(b"\x16\x03\x01" + bytes(2**16))
         assert is_closed(sock)
-        refused(daemon, "tls", 5)
+        refused(daemon, "tls", 6)
 
 
 def say_hello(context: ssl.SSLContext, port: int) -> None:
