@@ -1,12 +1,14 @@
 """A daemon of the control channel in a process of its own: pushes one target after the other, without end.
 
 Usage: python -m tests.support.daemon_process PORT DIRECTORY FIRST_SEED ROWS_PER_CHUNK TIMEOUT_SECONDS
-Prints the port it listens on, then a line for every event.
+Prints the port it listens on, then a line for every event, and after each target the channel's counters.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,7 +21,8 @@ from tests.support.ranks_in_threads import SECRET, TABLES, target
 
 def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: float) -> None:
     def print_event(name: str, fields: object) -> None:
-        print(json.dumps([name, fields], default=str), flush=True)
+        # One write a line: events come from several threads.
+        os.write(1, (json.dumps([name, fields], default=str) + "\n").encode())
 
     options = ControlOptions("job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, window_chunks=2)
     coordinator = Coordinator(options, TABLES, PlacementJournal(directory), on_event=print_event)
@@ -34,6 +37,7 @@ def main(port: int, directory: Path, seed: int, rows: int, timeout_seconds: floa
                 break
         else:
             seed += 1
+        print_event("channel", dataclasses.asdict(coordinator.channel_counters()))
         time.sleep(0.05)
 
 
