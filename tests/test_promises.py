@@ -11,6 +11,7 @@ from flexd.control.daemon.channel_types import ChannelOptions
 from flexd.control.protocol.frames import MAX_FRAME_BYTES
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
 from flexd.server import guard, http, protocol, routing
+from flexd.stream.kafka.record_batches import BatchLimits
 from tests.support.repository import ROOT, child_environment
 
 SECTION = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").split("\n## Promises\n")[1].partition("\n## ")[0]
@@ -60,6 +61,7 @@ def test_bounds_are_those_of_the_code() -> None:
         f"({-(-options.memory_bound_bytes(with_tls=True) // mib):,} MiB with `control.tls`)",
         f"a proven rank, of {options.max_peers:,}",
         f"frames of {MAX_FRAME_BYTES / mib:.2f} MiB at most; of {options.peer_unread_bytes // mib} MiB that wait",
+        f"expands no batch beyond {BatchLimits().max_batch_bytes // mib} MiB",
         f"a head in {protocol.HEAD_SECONDS:g} s and a body of {guard.MAX_REQUEST_BYTES // 1024} KiB in "
         f"{guard.BODY_SECONDS:g} s, has {http.MAX_CONNECTIONS} connections and {routing.MAX_SLOW_CALLS} slow calls",
     )

@@ -124,6 +124,7 @@ def test_nothing_is_installed_without_a_hash() -> None:
     assert len(locked) == 1
     assert "--only-binary :all:" in locked[0]
     assert locked[0].endswith("-r requirements.lock")
+    assert len(installs) == 2
     # flexd itself, with the build requirements of the lock.
     (own,) = [each for each in installs if "--no-deps" in each]
     assert {"--no-build-isolation", "--no-index"} <= set(own.split())
