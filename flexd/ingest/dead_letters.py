@@ -41,9 +41,15 @@ class DeadLetterFile:
         self.failures = 0
 
     def record(self, reason: str, detail: str, message: Message | RefusedMessages) -> None:
-        """Keep a sample of the message if one is due for this reason. Write failures are counted."""
+        """Keep a sample of the message if one is due for this reason. Never raises: failures are counted."""
         with self._lock:
-            self._record(reason, detail, message)
+            try:
+                self._record(reason, detail, message)
+            except Exception as error:
+                # The message is counted or rejected in any case; only its sample is lost.
+                self.failures += 1
+                if self.failures == 1:
+                    _log.warning("dead letters cannot be written to %s: %s", self._path, error)
 
     def _record(self, reason: str, detail: str, message: Message | RefusedMessages) -> None:
         seen = self._seen[reason] = self._seen.get(reason, 0) + 1
@@ -64,14 +70,8 @@ class DeadLetterFile:
         line = (json.dumps(entry) + "\n").encode()
         if len(line) > self._half:
             return
-        try:
-            self._append(line)
-        except OSError as error:
-            self.failures += 1
-            if self.failures == 1:
-                _log.warning("dead letters cannot be written to %s: %s", self._path, error)
-        else:
-            self.written += 1
+        self._append(line)
+        self.written += 1
 
     def _append(self, line: bytes) -> None:
         size = len(line)

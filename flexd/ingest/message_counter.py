@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from flexd.core import tap_counts
-from flexd.core.errors import CodecError, SketchError
+from flexd.core.errors import CodecError
 from flexd.core.fault_points import fault_point
 from flexd.core.tap_counts import TapCounts
 from flexd.ingest.arrival import ArrivalClock, EventTimeSkew
@@ -14,6 +14,7 @@ from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.message_counts import MAX_REASONS, MessageCounts
 from flexd.ingest.stats import ROW_REASONS
+from flexd.sketch.decay import check_event_time
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs import codec
@@ -73,9 +74,19 @@ class MessageCounter:
     def count(self, message: Message | RefusedMessages) -> None:
         """Count one message. Never raises, because the source has already moved past it.
 
-        A message that cannot be decoded is rejected. If counting it fails, a part of it may be in the counters: they
-        are marked as damaged (``GuardedSketches.damage``), and the caller must not go on.
+        A message that cannot be decoded, or of which one batch cannot be counted, is rejected as a whole before any of
+        it is counted. If counting fails later, a part of the message may be in the counters: they are marked as damaged
+        (``GuardedSketches.damage``), and the caller must not go on. The next start continues from the newest snapshot,
+        which holds nothing of it.
         """
+        try:
+            self._count(message)
+        except Exception as error:
+            # The counts of messages by outcome may be short of one.
+            _log.exception("ingest: message %s/%d", message.partition, message.offset)
+            self._sketches.damage = error
+
+    def _count(self, message: Message | RefusedMessages) -> None:
         if isinstance(message, RefusedMessages):
             self._messages += message.messages
             self._reject(message.reason, message.detail, message, message.messages)
@@ -100,15 +111,19 @@ class MessageCounter:
             self.skew.add(batch.event_time_seconds - arrival)
         with self._sketches.lock:
             sketches = self._sketches.sketches
+            refused: Exception | None = None
             try:
-                fault_point("thread.counting")
-                accesses = sum((_ingest(sketches, batch, arrival) for batch in batches), AccessCounts())
-            except SketchError as error:  # It is raised before a batch changes anything.
-                refused: Exception | None = error
-            except Exception as error:
-                refused = self._sketches.damage = error
+                for batch in batches:
+                    _check(sketches, batch)
+            except Exception as error:  # All batches are checked before the first one changes anything.
+                refused = error
             else:
-                refused = None
+                try:
+                    fault_point("thread.counting")
+                    accesses = sum((_ingest(sketches, batch, arrival) for batch in batches), AccessCounts())
+                except Exception as error:
+                    # Before the lock is released: nobody may drain or save these counters.
+                    refused = self._sketches.damage = error
         if refused is not None:
             self._reject("internal_error", repr(refused), message)
             return
@@ -129,6 +144,14 @@ class MessageCounter:
         self._rejected[reason] = self._rejected.get(reason, 0) + messages
         if self._dead_letters is not None:
             self._dead_letters.record(reason, detail, message)
+
+
+def _check(sketches: SketchSet, batch: AccessBatch | TapCounts) -> None:
+    """Raise SketchError if ``_ingest`` would, and change nothing."""
+    if isinstance(batch, TapCounts):
+        check_event_time(batch.event_time_seconds)
+    else:
+        sketches.check(batch.table, batch.rows, batch.event_time_seconds, batch.sequence_lengths)
 
 
 def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float) -> AccessCounts:

@@ -31,6 +31,12 @@ class Admission:
     future_clamped: bool = False
 
 
+def check_event_time(seconds: float) -> None:
+    """Raise SketchError unless the time is finite."""
+    if not math.isfinite(seconds):
+        raise SketchError(f"event time {seconds}", remedy="send Unix seconds")
+
+
 class ForwardDecay:
     """The event-time clock of a stream and the weights it gives (Cormode, Shkapenyuk, Srivastava and Xu, *Forward
     Decay*, ICDE 2009: exponential decay with a landmark).
@@ -91,8 +97,7 @@ class ForwardDecay:
             SketchError: the time is not finite.
         """
         time = event_time_seconds
-        if not math.isfinite(time):
-            raise SketchError(f"event time {time}", remedy="send Unix seconds")
+        check_event_time(time)
         clamped = time > arrival_seconds + self.max_future_seconds
         if clamped:
             time = arrival_seconds

@@ -20,6 +20,15 @@ MAX_COUNTED_VALUES = 2**18
 most 2^-18 in rank, a thousandth of the sketch's own."""
 
 
+def check_values(values: npt.NDArray[Any]) -> None:
+    """Raise SketchError unless ``values`` is a vector of numbers.
+
+    Only a one-dimensional float32 array takes the library's bulk path; anything else would be one item, or an error.
+    """
+    if values.ndim != 1 or values.dtype.kind not in "iuf":
+        raise SketchError(f"quantiles of {values.dtype}{list(values.shape)}", remedy="give a vector of numbers")
+
+
 class KllQuantiles:
     """KLL sketch of float32 values (Karnin, Lang and Liberty, *Optimal quantile approximation in streams*, 2016).
 
@@ -42,9 +51,7 @@ class KllQuantiles:
 
     def add(self, values: npt.NDArray[Any]) -> None:
         """Add [n] values of any real dtype."""
-        # Only a one-dimensional float32 array takes the bulk path; anything else would be one item, or an error.
-        if values.ndim != 1 or values.dtype.kind not in "iuf":
-            raise SketchError(f"quantiles of {values.dtype}{list(values.shape)}", remedy="give a vector of numbers")
+        check_values(values)
         if len(values):
             self._sketch.update(np.ascontiguousarray(values, dtype=np.float32))
 

@@ -19,9 +19,9 @@ from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import TableCounts
 from flexd.sketch import budget, kinds, saved_state
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.decay import Admission, ForwardDecay
+from flexd.sketch.decay import Admission, ForwardDecay, check_event_time
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.quantiles import KllQuantiles
+from flexd.sketch.quantiles import KllQuantiles, check_values
 from flexd.sketch.saved_state import SavedTable
 from flexd.sketch.table_sketch import Arrays, TableSketch
 from flexd.sketch.types import AccessCounts, SketchSettings
@@ -123,7 +123,7 @@ class SketchSet:
         sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
         arrival_seconds: float = math.inf,
     ) -> AccessCounts:
-        """Count one batch.
+        """Count one batch. Call ``check`` first where a part of a message must not be counted.
 
         Args:
             table: name; accesses of an unknown table are counted as such and change nothing else.
@@ -134,10 +134,9 @@ class SketchSet:
             arrival_seconds: as in ``ForwardDecay.admit``.
 
         Raises:
-            SketchError: rows are no vector of integers, or the time is not finite. Nothing is counted then.
+            SketchError: as ``check``. Nothing is counted then.
         """
-        if rows.ndim != 1 or rows.dtype.kind not in "iu":
-            raise SketchError(f"rows of table {table!r} are {rows.dtype}{list(rows.shape)}", remedy="give row ids [n]")
+        self.check(table, rows, event_time_seconds, sequence_lengths)
         index = self._index.get(table)
         if index is None:
             return AccessCounts(unknown_table=len(rows))
@@ -151,6 +150,26 @@ class SketchSet:
         if sequence_lengths is not None:
             self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
+
+    def check(
+        self,
+        table: str,
+        rows: npt.NDArray[np.integer[Any]],
+        event_time_seconds: float,
+        sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
+    ) -> None:
+        """Check whether a batch can be counted; changes nothing.
+
+        Raises:
+            SketchError: rows or lengths are no vectors of numbers, or the time is not finite.
+        """
+        if rows.ndim != 1 or rows.dtype.kind not in "iu":
+            raise SketchError(f"rows of table {table!r} are {rows.dtype}{list(rows.shape)}", remedy="give row ids [n]")
+        if table not in self._index or not len(rows):
+            return
+        check_event_time(event_time_seconds)
+        if sequence_lengths is not None:
+            check_values(sequence_lengths)
 
     def ingest_counted(
         self, counts: TableCounts, source_rank: int, event_time_seconds: float, arrival_seconds: float = math.inf

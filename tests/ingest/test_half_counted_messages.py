@@ -1,0 +1,104 @@
+"""A fault at each stage of counting a message: all of it is counted or none, whatever is raised and wherever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import SketchError
+from flexd.core.supervision import UnsafeStateError
+from flexd.ingest import message_counter
+from flexd.ingest.arrival import ArrivalClock, EventTimeSkew
+from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.ingest.message_counter import MessageCounter
+from flexd.sketch import sketch_set
+from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.quantiles import KllQuantiles
+from flexd.sketch.sample import AccessSample
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.table_sketch import TableSketch
+from flexd.stream.types import AccessBatch
+from tests.support.ingest_fakes import T0, FakeSource, make_ingestor, run_to_the_end
+
+ROWS, MESSAGES = np.arange(-1, 9, dtype=np.int64), 6
+"""Each message has three batches of them, so nine accepted accesses and one negative row in each batch."""
+MEMORY, BUG = MemoryError("no memory"), ValueError("a bug")
+
+STAGES: list[tuple[Any, str]] = [
+    (sketch_set.SketchSet, "check"),
+    (sketch_set.SketchSet, "ingest"),
+    (ForwardDecay, "admit"),
+    (TableSketch, "fit_unit"),
+    (TableSketch, "add"),
+    (AccessSample, "add"),
+    (KllQuantiles, "add"),
+    (sketch_set, "_access_counts"),
+    (message_counter, "_ingest"),
+    (MessageCounter, "_reject"),
+    (ArrivalClock, "arrival"),
+    (EventTimeSkew, "add"),
+    (DeadLetterFile, "_append"),
+]
+
+
+def batches(payload: Any, _: int) -> list[AccessBatch]:
+    """Decode message i: two batches of one table around one of another."""
+    number = int(bytes(payload))
+    lengths = np.array([4, 6], dtype=np.int32)
+    return [AccessBatch(table, ROWS, 0, T0 + number, lengths) for table in ("small", "large", "small")]
+
+
+class FaultAt:
+    """Raises ``error`` instead of the n-th call of a function, once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, error: Exception) -> None:
+        original, calls = getattr(owner, name), [0]
+
+        def call(*args: Any, **more: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == n:
+                raise error
+            return original(*args, **more)
+
+        monkeypatch.setattr(owner, name, call)
+        self.calls = calls
+
+
+def run_all(tmp_path: Any) -> tuple[Any, bool]:
+    """Run an ingest to the end of the stream or of itself; return it, and whether it ended because it had to."""
+    source = FakeSource({"p": [str(number).encode() for number in range(MESSAGES)]})
+    ingestor = make_ingestor(
+        source, SnapshotStore(tmp_path / "state", 2), decode=batches, snapshot_interval_seconds=0.0,
+        dead_letters=DeadLetterFile(tmp_path / "dead.jsonl", 100_000, 64),
+    )  # fmt: skip
+    try:
+        run_to_the_end(ingestor, source)
+    except UnsafeStateError:
+        return ingestor, True
+    return ingestor, False
+
+
+@pytest.mark.parametrize("error", [MEMORY, BUG, SketchError("malformed")], ids=["memory", "bug", "sketch"])
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize(("owner", "name"), STAGES, ids=[f"{name}" for _, name in STAGES])
+def test_a_fault_at_any_stage_counts_each_message_wholly_or_not_at_all(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, error: Exception
+) -> None:
+    with monkeypatch.context() as patch:
+        fault = FaultAt(patch, owner, name, n, error)
+        ingestor, ended = run_all(tmp_path)
+        reached = fault.calls[0] >= n
+    if ended:
+        ingestor, again = run_all(tmp_path)
+        assert not again
+    samples = ingestor._sketches.sketches.samples_by_table()
+    stats = ingestor.stats()
+    skipped = sum(stats.rejected_messages.values())
+    assert samples == ((MESSAGES - skipped) * 2 * 9, (MESSAGES - skipped) * 9)
+    assert skipped <= (1 if reached and not ended else 0)
+    if not ended:
+        assert stats.messages == MESSAGES
+        assert stats.accesses == sum(samples)
+        assert stats.rejected_accesses["negative_row"] == (MESSAGES - skipped) * 3
