@@ -244,6 +244,12 @@ class EmbeddingCollection(nn.Module):
                 f"ranks make different calls: {agreement.first}; {agreement.last}",
                 remedy="train() or eval(), backward passes and steps at the same points on every rank",
             )
+        if agreement.settings_differ:
+            raise EmbeddingError(
+                f"ranks updated their rows with different optimizer settings; rank {self.rank}: {self.engine.settings}",
+                remedy="use equal settings and schedules on every rank, and start again from the last checkpoint: "
+                "copies of a row have become unequal",
+            )
         if route.agreement.fault:
             if route.agreement.fault == self.rank + 1 and error is None and resolved is not None:
                 self._features.raise_fault(resolved[0])

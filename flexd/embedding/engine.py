@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -175,6 +176,9 @@ class RowEngine:
         self.passes: list[ForwardPass] = []
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = 0
+        self.settings = ""
+        """Settings of the optimizer in the last update, and their digest (31 bits)."""
+        self.settings_digest = 0
         self.apply_seconds = 0.0
         self.after_step: Callable[[], None] | None = None
         self._scale = gradient_scale
@@ -239,7 +243,7 @@ class RowEngine:
         """
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         touched = self.sync.new_touched() if trains else None
-        agreement = Agreement(self.inbox.begin_exchange(), fault, call, call)
+        agreement = Agreement(self.inbox.begin_exchange(), fault, call, call, (self.settings_digest,) * 2)
         route = self.router.find(keys, agreement, touched, faulty, numbers)
         self.inbox.end_exchange(route.agreement.version)
         return ForwardPass(route, touched)
@@ -304,6 +308,8 @@ class RowEngine:
             return  # nothing was looked up for training on any rank
         self._summed = None
         self.steps += 1
+        self.settings = repr(optimizer)
+        self.settings_digest = zlib.crc32(self.settings.encode()) >> 1
         self.sync.update(summed.scaled(), optimizer, self.steps)
         self.hooks.after_update(optimizer, self.steps)
         if self.after_step is not None:

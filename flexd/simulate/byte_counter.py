@@ -28,7 +28,7 @@ Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 
-AGREEMENT_NUMBERS = 2
+AGREEMENT_NUMBERS = 3
 """Chunk version and fault, which travel with the sizes."""
 INTRA, INTER = 0, 1
 """Links: the last axis of all byte arrays."""

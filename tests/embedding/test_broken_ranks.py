@@ -58,6 +58,18 @@ def test_different_calls_are_refused_with_both_calls(
         assert continues
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Ranks, ahead: bool) -> None:
+    """Found by the first look-up after the update that differed; with run-ahead by the one after that."""
+    results = ranks(4).run("fault_jobs:other_settings", RankLayout(2, 2), 3, ahead)
+    for rank, (steps, text) in enumerate(results):
+        assert steps == 3 + ahead
+        assert text.startswith("EmbeddingError: ranks updated their rows with different optimizer settings")
+        assert f"rank {rank}: SGD(" in text
+        assert f"lr={0.005 if rank == 3 else 0.01}" in text
+        assert "last checkpoint" in text
+
+
 def test_two_collections_in_one_process_train(ranks: Ranks) -> None:
     together = ranks(2).run("fault_jobs:two_collections", RankLayout(2, 1), True)
     apart = ranks(2).run("fault_jobs:two_collections", RankLayout(2, 1), False)

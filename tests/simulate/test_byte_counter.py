@@ -80,9 +80,9 @@ def test_every_request_is_counted_once(shape: tuple[int, int], exchange: Exchang
         [c for c in collectives if c.part not in (StepPart.SYNC_MASK, StepPart.SYNC_ROWS)], layout.world_size
     )
     expected = slow_count(keys, layout, tiers, exchange)
-    # Sizes: 8 bytes a dim-group and 16 more, to every other rank of each hop.
+    # Sizes: 8 bytes a dim-group and 24 more, to every other rank of each hop.
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
-    each = 8 * (len(KEYSPACE.groups) + 2)
+    each = 8 * (len(KEYSPACE.groups) + 3)
     expected[:, StepPart.IDS, 0] += each * (local - 1)
     expected[:, StepPart.IDS, 1] += each * ((nodes - 1) if exchange is Exchange.CHAIN else (world - local))
     np.testing.assert_array_equal(sent, expected)

@@ -15,6 +15,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
+from flexd.embedding.prefetch.loop import prefetch
 
 IDS = {"item": Jagged(torch.arange(50), torch.tensor([50]))}
 
@@ -104,3 +105,18 @@ def diverge(rank: int, layout: RankLayout, odd: int, fault: str, exchange: str) 
         collection.engine.steps -= 1
     _step(collection)
     return text, collection.replicas_bit_equal()
+
+
+def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tuple[int, str]:
+    """Train with another learning rate on one rank from step 2 on; return the steps done and the error of this rank."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    batches = [IDS] * 6
+    try:
+        for number, ids in enumerate(prefetch(batches, collection) if ahead else batches):
+            if number == 2 and rank == odd:
+                collection.optimizer.param_groups[0]["lr"] *= 0.5
+            collection(ids)["item"].values.sum().backward()
+            collection.optimizer.step()
+    except FlexdError as error:
+        return collection.steps, f"{type(error).__name__}: {error}"
+    return collection.steps, "no error"

@@ -17,6 +17,9 @@ Counts = tuple[tuple[int, ...], ...]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
+_SETTINGS_BITS = 31
+AGREEMENT_NUMBERS = 3
+"""Numbers of an agreement in a message of sizes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -56,32 +59,48 @@ class Agreement:
         version: the highest chunk received; combined by minimum.
         fault: 0, or 1 + the rank whose input cannot be looked up; combined by maximum.
         first, last: the signatures of the ranks: combined by minimum and maximum.
+        settings: lowest and highest digest (31 bits) of the optimizer settings of the last update.
     """
 
     version: int
     fault: int
     first: CallSignature
     last: CallSignature
+    settings: tuple[int, int] = (0, 0)
 
     @property
     def diverged(self) -> bool:
         """True if ranks make different calls. Continuing this look-up would leave ranks waiting for each other."""
         return self.first.code != self.last.code
 
+    @property
+    def settings_differ(self) -> bool:
+        """True if ranks updated their rows with different settings: copies of a row have become unequal."""
+        return self.settings[0] != self.settings[1]
+
     def pack(self) -> list[int]:
-        """Encode as two 64-bit numbers."""
+        """Encode as ``AGREEMENT_NUMBERS`` 64-bit numbers."""
         bits = _RANK_BITS + _CALL_BITS
-        return [self.version << bits | self.first.pack(), self.fault << bits | self.last.pack()]
+        lowest, highest = self.settings
+        return [
+            self.version << bits | self.first.pack(),
+            self.fault << bits | self.last.pack(),
+            lowest << _SETTINGS_BITS | highest,
+        ]
 
     @staticmethod
     def combined(words: Sequence[Sequence[int]]) -> Agreement:
         """Combine the packed agreements of several ranks."""
         bits = _RANK_BITS + _CALL_BITS
         return Agreement(
-            min(version >> bits for version, _ in words),
-            max(fault >> bits for _, fault in words),
-            min(CallSignature.unpack(version) for version, _ in words),
-            max(CallSignature.unpack(fault) for _, fault in words),
+            min(version >> bits for version, _, _ in words),
+            max(fault >> bits for _, fault, _ in words),
+            min(CallSignature.unpack(version) for version, _, _ in words),
+            max(CallSignature.unpack(fault) for _, fault, _ in words),
+            (
+                min(settings >> _SETTINGS_BITS for *_, settings in words),
+                max(settings % 2**_SETTINGS_BITS for *_, settings in words),
+            ),
         )
 
 
@@ -140,9 +159,9 @@ class Hop:
         extra = torch.tensor(packed, dtype=torch.int64, device=sizes.device)
         if faulty is not None and not agreement.fault:
             with_fault = replace(agreement, fault=self.peers.rank + 1).pack()
-            extra += faulty * torch.tensor([0, with_fault[1] - packed[1]], dtype=torch.int64, device=sizes.device)
-        sent = torch.cat([sizes, extra.expand(size, 2)], dim=1).view(-1)
-        width = groups + 2
+            extra += faulty * torch.tensor([0, with_fault[1] - packed[1], 0], dtype=torch.int64, device=sizes.device)
+        sent = torch.cat([sizes, extra.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
+        width = groups + AGREEMENT_NUMBERS
         received = self.peers.all_to_all(sent, [width] * size, [width] * size)
         numbers = torch.cat([sent, received] if local is None else [sent, received, local]).tolist()
         requested, served = (

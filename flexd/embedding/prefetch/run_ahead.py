@@ -116,7 +116,12 @@ class RunAhead(StepHooks):
         # Chunks are applied before the next look-up, and gradients that wait belong to rows of earlier passes.
         locate = inbox.agreed_version <= inbox.applied_version and not self._engine.awaits_push
         step_expected = len(passes) % self.passes_per_step == 0
-        self._thread.submit(lambda: self._job.run(batch, deferred, passes, step_expected=step_expected, locate=locate))
+        digest = self._engine.settings_digest
+        self._thread.submit(
+            lambda: self._job.run(
+                batch, deferred, passes, step_expected=step_expected, locate=locate, settings_digest=digest
+            )
+        )
 
     def finish(self) -> None:
         """End the loop on this rank. Raises EmbeddingError if it does not end on all others."""

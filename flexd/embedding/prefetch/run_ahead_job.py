@@ -129,6 +129,7 @@ class RunAheadJob:
         *,
         step_expected: bool,
         locate: bool,
+        settings_digest: int = 0,
     ) -> RunAheadResult:
         """Collective.
 
@@ -137,6 +138,7 @@ class RunAheadJob:
             passes: passes that the step under way will push.
             step_expected: whether these are all of its passes.
             locate: whether to look the batch up. Equal on all ranks.
+            settings_digest: of the optimizer settings of the last update.
         """
         if deferred is not None:
             deferred.push(self._sync)
@@ -151,7 +153,9 @@ class RunAheadJob:
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         touched = self._sync.new_touched()
-        route = self._router.find(found.keys, self._agreement(batch, error), touched, found.faulty, found.numbers)
+        route = self._router.find(
+            found.keys, self._agreement(batch, error, settings_digest), touched, found.faulty, found.numbers
+        )
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
         self._inbox.end_exchange(max(agreement.version, 0))
@@ -167,7 +171,7 @@ class RunAheadJob:
             return replace(result, rows=self._router.fetch(route, touched, expand=False))
         return self._fetch_unchanged(result, forward_pass)
 
-    def _agreement(self, batch: NextBatch, error: Exception | None) -> Agreement:
+    def _agreement(self, batch: NextBatch, error: Exception | None, settings_digest: int) -> Agreement:
         """Return the agreement of this rank.
 
         A rank without a batch sends a version below all others' and a fault below none: so every rank detects whether
@@ -176,8 +180,8 @@ class RunAheadJob:
         version = self._inbox.begin_exchange()
         call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
         if batch.given is None:
-            return Agreement(-1 - self._rank, -1, call, call)
-        return Agreement(version, 0 if error is None else 1 + self._rank, call, call)
+            return Agreement(-1 - self._rank, -1, call, call, (settings_digest,) * 2)
+        return Agreement(version, 0 if error is None else 1 + self._rank, call, call, (settings_digest,) * 2)
 
     def _fetch_unchanged(self, result: RunAheadResult, forward_pass: ForwardPass) -> RunAheadResult:
         """Collective. Fetch the rows that the passes of the step under way do not change."""

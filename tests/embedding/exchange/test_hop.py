@@ -16,9 +16,15 @@ def test_packed_agreements_combine_to_minimum_and_maximum(
     version: int, fault: int, passes: int, ranks_of: list[int], steps: int
 ) -> None:
     calls = [CallSignature.of(rank, trains=rank % 2 == 0, passes=passes, steps=steps) for rank in ranks_of]
-    packed = [Agreement(version + n, fault - n, call, call).pack() for n, call in enumerate(calls)]
+    settings = [(2**31 - 1 - n, 2**31 - 1 - n) for n in range(len(calls))]
+    packed = [
+        Agreement(version + n, fault - n, call, call, of_rank).pack()
+        for n, (call, of_rank) in enumerate(zip(calls, settings, strict=True))
+    ]
     assert all(-(2**63) <= word < 2**63 for words in packed for word in words)
     both = Agreement.combined(packed)
     assert (both.version, both.fault) == (version, fault)
     assert (both.first, both.last) == (min(calls), max(calls))
+    assert both.settings == (2**31 - len(calls), 2**31 - 1)
+    assert both.settings_differ == (len(calls) > 1)
     assert both.diverged == (len({rank % 2 for rank in ranks_of}) > 1)

@@ -18,8 +18,8 @@ Ranks = Callable[[int], RankPool]
 ROW = 8 * 4
 
 
-SIZES = 3 * 8
-"""Bytes of the sizes for one peer: rows of the one dim-group, chunk version, fault."""
+SIZES = 4 * 8
+"""Bytes of the sizes for one peer: rows of the one dim-group, chunk version, fault, optimizer settings."""
 
 
 def chain_bytes(layout: RankLayout, ids: list[set[int]], held: Callable[[int, int], bool]) -> np.ndarray:
