@@ -70,6 +70,7 @@ def examine(file: Path, timeout_seconds: float, url: str | None, socket: Path | 
     checks = {
         "versions": lambda: host.versions(config),
         "secrets": lambda: host.secrets(config),
+        "certificates": lambda: host.certificates(config),
         "disk": lambda: host.disk(config),
         "clock": lambda: host.clock(config),
         "ports": lambda: host.ports(config, running=status is not None),

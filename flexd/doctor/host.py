@@ -16,6 +16,7 @@ from pathlib import Path
 import flexd
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
+from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core import units
 from flexd.core.secrets import read_keys
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning
@@ -89,13 +90,28 @@ def secrets(config: Config) -> Iterator[Finding]:
     }
     given = {key: path for key, path in files.items() if path is not None}
     if not given:
-        yield ok("secrets", "none configured: only ranks on this machine can connect")
+        yield ok("secrets", "none configured: only ranks on this machine, or with certificates, can connect")
     for key, path in given.items():
         keys = read_keys(path, key)
         if path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP):
             yield warning("secrets", f"{key}: {path} can be read or changed by others", f"chmod 0640 {path}")
         else:
             yield ok("secrets", f"{key}: {len(keys)} {'key' if len(keys) == 1 else 'keys'}")
+
+
+def certificates(config: Config) -> Iterator[Finding]:
+    """Check that the files of ``control.tls`` can be used, and that its key is private."""
+    tls = config.control.tls
+    if tls.cert_file is None or tls.key_file is None or tls.ca_file is None:
+        return
+    TlsContext(TlsFiles(tls.cert_file, tls.key_file, tls.ca_file), server_side=True)
+    if tls.key_file.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        yield warning(
+            "certificates", f"control.tls.key_file: {tls.key_file} can be read or changed by others",
+            f"chmod 0640 {tls.key_file}",
+        )  # fmt: skip
+    else:
+        yield ok("certificates", f"control.tls: {tls.cert_file}")
 
 
 def ports(config: Config, *, running: bool) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import pytest
 
 from flexd.doctor import finding, host
 from flexd.doctor.finding import Level
+from tests.support.certificates import Authority
 from tests.support.doctor import config, levels
 
 
@@ -53,6 +54,22 @@ def test_secrets(tmp_path):
     (found,) = finding.run("secrets", lambda: host.secrets(wanted))
     assert found.level is Level.FAULT
     assert "short" not in found.text + found.remedy
+
+
+def test_certificates(tmp_path):
+    assert list(host.certificates(config(tmp_path))) == []
+    files = Authority(tmp_path).issue("daemon", "127.0.0.1")
+    files.key_file.chmod(0o640)
+    tls = {"cert_file": str(files.cert_file), "key_file": str(files.key_file), "ca_file": str(files.ca_file)}
+    wanted = config(tmp_path, control={"tls": tls})
+    assert levels(host.certificates(wanted)) == {"certificates ok": 1}
+    files.key_file.chmod(0o644)
+    (found,) = host.certificates(wanted)
+    assert (found.level, found.remedy) == (Level.WARNING, f"chmod 0640 {files.key_file}")
+    files.ca_file.write_text("no PEM")
+    (found,) = finding.run("certificates", lambda: host.certificates(wanted))
+    assert found.level is Level.FAULT
+    assert "control.tls.ca_file" in found.text
 
 
 def test_ports(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox, Prepare
+from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import ControlError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -65,6 +66,7 @@ class Ranks:
         can_list: bool = True,
         identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
         prepare_of_rank: dict[int, Prepare] | None = None,
+        tls: TlsFiles | None = None,
     ) -> None:
         self.layout = layout or RankLayout(2, 2)
         self.steps = 0
@@ -78,7 +80,7 @@ class Ranks:
             inbox = ChunkInbox(TABLES, self.layout, rank, who.replica_slots, prepare=(prepare_of_rank or {}).get(rank))
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
-                inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds,
+                inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds, tls=tls,
                 placement_lists=(lambda state=state, rank=rank: self._listed(state, rank)) if can_list else None,
             )  # fmt: skip
             self.ranks.append(state)
