@@ -47,7 +47,7 @@ class Components:
 
     Attributes:
         settings: the effective configuration; replaced by a reload.
-        snapshots: of this daemon, and those that were set aside.
+        snapshots: of this daemon, and those that were quarantined.
         leader: of scale-out; None for a daemon without followers.
     """
 

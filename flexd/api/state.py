@@ -1,4 +1,4 @@
-"""What a start made of the saved state."""
+"""The saved state as the newest start found and left it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import Model
 from flexd.api.families import gauge, gauges, with_zeros
-from flexd.sketch.set_aside import REASONS
+from flexd.sketch.quarantine import REASONS
 from flexd.sketch.table_outcome import OUTCOMES
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ class RestoredTable(Model):
     accesses: int = 0
     """Accesses counted in the snapshot."""
     detail: str = ""
-    """What changed, or why the table starts empty."""
+    """The change, or the reason why the table starts empty."""
 
 
-class SetAsideFile(Model):
-    """One snapshot that was set aside."""
+class QuarantinedFile(Model):
+    """One snapshot that was quarantined."""
 
     name: str
-    """Name of the file in the folder ``snapshots/aside``."""
+    """Name of the file in the folder ``snapshots/quarantine``."""
     reason: str
     """``damaged``, ``newer``, ``unusable``, ``emptied``, ``converted``, ``reset`` or ``replaced``."""
     bytes: int = 0
@@ -49,7 +49,7 @@ class SetAsideFile(Model):
 
 
 class StateStatus(Model):
-    """The saved state: what the newest start kept of it, and what was set aside."""
+    """The saved state: what the newest start kept of it, and what was quarantined."""
 
     restored_from: str | None = None
     """The snapshot that this start continued from; null if there was none."""
@@ -59,8 +59,8 @@ class StateStatus(Model):
     """The tables that are not as they were saved; at most 100."""
     lost_accesses: int = 0
     """Accesses of tables that were emptied or removed."""
-    aside: tuple[SetAsideFile, ...] = ()
-    """Snapshots set aside, the newest first; they stay until `flexd state discard`."""
+    quarantined: tuple[QuarantinedFile, ...] = ()
+    """Quarantined snapshots, the newest first; they stay until `flexd state discard`."""
     problems: tuple[str, ...] = ()
     """Why snapshots were not used by this start."""
 
@@ -78,20 +78,20 @@ class StateStatus(Model):
             self.lost_accesses,
         )
         yield gauges(
-            "flexd_state_aside_snapshots",
-            "Snapshots set aside until an operator discards them, by reason.",
+            "flexd_state_quarantined_snapshots",
+            "Snapshots quarantined until an operator discards them, by reason.",
             "reason",
-            with_zeros(REASONS, Counter(snapshot.reason for snapshot in self.aside)),
+            with_zeros(REASONS, Counter(snapshot.reason for snapshot in self.quarantined)),
         )
         yield gauge(
-            "flexd_state_aside_bytes",
-            "Size of the snapshots set aside.",
-            sum(snapshot.bytes for snapshot in self.aside),
+            "flexd_state_quarantined_bytes",
+            "Size of the quarantined snapshots.",
+            sum(snapshot.bytes for snapshot in self.quarantined),
         )
 
 
 def state_status(ingestor: Ingestor, snapshots: SnapshotStore) -> StateStatus:
-    """Return what the ingest restored, and what is set aside."""
+    """Return what the ingest restored, and what is quarantined."""
     changed = [outcome for outcome in ingestor.outcomes if outcome.outcome != "kept"]
     # Those that lost counts first: the list is bounded.
     changed.sort(key=lambda outcome: -outcome.lost)
@@ -100,6 +100,8 @@ def state_status(ingestor: Ingestor, snapshots: SnapshotStore) -> StateStatus:
         outcomes=dict(Counter(outcome.outcome for outcome in ingestor.outcomes)),
         tables=tuple(RestoredTable.from_object(outcome) for outcome in changed[:MAX_TABLES]),
         lost_accesses=sum(outcome.lost for outcome in ingestor.outcomes),
-        aside=tuple(SetAsideFile.from_object(kept, name=kept.path.name) for kept in snapshots.aside.list()),
+        quarantined=tuple(
+            QuarantinedFile.from_object(kept, name=kept.path.name) for kept in snapshots.quarantine.list()
+        ),
         problems=ingestor.stats().restore_problems,
     )

@@ -89,7 +89,7 @@ class Status(Model):
     snapshot: SnapshotStatus = SnapshotStatus()
     """Durable state."""
     state: StateStatus = StateStatus()
-    """What this start made of the saved state."""
+    """The saved state as this start found and left it."""
     scale_out: ScaleOutStatus | None = None
     """Leader and followers; null for a daemon that is alone."""
     config: ConfigStatus = ConfigStatus()

@@ -28,7 +28,9 @@ app = typer.Typer(
     "Example: flexd state show -c configs/laptop.yaml",
     no_args_is_help=True,
 )
-NamesArgument = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Snapshots that were set aside.")]
+NamesArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="[NAME]...", help="Snapshots that were quarantined.")
+]
 
 
 def _load(config: Path) -> Config:
@@ -65,9 +67,9 @@ def reset(
     dry_run: DryRunOption = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Set all snapshots aside, so that the next start counts from empty.
+    """Quarantine all snapshots, so that the next start counts from empty.
 
-    By default the next start reads all that the stream still holds. Files of a newer flexd are set aside too. Exit
+    By default the next start reads all that the stream still holds. Files of a newer flexd are quarantined too. Exit
     status 6 if a daemon uses the directory.
 
     Example: flexd state reset -c configs/laptop.yaml --yes
@@ -78,7 +80,7 @@ def reset(
     report = state_admin.report(loaded)
     accesses = report.snapshots[0].accesses if report.snapshots else 0
     words = (
-        f"This sets {units.plural(len(report.snapshots), 'snapshot')} with {units.count(accesses)} accesses aside in "
+        f"This quarantines {units.plural(len(report.snapshots), 'snapshot')} with {units.count(accesses)} accesses in "
         f"{report.directory}."
     )
     if dry_run:
@@ -86,17 +88,17 @@ def reset(
         return
     confirm(f"{words} Reset?", yes)
     directory, moved = state_admin.reset(loaded, keep_positions=keep_positions)
-    emit({"directory": str(directory), "set_aside": moved}, [_named("set aside", moved)], output)
+    emit({"directory": str(directory), "quarantined": moved}, [_named("quarantined", moved)], output)
 
 
 @app.command("restore")
 def restore(
     config: ConfigOption,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A snapshot that was set aside.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A snapshot that was quarantined.")],
     yes: YesOption = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Make a snapshot that was set aside the newest one.
+    """Make a snapshot that was quarantined the newest one.
 
     The next start continues from its counters and stream positions. Exit status 6 if a daemon uses the directory.
 
@@ -114,11 +116,11 @@ def restore(
 def discard(
     config: ConfigOption,
     names: NamesArgument = None,
-    everything: Annotated[bool, typer.Option("--all", help="Delete all snapshots that were set aside.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all quarantined snapshots.")] = False,
     yes: YesOption = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Delete snapshots that were set aside. May run beside the daemon.
+    """Delete quarantined snapshots. May run beside the daemon.
 
     Example: flexd state discard -c configs/laptop.yaml --all --yes
     """
@@ -127,7 +129,7 @@ def discard(
     loaded = _load(config)
     from flexd.daemon import state_admin
 
-    confirm(f"Delete {'all snapshots that were set aside' if everything else ', '.join(names or [])}?", yes)
+    confirm(f"Delete {'all quarantined snapshots' if everything else ', '.join(names or [])}?", yes)
     deleted = state_admin.discard(loaded, names or [])
     emit({"deleted": deleted}, [_named("deleted", deleted)], output)
 
@@ -155,7 +157,7 @@ def export(
 def import_(
     config: ConfigOption,
     archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="File that `flexd state export` wrote.")],
-    replace: Annotated[bool, typer.Option("--replace", help="Set state that state.dir has aside.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Quarantine the state that state.dir has.")] = False,
     yes: YesOption = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
@@ -195,9 +197,9 @@ def _document(report: StateReport) -> dict[str, Any]:
         "restored_from": None if report.preview.path is None else report.preview.path.name,
         "tables": [dataclasses.asdict(outcome) for outcome in report.preview.outcomes],
         "snapshots": [dataclasses.asdict(saved) for saved in report.snapshots],
-        "aside": [
+        "quarantined": [
             {"name": kept.path.name, "reason": kept.reason, "bytes": kept.bytes, "unix_seconds": kept.unix_seconds}
-            for kept in report.aside
+            for kept in report.quarantined
         ],
     }
 
@@ -222,12 +224,12 @@ def _blocks(report: StateReport) -> list[Block]:
     if report.preview.outcomes:
         rows = tuple(_outcome(outcome) for outcome in report.preview.outcomes)
         blocks.append(Table("tables", ("table", "outcome", "accesses", "detail"), rows, frozenset(("accesses",))))
-    if report.aside:
+    if report.quarantined:
         kept = tuple(
             (kept.path.name, kept.reason, units.when(kept.unix_seconds), units.size(kept.bytes))
-            for kept in report.aside
+            for kept in report.quarantined
         )
-        blocks.append(Table("set aside", ("snapshot", "reason", "written", "size"), kept, frozenset(("size",))))
+        blocks.append(Table("quarantined", ("snapshot", "reason", "written", "size"), kept, frozenset(("size",))))
     return blocks
 
 

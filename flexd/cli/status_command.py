@@ -142,7 +142,7 @@ def _sketch(status: Status) -> Facts:
     if snapshot.problem:
         facts.append(("problem", snapshot.problem))
     facts += _restored(status.state)
-    return Facts("sketch", tuple(facts), PROBLEM | {"not restored", "set aside"})
+    return Facts("sketch", tuple(facts), PROBLEM | {"not restored", "quarantined"})
 
 
 def _restored(state: StateStatus) -> list[tuple[str, str]]:
@@ -156,12 +156,12 @@ def _restored(state: StateStatus) -> list[tuple[str, str]]:
         named = ", ".join(f"{table.table} ({table.detail})" for table in lost[:MAX_LOST_TABLES])
         more = f" and {len(lost) - MAX_LOST_TABLES} more" if len(lost) > MAX_LOST_TABLES else ""
         facts.append(("not restored", f"{units.count(state.lost_accesses)} accesses of {named}{more}"))
-    if state.aside:
-        newest = state.aside[0]
+    if state.quarantined:
+        newest = state.quarantined[0]
         facts.append(
             (
-                "set aside",
-                f"{units.plural(len(state.aside), 'snapshot')}, the newest {newest.reason} ({newest.name}); "
+                "quarantined",
+                f"{units.plural(len(state.quarantined), 'snapshot')}, the newest {newest.reason} ({newest.name}); "
                 "see flexd state show",
             )
         )

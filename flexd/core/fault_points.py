@@ -23,11 +23,12 @@ POINTS = (
     "journal.append", "journal.appended", "chunk.announce", "chunk.announced", "chunk.half_sent", "chunk.sent",
     "chunk.agreed", "chunk.applied", "migration.finished", "snapshot.begin", "snapshot.copied", "snapshot.written",
     "snapshot.renamed", "snapshot.committed",
-    "aside.linked", "reset.saved", "reset.moved", "export.written", "import.extracted", "import.moving", "import.moved",
+    "quarantine.linked", "reset.saved", "reset.moved", "export.written", "import.extracted", "import.moving",
+    "import.moved",
 )  # fmt: skip
-"""In the order in which a daemon first passes them, snapshots aside; those from ``aside.linked`` on are passed where
-state changes hands."""
-POINTS_OF_A_JOB = POINTS[: POINTS.index("aside.linked")]
+"""In the order in which a daemon first passes them, except for snapshots; those from ``quarantine.linked`` on are passed
+by starts with changed state and by ``flexd state``."""
+POINTS_OF_A_JOB = POINTS[: POINTS.index("quarantine.linked")]
 """The points that the daemon of a training job passes again and again."""
 
 THREAD_POINTS = (

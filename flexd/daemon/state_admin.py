@@ -1,4 +1,4 @@
-"""What an operator does with the state of a daemon: look, reset, restore and discard snapshots.
+"""Commands of an operator on the state of a daemon: look, reset, restore and discard snapshots.
 
 Everything that changes state takes the lock of the directory, so a running daemon is never disturbed.
 """
@@ -17,12 +17,12 @@ from flexd.core.durable import sync_directory
 from flexd.core.errors import SketchError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
-from flexd.daemon.state_files import IMPORTING, check_import_ended, newer_files, set_file_aside
+from flexd.daemon.state_files import IMPORTING, check_import_ended, newer_files, quarantine_state_file
 from flexd.daemon.state_lock import StateLock
 from flexd.ha.term_directories import highest_term
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
 from flexd.sketch import snapshot
-from flexd.sketch.set_aside import SetAsideSnapshot
+from flexd.sketch.quarantine import QuarantinedSnapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 
@@ -60,7 +60,7 @@ class StateReport:
 
     directory: Path
     snapshots: tuple[SavedSnapshot, ...]
-    aside: tuple[SetAsideSnapshot, ...]
+    quarantined: tuple[QuarantinedSnapshot, ...]
     preview: RestorePreview
     problems: tuple[str, ...]
 
@@ -99,20 +99,20 @@ def report(config: Config) -> StateReport:
     return StateReport(
         directory,
         tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
-        tuple(store.aside.list()),
+        tuple(store.quarantine.list()),
         preview(store, config.keyspace().tables, factory.sketch_settings(config)),
         tuple(problems),
     )
 
 
 def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
-    """Set all snapshots aside, and files of a newer format, so that the next start is empty.
+    """Quarantine all snapshots, and files of a newer format, so that the next start is empty.
 
     Args:
         keep_positions: count from the positions of the newest snapshot on, instead of all that the stream still holds.
 
     Returns:
-        (the directory, the names of what was set aside).
+        (the directory, the names of what was quarantined).
 
     Raises:
         StateLockedError: a daemon uses the directory.
@@ -122,7 +122,7 @@ def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
 
 
 def restore(config: Config, name: str) -> Path:
-    """Make a snapshot that was set aside the newest one, so that the next start continues from it.
+    """Make a snapshot that was quarantined the newest one, so that the next start continues from it.
 
     Returns:
         its new path.
@@ -135,7 +135,7 @@ def restore(config: Config, name: str) -> Path:
 
 
 def discard(config: Config, names: list[str]) -> list[str]:
-    """Delete snapshots that were set aside; may run beside the daemon. Returns their names.
+    """Delete quarantined snapshots; may run beside the daemon. Returns their names.
 
     Args:
         names: none: all of them.
@@ -143,10 +143,10 @@ def discard(config: Config, names: list[str]) -> list[str]:
     Raises:
         SnapshotError: there is none of a name, or it cannot be deleted.
     """
-    aside = _reader(directory_of(config)).aside
-    chosen = names or [kept.path.name for kept in aside.list()]
+    quarantine = _reader(directory_of(config)).quarantine
+    chosen = names or [kept.path.name for kept in quarantine.list()]
     for name in chosen:
-        aside.discard(name)
+        quarantine.discard(name)
     return chosen
 
 
@@ -172,7 +172,7 @@ def _on_newest(config: Config, change: Callable[[Path], _Result]) -> tuple[Path,
 
 
 def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
-    # A rotation that removes nothing: all snapshots are set aside.
+    # A rotation that removes nothing: all snapshots are quarantined.
     store = SnapshotStore(directory / "snapshots", 2**31)
     old = store.paths()
     if keep_positions:
@@ -181,10 +181,10 @@ def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
     moved = []
     # The oldest first: interrupted, the directory means what it meant before.
     for path in reversed(old):
-        moved.append(store.aside.add(path, "reset", move=True).name)
+        moved.append(store.quarantine.add(path, "reset", move=True).name)
         fault_point("reset.moved")
     for file in newer_files(directory):
-        set_file_aside(directory, file)
+        quarantine_state_file(directory, file)
         moved.append(file.name)
     with contextlib.suppress(FileNotFoundError):
         (directory / IMPORTING).unlink()
@@ -217,7 +217,7 @@ def _save_empty(config: Config, store: SnapshotStore, old: list[Path]) -> None:
 
 def _restore(config: Config, directory: Path, name: str) -> Path:
     store = SnapshotStore(directory / "snapshots", config.state.keep_snapshots)
-    for kept in store.aside.list():
+    for kept in store.quarantine.list():
         if kept.path.name == name:
             snapshot.read(kept.path)
             newest = max((snapshot.number_of(path) for path in store.paths()), default=0)
@@ -225,11 +225,11 @@ def _restore(config: Config, directory: Path, name: str) -> Path:
             try:
                 os.replace(kept.path, target)
                 sync_directory(store.directory)
-                sync_directory(store.aside.directory)
+                sync_directory(store.quarantine.directory)
             except OSError as error:
                 raise SnapshotError(f"{kept.path}: {error.strerror}", remedy="check its permissions") from error
             return target
-    raise SnapshotError(f"no snapshot {name!r} was set aside", remedy="list them with `flexd state show`")
+    raise SnapshotError(f"no snapshot {name!r} was quarantined", remedy="list them with `flexd state show`")
 
 
 def _describe(path: Path) -> SavedSnapshot | None:

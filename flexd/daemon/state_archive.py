@@ -30,7 +30,7 @@ from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateErr
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
 from flexd.daemon.state_admin import directory_of, locked
-from flexd.daemon.state_files import FILES, IMPORTING, newer_files, set_file_aside
+from flexd.daemon.state_files import FILES, IMPORTING, newer_files, quarantine_state_file
 from flexd.ha.term_directories import highest_term
 from flexd.ingest.restore import preview
 from flexd.sketch import snapshot
@@ -89,7 +89,7 @@ def import_state(config: Config, archive: Path, *, replace: bool) -> Manifest:
     """Make the state of the archive that of ``state.dir``. Interrupted, it leaves the old state, or is run again.
 
     Args:
-        replace: set state that the directory has aside.
+        replace: quarantine the state that the directory has.
 
     Raises:
         StateLockedError: a daemon uses the directory.
@@ -109,7 +109,7 @@ def import_state(config: Config, archive: Path, *, replace: bool) -> Manifest:
         if present and not replace and not unfinished:
             raise SnapshotError(
                 f"state.dir: {directory} has state: {', '.join(present)}",
-                remedy="import with --replace, which sets it aside, or give another state.dir",
+                remedy="import with --replace, which quarantines it, or give another state.dir",
             )
         for left in directory.glob(f"{_EXTRACTING}*"):
             shutil.rmtree(left, ignore_errors=True)
@@ -305,16 +305,16 @@ def _present(directory: Path) -> list[str]:
 
 
 def _install(directory: Path, made: Path) -> None:
-    """Set the old state aside and move the new one in. Until the mark is gone no daemon starts."""
+    """Quarantine the old state and move the new one in. Until the mark is gone no daemon starts."""
     mark = directory / IMPORTING
     replace_file(mark, [b"run `flexd state import` again\n"])
     fault_point("import.moving")
     store = SnapshotStore(directory / "snapshots", 1)
     for path in reversed(store.paths()):
-        store.aside.add(path, "replaced", move=True)
+        store.quarantine.add(path, "replaced", move=True)
     for file in FILES:
         if (directory / file.name).exists():
-            set_file_aside(directory, file, _REPLACED)
+            quarantine_state_file(directory, file, _REPLACED)
     for source in sorted(path for path in made.rglob("*") if path.is_file()):
         target = directory / source.relative_to(made)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from flexd.operations.history import store as history
 logger = logging.getLogger("flexd")
 
 NEWER = ".newer"
-"""Suffix of a file of a newer format that was set aside."""
+"""Suffix of a file of a newer format that was quarantined."""
 IMPORTING = "import-unfinished"
 """A file that exists while an import replaces the state."""
 
@@ -68,7 +68,7 @@ def check_files(state_dir: Path, *, start_empty: bool) -> None:
     """Check the formats of the state's files.
 
     Args:
-        start_empty: set files of a newer format aside and start without them.
+        start_empty: quarantine files of a newer format and start without them.
 
     Raises:
         UnusableStateError: some are of a newer format, or an import did not end; nothing has changed.
@@ -79,7 +79,7 @@ def check_files(state_dir: Path, *, start_empty: bool) -> None:
         raise UnusableStateError("; ".join(found.values()), remedy=UNUSABLE_REMEDY)
     for file, problem in found.items():
         logger.error("%s: it is kept as %s%s", problem, file.name, NEWER)
-        set_file_aside(state_dir, file)
+        quarantine_state_file(state_dir, file)
 
 
 def check_import_ended(state_dir: Path) -> None:
@@ -91,7 +91,7 @@ def check_import_ended(state_dir: Path) -> None:
         )
 
 
-def set_file_aside(state_dir: Path, file: StateFile, suffix: str = NEWER) -> None:
+def quarantine_state_file(state_dir: Path, file: StateFile, suffix: str = NEWER) -> None:
     """Rename a file and what belongs to it.
 
     Raises:

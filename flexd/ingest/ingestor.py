@@ -74,7 +74,7 @@ class Ingestor:
         save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
         supervisor: of the process; records the faults of the thread.
         thread: name of the thread.
-        start_empty: set saved state that cannot be used aside and start without it.
+        start_empty: quarantine saved state that cannot be used and start without it.
 
     Raises:
         UnusableStateError: there is saved state, and none of it can be used.

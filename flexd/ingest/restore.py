@@ -17,7 +17,7 @@ from typing import Any
 from flexd.core.errors import SketchError, SnapshotError, StateVersionError, UnusableStateError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import table_migration
-from flexd.sketch.set_aside import Reason
+from flexd.sketch.quarantine import Reason
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_outcome import TableOutcome
@@ -63,7 +63,7 @@ class RestoredState:
 
 @dataclass(frozen=True)
 class SnapshotMeta:
-    """What a snapshot has beside the arrays of its sketches.
+    """Content of a snapshot beside the arrays of its sketches.
 
     Attributes:
         sketches: description of the sketches (``flexd.sketch.saved_state``).
@@ -102,11 +102,11 @@ def restore(
 ) -> RestoredState:
     """Load the newest usable snapshot, table by table, into the configured tables and settings.
 
-    A damaged snapshot is set aside, and the one before it is used. Of a snapshot from which tables start empty or are
-    converted, the file is kept aside too, so that it can be imported again.
+    A damaged snapshot is quarantined, and the one before it is used. Of a snapshot from which tables start empty or are
+    converted, the file is quarantined too, so that it can be imported again.
 
     Args:
-        start_empty: set unusable state aside and start without it.
+        start_empty: quarantine unusable state and start without it.
 
     Raises:
         UnusableStateError: there are snapshots, and none can be used; nothing has changed.
@@ -140,7 +140,7 @@ def restore(
         )
     for path, reason, problem in refused:
         state.report(problem)
-        _set_aside(state, snapshots, path, reason, move=True)
+        _quarantine(state, snapshots, path, reason, move=True)
     if refused and state.path is None:
         state.report("the sketches start empty, and the stream at its earliest message")
     _report_outcomes(state, snapshots)
@@ -149,7 +149,7 @@ def restore(
 
 @dataclass(frozen=True)
 class RestorePreview:
-    """What ``restore`` would do.
+    """The effect that ``restore`` would have.
 
     Attributes:
         path: the snapshot that would be continued from; None: none.
@@ -224,14 +224,14 @@ def _report_outcomes(state: RestoredState, snapshots: SnapshotStore) -> None:
     if state.path is None:
         return
     if any(outcome.lost for outcome in state.outcomes):
-        _set_aside(state, snapshots, state.path, "emptied", move=False)
+        _quarantine(state, snapshots, state.path, "emptied", move=False)
     elif any(outcome.outcome == "converted" and outcome.accesses for outcome in state.outcomes):
-        _set_aside(state, snapshots, state.path, "converted", move=False)
+        _quarantine(state, snapshots, state.path, "converted", move=False)
 
 
-def _set_aside(state: RestoredState, snapshots: SnapshotStore, path: Path, reason: Reason, *, move: bool) -> None:
+def _quarantine(state: RestoredState, snapshots: SnapshotStore, path: Path, reason: Reason, *, move: bool) -> None:
     try:
-        kept = snapshots.aside.add(path, reason, move=move)
+        kept = snapshots.quarantine.add(path, reason, move=move)
     except SnapshotError as error:
         state.report(str(error))
     else:

@@ -104,13 +104,13 @@ def convert(old: TableSketch, new: TableSketch, clocks: Clocks, seed: int) -> No
     exponent, factor = clocks.restated(old.exponent, old, new)
     new.exponent = exponent
     if isinstance(old, CountMinTable) and isinstance(new, CountMinTable):
-        new.adopt(old, factor)
+        new.fill_from(old, factor)
     else:
         assert isinstance(old, DenseTable | LogTable)  # noqa: S101
         kept_share = _kept_share(old, new.spec.rows)
         access_units = new.access_units(clocks.new.newest_seconds, clocks.new)
         _fill(old, new, factor, kept_share, access_units, seed)
-    new.adopt_sample(old, clocks.log_weight_change())
+    new.fill_sample_from(old, clocks.log_weight_change())
     new.samples = round(old.samples * kept_share)
     if not math.isnan(clocks.new.newest_seconds):
         new.coarsen_if_crowded(clocks.new.newest_seconds, clocks.new)
@@ -122,10 +122,10 @@ def _fill(
     rows = min(old.spec.rows, new.spec.rows)
     if isinstance(new, LogTable):
         total = round(old.total_units * kept_share * factor)
-        new.begin_adoption(_step(old, new, factor, access_units), total)
+        new.begin_fill(_step(old, new, factor, access_units), total)
         # Counters of as many bits keep their levels, and so the units beyond the top one stay in the total.
         for block, units in _blocks(old, rows, spread=not (isinstance(old, LogTable) and old.bits == new.bits)):
-            new.adopt_units(block, units * factor)
+            new.add_row_units(block, units * factor)
         return
     assert isinstance(new, DenseTable | CountMinTable)  # noqa: S101
     random = np.random.default_rng(seed)
@@ -140,7 +140,7 @@ def _fill(
             whole = np.floor(scaled)
             whole += random.random(len(scaled)) < scaled - whole
         kept = whole > 0
-        new.adopt_units(block[kept], whole[kept].astype(np.int64))
+        new.add_row_units(block[kept], whole[kept].astype(np.int64))
 
 
 def _blocks(old: DenseTable | LogTable, rows: int, spread: bool) -> Iterator[tuple[Int64Array, Float64Array]]:

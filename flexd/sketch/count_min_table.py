@@ -52,17 +52,17 @@ class CountMinTable(TableSketch):
         weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
         return weight
 
-    def adopt_units(self, rows: Int64Array, units: Int64Array) -> None:
+    def add_row_units(self, rows: Int64Array, units: Int64Array) -> None:
         """Add its own units to each of int64[n] rows without repeats: for counters that are converted."""
         self._count_times(rows, units, 1)
 
-    def adopt(self, other: CountMinTable, factor: float) -> None:
+    def fill_from(self, other: CountMinTable, factor: float) -> None:
         """Fill these empty counters from those of another width, hot set, number of rows or unit.
 
         Args:
             factor: new units for one of the other's.
         """
-        self._counter.adopt(other._counter, factor)
+        self._counter.fill_from(other._counter, factor)
         self._distinct = other._distinct
         self._hot.threshold = math.ceil(other._hot.threshold * factor)
         other._hot.threshold = self._hot.threshold

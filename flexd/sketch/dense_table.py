@@ -51,7 +51,7 @@ class DenseTable(TableSketch):
         low, _, high = self._counter.low_and_high()
         return float(low.sum(dtype=np.float64)) + float(high.sum(dtype=np.float64))
 
-    def adopt_units(self, rows: Int64Array, units: Int64Array) -> None:
+    def add_row_units(self, rows: Int64Array, units: Int64Array) -> None:
         """Add its own units to each of int64[n] rows without repeats: for counters that are converted."""
         self._counter.add_units(rows, units)
 

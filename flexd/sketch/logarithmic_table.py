@@ -106,11 +106,11 @@ class LogTable(TableSketch):
             units[at_top] += self._excess(counter.histogram()).of(rows[at_top])[0]
         return units
 
-    def begin_adoption(self, step: float, total_units: int) -> None:
-        """Set the step and the total of empty counters that are filled by ``adopt_units``."""
+    def begin_fill(self, step: float, total_units: int) -> None:
+        """Set the step and the total of empty counters that are filled by ``add_row_units``."""
         self._counter.step, self._counter.total_units = step, total_units
 
-    def adopt_units(self, rows: Int64Array, units: Float64Array) -> None:
+    def add_row_units(self, rows: Int64Array, units: Float64Array) -> None:
         """Add its own units to each of int64[n] rows without repeats; the total stays."""
         self._counter.add_weights(rows, units, 0)
 

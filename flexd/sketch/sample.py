@@ -180,7 +180,7 @@ class AccessSample:
         self._limit, self._count = limit, 0
         self._append(rows[best], ranks[best], keys[best])
 
-    def adopt(self, other: AccessSample, table_rows: int, log_weight_change: float) -> None:
+    def fill_from(self, other: AccessSample, table_rows: int, log_weight_change: float) -> None:
         """Become the other's sample, of another capacity, without the rows from ``table_rows`` on.
 
         Args:

@@ -17,7 +17,7 @@ from flexd.core.errors import SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
 from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
-from flexd.sketch.set_aside import SetAside
+from flexd.sketch.quarantine import Quarantine
 
 _REMEDY = "the previous one is used"
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
@@ -61,7 +61,7 @@ class SnapshotStore:
             raise SnapshotError(f"keep {keep} snapshots", remedy="keep at least one")
         self.directory = directory
         self.keep = keep
-        self.aside = SetAside(directory)
+        self.quarantine = Quarantine(directory)
         """The snapshots that a daemon could not continue from."""
         self._damaged: set[Path] = set()
         if read_only:
@@ -157,7 +157,7 @@ class SnapshotStore:
             raise
 
     def _prune(self, newest_first: list[Path]) -> None:
-        # Damaged ones are set aside at the next start, and not deleted here.
+        # Damaged ones are quarantined at the next start, and not deleted here.
         whole = [path for path in newest_first if path not in self._damaged]
         for path in whole[self.keep :]:
             with contextlib.suppress(OSError):

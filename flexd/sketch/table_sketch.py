@@ -152,9 +152,9 @@ class TableSketch(ABC):
         self.exponent = None if meta["exponent"] is None else int(meta["exponent"])
         self.samples = int(meta["samples"])
 
-    def adopt_sample(self, other: TableSketch, log_weight_change: float) -> None:
-        """Take over the sample of other counters of this table: see ``AccessSample.adopt``."""
-        self._sample.adopt(other._sample, self.spec.rows, log_weight_change)
+    def fill_sample_from(self, other: TableSketch, log_weight_change: float) -> None:
+        """Take over the sample of other counters of this table: see ``AccessSample.fill_from``."""
+        self._sample.fill_from(other._sample, self.spec.rows, log_weight_change)
 
     def coarsen_if_crowded(self, time: float, decay: ForwardDecay) -> None:
         """Make the unit coarser while too many counters exceed their word and present accesses stay precise."""

@@ -76,7 +76,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     saved = {"format": 1, "sketches": meta, "positions": {"p0": 1}, "generation": 1, "saved": {}}
     newest = store.save(saved, arrays)
     newest = newest.rename(newest.with_name("snapshot-000000000012.flexd"))
-    store.aside.add(newest, "emptied", move=False)
+    store.quarantine.add(newest, "emptied", move=False)
     export_state(config, tmp_path / "backup.flexd-state")
     return tmp_path
 

@@ -57,4 +57,4 @@ def test_a_snapshot_of_a_newer_format_is_refused_and_stays(tmp_path, counted, wh
     # Told to start without it, the daemon continues from the snapshot before it.
     after = Ingestor(FakeSource(LOG), TABLES, SETTINGS, store, start_empty=True)
     assert after.samples_by_table() == counted.samples_by_table()
-    assert [kept.reason for kept in store.aside.list()] == ["newer"]
+    assert [kept.reason for kept in store.quarantine.list()] == ["newer"]

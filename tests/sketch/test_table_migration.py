@@ -116,7 +116,7 @@ def test_a_count_min_of_another_width_is_never_too_low(conservative, wide, narro
     exact = np.bincount(rows, minlength=50_000) * units
     for factor in (1.0, 0.37, 5.3):
         new = CountMin(50_000, narrow, conservative=conservative)
-        new.adopt(saved, factor)
+        new.fill_from(saved, factor)
         estimates = new.query(np.arange(50_000, dtype=np.int64))
         assert (estimates >= np.floor(exact * factor)).all()
         assert new.error_log2_width == min(wide, narrow)

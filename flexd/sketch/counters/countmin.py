@@ -177,7 +177,7 @@ class CountMin:
         self.total_units += other.total_units
         self.error_log2_width = min(self.error_log2_width, other.error_log2_width)
 
-    def adopt(self, other: CountMin, factor: float) -> None:
+    def fill_from(self, other: CountMin, factor: float) -> None:
         """Replace the cells by those of a sketch of the same hash, of any width and update rule.
 
         A narrower sketch gets the cells that share a position as their sum (plain: as if counted so) or their maximum

@@ -1,4 +1,4 @@
-"""Snapshots set aside: kept beside the rotation because a daemon could not continue from them, or not from all of them.
+"""Quarantined snapshots: kept beside the rotation because a daemon could not continue from them, or not wholly.
 
 They stay until an operator removes them (``flexd state discard``); only more of them than the limits allow push out the
 oldest. The newest one always stays.
@@ -22,15 +22,15 @@ Reason = Literal["damaged", "newer", "unusable", "emptied", "converted", "reset"
 REASONS: tuple[Reason, ...] = ("damaged", "newer", "unusable", "emptied", "converted", "reset", "replaced")
 """``damaged`` bytes; a ``newer`` format; ``unusable``: no table fits; tables were ``emptied`` or ``converted`` when it
 was restored; an operator's ``reset``; ``replaced`` by an import."""
-DIRECTORY = "aside"
+DIRECTORY = "quarantine"
 KEEP = 4
 MAX_BYTES = 8 * 2**30
 _NAME = re.compile(r"^snapshot-(\d{12})-([a-z]+)(?:-(\d+))?\.flexd$")
 
 
 @dataclass(frozen=True)
-class SetAsideSnapshot:
-    """A snapshot that was set aside.
+class QuarantinedSnapshot:
+    """A snapshot that was quarantined.
 
     Attributes:
         unix_seconds: when it was written.
@@ -42,12 +42,12 @@ class SetAsideSnapshot:
     unix_seconds: float
 
 
-class SetAside:
-    """The folder ``aside`` of a snapshot directory. One process writes to it.
+class Quarantine:
+    """The folder ``quarantine`` of a snapshot directory. One process writes to it.
 
     Args:
         directory: of the snapshots.
-        keep, max_bytes: of all snapshots that were set aside.
+        keep, max_bytes: of all quarantined snapshots.
     """
 
     def __init__(self, directory: Path, keep: int = KEEP, max_bytes: int = MAX_BYTES) -> None:
@@ -73,19 +73,19 @@ class SetAside:
             sync_directory(self.directory)
             # The name of a new folder is an entry of the directory above it.
             sync_directory(self.directory.parent)
-            fault_point("aside.linked")
+            fault_point("quarantine.linked")
             if move:
                 snapshot.unlink(missing_ok=True)
                 sync_directory(snapshot.parent)
         except OSError as error:
             raise SnapshotError(
-                f"{snapshot} cannot be set aside: {error.strerror or error}",
+                f"{snapshot} cannot be quarantined: {error.strerror or error}",
                 remedy="make room in the state directory, or copy the file elsewhere",
             ) from error
         self._prune(target)
         return target
 
-    def list(self) -> list[SetAsideSnapshot]:
+    def list(self) -> list[QuarantinedSnapshot]:
         """Return the snapshots, the one added last first. A folder that cannot be read has none."""
         found = []
         with contextlib.suppress(OSError):
@@ -96,12 +96,12 @@ class SetAside:
                 with contextlib.suppress(OSError):
                     status = path.stat()
                     added = (int(match[1]), int(match[3] or 0), path.name)
-                    shown = SetAsideSnapshot(path, _reason(match[2]), status.st_size, status.st_mtime)
+                    shown = QuarantinedSnapshot(path, _reason(match[2]), status.st_size, status.st_mtime)
                     found.append((added, shown))
         return [snapshot for _, snapshot in sorted(found, key=lambda pair: pair[0], reverse=True)]
 
     def discard(self, name: str) -> int:
-        """Delete one snapshot that was set aside. Returns its size.
+        """Delete one snapshot that was quarantined. Returns its size.
 
         Raises:
             SnapshotError: there is none of that name, or it cannot be deleted.
@@ -114,7 +114,7 @@ class SetAside:
                 except OSError as error:
                     raise SnapshotError(f"{snapshot.path}: {error.strerror}", remedy="check its permissions") from error
                 return snapshot.bytes
-        raise SnapshotError(f"no snapshot {name!r} was set aside", remedy="list them with `flexd state show`")
+        raise SnapshotError(f"no snapshot {name!r} was quarantined", remedy="list them with `flexd state show`")
 
     def _target(self, snapshot: Path, reason: Reason) -> Path:
         """Return the name to keep it under: the present one if the same file was kept before."""
