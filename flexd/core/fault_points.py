@@ -26,8 +26,8 @@ POINTS = (
     "quarantine.linked", "reset.saved", "reset.moved", "export.written", "import.extracted", "import.moving",
     "import.moved",
 )  # fmt: skip
-"""In the order in which a daemon first passes them, except for snapshots; those from ``quarantine.linked`` on are passed
-by starts with changed state and by ``flexd state``."""
+"""In the order in which a daemon first passes them, except for snapshots. Those from ``quarantine.linked`` on are
+passed by a start with changed state, and by ``flexd state``."""
 POINTS_OF_A_JOB = POINTS[: POINTS.index("quarantine.linked")]
 """The points that the daemon of a training job passes again and again."""
 

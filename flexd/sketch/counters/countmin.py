@@ -58,7 +58,7 @@ class CountMin:
         self.log2_width = log2_width
         self.conservative = conservative
         self.error_log2_width = log2_width
-        """Width behind the error bound: smaller than ``log2_width`` after cells of a narrower sketch were adopted."""
+        """Width behind the error bound: below ``log2_width`` where cells came from a narrower sketch."""
         self.total_units = 0
         """Units added to all rows together."""
         self._cells: UInt32Array = np.zeros(DEPTH << log2_width, dtype=np.uint32)
