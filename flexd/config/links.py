@@ -66,7 +66,7 @@ class ControlConfig(Section):
     """Address that the ranks connect to."""
     listen_port: Port = 29_400
     """Port that the ranks connect to; 0 takes any free one."""
-    chunk_rows: Annotated[Int, Field(ge=1, le=2**22)] = 4096
+    chunk_rows: Annotated[Int, Field(ge=1, le=2**20)] = 4096
     """Largest number of rows in a chunk."""
     chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20
     """Row values, with optimizer state, that one chunk may move; ranks apply at most this many bytes a step."""

@@ -33,7 +33,7 @@ class ControlOptions:
     tls: TlsFiles | None = None
     timeout_seconds: float = 15.0
     window_chunks: int = 4
-    max_chunk_rows: int = 2**22
+    max_chunk_rows: int = 2**20
     tick_seconds: float = 0.02
     term: int = 0
 

@@ -65,7 +65,6 @@ class Hello(Message):
             else empty.
         table_count: number of all its tables.
         address: local address of the rank's connection to the daemon.
-        spool: identifies the folder through which ranks of one machine share chunks; empty without one.
     """
 
     kind: ClassVar[str] = "hello"
@@ -86,7 +85,6 @@ class Hello(Message):
     tables: tuple[str, ...] = ()
     table_count: int = 0
     address: str = ""
-    spool: str = ""
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,6 @@ class ChunkHeader(EpochMessage):
 
     Attributes:
         sha256: of the rows as they travel.
-        spooled_by: the rank that has put the rows into the shared folder; -1: they travel in this message.
     """
 
     kind: ClassVar[str] = "chunk"
@@ -224,7 +221,6 @@ class ChunkHeader(EpochMessage):
     version: int
     rows: int
     sha256: str
-    spooled_by: int = -1
 
 
 @dataclass(frozen=True)
