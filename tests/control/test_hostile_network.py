@@ -137,7 +137,7 @@ def start() -> Iterator[Callable[..., Process]]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("rounds", "connections"), [(2, 100), pytest.param(10, 2000, marks=pytest.mark.long)], ids=["short", "long"]
+    ("rounds", "connections"), [(2, 100), pytest.param(5, 2000, marks=pytest.mark.long)], ids=["short", "long"]
 )
 def test_no_process_ends_and_no_step_waits(
     start: Callable[..., Process], tmp_path: Path, rounds: int, connections: int

@@ -108,7 +108,7 @@ def test_a_cut_frame_is_dropped() -> None:
 
 
 def test_a_large_frame_that_never_ends_is_closed() -> None:
-    with echo_daemon(ChannelOptions(timeout_seconds=1.0)) as daemon, honest_peer(daemon):
+    with echo_daemon(ChannelOptions(timeout_seconds=3.0)) as daemon, honest_peer(daemon):
         peer = RawPeer(daemon.server.port)
         peer.send(peer.frame(b"slow", bytes(MAX_BODY_BYTES))[:50_000])
         expect_closed(daemon, peer, "slow_frame")
@@ -187,7 +187,7 @@ def test_a_peer_that_never_reads_is_closed() -> None:
 
 
 def test_a_peer_that_stops_reading_is_closed_after_the_timeout() -> None:
-    with echo_daemon(ChannelOptions(timeout_seconds=1.0)) as daemon, honest_peer(daemon):
+    with echo_daemon(ChannelOptions(timeout_seconds=3.0)) as daemon, honest_peer(daemon):
         deaf = RawPeer(daemon.server.port)
         until(lambda: daemon.server.counters().peers == 2, DEADLINE_SECONDS)
         number = max(event.peer for event in daemon.events)

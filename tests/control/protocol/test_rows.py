@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.protocol import rows as module
@@ -29,6 +29,7 @@ def test_old_tiers_stand_before_new_tiers() -> None:
     assert delta_tiers(delta).dtype == np.uint8
 
 
+@settings(deadline=None)
 @given(rows=st.integers(0, 40), per_row=st.integers(1, 2), piece_bytes=st.integers(1, 64), seed=st.integers(0, 99))
 def test_any_list_arrives_as_it_was_cut(rows: int, per_row: int, piece_bytes: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
