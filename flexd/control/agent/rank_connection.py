@@ -53,7 +53,7 @@ from flexd.control.protocol.messages import (
     decode,
     encode,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, new_token
+from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, named_error, new_token
 from flexd.control.protocol.report import PendingReports, RankIdentity
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, pieces_of, rows_body
 from flexd.control.protocol.table_lists import table_entries
@@ -392,7 +392,11 @@ class RankConnection:
         elif not is_applied:
             error = f"version {self._inbox.applied_version} is applied, not {request.version}: training does not step"
         else:
-            keys, tiers = self._context.lists()
+            try:
+                keys, tiers = self._context.lists()
+            except Exception as failure:
+                logger.warning("rank %d: its placement cannot be listed", self._me.rank, exc_info=failure)
+                error = named_error(failure)
         body = rows_body(np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8))
         first, *others = pieces_of(body)
         sender = {**self._fence(), "rank": self._me.rank}
