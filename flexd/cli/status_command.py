@@ -109,9 +109,13 @@ def _stream(status: Status) -> Facts:
     adjusted = [f"{rule} {units.count(n)}" for rule, n in stream.adjusted_accesses.items() if n]
     if adjusted:
         facts.append(("by rule", ", ".join(adjusted)))
+    marked = frozenset[str]()
+    if stream.messages_lost:
+        facts.append(("lost", f"{units.count(stream.messages_lost)} messages, never counted"))
+        marked = frozenset(("lost",))
     if stream.problem:
         facts.append(("problem", stream.problem))
-    return Facts("stream", tuple(facts))
+    return Facts("stream", tuple(facts), PROBLEM | marked)
 
 
 def _rejected(messages: Mapping[str, int], accesses: Mapping[str, int]) -> str:

@@ -36,6 +36,16 @@ def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
     ):
         if problem and problem not in "; ".join(status.reasons):
             yield fault(what, problem, "see the daemon's log")
+    if status.stream.messages_lost:
+        yield warning(
+            "stream",
+            f"{status.stream.messages_lost} messages were lost before they were counted",
+            "raise the retention of the topic; docs/runbook.md, FlexdMessagesLost",
+        )
+    if status.threads.ending:
+        yield fault(
+            "threads", f"the daemon is ending: {status.threads.ending}", "it continues from its newest snapshot"
+        )
     if differing_keys:
         yield warning(
             "running configuration",

@@ -44,6 +44,7 @@ def test_the_status_table_shows_what_is_wrong():
             accesses_per_second=2.5e6,
             rejected_messages={"truncated": 2, "empty": 0},
             rejected_accesses={"negative_row": 3},
+            messages_lost=4_000,
             problem="broker unreachable",
         ),
         sketch=SketchStatus(
@@ -77,6 +78,7 @@ def test_the_status_table_shows_what_is_wrong():
         "12,345 messages behind",
         "2.5 M accesses/s",
         "2 messages (truncated 2), 3 accesses (negative_row 3)",
+        "lost      4,000 messages, never counted",
         "broker unreachable",
         "32 = 4 nodes x 8, attempt a1",
         "and 3 more",

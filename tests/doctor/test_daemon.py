@@ -7,6 +7,7 @@ import pytest
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
+from flexd.api.threads import ThreadsStatus
 from flexd.doctor.daemon import daemon
 from flexd.doctor.finding import Level
 from tests.support.doctor import levels
@@ -29,6 +30,16 @@ def test_what_the_daemon_says(fields, expected):
     other = status.model_copy(update={"version": "0.0.1"})
     assert levels(daemon(other, 3))["running configuration warning"] == 1
     assert sum(levels(daemon(other, 3)).values()) == 3
+
+
+def test_lost_messages_and_a_daemon_that_ends_are_named():
+    status = Status(
+        job="j", version="1", stream=StreamStatus(source="kafka", messages_lost=400),
+        threads=ThreadsStatus(ending="thread flexd-ingest: MemoryError"),
+    )  # fmt: skip
+    found = [finding.text for finding in daemon(status, 0)]
+    assert "400 messages were lost before they were counted" in found
+    assert "the daemon is ending: thread flexd-ingest: MemoryError" in found
 
 
 def test_the_difference_of_a_refused_trainer_is_printed():

@@ -10,6 +10,7 @@ import kubernetes_validate
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from flexd.api.leadership import LeadershipStatus
 from flexd.api.scale_out import ScaleOutStatus
 from flexd.config.base import split_address
 from flexd.config.load import parse_config
@@ -86,7 +87,8 @@ def check_schema(document: Document) -> None:
 
 def known_metrics() -> set[str]:
     """Names of the metrics page, with all its parts; ``_sum`` and ``_count`` of each."""
-    status = STATUS.model_copy(update={"scale_out": ScaleOutStatus(role="leader")})
+    leadership = LeadershipStatus(role="leader", identity="a", lease="here")
+    status = STATUS.model_copy(update={"scale_out": ScaleOutStatus(role="leader"), "leadership": leadership})
     text = Metrics(FakeDaemon(shown=status)).render()[0].decode()
     known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
     known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
