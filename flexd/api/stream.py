@@ -29,6 +29,12 @@ class OffsetRangeStatus(Model):
     reason: str
     """Why its messages were lost or are skipped."""
 
+    def words(self) -> str:
+        """Return partition, offsets and reason in words."""
+        unknown = self.last_offset < self.first_offset
+        last = "unknown" if unknown else str(self.last_offset)
+        return f"{self.partition}: {self.first_offset} to {last} ({self.reason})"
+
 
 class StreamStatus(Model):
     """The access stream now; counters run since the daemon started."""
@@ -78,6 +84,15 @@ class StreamStatus(Model):
     """Most of the same; above ``sketch.max_future_seconds`` accesses are counted at their arrival."""
     problem: str | None = None
     """Reason why the source cannot be read now; null if it can."""
+
+    def losses(self) -> str:
+        """Return what was lost, in words; empty if nothing was."""
+        parts = [
+            f"{sum(lost.values())} {what} ({', '.join(f'{reason} {number}' for reason, number in shown)})"
+            for what, lost in (("messages", self.messages_lost), ("positions", self.positions_lost))
+            if (shown := [(reason, number) for reason, number in lost.items() if number])
+        ]
+        return ", ".join(parts)
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the stream."""

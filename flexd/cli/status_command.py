@@ -43,6 +43,7 @@ def status(
 MAX_TABLES = 20
 """Number of tables to list, those with the largest counters; the rest is one line (`-o json` lists all)."""
 MAX_MISSING_RANKS = 16
+MAX_LOST_RANGES = 4
 MAX_DRIFTING_TABLES = 8
 MAX_LOST_TABLES = 4
 
@@ -110,9 +111,10 @@ def _stream(status: Status) -> Facts:
     if adjusted:
         facts.append(("by rule", ", ".join(adjusted)))
     marked = frozenset[str]()
-    if stream.messages_lost:
-        facts.append(("lost", f"{units.count(stream.messages_lost)} messages, never counted"))
-        marked = frozenset(("lost",))
+    if lost := stream.losses():
+        facts += [("lost", lost), *(("", r.words()) for r in stream.lost_ranges[-MAX_LOST_RANGES:])]
+        marked = frozenset(("lost", ""))
+    facts += [("skipped", skipped.words()) for skipped in stream.skipped_offsets[-MAX_LOST_RANGES:]]
     if stream.problem:
         facts.append(("problem", stream.problem))
     return Facts("stream", tuple(facts), PROBLEM | marked)

@@ -36,16 +36,14 @@ def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
     ):
         if problem and problem not in "; ".join(status.reasons):
             yield fault(what, problem, "see the daemon's log")
-    if status.stream.messages_lost:
+    if lost := status.stream.losses():
         yield warning(
             "stream",
-            f"{status.stream.messages_lost} messages were lost before they were counted",
+            f"lost before they were counted: {lost}",
             "raise the retention of the topic; docs/runbook.md, FlexdMessagesLost",
         )
     if status.threads.ending:
-        yield fault(
-            "threads", f"the daemon is ending: {status.threads.ending}", "it continues from its newest snapshot"
-        )
+        yield fault("threads", f"the daemon is ending: {status.threads.ending}", "start it again; see its log")
     if differing_keys:
         yield warning(
             "running configuration",

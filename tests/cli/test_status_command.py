@@ -17,7 +17,7 @@ from flexd.api.rank import RefusedRankStatus, TopologyStatus
 from flexd.api.sketch import SketchStatus, TableSketchStatus
 from flexd.api.snapshot import SnapshotStatus
 from flexd.api.status import Status
-from flexd.api.stream import StreamStatus
+from flexd.api.stream import OffsetRangeStatus, StreamStatus
 from flexd.cli.status_command import MAX_MISSING_RANKS, MAX_TABLES, status_blocks
 from flexd.cli.view import show
 from tests.support.statuses import STATUSES
@@ -44,7 +44,9 @@ def test_the_status_table_shows_what_is_wrong():
             accesses_per_second=2.5e6,
             rejected_messages={"truncated": 2, "empty": 0},
             rejected_accesses={"negative_row": 3},
-            messages_lost=4_000,
+            messages_lost={"retention": 4_000, "corrupt": 0},
+            positions_lost={"retention": 1},
+            lost_ranges=[OffsetRangeStatus(partition="t/0", first_offset=10, last_offset=4_009, reason="retention")],
             problem="broker unreachable",
         ),
         sketch=SketchStatus(
@@ -78,7 +80,8 @@ def test_the_status_table_shows_what_is_wrong():
         "12,345 messages behind",
         "2.5 M accesses/s",
         "2 messages (truncated 2), 3 accesses (negative_row 3)",
-        "lost      4,000 messages, never counted",
+        "lost      4000 messages (retention 4000), 1 positions (retention 1)",
+        "t/0: 10 to 4009 (retention)",
         "broker unreachable",
         "32 = 4 nodes x 8, attempt a1",
         "and 3 more",

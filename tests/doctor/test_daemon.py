@@ -34,11 +34,11 @@ def test_what_the_daemon_says(fields, expected):
 
 def test_lost_messages_and_a_daemon_that_ends_are_named():
     status = Status(
-        job="j", version="1", stream=StreamStatus(source="kafka", messages_lost=400),
+        job="j", version="1", stream=StreamStatus(source="kafka", messages_lost={"retention": 400}),
         threads=ThreadsStatus(ending="thread flexd-ingest: MemoryError"),
     )  # fmt: skip
     found = [finding.text for finding in daemon(status, 0)]
-    assert "400 messages were lost before they were counted" in found
+    assert "lost before they were counted: 400 messages (retention 400)" in found
     assert "the daemon is ending: thread flexd-ingest: MemoryError" in found
 
 
