@@ -75,7 +75,9 @@ class Components:
                 "stream": stream_status(self.settings, ingest),
                 "sketch": sketch_status(self.ingestor.choices(), planning.last_profile, planning.profile_age_seconds()),
                 "drift": drift_status(self.drift, self.settings.planner.drift_threshold),
-                "topology": topology_status(self.coordinator.live(), control, planning.cluster.name),
+                "topology": topology_status(
+                    self.coordinator.live(), control, self.coordinator.channel_counters(), planning.cluster.name
+                ),
                 "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
                 "training": training_status(self.training.totals()),
                 "last_plan": None if last is None else plan_report(last, planning.last_live),

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model
-from flexd.api.families import counter, counters, gauge, gauges
+from flexd.api.families import counter, counters, gauge, gauges, with_zeros
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from flexd.control.daemon.channel_types import ChannelCounters
     from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
     from flexd.core.layout import RankLayout
     from flexd.operations.training_monitor import RankAverages
@@ -64,6 +65,18 @@ class TopologyStatus(Model):
     """Control messages refused, by kind."""
     refused_chunks: int = 0
     """Chunks that a rank refused whole."""
+    connections: int = 0
+    """Connections to the control port that have proven themselves, now."""
+    connections_unproven: int = 0
+    """Connections to it that have not, now."""
+    proven_connections: int = 0
+    """Connections that have proven themselves."""
+    refused_connections: dict[str, int] = Field(default_factory=dict)
+    """Connections that ended before they had proven themselves, by reason."""
+
+    def refusals(self) -> str:
+        """Return the refused connections in words; empty if there are none."""
+        return ", ".join(f"{reason} {number}" for reason, number in self.refused_connections.items() if number)
 
     @property
     def world_size(self) -> int:
@@ -85,6 +98,17 @@ class TopologyStatus(Model):
             "flexd_control_refused_messages", "Control messages refused, by kind.", "kind", self.refused_messages
         )
         yield counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", self.refused_chunks)
+        yield gauges(
+            "flexd_control_connections", "Connections to the control port, proven and not.", "state",
+            {"proven": self.connections, "unproven": self.connections_unproven},
+        )  # fmt: skip
+        yield counter(
+            "flexd_control_proven_connections", "Connections that proved themselves.", self.proven_connections
+        )
+        yield counters(
+            "flexd_control_refused_connections", "Connections that ended before they had proven themselves, by reason.",
+            "reason", self.refused_connections,
+        )  # fmt: skip
 
 
 class RankReport(Model):
@@ -169,8 +193,12 @@ class RankPage(Model):
             yield gauges(f"flexd_rank_{name}", f"Of each rank, over its newest steps. {text}", "rank", values)
 
 
-def topology_status(live: LiveTopology | None, control: ControlStatus, cluster: str) -> TopologyStatus:
+def topology_status(
+    live: LiveTopology | None, control: ControlStatus, channel: ChannelCounters, cluster: str
+) -> TopologyStatus:
     """Return the ranks that have registered and the state of the control channel."""
+    from flexd.control.daemon.channel_types import REFUSED_REASONS
+
     return TopologyStatus.from_object(
         control,
         refused_ranks=tuple(RefusedRankStatus.from_object(each) for each in control.refused_ranks),
@@ -180,6 +208,10 @@ def topology_status(live: LiveTopology | None, control: ControlStatus, cluster: 
         ready=live is not None and live.ready,
         cluster=cluster,
         problem=control.reason or None,
+        connections=channel.peers,
+        connections_unproven=channel.unproven,
+        proven_connections=channel.proven,
+        refused_connections=with_zeros(REFUSED_REASONS, channel.refused),
     )
 
 

@@ -195,6 +195,8 @@ def _topology(status: Status) -> Facts:
     if topology.refused_ranks and not topology.problem:
         newest = topology.refused_ranks[0]
         facts.append(("refused", f"rank {newest.rank} of attempt {newest.attempt}: {newest.reason}"))
+    if refusals := topology.refusals():
+        facts.append(("refused", f"connections before they proved themselves: {refusals}"))
     return Facts("topology", tuple(facts), PROBLEM | {"missing", "refused"})
 
 

@@ -36,6 +36,19 @@ def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
     ):
         if problem and problem not in "; ".join(status.reasons):
             yield fault(what, problem, "see the daemon's log")
+    topology = status.topology
+    if topology.refused_connections.get("version"):
+        yield fault(
+            "control port",
+            f"{topology.refused_connections['version']} connections of trainers of another version were refused",
+            "docs/upgrading.md says which versions work together",
+        )
+    elif (refusals := topology.refusals()) and not topology.connections:
+        yield fault(
+            "control port",
+            f"connections arrive and none proves itself: {refusals}",
+            "docs/runbook.md, FlexdNoneProvesItself: the secret or the certificates differ",
+        )
     if lost := status.stream.losses():
         yield warning(
             "stream",

@@ -124,15 +124,15 @@ POINTS_OF_THREADS = {
 
 
 def test_a_fault_in_every_thread_is_counted_shown_and_survived(start: Callable[..., Running]) -> None:
-    """Each thread raises in its work, twice in a row; the daemon stays up, names it, and recovers by itself."""
-    faults.arm({faults.VARIABLE: ",".join(f"{point}:1-2:raise" for point in POINTS_OF_THREADS.values())})
+    """Each thread raises in its work, three times in a row; the daemon stays up, names it, and recovers by itself."""
+    faults.arm({faults.VARIABLE: ",".join(f"{point}:1-3:raise" for point in POINTS_OF_THREADS.values())})
     running = start()
     daemon, shown = running.daemon, set[str]()
 
     def all_have_failed() -> bool:
         shown.update(reason.split(":")[0].removeprefix("thread ") for reason in daemon.ready().reasons)
         counted = daemon.supervisor.faults()
-        return all(counted.get(name.split(" ")[0], 0) >= 2 for name in POINTS_OF_THREADS)
+        return all(counted.get(name.split(" ")[0], 0) >= 3 for name in POINTS_OF_THREADS)
 
     running.until(all_have_failed)
     assert daemon.health().ok
@@ -141,7 +141,7 @@ def test_a_fault_in_every_thread_is_counted_shown_and_survived(start: Callable[.
     counted = daemon.status().stream.accesses
     running.until(lambda: daemon.status().stream.accesses > counted)
     threads = daemon.status().threads
-    assert threads.faults["loop"] == 4, "two of its own and two of planning"
+    assert threads.faults["loop"] == 6, "three of its own and three of planning"
     samples = {sample.labels["thread"]: sample.value for family in threads.metrics() for sample in family.samples}
     assert samples["flexd-drift"] == 0.0, "the gauge of failing threads comes last"
     assert not any("InjectedFault" in reason for reason in daemon.ready().reasons)

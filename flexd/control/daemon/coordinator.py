@@ -95,7 +95,7 @@ class Coordinator:
         self._port = 0
         self._failure = ""
         self._ticked_at = 0.0
-        supervisor = supervisor or Supervisor()
+        self._supervisor = supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch("flexd-coordinator")
         self._thread = supervisor.thread("flexd-coordinator", self._run, self._stopping, self._finish)
 
@@ -108,6 +108,7 @@ class Coordinator:
                     options.listen_host, self._port or options.listen_port, timeout_seconds=options.timeout_seconds
                 ),
                 ChannelCredentials(options.secret, options.tls),
+                self._supervisor,
             )
             self._port = self._server.port
 
@@ -284,9 +285,9 @@ class Coordinator:
             now = time.monotonic()
             self._epochs.excuse_silence(max(now - self._ticked_at - 1.0, 0.0))
             self._ticked_at = now
-            self._epochs.receive(received)
             try:
                 fault_point("thread.coordinator")
+                self._epochs.receive(received)
                 if self._may_act():
                     self._epochs.tick(now)
                 else:
