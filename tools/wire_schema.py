@@ -46,8 +46,8 @@ def schema() -> Schema:
             "frame": [frames.HEAD.format, frames.TAG_BYTES, {kind.name: kind.value for kind in frames.FrameKind}],
         },
         "formats": {
-            "tap counts": [tap_counts.OLDEST_FORMAT, tap_counts.FORMAT],
-            "count deltas": [count_delta.OLDEST_FORMAT, count_delta.FORMAT],
+            name: {"writes": module.FORMAT, "reads": [module.OLDEST_FORMAT, module.NEWEST_FORMAT]}
+            for name, module in (("tap counts", tap_counts), ("count deltas", count_delta))
         },
         "messages": dict(sorted({**found, "StepReport": _message_fields(StepReport)}.items())),
         "answers": {"PushAnswer": _dataclass_fields(PushAnswer)},
@@ -60,9 +60,12 @@ def differences(older: Mapping[str, Any], newer: Mapping[str, Any]) -> list[str]
     found: list[str] = []
     if older["fixed"] != newer["fixed"]:
         found.append("the handshake or the frames differ")
-    for name, (_, written) in newer["formats"].items():
-        if written > older["formats"][name][1]:
-            found.append(f"{name}: format {written} is written, the older version does not read it")
+    for name in newer["formats"]:
+        for writer, reader in ((older, newer), (newer, older)):
+            written, (lowest, highest) = writer["formats"][name]["writes"], reader["formats"][name]["reads"]
+            if not lowest <= written <= highest:
+                side = "older" if reader is older else "newer"
+                found.append(f"{name}: format {written} is written, the {side} version does not read it")
     for part in ("messages", "answers"):
         found += _of_types(older[part], newer[part])
     responses = _of_types(older["api"]["responses"], newer["api"]["responses"])

@@ -4,7 +4,7 @@ Wire format: ``MAGIC``, a little-endian uint32 length, a JSON header of that len
 holds every array of the header's tables one after another as LEB128 varints, ascending row ids as differences: counts
 of a skewed table take one to two bytes for each distinct row, where the ids took four or eight for each access.
 
-Unknown fields of the header are ignored. Any other change is a new ``FORMAT``, which is read one version before it is
+Unknown fields of the header are ignored. Any other change is a new format, which is read one version before it is
 written (``docs/upgrading.md``).
 """
 
@@ -26,8 +26,9 @@ from flexd.core.varints import VARINT_BYTES, from_varints, to_varints
 Int64Array = npt.NDArray[np.int64]
 
 FORMAT = 1
-OLDEST_FORMAT = 1
-"""The oldest format that ``decode`` reads."""
+"""The format that ``encode`` writes."""
+OLDEST_FORMAT, NEWEST_FORMAT = 1, 1
+"""The formats that ``decode`` reads."""
 MAGIC = b"FXC%d" % FORMAT
 MAX_VALUES = 2**24
 """Numbers in one message: bounds what its reader allocates (8 bytes each)."""

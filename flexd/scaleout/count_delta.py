@@ -1,7 +1,7 @@
 """Count deltas: the counts of some offset ranges of the stream, as one checksummed frame.
 
 Unknown fields are ignored, and the state of the follower (lag, partitions, leaving) is optional. Any other change is a
-new ``FORMAT``, which a leader reads one version before a follower writes it (``docs/upgrading.md``).
+new format, which a leader reads one version before a follower writes it (``docs/upgrading.md``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
 
 FORMAT = 1
-OLDEST_FORMAT = 1
-"""The oldest format that ``decode`` reads."""
+"""The format that ``encode`` writes."""
+OLDEST_FORMAT, NEWEST_FORMAT = 1, 1
+"""The formats that ``decode`` reads."""
 MAX_PARTITIONS = 65_536
 MAX_OFFSET = 2**62
 _MAX_PARTITION_CHARS = 512
@@ -119,10 +120,10 @@ def decode(data: bytes, max_bytes: int) -> CountDelta:
     try:
         meta, arrays = frame.decode(data, "delta", _REMEDY)
         written = _whole(meta["delta"])
-        if not OLDEST_FORMAT <= written <= FORMAT:
+        if not OLDEST_FORMAT <= written <= NEWEST_FORMAT:
             raise ScaleOutError(
-                f"delta of format {written}, this leader reads {OLDEST_FORMAT} to {FORMAT}", reason="format",
-                remedy=f"upgrade the {'leader' if written > FORMAT else 'follower'}",
+                f"delta of format {written}, this leader reads {OLDEST_FORMAT} to {NEWEST_FORMAT}", reason="format",
+                remedy=f"upgrade the {'leader' if written > NEWEST_FORMAT else 'follower'}",
             )  # fmt: skip
         delta = CountDelta(
             follower=_name(meta["follower"]),

@@ -90,7 +90,9 @@ def write_second_tree(directory: Path) -> Path:
     _replace(directory / "flexd/scaleout/count_delta.py", {
         '        "lag_messages": delta.lag_messages,\n': f'        "{ADDED}": [1, {{"a": None}}],\n',
     })  # fmt: skip
+    # The next format is read one version before it is written.
     _replace(directory / "flexd/core/tap_counts.py", {
+        "OLDEST_FORMAT, NEWEST_FORMAT = 1, 1": "OLDEST_FORMAT, NEWEST_FORMAT = 1, 2",
         '"source_rank": counts.source_rank,': f'"source_rank": counts.source_rank, "{ADDED}": "of the counts",',
     })  # fmt: skip
     return directory

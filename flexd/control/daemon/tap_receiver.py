@@ -21,7 +21,7 @@ from flexd.control.daemon.rank_channels import RankChannels
 from flexd.control.protocol.messages import TapOffer, TapPiece, TapState
 from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import AuthenticationError, ControlError, StaleMessageError
-from flexd.core.tap_counts import FORMAT, MAX_PAYLOAD_BYTES, OLDEST_FORMAT
+from flexd.core.tap_counts import MAX_PAYLOAD_BYTES, NEWEST_FORMAT, OLDEST_FORMAT
 from flexd.stream.tap_source import TapCountsState, TapSource, partition_of
 
 MAX_GRANTED_BYTES = MAX_PAYLOAD_BYTES
@@ -129,11 +129,11 @@ class TapReceiver:
             elif state is TapCountsState.RECEIVED:
                 transfer.granted = False
                 urgent |= transfer.offer.urgent
-            elif state is TapCountsState.MISSING and not OLDEST_FORMAT <= transfer.offer.format <= FORMAT:
+            elif state is TapCountsState.MISSING and not OLDEST_FORMAT <= transfer.offer.format <= NEWEST_FORMAT:
                 self._write_state(
                     transfer, self._source.durable_before(transfer.partition),
-                    f"counts of format {transfer.offer.format}, this daemon reads {OLDEST_FORMAT} to {FORMAT}: upgrade "
-                    f"the {'daemon' if transfer.offer.format > FORMAT else 'trainer'}",
+                    f"counts of format {transfer.offer.format}, this daemon reads {OLDEST_FORMAT} to {NEWEST_FORMAT}: "
+                    f"upgrade the {'daemon' if transfer.offer.format > NEWEST_FORMAT else 'trainer'}",
                 )  # fmt: skip
             elif state is TapCountsState.MISSING and not transfer.granted and time.monotonic() >= transfer.not_before:
                 if under_way and under_way + transfer.offer.bytes > MAX_GRANTED_BYTES:

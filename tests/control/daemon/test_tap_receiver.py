@@ -137,7 +137,7 @@ def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(dae
         assert first.counted == []
         port = first.hosted.port
         first.kill()
-        monkeypatch.setattr(tap_receiver, "FORMAT", FORMAT + 1)
+        monkeypatch.setattr(tap_receiver, "NEWEST_FORMAT", FORMAT + 1)
         second = daemon(port=port)
         until(lambda: second.counted == [(ranks.partition(0), 0, b"of a newer trainer")], what=ranks.state())
         second.kill()

@@ -59,7 +59,7 @@ def test_the_second_version_of_the_upgrade_tests_follows_the_policy(tmp_path: Pa
 
 
 SMALL: Schema = {
-    "version": 1, "fixed": {"frame": [">I"]}, "formats": {"tap counts": [1, 1]},
+    "version": 1, "fixed": {"frame": [">I"]}, "formats": {"tap counts": {"writes": 1, "reads": [1, 1]}},
     "messages": {"hello": {"rank": "int", "tables": f"tuple[str, ...]{OPTIONAL}"}, "go": {}},
     "answers": {"PushAnswer": {"outcome": "str"}},
     "api": {
@@ -76,12 +76,12 @@ SMALL: Schema = {
         lambda s: s["messages"]["hello"].pop("tables"),
         lambda s: s["messages"].update(greeting={"rank": "int"}),
         lambda s: s["messages"]["hello"].update(rank=f"int{OPTIONAL}"),
-        lambda s: s["formats"].update({"tap counts": [0, 1]}),
+        lambda s: s["formats"].update({"tap counts": {"writes": 1, "reads": [1, 2]}}),
         lambda s: s["api"]["responses"]["Status"].update(more=f"int{OPTIONAL}"),
         lambda s: s["api"]["commands"].update(MoreRequest={"reason": "str"}),
         lambda s: s["api"]["commands"]["AbortRequest"].update(more=f"int{OPTIONAL}"),
     ],
-    ids=["added", "optional removed", "kind", "made optional", "reads older", "response", "command", "command field"],
+    ids=["added", "optional removed", "kind", "made optional", "reads newer", "response", "command", "command field"],
 )
 def test_what_the_policy_permits_passes(change: Callable[[Any], Any]) -> None:
     newer = copy.deepcopy(SMALL)
@@ -98,7 +98,8 @@ def test_what_the_policy_permits_passes(change: Callable[[Any], Any]) -> None:
         (lambda s: s["messages"]["hello"].update(tables="tuple[str, ...]"), "hello.tables has no default any more"),
         (lambda s: s["messages"].pop("go"), "go is removed"),
         (lambda s: s["fixed"].update(frame=[">Q"]), "the handshake or the frames differ"),
-        (lambda s: s["formats"].update({"tap counts": [1, 2]}), "tap counts: format 2 is written"),
+        (lambda s: s["formats"].update({"tap counts": {"writes": 2, "reads": [1, 2]}}), "format 2 is written, the old"),
+        (lambda s: s["formats"].update({"tap counts": {"writes": 1, "reads": [2, 2]}}), "format 1 is written, the new"),
         (lambda s: s["answers"]["PushAnswer"].pop("outcome"), "PushAnswer.outcome is removed"),
         (lambda s: s["api"]["responses"]["Status"].pop("ready"), "Status.ready is removed from the API"),
         (lambda s: s["api"]["responses"]["Status"].update(more="int"), "Status.more is added without a default"),
