@@ -52,7 +52,7 @@ class PoisonOffset:
 class OffsetsInWork:
     """The range of offsets that is being read or counted now, in a file that survives the process.
 
-    ``begin`` writes the range into a page of shared memory (no system call, about half a microsecond); the kernel keeps
+    ``begin`` writes the range into a page of shared memory (no system call, 0.2 us); the kernel keeps
     the page when the process is killed, also for lack of memory. A process that finds a range begun and not ended knows
     that its predecessor died there. A death is forgotten when the same range is passed alive. A crash of the whole
     machine leaves no reliable mark, and messages do not cause one.
