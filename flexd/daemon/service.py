@@ -98,11 +98,19 @@ class Daemon:
         self._started = ProcessStart()
         self.supervisor = supervisor = supervisor or Supervisor()
         self._loop_watch, self._planning_watch = supervisor.watch("loop"), supervisor.watch("loop", "planning")
-        keyspace = config.keyspace()
         factory.make_state_directory(config)
         self._leadership = leadership or without_lease(config)
+        self._state_lock = StateLock(self._leadership.state_dir)
+        try:
+            self._make_parts(config, supervisor, serves=leadership is None)
+        except BaseException:
+            # Not left to the garbage collector, which is paused: a daemon that waits would lock itself out.
+            self._state_lock.release()
+            raise
+
+    def _make_parts(self, config: Config, supervisor: Supervisor, *, serves: bool) -> None:
+        keyspace = config.keyspace()
         state, holds = self._leadership.state_dir, self._leadership.holds
-        self._state_lock = StateLock(state)
         start_empty = config.state.on_unusable == "reset"
         check_files(state, start_empty=start_empty)
         cluster = factory.make_cluster(config)
@@ -162,7 +170,7 @@ class Daemon:
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._auto, self._pacing, self._history, plan_log, self._snapshots, self._leader,
         )  # fmt: skip
-        self._server = None if leadership else DaemonServer(self, Metrics(self), config.server, supervisor)
+        self._server = None if not serves else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()
         self._stop_requested, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
