@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from flexd.config.load import parse_config
+from flexd.embedding.connect import TLS_VARIABLES
 from tests.support.deployed import (
     CHART,
     TRAINERS,
@@ -93,6 +94,7 @@ def test_values_of_the_user_replace_defaults():
     assert config.job == "ads"
     assert config.log.level == "debug"
     assert config.control.listen_port == 30000
+    assert str(config.control.tls.cert_file) == "/etc/flexd/control-tls/tls.crt"
     (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
     pod = deployment["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 51
@@ -126,6 +128,9 @@ def test_values_of_the_user_replace_defaults():
         ("prometheusRule.enabled=true", "runbookUrl"),
         ("prometheusRule.runbookUrl=docs/runbook.md", "runbookUrl"),
         ("shape=sidecar,config.stream.source.kind=file_log", "must be kafka"),
+        ("control.tls.cert=x", "tls"),
+        ("shape=sidecar,control.tls.existingSecret=daemon", "go together"),
+        ("shape=sidecar,control.tls.trainerSecret=trainer", "go together"),
     ],
 )
 def test_chart_refuses_bad_values(setting, words):
@@ -160,3 +165,21 @@ def test_readme_is_current_and_describes_every_value():
     )
     silent = [key for key, _, meaning in gen_chart_readme.rows((CHART / "values.yaml").read_text()) if not meaning]
     assert silent == []
+
+
+def test_ranks_show_certificates_and_no_container_has_the_keys_of_another():
+    documents = rendered("-f", CHART / "ci" / "sidecar-pytorchjob-values.yaml")
+    (job,) = [document for document in documents if document["kind"] == "PyTorchJob"]
+    leads = []
+    for pod in pod_templates(job):
+        secrets = {each["name"]: each["secret"]["secretName"] for each in pod["spec"]["volumes"] if "secret" in each}
+        (trainer,) = pod["spec"]["containers"]
+        mounted = {secrets.get(mount["name"]) for mount in trainer["volumeMounts"]}
+        assert "ranking-trainer-tls" in mounted
+        assert "ranking-daemon-tls" not in mounted
+        assert "ranking-trainer-tls" not in {secrets.get(each["name"]) for each in daemon_of(pod)["volumeMounts"]}
+        variables = {item["name"]: item["value"] for item in trainer["env"]}
+        for name, file in zip(TLS_VARIABLES, ("tls.crt", "tls.key", "ca.crt"), strict=True):
+            assert variables[name] == f"/etc/flexd/trainer-tls/{file}"
+        leads.append("ranking-daemon-tls" in secrets.values())
+    assert sorted(leads) == [False, True], "a follower's daemon has no control channel"

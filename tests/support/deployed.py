@@ -135,6 +135,8 @@ def check_daemon(pod: Document, config: Config) -> None:
     assert config_key(pod) in ("flexd.yaml", "follower.yaml")
     assert not mounts[str(config.state.dir)].get("readOnly")
     secrets = [config.scale_out.secret_file, *([] if is_follower(config) else [config.control.secret_file])]
+    if config.control.tls.cert_file and not is_follower(config):
+        secrets += [config.control.tls.cert_file, config.control.tls.key_file, config.control.tls.ca_file]
     for file in filter(None, secrets):
         assert mounts[str(file.parent)]["readOnly"] is True
     volumes = {volume["name"] for volume in spec["volumes"]}

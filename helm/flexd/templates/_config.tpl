@@ -17,7 +17,11 @@ Takes (dict "root" $ "role" ROLE); the role is standalone, leader or follower.
 {{- $address := printf "%s:%d" (include "flexd.fullname" .root) (int64 $values.scaleOut.port) -}}
 {{- $_ := set $config "scale_out" (merge (dict "role" "follower" "leader" $address "secret_file" "/etc/flexd/scale-out/secret") (default dict $config.scale_out)) -}}
 {{- else -}}
-{{- $_ := set $config "control" (merge (dict "listen_host" "0.0.0.0" "listen_port" (int64 $values.control.port) "secret_file" "/etc/flexd/control/secret") (default dict $config.control)) -}}
+{{- $control := dict "listen_host" "0.0.0.0" "listen_port" (int64 $values.control.port) "secret_file" "/etc/flexd/control/secret" -}}
+{{- if $values.control.tls.existingSecret -}}
+{{- $_ := set $control "tls" (dict "cert_file" "/etc/flexd/control-tls/tls.crt" "key_file" "/etc/flexd/control-tls/tls.key" "ca_file" "/etc/flexd/control-tls/ca.crt") -}}
+{{- end -}}
+{{- $_ := set $config "control" (merge $control (default dict $config.control)) -}}
 {{- if eq .role "leader" -}}
 {{- $_ := set $config "scale_out" (merge (dict "role" "leader" "listen_host" "0.0.0.0" "listen_port" (int64 $values.scaleOut.port) "secret_file" "/etc/flexd/scale-out/secret") (default dict $config.scale_out)) -}}
 {{- end -}}

@@ -71,6 +71,11 @@ volumeMounts:
   - name: flexd-control
     mountPath: /etc/flexd/control
     readOnly: true
+  {{- if $values.control.tls.existingSecret }}
+  - name: flexd-control-tls
+    mountPath: /etc/flexd/control-tls
+    readOnly: true
+  {{- end }}
   {{- end }}
   {{- if include "flexd.withFollowers" .root }}
   - name: flexd-scale-out
@@ -101,6 +106,12 @@ volumeMounts:
     items:
       - key: {{ $values.control.secretKey }}
         path: secret
+{{- if and .leader $values.control.tls.existingSecret }}
+- name: flexd-control-tls
+  secret:
+    secretName: {{ $values.control.tls.existingSecret }}
+    defaultMode: 0440
+{{- end }}
 {{- if include "flexd.withFollowers" .root }}
 - name: flexd-scale-out
   secret:

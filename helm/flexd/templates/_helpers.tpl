@@ -60,6 +60,10 @@ app.kubernetes.io/component: leader
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.trainers) (not (include "flexd.createsJob" .)) -}}
 {{- fail "networkPolicy.trainers: name the pods that are trainers, such as [{podSelector: {matchLabels: {app: trainer}}}]; only they reach the control port" -}}
 {{- end -}}
+{{- $tls := .Values.control.tls -}}
+{{- if and (include "flexd.createsJob" .) (ne (empty $tls.existingSecret) (empty $tls.trainerSecret)) -}}
+{{- fail "control.tls.existingSecret and control.tls.trainerSecret go together: with TLS, daemon and ranks each show a certificate" -}}
+{{- end -}}
 {{- if and $ha.enabled (eq .Values.shape "sidecar") -}}
 {{- fail "highAvailability.enabled: stand-bys are for shape standalone; in the sidecar shape the job restarts its leader" -}}
 {{- end -}}

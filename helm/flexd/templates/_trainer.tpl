@@ -37,6 +37,14 @@ spec:
           value: "{{ include "flexd.fullname" .root }}:{{ $values.control.port }}"
         - name: FLEXD_SECRET_FILE
           value: /etc/flexd/control/secret
+        {{- if $values.control.tls.trainerSecret }}
+        - name: FLEXD_CONTROL_CERT_FILE
+          value: /etc/flexd/trainer-tls/tls.crt
+        - name: FLEXD_CONTROL_KEY_FILE
+          value: /etc/flexd/trainer-tls/tls.key
+        - name: FLEXD_CONTROL_CA_FILE
+          value: /etc/flexd/trainer-tls/ca.crt
+        {{- end }}
         {{- if eq .kind "jobset" }}
         # torchrun reads its options from these.
         - name: PET_NNODES
@@ -55,11 +63,22 @@ spec:
         - name: flexd-control
           mountPath: /etc/flexd/control
           readOnly: true
+        {{- if $values.control.tls.trainerSecret }}
+        - name: flexd-trainer-tls
+          mountPath: /etc/flexd/trainer-tls
+          readOnly: true
+        {{- end }}
         {{- with $trainer.volumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
     {{- include "flexd.volumes" (dict "root" .root "file" $file "leader" .leader) | nindent 4 }}
+    {{- if $values.control.tls.trainerSecret }}
+    - name: flexd-trainer-tls
+      secret:
+        secretName: {{ $values.control.tls.trainerSecret }}
+        defaultMode: 0444
+    {{- end }}
     {{- with $values.sidecar.trainerVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
