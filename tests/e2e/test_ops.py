@@ -43,6 +43,8 @@ MAY_BE_EMPTY = {
     ("flexd-control", "Chunks held back"): "no chunk waits without a limit",
     ("flexd-control", "Adaptive controller"): "it is off, so it decides nothing",
     ("flexd-control", "Step time measured by the throttle"): "only the adaptive controller judges steps",
+    ("flexd-control", "Failed writes and renewals"): "a daemon without a lease",
+    ("flexd-control", "Snapshots in quarantine"): "none is kept aside",
 }
 
 
