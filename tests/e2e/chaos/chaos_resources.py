@@ -25,7 +25,7 @@ class Maxima:
 
     Attributes:
         disk_bytes: of the state directory.
-        queued_bytes: waiting in the daemon's memory, to be sent to ranks or received from them.
+        queued_bytes: waiting in the daemon's memory, to be sent to ranks or received from them; -1: in no metric.
     """
 
     daemon_bytes: int = 0
@@ -35,7 +35,7 @@ class Maxima:
     rank_threads: int = 0
     rank_descriptors: int = 0
     disk_bytes: int = 0
-    queued_bytes: int = 0
+    queued_bytes: int = -1
 
     def raise_to(self, **values: int) -> None:
         for name, value in values.items():
@@ -92,8 +92,9 @@ class ResourceSampler:
         try:
             page = httpx.get(f"{self._world.url}/metrics", timeout=1.0, verify=False).text
         except httpx.HTTPError:
-            return 0
-        return int(sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(_QUEUED)))
+            return -1
+        found = [float(line.split()[-1]) for line in page.splitlines() if line.startswith(_QUEUED)]
+        return int(sum(found)) if found else -1
 
 
 def _used(pid: int) -> tuple[int, int, int] | None:
@@ -126,7 +127,9 @@ def resource_table(maxima: Maxima) -> str:
     for item in fields(maxima):
         seen, limit = getattr(maxima, item.name), getattr(LIMITS, item.name)
         name = item.name.replace("_bytes", ", MiB").replace("_", " ")
-        if item.name.endswith("_bytes"):
+        if seen < 0:
+            rows.append(f"| {name} | not measured | {limit / MIB:.0f} |")
+        elif item.name.endswith("_bytes"):
             rows.append(f"| {name} | {seen / MIB:.1f} | {limit / MIB:.0f} |")
         else:
             rows.append(f"| {name} | {seen} | {limit} |")
