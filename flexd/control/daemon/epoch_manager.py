@@ -30,7 +30,7 @@ from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher
-from flexd.control.daemon.rank_channels import Left, RankChannels, Received
+from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected, Received
 from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.messages import (
@@ -107,7 +107,7 @@ class EpochManager:
         self.members = Membership(options.job, keyspace, silent_seconds=options.timeout_seconds)
         self._receiver = MessageReceiver(options.job, instance, self.members, events.emit)
         self._hosted: Hosted | None = None
-        self._received: deque[Received | Left] = deque()
+        self._received: deque[Received | RankDisconnected] = deque()
         self._backoff = Backoff()
         self._counters: Counter[str] = Counter()
         self._epochs = 0
@@ -186,7 +186,7 @@ class EpochManager:
             raise ControlError("the coordinator is not started")
         return self._hosted
 
-    def receive(self, received: Iterable[Received | Left]) -> None:
+    def receive(self, received: Iterable[Received | RankDisconnected]) -> None:
         """Keep what has arrived for the next ``tick``."""
         self._received.extend(received)
 
@@ -194,7 +194,7 @@ class EpochManager:
         """Process what has arrived as a daemon that does not lead: only that connections have ended."""
         while self._received:
             event = self._received.popleft()
-            if isinstance(event, Left):
+            if isinstance(event, RankDisconnected):
                 self._disconnect(event, now)
 
     def tick(self, now: float) -> None:
@@ -203,7 +203,7 @@ class EpochManager:
         hosted = self._hosting
         while self._received:
             event = self._received.popleft()
-            if isinstance(event, Left):
+            if isinstance(event, RankDisconnected):
                 self._disconnect(event, now)
             else:
                 self._receiver.receive(event, now, hosted.channels, self.epoch, self._act)
@@ -238,7 +238,7 @@ class EpochManager:
     def _continue_from(self, topology: Topology, version: int, digest: int) -> bool:
         return not self._must_list and self.agreed.continue_from(version, digest, self._segment(topology))
 
-    def _disconnect(self, left: Left, now: float) -> None:
+    def _disconnect(self, left: RankDisconnected, now: float) -> None:
         hello, reason = left
         if self.members.mark_disconnected(hello.attempt, hello.rank, hello.nonce, now):
             self._events.emit("rank_disconnected", attempt=hello.attempt, rank=hello.rank, reason=reason)

@@ -12,7 +12,7 @@ from flexd.control.protocol.messages import DaemonNotice, Heartbeat, Hello, Mess
 from flexd.control.protocol.rows import Bytes, pieces_of
 from flexd.core.errors import StaleMessageError
 
-__all__ = ["Left", "RankChannels", "Received"]
+__all__ = ["RankChannels", "RankDisconnected", "Received"]
 
 HEARTBEAT_SECONDS = 1.0
 """Time between two heartbeats to a rank; longer with very many ranks, shorter with a short timeout."""
@@ -21,7 +21,7 @@ _HEARTBEATS_PER_SECOND = 1_000
 _HEARTBEATS_PER_TIMEOUT = 4
 
 
-class Left(NamedTuple):
+class RankDisconnected(NamedTuple):
     """The connection of a registration has ended."""
 
     hello: Hello
@@ -47,9 +47,9 @@ class RankChannels:
         self._peer_of: dict[str, int] = {}
         """By nonce."""
 
-    def receive(self, limit: int, timeout_seconds: float) -> list[Received | Left]:
+    def receive(self, limit: int, timeout_seconds: float) -> list[Received | RankDisconnected]:
         """Return what has arrived, at most ``limit``; waits until there is something or the timeout."""
-        found: list[Received | Left] = []
+        found: list[Received | RankDisconnected] = []
         for event in self._server.receive(limit, timeout_seconds):
             if isinstance(event, Received):
                 found.append(event)
@@ -59,7 +59,7 @@ class RankChannels:
                 hello = self._hello_of.pop(event.peer, None)
                 if hello is not None and self._peer_of.get(hello.nonce) == event.peer:
                     del self._peer_of[hello.nonce]
-                    found.append(Left(hello, event.reason))
+                    found.append(RankDisconnected(hello, event.reason))
         return found
 
     def check_sender(self, peer: int, hello: Hello) -> None:

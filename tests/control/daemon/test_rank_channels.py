@@ -11,7 +11,7 @@ from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.channel_types import Closed, Event, Opened, Received
 from flexd.control.daemon.epoch import Epoch
 from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.rank_channels import Left, RankChannels
+from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected
 from flexd.control.protocol.messages import DaemonNotice, EpochAnnouncement, Heartbeat, Hello, decode
 from flexd.core.errors import StaleMessageError
 
@@ -70,7 +70,7 @@ def test_each_peer_receives_the_notice_and_its_end_is_reported_once() -> None:
     ]
     made.register(3, hello(0))
     server.events = [Closed(3, "disconnected"), Closed(4, "stalled")]
-    assert made.receive(10, 0.0) == [Left(hello(0), "disconnected")]
+    assert made.receive(10, 0.0) == [RankDisconnected(hello(0), "disconnected")]
     assert made.peers_of(Topology((hello(0),))) == (-1,)
 
 
