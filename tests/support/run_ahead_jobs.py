@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,3 +209,24 @@ def pooled(rank: int, layout: RankLayout, weighted: bool, steps: int) -> list[li
             collection.optimizer.step()
             losses[-1].append(float(loss.detach()))
     return losses
+
+
+def failing_loader(rank: int, layout: RankLayout, failing: int, after: int) -> tuple[int, str, list[str]]:
+    """Train; the loader of one rank raises after so many batches. Return steps, error, and remaining threads."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+
+    def loader() -> Iterator[dict[str, Jagged]]:
+        for index in range(5):
+            if rank == failing and index == after:
+                raise OSError("the disk is gone")
+            yield {"item": Jagged(torch.arange(3) + index, torch.tensor([3]))}
+
+    steps, text = 0, ""
+    try:
+        for features in flexd.prefetch(loader(), collection, timeout_seconds=300.0):
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+            steps += 1
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return steps, text, threads()

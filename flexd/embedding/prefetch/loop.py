@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flexd.core.errors import EmbeddingError
@@ -16,6 +17,20 @@ logger = logging.getLogger(__name__)
 Batch = TypeVar("Batch")
 
 _END = object()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The loader's exception in place of a batch: the other ranks learn of it with the look-up of the batch."""
+
+    error: Exception
+
+
+def _following(batches: Iterator[Any]) -> Any:
+    try:
+        return next(batches, _END)
+    except Exception as error:
+        return _Failure(error)
 
 
 def _identity(batch: Any) -> Any:
@@ -50,24 +65,33 @@ class Prefetch(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         run_ahead = RunAhead.begin(self._collection.engine, self._timeout_seconds, self._passes_per_step)
         try:
-            batches = iter(self._loader)
-            following: Any = next(batches, _END)
+            batches, following = self._first()
             run_ahead.announce(self._next_batch(following))
             while True:
                 run_ahead.start_announced()
+                if isinstance(following, _Failure):
+                    raise following.error
                 if following is _END:
                     run_ahead.finish()
                     return
-                batch, following = following, next(batches, _END)
+                batch, following = following, _following(batches)
                 run_ahead.announce(self._next_batch(following))
                 yield batch
         finally:
             if not run_ahead.close():
                 logger.warning("rank %d: the run-ahead thread did not end", self._collection.rank)
 
+    def _first(self) -> tuple[Iterator[Batch], Any]:
+        """Return the loader's batches and the first, ``_END``, or the loader's exception."""
+        try:
+            batches = iter(self._loader)
+        except Exception as error:
+            return iter(()), _Failure(error)
+        return batches, _following(batches)
+
     def _next_batch(self, batch: Any) -> NextBatch:
-        if batch is _END:
-            return NextBatch(None, None)
+        if batch is _END or isinstance(batch, _Failure):
+            return NextBatch(None, None, failed=batch is not _END)
         given = self._features(batch)
         return NextBatch(given, lambda: self._collection.resolve(given))
 
@@ -105,6 +129,7 @@ def prefetch(
 
     Raises:
         EmbeddingError: an argument is not positive. While iterating: another such loop runs; on every rank: another
-            rank has more or fewer batches, or a job did not end within the deadline.
+            rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
+        deadline. The rank whose loader raised raises that error.
     """
     return Prefetch(loader, collection, features, passes_per_step, timeout_seconds)

@@ -128,7 +128,7 @@ class RunAhead(StepHooks):
         self.wait()
         result, self._result, self._started, self._announced = self._result, None, None, None
         if result is not None and result.ended_rank >= 0:
-            raise _uneven(result.ended_rank)
+            raise _uneven(result)
 
     def close(self) -> bool:
         """Drop the next batch and end the thread. Deferred gradients stay for the next use of the rows.
@@ -210,7 +210,7 @@ class RunAhead(StepHooks):
         result = self._result
         if result is not None and result.ended_rank >= 0:
             self._result = None
-            raise _uneven(result.ended_rank)
+            raise _uneven(result)
         if result is None or result.forward_pass is None or not usable:
             self._result = None
             return None
@@ -281,9 +281,13 @@ class RunAhead(StepHooks):
             ) from self._failure
 
 
-def _uneven(rank: int) -> EmbeddingError:
+def _uneven(result: RunAheadResult) -> EmbeddingError:
+    if result.loader_failed:
+        return EmbeddingError(
+            f"rank {result.ended_rank}: its loader raised an error", remedy=f"see the error of rank {result.ended_rank}"
+        )
     return EmbeddingError(
-        f"rank {rank} has no further batch, other ranks have",
+        f"rank {result.ended_rank} has no further batch, other ranks have",
         remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
     )
 

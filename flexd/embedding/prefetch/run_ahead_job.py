@@ -19,6 +19,8 @@ from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.store import GroupStore
 
+_MAX_RANKS = 2**20
+
 
 @dataclass(frozen=True)
 class NextBatch:
@@ -27,10 +29,12 @@ class NextBatch:
     Attributes:
         given: the input of its forward pass. None: there is no further batch on this rank.
         resolve: returns (resolved input, its keys); raises an error that the forward pass will raise.
+        failed: there is no further batch because the loader raised an error.
     """
 
     given: object
     resolve: Callable[[], tuple[Any, FeatureKeys]] | None
+    failed: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class RunAheadResult:
         resolved: resolved input of the next batch; None if resolving it raised ``error``.
         forward_pass: pass of the next batch; None if it is not looked up ahead.
         ended_rank: a rank that has no further batch while another has; -1 if there is none.
+        loader_failed: its loader raised an error.
         rows: per group [rows of the route's first station, dim], without those of ``split.marked``; None: fetch all.
         split: of the route; None: nothing is missing in ``rows``.
         passes: the passes that were open.
@@ -57,6 +62,7 @@ class RunAheadResult:
     passes: tuple[ForwardPass, ...]
     pass_splits: tuple[RouteSplit, ...]
     touched: tuple[TouchedRows | None, ...]
+    loader_failed: bool = False
 
 
 class DeferredGradients:
@@ -161,7 +167,10 @@ class RunAheadJob:
         self._inbox.end_exchange(max(agreement.version, 0))
         result = RunAheadResult(resolved, error, None, -1, None, None, passes, (), ())
         if agreement.version < 0:
-            return result if agreement.fault < 0 else replace(result, ended_rank=-1 - agreement.version)
+            failed, rank = divmod(-1 - agreement.version, _MAX_RANKS)
+            if agreement.fault < 0 and not failed:
+                return result
+            return replace(result, ended_rank=rank, loader_failed=failed > 0)
         if not locate:
             return result
         result = replace(result, forward_pass=forward_pass)
@@ -180,7 +189,8 @@ class RunAheadJob:
         version = self._inbox.begin_exchange()
         call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
         if batch.given is None:
-            return Agreement(-1 - self._rank, -1, call, call, (settings_digest,) * 2)
+            below_all = -1 - self._rank - (_MAX_RANKS if batch.failed else 0)
+            return Agreement(below_all, -1, call, call, (settings_digest,) * 2)
         return Agreement(version, 0 if error is None else 1 + self._rank, call, call, (settings_digest,) * 2)
 
     def _fetch_unchanged(self, result: RunAheadResult, forward_pass: ForwardPass) -> RunAheadResult:

@@ -25,6 +25,19 @@ def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[i
         assert threads == []
 
 
+@pytest.mark.parametrize(("failing", "after"), [(2, 3), (0, 1), (3, 0)])
+def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing: int, after: int) -> None:
+    """The batches before it are trained. Nobody waits for a deadline."""
+    results = ranks(4).run("run_ahead_jobs:failing_loader", RankLayout(2, 2), failing, after, timeout=60)
+    for rank, (steps, text, threads) in enumerate(results):
+        assert steps == after
+        assert threads == []
+        if rank == failing:
+            assert text == "OSError: the disk is gone"
+        else:
+            assert text.startswith(f"EmbeddingError: rank {failing}: its loader raised an error")
+
+
 def test_loaders_without_batches_end_at_once(ranks: Ranks) -> None:
     assert ranks(2).run("run_ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
 
