@@ -58,23 +58,23 @@ class ReceivedRows:
     """Received rows of one column.
 
     Attributes:
-        parts: per peer [n, width] in the column's ``wire`` dtype; those from this rank itself in the dtype of their
+        by_peer: [n, width] of each peer in the column's ``wire`` dtype; those from this rank itself in the dtype of their
             source.
         me: this rank's place among the peers.
     """
 
-    parts: Sequence[torch.Tensor]
+    by_peer: Sequence[torch.Tensor]
     me: int
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """Return [n, width] rows of all peers, in their order."""
-        parts = [part if part.dtype == dtype else part.to(dtype) for part in self.parts if len(part)]
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self.parts[0].to(dtype)
+        parts = [part if part.dtype == dtype else part.to(dtype) for part in self.by_peer if len(part)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self.by_peer[0].to(dtype)
 
     def add_to(self, total: torch.Tensor, places: torch.Tensor) -> None:
         """Add the rows to ``total`` [rows, width] at int64 [n] ``places``, ordered by peer: those of the other peers in
         their order, then those of this rank."""
-        parts = list(zip(self.parts, torch.split(places, [len(part) for part in self.parts]), strict=True))
+        parts = list(zip(self.by_peer, torch.split(places, [len(part) for part in self.by_peer]), strict=True))
         mine = parts.pop(self.me)
         if not devices.in_host_memory(total) and len(parts) > 1:
             # One kernel. torch.use_deterministic_algorithms fixes its order of summation.
@@ -90,7 +90,7 @@ class ReceivedRows:
             if len(places):
                 rows.index_copy_(0, places, self.whole(rows.dtype))
             return
-        for part, at in zip(self.parts, torch.split(places, [len(part) for part in self.parts]), strict=True):
+        for part, at in zip(self.by_peer, torch.split(places, [len(part) for part in self.by_peer]), strict=True):
             if len(part):
                 rows.index_copy_(0, at, part.to(rows.dtype))
 

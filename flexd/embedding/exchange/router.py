@@ -284,13 +284,13 @@ def _sum_by_row(arrived: ReceivedRows, rows: StationRows, wide: torch.dtype) -> 
     """
     if rows.expand is None:
         return arrived.whole(wide)
-    total = arrived.parts[0].new_zeros((rows.rows, arrived.parts[0].shape[1]), dtype=wide)
+    total = arrived.by_peer[0].new_zeros((rows.rows, arrived.by_peer[0].shape[1]), dtype=wide)
     arrived.add_to(total, rows.expand)
     return total
 
 
 def _words(arrived: ReceivedRows) -> torch.Tensor:
-    return torch.cat(list(arrived.parts)).view(-1)
+    return torch.cat(list(arrived.by_peer)).view(-1)
 
 
 def _check_all_held(away: Sequence[int]) -> None:

@@ -140,7 +140,7 @@ class ReplicaSums:
         received = self._parts[_LISTS * hop + _UP_RECEIVED]
         for sums, rows, (places, _) in zip(self.sums, arrived, received, strict=True):
             # Received gradients are added up before they join those of this rank: as ``Router`` adds them.
-            several = sum(len(part) > 0 for part in rows.parts) > 1
+            several = sum(len(part) > 0 for part in rows.by_peer) > 1
             total = torch.zeros_like(sums) if several else sums
             rows.add_to(total, places)
             if several:
