@@ -58,8 +58,8 @@ class ReceivedRows:
     """Received rows of one column.
 
     Attributes:
-        by_peer: [n, width] of each peer in the column's ``wire`` dtype; those from this rank itself in the dtype of their
-            source.
+        by_peer: [n, width] rows of each peer in the column's ``wire`` dtype; those from this rank itself in the dtype
+            of their source.
         me: this rank's place among the peers.
     """
 
