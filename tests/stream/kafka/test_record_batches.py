@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import struct
 import time
 
@@ -110,6 +111,7 @@ def test_an_oversized_batch_without_compression_is_refused_too():
         ("unsupported_codec", message(1, b"x", codec=3, magic=0)),
         ("unsupported_codec", message(1, b"x", codec=7)),
     ],
+    ids=itertools.count(),
 )
 def test_what_cannot_be_read_is_one_refused_range(reason, bad):
     items, end = read(batch([b"a"]) + bad + batch([b"b"], base_offset=2))
