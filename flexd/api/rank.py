@@ -73,6 +73,10 @@ class TopologyStatus(Model):
     """Connections that have proven themselves."""
     refused_connections: dict[str, int] = Field(default_factory=dict)
     """Connections that ended before they had proven themselves, by reason."""
+    queued_bytes: int = 0
+    """Bytes in memory that wait to be sent to ranks."""
+    unread_bytes: int = 0
+    """Bytes in memory that ranks sent and that are not handled yet."""
 
     def refusals(self) -> str:
         """Return the refused connections in words; empty if there are none."""
@@ -109,6 +113,8 @@ class TopologyStatus(Model):
             "flexd_control_refused_connections", "Connections that ended before they had proven themselves, by reason.",
             "reason", self.refused_connections,
         )  # fmt: skip
+        yield gauge("flexd_control_queued_bytes", "In memory, waiting to be sent to ranks.", self.queued_bytes)
+        yield gauge("flexd_control_unread_bytes", "In memory, received and not handled yet.", self.unread_bytes)
 
 
 class RankReport(Model):
@@ -212,6 +218,8 @@ def topology_status(
         connections_unproven=channel.unproven,
         proven_connections=channel.proven,
         refused_connections=with_zeros(REFUSED_REASONS, channel.refused),
+        queued_bytes=channel.queued_bytes,
+        unread_bytes=channel.unread_bytes,
     )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexd.daemon.state_admin import StateReport
     from flexd.daemon.state_archive import Manifest
     from flexd.sketch.table_outcome import TableOutcome
+    from flexd.stream.offsets_in_work import PoisonOffset
 
 app = typer.Typer(
     help="Show, export, import or reset the saved state of a daemon.\n\n"
@@ -140,7 +141,7 @@ def export(
     archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="File to write.")],
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Write the newest snapshot, the placement journal, the history and the decisions to one file.
+    """Write the newest snapshot, the journal, the history, the decisions and the deadly offsets to one file.
 
     May run beside the daemon.
 
@@ -201,6 +202,7 @@ def _document(report: StateReport) -> dict[str, Any]:
             {"name": kept.path.name, "reason": kept.reason, "bytes": kept.bytes, "unix_seconds": kept.unix_seconds}
             for kept in report.quarantined
         ],
+        "deadly_offsets": [dataclasses.asdict(offset) for offset in report.deadly_offsets],
     }
 
 
@@ -230,7 +232,20 @@ def _blocks(report: StateReport) -> list[Block]:
             for kept in report.quarantined
         )
         blocks.append(Table("quarantined", ("snapshot", "reason", "written", "size"), kept, frozenset(("size",))))
+    if report.deadly_offsets:
+        rows = tuple(_deadly(offset) for offset in report.deadly_offsets)
+        columns = ("partition", "first", "last", "deaths", "last death", "next start")
+        blocks.append(Table("offsets at which the daemon died", columns, rows, frozenset(("first", "last", "deaths"))))
     return blocks
+
+
+def _deadly(offset: PoisonOffset) -> tuple[str, ...]:
+    from flexd.stream.offsets_in_work import DEATHS_UNTIL_SKIPPED
+
+    action = "skips them" if offset.deaths >= DEATHS_UNTIL_SKIPPED else "reads them once more"
+    return (
+        offset.partition, str(offset.first), str(offset.last), str(offset.deaths), units.when(offset.died_at), action,
+    )  # fmt: skip
 
 
 def _outcome(outcome: TableOutcome) -> tuple[str, ...]:

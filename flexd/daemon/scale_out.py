@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 from flexd.api.families import with_zeros
 from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
+from flexd.core.errors import StateVersionError
 from flexd.core.secrets import KeyFile
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
+from flexd.daemon.state_files import NEWER
 from flexd.ingest import Ingestor, IngestStats
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.scaleout.delta_sender import FAILURE_REASONS, DeltaSender, Link
@@ -21,7 +25,9 @@ from flexd.scaleout.follower_registry import REASONS, FollowerRegistry, Follower
 from flexd.scaleout.leader import Leader
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
-from flexd.stream.offsets_in_work import OffsetsInWork
+from flexd.stream.offsets_in_work import RECORD_NAME, OffsetsInWork
+
+logger = logging.getLogger("flexd")
 
 OWN_NAME = "leader"
 """Name of the group member that runs inside the leader."""
@@ -39,6 +45,16 @@ def dead_letters(config: Config) -> DeadLetterFile:
     return DeadLetterFile(path, letters.max_bytes, letters.max_message_bytes)
 
 
+def _offsets_in_work(directory: Path) -> OffsetsInWork:
+    """Return the offsets in work. A follower has no other state, so a record of a newer flexd does not stop it."""
+    try:
+        return OffsetsInWork(directory)
+    except StateVersionError as error:
+        logger.warning("%s: it is kept as %s%s", error, RECORD_NAME, NEWER)
+        (directory / RECORD_NAME).replace(directory / f"{RECORD_NAME}{NEWER}")
+        return OffsetsInWork(directory)
+
+
 class FollowerUnit:
     """Read partitions and send their counts to a leader.
 
@@ -52,7 +68,7 @@ class FollowerUnit:
     def __init__(self, config: Config, link: Link, name: str, supervisor: Supervisor) -> None:
         settings = config.scale_out
         self._sender = DeltaSender(link, supervisor)
-        work = OffsetsInWork(config.state.dir)
+        work = _offsets_in_work(config.state.dir)
         self._follower = Follower(
             FollowerOptions(
                 name=name,

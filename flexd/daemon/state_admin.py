@@ -25,6 +25,7 @@ from flexd.sketch import snapshot
 from flexd.sketch.quarantine import QuarantinedSnapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
+from flexd.stream.offsets_in_work import RECORD_NAME, PoisonOffset, read_record
 
 _Result = TypeVar("_Result")
 _ATTEMPTS = 5
@@ -56,6 +57,7 @@ class StateReport:
 
     Attributes:
         problems: why a start would be refused, beside the snapshots.
+        deadly_offsets: at which the daemon died; skipped from ``DEATHS_UNTIL_SKIPPED`` deaths on.
     """
 
     directory: Path
@@ -63,6 +65,7 @@ class StateReport:
     quarantined: tuple[QuarantinedSnapshot, ...]
     preview: RestorePreview
     problems: tuple[str, ...]
+    deadly_offsets: tuple[PoisonOffset, ...] = ()
 
     @property
     def starts(self) -> bool:
@@ -96,12 +99,17 @@ def report(config: Config) -> StateReport:
         check_import_ended(directory)
     except SnapshotError as error:
         problems.append(error.message)
+    deadly: tuple[PoisonOffset, ...] = ()
+    # Of a newer flexd it is among the problems; a damaged one is quarantined by the next start.
+    with contextlib.suppress(SnapshotError):
+        deadly = read_record(directory / RECORD_NAME)
     return StateReport(
         directory,
         tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
         tuple(store.quarantine.list()),
         preview(store, config.keyspace().tables, factory.sketch_settings(config)),
         tuple(problems),
+        deadly,
     )
 
 

@@ -1,8 +1,9 @@
 """One file with the state of a daemon, for backup and for a move to another machine.
 
 A tar archive without compression: the newest undamaged snapshot, the journal of the placement, the history, the
-decisions and the plan log, and at its end ``flexd-state.json`` with the size and the SHA-256 of each. An archive that
-was cut or changed anywhere is refused as a whole. Nothing is unpacked that the list below does not name.
+decisions, the plan log, the offsets at which the daemon died, and at its end ``flexd-state.json`` with the size and the
+SHA-256 of each. An archive that was cut or changed anywhere is refused as a whole. Nothing is unpacked that the list
+below does not name.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateErr
 from flexd.ingest.restore import UNUSABLE_REMEDY
 from flexd.operations import decisions, plan_log
 from flexd.operations.history import store as history
+from flexd.stream import offsets_in_work
 
 logger = logging.getLogger("flexd")
 
@@ -47,6 +48,7 @@ FILES = (
     StateFile("migrations.sqlite", history.check_version, ("-wal", "-shm")),
     StateFile("decisions.json", decisions.check_version),
     StateFile("plans.jsonl", plan_log.check_version),
+    StateFile(offsets_in_work.RECORD_NAME, offsets_in_work.check_version),
 )
 
 

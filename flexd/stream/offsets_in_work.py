@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flexd.core.durable import quarantine_file, replace_file
-from flexd.core.errors import SnapshotError
+from flexd.core.errors import SnapshotError, StateVersionError
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _MAX_NAME_BYTES = _BYTES - _NAME_AT
 _MAX_RECORDED = 64
 _FORGET_SECONDS = 7 * 86400.0
 """A recorded offset may belong to another message after the topic was deleted and created again."""
-_RECORD_FORMAT = 1
+RECORD_FORMAT = 1
 _Key = tuple[str, int, int, bool]
 
 
@@ -64,6 +64,9 @@ class OffsetsInWork:
 
     Args:
         directory: of the files; None keeps and skips nothing. An unwritable one is logged and treated so.
+
+    Raises:
+        StateVersionError: a newer flexd wrote the record; nothing has changed.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -77,6 +80,7 @@ class OffsetsInWork:
         self._lock = threading.Lock()
         if directory is None:
             return
+        check_version(directory / RECORD_NAME)
         try:
             self._view = _open(directory / MARKER_NAME)
         except OSError as error:
@@ -163,36 +167,62 @@ class OffsetsInWork:
     def _load(self) -> None:
         assert self._record_path is not None  # noqa: S101
         try:
-            document = json.loads(self._record_path.read_bytes())
-            if document["format"] != _RECORD_FORMAT:
-                raise ValueError(f"format {document['format']!r}")
-            known = [
-                PoisonOffset(
-                    str(item["partition"]), int(item["first"]), int(item["last"]), bool(item["counting"]),
-                    int(item["deaths"]), float(item["died_at"]),
-                )
-                for item in document["offsets"][-_MAX_RECORDED:]
-            ]  # fmt: skip
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            _log.warning("%s is not used: %r", self._record_path, error)
+            known = read_record(self._record_path)
+        except SnapshotError as error:
+            _log.warning("%s", error)
             quarantine_file(self._record_path)
             return
-        since = time.time() - _FORGET_SECONDS
-        self._known = {
-            (item.partition, item.first, item.last, item.counting): item for item in known if item.died_at >= since
-        }
+        self._known = {(item.partition, item.first, item.last, item.counting): item for item in known}
 
     def _save(self) -> None:
         assert self._record_path is not None  # noqa: S101
         with self._lock:
             offsets = [asdict(item) for item in self._known.values()][-_MAX_RECORDED:]
-        text = json.dumps({"format": _RECORD_FORMAT, "offsets": offsets}).encode()
+        text = json.dumps({"format": RECORD_FORMAT, "offsets": offsets}).encode()
         try:
             replace_file(self._record_path, [text])
         except SnapshotError as error:
             _log.warning("offsets at which the process died are not recorded: %s", error)
+
+
+def check_version(path: Path) -> None:
+    """Raise StateVersionError if a newer flexd wrote the record."""
+    try:
+        number = json.loads(path.read_bytes())["format"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # Reading it reports that.
+    if isinstance(number, int) and number > RECORD_FORMAT:
+        raise StateVersionError(
+            f"{path} is of format {number}, of a newer flexd; this one reads {RECORD_FORMAT}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
+
+
+def read_record(path: Path) -> tuple[PoisonOffset, ...]:
+    """Return the recorded ranges that are not forgotten yet; none if there is no file.
+
+    Raises:
+        SnapshotError: the file is damaged or cannot be read.
+        StateVersionError: a newer flexd wrote it.
+    """
+    check_version(path)
+    try:
+        document = json.loads(path.read_bytes())
+        if document["format"] != RECORD_FORMAT:
+            raise ValueError(f"format {document['format']!r}")
+        known = [
+            PoisonOffset(
+                str(item["partition"]), int(item["first"]), int(item["last"]), bool(item["counting"]),
+                int(item["deaths"]), float(item["died_at"]),
+            )
+            for item in document["offsets"][-_MAX_RECORDED:]
+        ]  # fmt: skip
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise SnapshotError(f"{path} is not used: {error!r}"[:500], remedy="remove it") from error
+    since = time.time() - _FORGET_SECONDS
+    return tuple(item for item in known if item.died_at >= since)
 
 
 def _open(path: Path) -> mmap.mmap:

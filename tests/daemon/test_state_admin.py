@@ -31,6 +31,7 @@ from flexd.ha.term_directories import open_term_directory
 from flexd.ingest.restore import RestoredState, restore
 from flexd.sketch.quarantine import KEEP, Quarantine
 from flexd.sketch.snapshot import SnapshotStore
+from flexd.stream.offsets_in_work import RECORD_NAME, OffsetsInWork
 from tests.support.disk_order import watch_disk
 from tests.support.repository import ROOT, child_environment
 
@@ -180,6 +181,30 @@ def test_an_archive_restores_on_another_machine(config: Config, tmp_path: Path) 
     state_archive.import_state(there, archive, replace=True)
     assert "snapshot-000000000001-replaced.flexd" in names(there)
     assert (there.state.dir / "decisions.json.replaced").exists()
+
+
+def test_offsets_at_which_the_daemon_died_are_shown_and_move_with_the_state(config: Config, tmp_path: Path) -> None:
+    for partition, times in (("clicks/0", 2), ("clicks/1", 1)):
+        for _ in range(times):
+            OffsetsInWork(config.state.dir).begin(partition, 5, 9)
+    OffsetsInWork(config.state.dir).close()
+    archive = tmp_path / "backup.flexd-state"
+    assert RECORD_NAME in state_archive.export_state(config, archive).files
+    other = tmp_path / "other"
+    other.mkdir()
+    there = load_config(write_config(other), {})
+    state_archive.import_state(there, archive, replace=False)
+    shown = state_admin.report(there)
+    assert shown.starts
+    assert [(each.partition, each.first, each.last, each.deaths) for each in shown.deadly_offsets] == [
+        ("clicks/0", 5, 9, 2), ("clicks/1", 5, 9, 1),
+    ]  # fmt: skip
+    work = OffsetsInWork(there.state.dir)
+    assert not work.begin("clicks/0", 5, 9)
+    assert work.begin("clicks/1", 5, 9)
+    work.close()
+    (there.state.dir / RECORD_NAME).write_text("[")
+    assert state_admin.report(there).deadly_offsets == ()
 
 
 def test_an_archive_that_was_cut_or_changed_is_refused(config: Config, tmp_path: Path) -> None:

@@ -183,3 +183,13 @@ def test_ranks_show_certificates_and_no_container_has_the_keys_of_another():
             assert variables[name] == f"/etc/flexd/trainer-tls/{file}"
         leads.append("ranking-daemon-tls" in secrets.values())
     assert sorted(leads) == [False, True], "a follower's daemon has no control channel"
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    (["shape=sidecar"], "wait"),
+    (["shape=sidecar", "config.state.on_unusable=reset"], "reset"),
+    (["shape=standalone"], "exit"),
+], ids=str)  # fmt: skip
+def test_unusable_state_does_not_make_the_pod_of_a_trainer_crash_loop(settings, expected):
+    documents = rendered(*TRAINERS, *(word for setting in settings for word in ("--set", setting)))
+    assert {config.state.on_unusable for config in configs_of(documents).values()} == {expected}

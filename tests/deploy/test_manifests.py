@@ -51,6 +51,7 @@ def test_manifest_is_valid_and_runs_the_daemon(file):
 def test_trainers_reach_the_leader_and_have_its_secret(name):
     documents = read(MANIFESTS / name)
     config = configs_of(documents)["flexd.yaml"]
+    assert config.state.on_unusable == "wait", "saved state that cannot be used must not end the pod of the trainer"
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
     pods = [pod for document in documents for pod in pod_templates(document)]
     for pod in pods:

@@ -54,7 +54,10 @@ FULL = Status(
         sent_bytes={"all_to_all": {"inter": 123}, "sync": {"intra": 45}},
         steps=40, step_seconds=8.5, apply_seconds=0.1, newest_step=21,
     ),
-    topology=TopologyStatus(epochs=3, generation=2, ranks=4, ranks_ready=3, refused_messages={"stale": 1}),
+    topology=TopologyStatus(
+        epochs=3, generation=2, ranks=4, ranks_ready=3, refused_messages={"stale": 1}, queued_bytes=70_000,
+        unread_bytes=512,
+    ),
     snapshot=SnapshotStatus(age_seconds=12.0, written=9, failures=1, bytes=5000, pause_seconds=0.25),
 )  # fmt: skip
 NEW = Status(job="j", version="1", stream=StreamStatus(source="kafka"))
@@ -98,6 +101,8 @@ def test_every_number_is_on_the_page():
         ("flexd_training_sent_bytes_total", (("kind", "migration"), ("link", "inter"))): 0,
         ("flexd_training_step_duration_seconds_count", ()): 40,
         ("flexd_control_refused_messages_total", (("kind", "stale"),)): 1,
+        ("flexd_control_queued_bytes", ()): 70_000,
+        ("flexd_control_unread_bytes", ()): 512,
         ("flexd_snapshot_failures_total", ()): 1,
         ("flexd_snapshot_pause_seconds", ()): 0.25,
         ("flexd_ingest_lost_messages_total", (("reason", "retention"),)): 11,

@@ -27,6 +27,7 @@ from flexd.operations.plan_log import PlanLog
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
+from flexd.stream.offsets_in_work import OffsetsInWork
 
 FORMATS = sorted(path for path in (Path(__file__).parent / "formats").iterdir() if path.is_dir())
 TABLES = [
@@ -158,6 +159,10 @@ def _newer_plans(state: Path) -> None:
         file.write(json.dumps({"format": 2, "plan": {}}) + "\n")
 
 
+def _newer_offsets(state: Path) -> None:
+    (state / "poison-offsets.json").write_text(json.dumps({"format": 2, "ranges": []}))
+
+
 OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
     "migrations.sqlite": (
@@ -165,6 +170,7 @@ OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     ),
     "decisions.json": (_newer_decisions, lambda state: DecisionFile(state / "decisions.json")),
     "plans.jsonl": (_newer_plans, lambda state: PlanLog(state / "plans.jsonl")),
+    "poison-offsets.json": (_newer_offsets, OffsetsInWork),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from flexd.core.errors import StateVersionError
 from flexd.stream import offsets_in_work
 from flexd.stream.offsets_in_work import MARKER_NAME, RECORD_NAME, OffsetsInWork
 from tests.support.repository import ROOT, child_environment
@@ -85,11 +86,20 @@ def test_a_skipped_range_stays_skipped_and_is_forgotten_after_a_week(tmp_path, m
     assert skips(tmp_path) == []
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"format": 2, "offsets": []}', b'{"format": 1, "offsets": [3]}'])
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b'{"format": 0, "offsets": []}', b'{"format": 1, "offsets": [3]}'])
 def test_a_damaged_record_is_quarantined(tmp_path, text):
     (tmp_path / RECORD_NAME).write_bytes(text)
     assert skips(tmp_path) == []
     assert (tmp_path / f"{RECORD_NAME}.unusable").read_bytes() == text
+
+
+def test_a_record_of_a_newer_flexd_is_refused_and_unchanged(tmp_path):
+    text = b'{"format": 2, "offsets": []}'
+    (tmp_path / RECORD_NAME).write_bytes(text)
+    with pytest.raises(StateVersionError, match=f"{RECORD_NAME} is of format 2, of a newer flexd"):
+        OffsetsInWork(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [RECORD_NAME]
+    assert (tmp_path / RECORD_NAME).read_bytes() == text
 
 
 @pytest.mark.parametrize("text", [b"", b"\x01" * 10, b"\xff" * 5000, b"\x00" * 4096])

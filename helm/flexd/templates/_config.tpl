@@ -11,6 +11,10 @@ Takes (dict "root" $ "role" ROLE); the role is standalone, leader or follower.
 {{- end -}}
 {{- $_ := set $config "server" (merge (dict "metrics_listen" (printf "0.0.0.0:%d" (int64 $values.metrics.port))) (default dict $config.server)) -}}
 {{- $_ := set $config "state" (merge (dict "dir" "/var/lib/flexd") (default dict $config.state)) -}}
+{{- /* A container that ends over and over would make the trainer's pod crash-loop. */ -}}
+{{- if eq $values.shape "sidecar" -}}
+{{- $_ := set $config "state" (merge $config.state (dict "on_unusable" "wait")) -}}
+{{- end -}}
 {{- $_ := set $config "log" (merge (default dict $config.log) (dict "format" "json")) -}}
 {{- if eq .role "follower" -}}
 {{- $_ := unset $config "control" -}}

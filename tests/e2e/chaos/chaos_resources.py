@@ -25,7 +25,7 @@ class Maxima:
 
     Attributes:
         disk_bytes: of the state directory.
-        queued_bytes: waiting in the daemon's memory, to be sent to ranks or received from them; -1: in no metric.
+        queued_bytes: waiting in the daemon's memory, to be sent to ranks or received from them; -1: not measured.
     """
 
     daemon_bytes: int = 0
@@ -93,8 +93,18 @@ class ResourceSampler:
             page = httpx.get(f"{self._world.url}/metrics", timeout=1.0, verify=False).text
         except httpx.HTTPError:
             return -1
-        found = [float(line.split()[-1]) for line in page.splitlines() if line.startswith(_QUEUED)]
-        return int(sum(found)) if found else -1
+        return queued_bytes(page)
+
+
+def queued_bytes(page: str) -> int:
+    """Return the bytes that wait, of a page of metrics; -1 if one of the metrics is missing."""
+    found = {line.split()[0]: float(line.split()[1]) for line in page.splitlines() if line.startswith(_QUEUED)}
+    return int(sum(found.values())) if len(found) == len(_QUEUED) else -1
+
+
+def is_within_limit(maxima: Maxima, name: str) -> bool:
+    """Return whether a maximum was measured and is within its limit."""
+    return 0 <= getattr(maxima, name) <= getattr(LIMITS, name)
 
 
 def _used(pid: int) -> tuple[int, int, int] | None:
