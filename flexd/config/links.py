@@ -66,6 +66,10 @@ class ControlConfig(Section):
     """Address that the ranks connect to."""
     listen_port: Port = 29_400
     """Port that the ranks connect to; 0 takes any free one."""
+    max_ranks: Annotated[Int, Field(ge=1, le=65_536)] = 4096
+    """Ranks of the largest job that is served, and connections of ranks at a time. The ranks of a larger job are
+    refused. Bounds the memory of the channel, whatever ranks send: 48 KiB for each of them and 332 MiB for all together
+    (with ``control.tls`` 176 KiB and 460 MiB)."""
     chunk_rows: Annotated[Int, Field(ge=1, le=2**20)] = 4096
     """Largest number of rows in a chunk."""
     chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20

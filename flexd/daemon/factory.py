@@ -131,4 +131,5 @@ def control_options(config: Config) -> ControlOptions:
         tls=control_tls(config),
         timeout_seconds=control.timeout_seconds,
         max_chunk_rows=max(control.chunk_rows, 1),
+        max_ranks=control.max_ranks,
     )

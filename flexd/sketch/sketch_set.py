@@ -17,7 +17,7 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import TableCounts
-from flexd.sketch import budget, kinds, saved_state
+from flexd.sketch import budget, kinds, saved_counters, saved_state
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.decay import Admission, ForwardDecay, check_event_time
 from flexd.sketch.profile import Profile, TableProfile
@@ -342,14 +342,7 @@ class SketchSet:
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything for ``from_state``: (JSON-able description, arrays by name)."""
-        metas: list[dict[str, Any]] = []
-        arrays: Arrays = {}
-        for index, sketch in enumerate(self._tables):
-            meta, parts = sketch.state()
-            metas.append(meta)
-            arrays.update({f"{index}/{name}": array for name, array in parts.items()})
-        for index, lengths in self._lengths.items():
-            arrays[f"{index}/sequence_lengths"] = lengths.serialized()
+        metas, arrays = saved_counters.arrays_of(self._tables, self._lengths)
         return saved_state.describe(self._specs, self._choices, self.settings, self._decay.state(), metas), arrays
 
     @classmethod
@@ -361,12 +354,7 @@ class SketchSet:
         Raises:
             SketchError: the state is of other tables or settings, of another format, or damaged.
         """
-        saved = saved_state.parse(meta, key_tables)
-        if tuple(table.spec for table in saved.tables) != tuple(key_tables) or saved.settings != settings:
-            raise SketchError(
-                "saved sketches are of other tables or sketch settings",
-                remedy="restore the old configuration, or let table_migration convert them",
-            )
+        saved = saved_counters.parse_same(meta, key_tables, settings)
         fresh = cls.of(key_tables, settings)
         fresh.load_clock(saved.decay)
         for index, table in enumerate(saved.tables):
@@ -375,10 +363,7 @@ class SketchSet:
 
     def load_clock(self, decay: Mapping[str, Any]) -> None:
         """Replace the clock by a saved one. Raises SketchError if it is malformed."""
-        try:
-            self._decay.load(dict(decay))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SketchError(f"saved clock is damaged: {error!r}", remedy="use an earlier snapshot") from error
+        saved_counters.load_clock(self._decay, decay)
 
     def load_table(
         self, index: int, saved: SavedTable, arrays: Arrays, replace: Callable[[TableSketch], None] | None = None
@@ -392,19 +377,10 @@ class SketchSet:
         Raises:
             SketchError: they are damaged, or do not fit.
         """
-        prefix = f"{saved.index}/"
-        parts = {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
-        conservative = self.settings.conservative
         sketch = self._tables[index]
         if replace is not None:
-            sketch = kinds.make_table(saved.spec, saved.choice, index, conservative)
-        try:
-            sketch.load(saved.meta, parts)
-            lengths = KllQuantiles() if "sequence_lengths" in parts else None
-            if lengths is not None:
-                lengths.load(parts["sequence_lengths"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error
+            sketch = kinds.make_table(saved.spec, saved.choice, index, self.settings.conservative)
+        lengths = saved_counters.load_table(sketch, saved, arrays)
         if replace is not None:
             replace(sketch)
         if lengths is not None:

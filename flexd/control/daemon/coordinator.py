@@ -105,7 +105,10 @@ class Coordinator:
             options = self._options
             self._server = ChannelServer(
                 ChannelOptions(
-                    options.listen_host, self._port or options.listen_port, timeout_seconds=options.timeout_seconds
+                    options.listen_host,
+                    self._port or options.listen_port,
+                    timeout_seconds=options.timeout_seconds,
+                    max_peers=options.max_ranks,
                 ),
                 ChannelCredentials(options.secret, options.tls),
                 self._supervisor,

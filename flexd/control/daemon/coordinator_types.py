@@ -24,6 +24,7 @@ class ControlOptions:
         tls: certificates of the daemon; ranks then need certificates of the same authority.
         tick_seconds: longest time between two ticks while ranks are registered.
         term: the term of the daemon's lease; 0 without one.
+        max_ranks: of a job; also the largest number of connections that have proven themselves.
     """
 
     job: str
@@ -36,6 +37,7 @@ class ControlOptions:
     max_chunk_rows: int = 2**20
     tick_seconds: float = 0.02
     term: int = 0
+    max_ranks: int = 4096
 
 
 @dataclass(frozen=True)

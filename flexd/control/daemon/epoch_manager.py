@@ -104,7 +104,9 @@ class EpochManager:
         self._may_act = may_act
         self._on_report = on_report
         self._events = events
-        self.members = Membership(options.job, keyspace, silent_seconds=options.timeout_seconds)
+        self.members = Membership(
+            options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks
+        )
         self._receiver = MessageReceiver(options.job, instance, self.members, events.emit)
         self._hosted: Hosted | None = None
         self._received: deque[Received | RankDisconnected] = deque()

@@ -97,6 +97,7 @@ class Membership:
         silent_seconds: a rank that sends nothing for so long is lost.
         replace_seconds: a new process may replace a rank that has sent nothing for so long.
         wall_clock: Unix seconds.
+        max_ranks: of a job; a rank of a larger one is refused.
 
     Attributes:
         refusal_is_known: the rank that ``accept`` refused last had been refused shortly before.
@@ -109,12 +110,14 @@ class Membership:
         silent_seconds: float,
         replace_seconds: float = 3.0,
         wall_clock: Callable[[], float] = time.time,
+        max_ranks: int = MAX_RANKS,
     ) -> None:
         self._lock = threading.RLock()
         self._register = Attempts(job, silent_seconds, wall_clock)
         self.refusal_is_known = False
         self._job = job
         self._keyspace = keyspace
+        self._max_ranks = max_ranks
         self._silent = silent_seconds
         self._replace = min(replace_seconds, silent_seconds)
         self._attempts: dict[str, dict[int, _Member]] = {}
@@ -321,6 +324,9 @@ class Membership:
             fault = f"rank {hello.rank} of {hello.world_size} is not possible"
         elif min(hello.nodes, hello.local_ranks) < 1 or hello.nodes * hello.local_ranks != hello.world_size:
             fault = f"{hello.nodes} nodes x {hello.local_ranks} local ranks are not {hello.world_size} ranks"
+        elif hello.world_size > self._max_ranks:
+            fault = f"the job has {hello.world_size} ranks, and the daemon serves {self._max_ranks} at most"
+            remedy = "raise control.max_ranks in the daemon's configuration"
         elif not 0 < len(hello.attempt) <= MAX_NAME_CHARACTERS:
             fault = f"an attempt's name of {len(hello.attempt)} characters (1 to {MAX_NAME_CHARACTERS})"
             remedy = "pass flexd.connect(..., attempt=...) a shorter name, or none"

@@ -106,6 +106,19 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
     until(lambda: not hosted.coordinator._epochs._hosted.channels._peer_of)
 
 
+def test_a_job_with_more_ranks_than_the_daemon_serves_is_refused_with_the_reason(host: Callable[..., Any]) -> None:
+    """One connection at a time: each rank is refused by name, closes, and makes room for the next."""
+    hosted = host(max_ranks=1)
+    reason = "the job has 2 ranks, and the daemon serves 1 at most"
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(lambda: len(hosted.coordinator.status().refused_ranks) == 2, what=ranks.state())
+        until(lambda: all(reason in rank.agent.state for rank in ranks.ranks), what=ranks.state())
+        assert all("control.max_ranks" in rank.agent.state for rank in ranks.ranks)
+        assert reason in hosted.coordinator.status().reason
+        assert hosted.coordinator.live() is None
+        assert ranks.steps > 0
+
+
 def test_a_rank_of_another_job_does_not_register(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR, identities=lambda own: replace(own, job="other")) as ranks:

@@ -50,6 +50,14 @@ def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
     assert (topology.layout, topology.replica_slots) == (RankLayout(2, 2), (10, 20))
 
 
+def test_a_job_with_more_ranks_than_are_served_is_refused_by_name() -> None:
+    ranks = Membership("job", TABLES, silent_seconds=10.0, max_ranks=3)
+    with pytest.raises(TopologyError, match="has 4 ranks, and the daemon serves 3 at most"):
+        ranks.accept(hello(0), 0.0)
+    assert [refused.rank for refused in ranks.refused()] == [0]
+    full(Membership("job", TABLES, silent_seconds=10.0, max_ranks=4))
+
+
 def test_a_repeated_hello_changes_nothing_and_a_new_nonce_is_accepted() -> None:
     ranks = new_membership()
     assert ranks.accept(hello(0), 0.0)

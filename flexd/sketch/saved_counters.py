@@ -1,0 +1,74 @@
+"""The counters of saved sketches: their arrays, and how they are loaded again. ``saved_state`` has the description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.sketch import saved_state
+from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.quantiles import KllQuantiles
+from flexd.sketch.saved_state import SavedState, SavedTable
+from flexd.sketch.table_sketch import Arrays, TableSketch
+from flexd.sketch.types import SketchSettings
+
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
+_LENGTHS = "sequence_lengths"
+
+
+def arrays_of(
+    tables: Sequence[TableSketch], lengths: Mapping[int, KllQuantiles]
+) -> tuple[list[dict[str, Any]], Arrays]:
+    """Return copies of the counters: (description of each table, arrays named ``index/...``)."""
+    metas: list[dict[str, Any]] = []
+    arrays: Arrays = {}
+    for index, sketch in enumerate(tables):
+        meta, parts = sketch.state()
+        metas.append(meta)
+        arrays.update({f"{index}/{name}": array for name, array in parts.items()})
+    for index, quantiles in lengths.items():
+        arrays[f"{index}/{_LENGTHS}"] = quantiles.serialized()
+    return metas, arrays
+
+
+def parse_same(meta: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings) -> SavedState:
+    """Return the description of a state of the same tables and settings.
+
+    Raises:
+        SketchError: it is of others, of another format, or damaged.
+    """
+    saved = saved_state.parse(meta, tables)
+    if tuple(table.spec for table in saved.tables) != tuple(tables) or saved.settings != settings:
+        raise SketchError(
+            "saved sketches are of other tables or sketch settings",
+            remedy="restore the old configuration, or let table_migration convert them",
+        )
+    return saved
+
+
+def load_clock(clock: ForwardDecay, saved: Mapping[str, Any]) -> None:
+    """Set a clock to a saved one. Raises SketchError if that is malformed."""
+    try:
+        clock.load(dict(saved))
+    except _DAMAGED as error:
+        raise SketchError(f"saved clock is damaged: {error!r}", remedy="use an earlier snapshot") from error
+
+
+def load_table(sketch: TableSketch, saved: SavedTable, arrays: Arrays) -> KllQuantiles | None:
+    """Load the saved counters of a table. Return its sequence lengths, if some were counted.
+
+    Raises:
+        SketchError: they are damaged, or do not fit.
+    """
+    prefix = f"{saved.index}/"
+    parts = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    try:
+        sketch.load(saved.meta, parts)
+        lengths = KllQuantiles() if _LENGTHS in parts else None
+        if lengths is not None:
+            lengths.load(parts[_LENGTHS])
+    except _DAMAGED as error:
+        raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error
+    return lengths
