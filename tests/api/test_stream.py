@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields
 from pathlib import Path
+
+import numpy as np
 
 from flexd.api.snapshot import snapshot_status
 from flexd.api.stream import StreamStatus, stream_status
 from flexd.ingest.stats import IngestStats
+from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.losses import LostRange
 from flexd.stream.offsets_in_work import PoisonOffset
 from tests.support.components import CONFIG
@@ -37,11 +39,13 @@ def test_counters_are_shown_as_they_are() -> None:
 
 
 def test_the_newest_snapshot_is_measured_and_a_problem_is_one_of_snapshots(tmp_path: Path) -> None:
-    for number, size in ((1, 10), (2, 30), (3, 20)):
-        (tmp_path / str(number)).write_bytes(b"x" * size)
-        os.utime(tmp_path / str(number), (number, number))
+    store = SnapshotStore(tmp_path, 3)
+    for size in (10, 30, 20):
+        newest = store.save({"job": "j"}, {"counts": np.zeros(size)})
     stats = IngestStats(snapshots=3, snapshot_failures=0, snapshot_age_seconds=4.0, problem="broker")
-    shown = snapshot_status(stats, tmp_path)
-    assert (shown.bytes, shown.written, shown.age_seconds, shown.problem) == (20, 3, 4.0, None)
-    failed = snapshot_status(IngestStats(snapshot_failures=1, problem="disk full"), tmp_path / "none")
+    shown = snapshot_status(stats, store)
+    assert (shown.bytes, shown.written, shown.age_seconds, shown.problem) == (newest.stat().st_size, 3, 4.0, None)
+    failed = snapshot_status(
+        IngestStats(snapshot_failures=1, problem="disk full"), SnapshotStore(tmp_path / "none", 3, read_only=True)
+    )
     assert (failed.bytes, failed.age_seconds, failed.problem) == (0, None, "disk full")

@@ -47,7 +47,9 @@ def stopped(tmp_path: Path) -> RunningDaemon:
     """Return a daemon that has counted, saved and ended."""
     daemon = RunningDaemon(tmp_path, SETTINGS)
     with daemon:
-        until(lambda: daemon.status()["snapshot"]["written"] > 0, SECONDS, daemon.status)
+        until(lambda: daemon.status()["stream"]["messages"] >= len(TABLES), SECONDS, daemon.status)
+        written = daemon.status()["snapshot"]["written"]
+        until(lambda: daemon.status()["snapshot"]["written"] > written, SECONDS, daemon.status)
     assert state_admin.report(daemon.config).starts
     return daemon
 

@@ -55,7 +55,7 @@ def test_a_document_restores_the_counts(counts: MessageCounts) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"messages": -1}, {"messages": 1.5}, {"bytes": True}, {"batches": 2**63}, {"accesses": {}}, {"accesses": None},
+        {"messages": -1}, {"messages": 1.5}, {"bytes": True}, {"batches": 2**63}, {"accesses": []}, {"accesses": None},
         {"accesses": {**ONE.document()["accesses"], "late": "4"}}, {"rejected": []}, {"rejected": {"r" * 65: 1}},
         {"rejected": {f"r{i}": 1 for i in range(MAX_REASONS + 2)}},
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from flexd.control.daemon.channel_types import ChannelCounters
 from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
 from flexd.control.daemon.migration import Migration, MigrationMetadata
 from flexd.control.daemon.migration_states import TransitionEvent
@@ -44,6 +45,9 @@ class FakeCoordinator:
             applied_version=self.now.version, paused=False, refused_messages={}, refused_chunks=0,
             digest_mismatches=0, reason="" if self.topology else self.reason,
         )  # fmt: skip
+
+    def channel_counters(self) -> ChannelCounters:
+        return ChannelCounters()
 
     def placement(self) -> Placement:
         return self.now

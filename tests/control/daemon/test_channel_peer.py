@@ -188,10 +188,10 @@ def test_a_peer_that_never_reads_is_closed() -> None:
 
 def test_a_peer_that_stops_reading_is_closed_after_the_timeout() -> None:
     with echo_daemon(ChannelOptions(timeout_seconds=3.0)) as daemon, honest_peer(daemon):
-        deaf = RawPeer(daemon.server.port)
+        deaf = RawPeer(daemon.server.port, receive_buffer_bytes=4096)
         until(lambda: daemon.server.counters().peers == 2, DEADLINE_SECONDS)
         number = max(event.peer for event in daemon.events)
-        for _ in range(16):
+        for _ in range(32):  # more than the kernel's own buffers take
             daemon.server.send([number], b"more", bytes(MAX_BODY_BYTES))
         until(lambda: closed(daemon, "stalled") == 1, DEADLINE_SECONDS, lambda: daemon.server.counters())
         deaf.sock.close()
