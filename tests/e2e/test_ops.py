@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +22,7 @@ from flexd.stream.kafka.topic_admin import ensure_topic
 from tests.support.dashboards import DASHBOARDS, load, queries
 from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.ops_tools import tool
-from tests.support.repository import ROOT
+from tests.support.prometheus import Prometheus
 from tests.support.until import until
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(240)]
@@ -52,7 +50,6 @@ class Monitored:
     """Broker, daemon, two ranks and Prometheus; the configuration of the latter is that of deploy/prometheus."""
 
     def __init__(self, directory: Path) -> None:
-        self._prometheus: subprocess.Popen[bytes] | None = None
         self.broker = TansuBroker()
         self.broker.start()
         try:
@@ -66,7 +63,7 @@ class Monitored:
             nodes=2, local_ranks=1, steps=4_000, batch_size=24, kafka=self.broker.bootstrap_servers, out_dir=directory
         )
         self._demo = Demo(options, directory)
-        metrics_port, prometheus_port = free_ports(2)
+        (metrics_port,) = free_ports(1)
         self.target = f"127.0.0.1:{metrics_port}"
         config_file = directory / "flexd.yaml"
         config = yaml.safe_load(config_file.read_text())
@@ -78,8 +75,8 @@ class Monitored:
         self.daemon = self._demo.daemon
         self.daemon.start(DAEMON_START_SECONDS)
         self.ranks = Ranks(self._demo.setup_file, setup.world_size, directory)
-        self._prometheus = start_prometheus(directory, self.target, prometheus_port)
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{prometheus_port}", timeout=20)
+        self.prometheus = Prometheus(directory, [self.target])
+        self.get, self.query, self.value = self.prometheus.get, self.prometheus.query, self.prometheus.value
         # One message that is none, so that rejections have a reason to show.
         sink = KafkaSink(setup.kafka, setup.topic)
         sink.send(b"no message of flexd")
@@ -87,68 +84,16 @@ class Monitored:
         sink.close()
 
     def close(self) -> None:
-        if self._prometheus is not None:
-            self._prometheus.terminate()
-            try:
-                self._prometheus.wait(10)
-            except subprocess.TimeoutExpired:
-                self._prometheus.kill()
+        if hasattr(self, "prometheus"):
+            self.prometheus.close()
         if hasattr(self, "ranks"):
             self.ranks.stop()
         if hasattr(self, "daemon"):
             self.daemon.kill()
         self.broker.stop()
 
-    def get(self, path: str, **parameters: str) -> Any:
-        """Return the ``data`` of a response of Prometheus."""
-        answer = self._client.get(path, params=parameters)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["data"]
-
-    def is_ready(self) -> bool:
-        try:
-            return self._client.get("/-/ready").status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("/api/v1/query", query=expression)["result"]
-        return found
-
-    def value(self, expression: str) -> float:
-        """Return the value of the only series; 0 without any."""
-        found = self.query(expression)
-        return float(found[0]["value"][1]) if found else 0.0
-
     def page(self) -> str:
         return httpx.get(f"http://{self.target}/metrics", timeout=20).text
-
-
-def start_prometheus(directory: Path, target: str, port: int) -> subprocess.Popen[bytes]:
-    config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
-    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(often_evaluated(file, directory)) for file in config["rule_files"]]
-    (scrape,) = config["scrape_configs"]
-    scrape["static_configs"] = [{"targets": [target]}]
-    file = directory / "prometheus.yml"
-    file.write_text(yaml.safe_dump(config))
-    with (directory / "prometheus.log").open("wb") as log:
-        return subprocess.Popen(
-            [
-                tool("prometheus"), f"--config.file={file}", f"--storage.tsdb.path={directory / 'tsdb'}",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log, stderr=log, env={**os.environ, "GOMAXPROCS": "1"},
-        )  # fmt: skip
-
-
-def often_evaluated(file: str, directory: Path) -> Path:
-    """A copy of a file of rules whose groups have no interval of their own."""
-    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / file).read_text())
-    for group in rules["groups"]:
-        group.pop("interval", None)
-    (directory / file).write_text(yaml.safe_dump(rules))
-    return directory / file
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +101,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
     tool("prometheus")
     job = Monitored(tmp_path_factory.mktemp("ops"))
     try:
-        until(job.is_ready, 60, "prometheus does not answer")
+        until(job.prometheus.is_ready, 60, "prometheus does not answer")
         moved = "sum(flexd_migrations_total) > 0 and sum(flexd_plans_total) > 1 and sum(flexd_snapshots_total) > 1"
         until(lambda: job.ranks.running() and job.query(moved), 120, job.page)
         # Rates need two samples of a series, and the newest family has just come.

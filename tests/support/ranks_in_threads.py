@@ -86,6 +86,8 @@ class Ranks:
             self.ranks.append(state)
         self.false_digests: dict[int, int] = {}
         """By rank: the digest that it reports instead of that of its placement."""
+        self.reported: Callable[[int, StepReport], StepReport | None] = lambda _, report: report
+        """Changes the report of a rank, or suppresses it."""
         self._stop = threading.Event()
         self.moving = threading.Event()
         self.moving.set()
@@ -143,7 +145,9 @@ class Ranks:
             for number, rank in enumerate(self.ranks):
                 report = step_report(self.steps, rank.placement)
                 digest = self.false_digests.get(number, report.placement_digest)
-                rank.agent.report(replace(report, placement_digest=digest))
+                sent = self.reported(number, replace(report, placement_digest=digest))
+                if sent is not None:
+                    rank.agent.report(sent)
             self.longest_step_seconds = max(self.longest_step_seconds, time.perf_counter() - started)
             time.sleep(0.002)
 

@@ -1,0 +1,83 @@
+"""The tests in which the condition of each alert of deploy/prometheus really occurs.
+
+``LIVE`` alerts fire in tests/e2e/test_ops_alerts.py: a daemon is brought into the condition, and a real Prometheus
+scrapes it. The conditions of ``ELSEWHERE`` need hours, or a load that would starve the other daemons of that test: they
+occur in a test of their own, without Prometheus.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Live(NamedTuple):
+    """The scenario of tests/support/alarming.py, the daemon of which the alert tells, and what happens to it."""
+
+    scenario: str
+    daemon: str
+    condition: str
+
+
+class Elsewhere(NamedTuple):
+    """The test, and the condition that occurs in it."""
+
+    test: str
+    condition: str
+
+
+LIVE: dict[str, Live] = {
+    "FlexdDown": Live("scale_out", "leader", "it is killed"),
+    "FlexdUnhealthy": Live("disk", "disk", "a write into the state directory does not return"),
+    "FlexdNotReady": Live("missing", "missing", "one of four ranks does not register"),
+    "FlexdRestarts": Live("restarts", "restarts", "it is killed again and again"),
+    "FlexdThreadFails": Live("proposes", "proposes", "the drift thread raises"),
+    "FlexdNobodyLeads": Live("leads", "leads", "the directory of the lease is gone"),
+    "FlexdLeaseFails": Live("leads", "leads-1", "the directory of the lease is gone"),
+    "FlexdLeadershipFlaps": Live("leads", "leads", "each leader is stopped for longer than its lease"),
+    "FlexdMessagesLost": Live("stream", "stream", "records of the log are damaged"),
+    "FlexdStreamUnreachable": Live("disk", "disk", "no broker listens"),
+    "FlexdStreamSilent": Live("idle", "idle", "ranks train and nothing is published"),
+    "FlexdRejectsMessages": Live("stream", "stream", "messages of another program"),
+    "FlexdRejectsAccesses": Live("stream", "stream", "row ids beyond the table"),
+    "FlexdAccessesMisdated": Live("stream", "stream", "a publisher whose clock is a day ahead"),
+    "FlexdOffsetsSkipped": Live("restarts", "restarts", "it is killed twice while it counts the same message"),
+    "FlexdProfileStale": Live("proposes", "proposes", "no profile for some seconds"),
+    "FlexdPlanStale": Live("idle", "idle", "no plan since the start"),
+    "FlexdPlansRefused": Live("stream", "stream", "planner.min_samples is out of reach"),
+    "FlexdProfileThin": Live("proposes", "proposes", "sketch.max_hot_rows lists three rows"),
+    "FlexdProposalsWait": Live("proposes", "proposes", "planner.auto is false"),
+    "FlexdPausedLong": Live("disk", "disk", "it is paused"),
+    "FlexdMigrationStuck": Live("moves", "moves", "training makes no step in a migration"),
+    "FlexdMigrationsFail": Live("fails", "fails", "ranks cannot prepare chunks"),
+    "FlexdDigestMismatch": Live("moves", "moves", "a rank reports another digest"),
+    "FlexdPlacementDistrusted": Live("moves", "moves", "the rank does so again"),
+    "FlexdRanksDisagree": Live("moves", "moves", "the reports of one rank stop while chunks are applied"),
+    "FlexdApplySlow": Live("proposes", "proposes", "ranks report half of the step time for chunks"),
+    "FlexdRanksMissing": Live("missing", "missing", "one of four ranks does not register"),
+    "FlexdAttemptWaits": Live("idle", "idle", "a second launch says hello"),
+    "FlexdControlMessagesRefused": Live("idle", "idle", "a proven peer sends what is no message"),
+    "FlexdNoneProvesItself": Live("disk", "disk", "peers with another secret connect"),
+    "FlexdVersionRefused": Live("disk", "disk", "peers of another version connect"),
+    "FlexdEpochsChurn": Live("churns", "churns", "the ranks' connections are cut every second"),
+    "FlexdSnapshotsFail": Live("stream", "stream", "the directory of the snapshots is a file"),
+    "FlexdStateQuarantined": Live("restarts", "restarts", "the newest snapshot is damaged at a start"),
+    "FlexdSnapshotOld": Live("idle", "idle", "no snapshot for some seconds"),
+    "FlexdDecisionsFail": Live("disk", "disk", "decisions.json cannot be written"),
+    "FlexdFollowerSilent": Live("scale_out", "leader", "a follower is killed"),
+    "FlexdLeaderUnreachable": Live("scale_out", "follower-2", "its leader is killed"),
+}
+
+ELSEWHERE: dict[str, Elsewhere] = {
+    "FlexdLagGrows": Elsewhere(
+        "tests/stream/file_log/test_partition_reader.py::test_lag_counts_across_segments",
+        "messages are appended and not read",
+    ),
+    "FlexdDrift": Elsewhere(
+        "tests/operations/test_drift.py::test_a_live_daemon_plans_once_for_a_stream_that_moved",
+        "the popular rows change under a running daemon",
+    ),
+    "FlexdThrottled": Elsewhere(
+        "tests/control/daemon/test_throttled_channel.py::test_slower_steps_slow_the_migration_down",
+        "steps become slower while chunks are applied",
+    ),
+}
