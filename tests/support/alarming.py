@@ -57,6 +57,7 @@ class WatchedDaemon:
         self.state = directory / name / "state"
         self.state.parent.mkdir()
         self.log = self.state.parent / "log"
+        self.log.mkdir()
         secret_file = self.state.parent / "secret"
         secret_file.write_bytes(SECRET)
         self.port, http_port = free_ports(2)
@@ -134,16 +135,17 @@ class Alarms:
         often = {"interval_seconds": 0.5, "min_spacing_seconds": 0.1, "min_coverage": 0.0, "min_samples": 1_000}
         port = free_ports(1)[0]
         follows = {"role": "follower", "leader": f"127.0.0.1:{port}", "push_interval_seconds": 0.2}
-        slow = {"chunk_rows": 16, "throttle": {"bytes_per_second": 20_000}}
+        moving = {"pins": [{"table": "item", "tier": "NODE", "rows": list(range(480))}]}
+        slow = {"chunk_rows": 16, "throttle": {"bytes_per_second": 300}}
         refused = {"source": {"kind": "kafka", "bootstrap_servers": f"127.0.0.1:{free_ports(1)[0]}"}}
         self._add("stream", planner=often | {"min_samples": 10**12})
         self._add("idle", state={"snapshot_interval_seconds": 8.0})
         self._add(
-            "proposes", stream=_synthetic(), sketch={"max_hot_rows": 3},
-            planner=often | {"auto": False, "interval_seconds": 10.0, "drift_interval_seconds": 0.2},
+            "proposes", stream=_synthetic(),
+            planner=often | moving | {"auto": False, "interval_seconds": 10.0, "drift_interval_seconds": 0.2},
         )  # fmt: skip
-        self._add("moves", stream=_synthetic(), control=slow, planner=often | {"interval_seconds": 3600.0})
-        self._add("fails", stream=_synthetic(), planner=often)
+        self._add("moves", stream=_synthetic(), control=slow, planner=often | moving | {"interval_seconds": 3600.0})
+        self._add("fails", stream=_synthetic(), planner=often | moving)
         self._add("churns")
         self._add("missing")
         self._add("disk", stream=refused)
@@ -207,7 +209,7 @@ class Alarms:
             turn += 1
             daemon.messages(f"good{turn}", [_accesses([1, 2, 3]), _accesses([4, 5], 86_400.0)])
             daemon.messages(f"bad{turn}", [b"no message of flexd", _accesses([1, 10**9])])
-            (damaged,) = daemon.messages(f"damaged{turn}", [_accesses([turn]) for _ in range(20)]).glob("*.log")
+            (damaged,) = daemon.messages(f"damaged{turn}", [_accesses([turn]) for _ in range(4)]).glob("*.log")
             content = bytearray(damaged.read_bytes())
             content[len(content) // 2] ^= 0xFF
             damaged.write_bytes(content)
@@ -219,7 +221,6 @@ class Alarms:
 
     def _idle(self) -> Scenario:
         daemon = self.daemons["idle"]
-        daemon.log.mkdir()
         daemon.start()
         yield self._scraped(daemon)
         self._train(daemon)
@@ -253,6 +254,7 @@ class Alarms:
         ranks.reported = lambda _, report: report
         ranks.moving.clear()
         yield self._fires("FlexdMigrationStuck", daemon.target)
+        yield self._fires("FlexdPlanStale", daemon.target)
         ranks.moving.set()
         yield _passed(2.0)
         ranks.false_digests[1] = 7
@@ -319,7 +321,6 @@ class Alarms:
 
     def _restarts(self) -> Scenario:
         daemon = self.daemons["restarts"]
-        daemon.log.mkdir()
         daemon.start("thread.counting:1:kill")
         yield self._scraped(daemon)
         daemon.messages("p", [_accesses([1, 2, 3])])
@@ -329,12 +330,12 @@ class Alarms:
         daemon.start()
         yield self._fires("FlexdOffsetsSkipped", daemon.target)
         daemon.messages("q", [_accesses([1, 2, 3])])
-        snapshots = daemon.state / "snapshots"
-        yield lambda: len(list(snapshots.glob("*/*"))) > 1
+        yield lambda: len(list((daemon.state / "snapshots").glob("*.flexd"))) > 1
         daemon.kill()
-        for file in snapshots.rglob("*"):
-            if file.is_file() and file.stat().st_size:
-                file.write_bytes(file.read_bytes()[:-1] + b"\0")
+        newest = max((daemon.state / "snapshots").glob("*.flexd"))
+        content = bytearray(newest.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        newest.write_bytes(content)
         while True:
             daemon.start()
             yield self._scraped(daemon)
