@@ -107,7 +107,8 @@ class Agent:
                 self._record_failure("connecting", error)
             except Exception as error:
                 # This thread must outlive every unexpected error, also of placement_lists.
-                logger.exception("rank %d: control agent: unexpected error", self._context.identity.rank)
+                if first_line(error) != self._context.last_logged:
+                    logger.exception("rank %d: control agent: unexpected error", self._context.identity.rank)
                 self._record_failure("connecting", error)
             self._context.stopping.wait(max(wait, backoff.seconds() if self._context.rendezvous.tried_all else 0.0))
         self._context.state = "stopped"

@@ -426,7 +426,7 @@ class RankConnection:
                     applied_version=versions[1], report=report,
                 )
             )  # fmt: skip
-        except CHANNEL_ERRORS:
+        except BaseException:
             if report is not None:
                 self._context.reports.restore(report)
             raise

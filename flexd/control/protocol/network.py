@@ -8,8 +8,8 @@ import socket
 
 from flexd.core.errors import ControlError, FlexdError
 
-CHANNEL_ERRORS = (FlexdError, RuntimeError, OSError)
-"""Everything that ends an epoch or a connection; torch's own errors are RuntimeErrors."""
+CHANNEL_ERRORS = (FlexdError, OSError)
+"""The errors that are expected to end an epoch or a connection; others end it too, and are logged with their stack."""
 
 
 def new_token() -> str:

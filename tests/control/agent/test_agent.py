@@ -13,6 +13,7 @@ import pytest
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.messages import EpochGo, Hello, Progress, encode
 from flexd.core.keyspace import KeySpace
@@ -63,6 +64,51 @@ def test_an_unresponsive_server_costs_a_deadline_and_no_threads_or_sockets() -> 
         assert threading.active_count() <= threads
         assert len(os.listdir("/proc/self/fd")) <= descriptors + 1, "at most the one of the attempt under way"
         assert agent.stop(5)
+
+
+def test_an_unexpected_error_is_counted_logged_once_with_its_stack_and_backed_off_and_training_goes_on(
+    host: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: RankConnection) -> bool:
+        raise RuntimeError("not foreseen")
+
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready, what=ranks.state())
+        with monkeypatch.context() as patched:
+            patched.setattr(RankConnection, "_advance", fails)
+            until(lambda: all(rank.agent.counters.get("errors", 0) >= 4 for rank in ranks.ranks), what=ranks.state())
+            before = ranks.steps
+            until(lambda: ranks.steps > before)
+            assert all("not foreseen" in rank.agent.state for rank in ranks.ranks)
+        with_stack = [record for record in caplog.records if record.exc_info and "unexpected" in record.message]
+        assert sorted(record.message.split(":")[0] for record in with_stack) == ["rank 0", "rank 1"]
+        until(hosted.ready, what=ranks.state())
+
+
+def test_an_unexpected_error_in_the_coordinator_ends_the_epoch_and_the_next_one_begins(
+    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosted = host()
+    with Ranks(hosted.port, PAIR) as ranks:
+        until(hosted.ready, what=ranks.state())
+        epochs = hosted.coordinator.status().epochs
+        monkeypatch.setattr(hosted.coordinator._epochs, "tick", failing_once(hosted.coordinator._epochs.tick))
+        until(lambda: hosted.coordinator.status().epochs > epochs and hosted.ready(), what=ranks.state())
+        migration = hosted.coordinator.migrate("p", lambda now: now.delta_to(target(1)).chunks(500))
+        assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, ranks.state())
+
+
+def failing_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    calls = []
+
+    def call(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("not foreseen")
+        return function(*arguments)
+
+    return call
 
 
 def test_a_rank_with_another_secret_is_never_accepted(host: Callable[..., Any]) -> None:
