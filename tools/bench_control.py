@@ -1,6 +1,6 @@
 """Measure the cost of the control plane over a long life, and with many ranks.
 
-    python tools/bench_control.py [--quick] [--json] [--replans N] [--ranks N --rows N]
+    python tools/bench_control.py [--quick] [--json] [--replans N] [--ranks N --rows N] [--one-rank S]
 
 **Re-plans.** A coordinator in this process makes plan after plan from a profile that drifts, and migrates four gloo
 ranks (2 x 2) that train meanwhile; each plan is committed before the next. Reported at the hundredth re-plan and at the
@@ -11,8 +11,11 @@ replica slots in use after a last migration that demotes everything.
 **Ranks.** Agents and inboxes without training, many in a process, take a delta of many rows from one coordinator: the
 time until all have acknowledged it, and the bytes. The processes agree on versions as training ranks do, once a turn.
 
-``--quick`` takes 60 re-plans, and 16 ranks with 50,000 rows. The last line of ``--json`` output is
-``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``; exit code 1 if a check fails.
+**One rank.** A rank that does not train, then one that makes 50 steps a second, for so many seconds each: its messages,
+the bytes that the daemon receives and sends, and the processor time of its agent's thread, each a second.
+
+``--quick`` takes 60 re-plans, 16 ranks with 50,000 rows, and 5 seconds of one rank. The last line of ``--json`` output
+is ``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``; exit code 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from typing import Any
 
 import numpy as np
 from bench_report import check, last_line
-from control_ranks import DIM, ITEMS, JOB, LAYOUT, Footprint, big_keyspace, simulated_ranks, training_rank
+from control_ranks import DIM, ITEMS, JOB, LAYOUT, Footprint, big_keyspace, lone_rank, simulated_ranks, training_rank
 from preloaded_fork import preloaded
 
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
@@ -54,6 +57,10 @@ _PLAN_CHUNK_ROWS = 128
 _MESSAGES_BYTES = 2**14
 """On their way at any moment: a few reports and heartbeats."""
 _DEADLINE_SECONDS = 120.0
+_JOINED_SECONDS = 2.0
+"""Until the messages of joining are over."""
+_MOST_MESSAGES = {"idle": 4.0, "training": 15.0}
+"""Sent and received in a second: a heartbeat each, and five reports."""
 _SETTLED_MEMORY_BYTES = 24 * 2**20
 """Growth of a process that is no leak: arenas of allocators that have not come to rest."""
 
@@ -90,9 +97,9 @@ def receive_all(pipes: list[Connection]) -> list[Any]:
 
 
 @contextmanager
-def hosted(directory: Path, keyspace: KeySpace) -> Iterator[Coordinator]:
+def hosted(directory: Path, keyspace: KeySpace, timeout_seconds: float = 60.0) -> Iterator[Coordinator]:
     journal = PlacementJournal(directory)
-    options = ControlOptions(JOB, listen_port=0, timeout_seconds=60.0, tick_seconds=0.005)
+    options = ControlOptions(JOB, listen_port=0, timeout_seconds=timeout_seconds, tick_seconds=0.005)
     coordinator = Coordinator(options, keyspace, journal)
     coordinator.start()
     try:
@@ -250,6 +257,34 @@ def bench_ranks(ranks: int, rows: int) -> tuple[dict[str, Any], list[dict[str, A
     return figures, checks
 
 
+def bench_one_rank(seconds: float) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    figures: dict[str, Any] = {"seconds": seconds}
+    checks = []
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        hosted(Path(directory), big_keyspace(1000), timeout_seconds=15.0) as coordinator,
+        children(1, lone_rank, coordinator.port) as pipes,
+    ):
+        until_ready(coordinator)
+        time.sleep(_JOINED_SECONDS)
+        for name, idle in (("idle", True), ("training", False)):
+            before = coordinator.channel_counters()
+            pipes[0].send((idle, seconds))
+            (sent, received, used) = receive_all(pipes)[0]
+            after = coordinator.channel_counters()
+            figures[name] = {
+                "messages_sent_per_second": sent / seconds, "messages_received_per_second": received / seconds,
+                "bytes_sent_per_second": (after.bytes_in - before.bytes_in) / seconds,
+                "bytes_received_per_second": (after.bytes_out - before.bytes_out) / seconds,
+                "processor_milliseconds_per_second": 1e3 * used / seconds,
+            }  # fmt: skip
+            most = _MOST_MESSAGES[name]
+            messages = (sent + received) / seconds
+            checks.append(check(f"one rank, {name}: messages a second", messages, f"<= {most}", messages <= most))
+        pipes[0].send("stop")
+    return figures, checks
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -257,17 +292,20 @@ def main() -> int:
     parser.add_argument("--replans", type=int, help="0 leaves them out; default 1000")
     parser.add_argument("--ranks", type=int, help="a multiple of 8; 0 leaves them out; default 128")
     parser.add_argument("--rows", type=int, help="of the delta; default 1,000,000")
+    parser.add_argument("--one-rank", type=float, help="seconds; 0 leaves it out; default 20")
     arguments = parser.parse_args()
-    replans, ranks, rows = (60, 16, 50_000) if arguments.quick else (1000, 128, 1_000_000)
+    replans, ranks, rows, one = (60, 16, 50_000, 5.0) if arguments.quick else (1000, 128, 1_000_000, 20.0)
+    one = one if arguments.one_rank is None else arguments.one_rank
     replans = replans if arguments.replans is None else arguments.replans
     ranks = ranks if arguments.ranks is None else arguments.ranks
     rows = rows if arguments.rows is None else arguments.rows
-    if ranks % 8 or min(replans, ranks, rows) < 0:
+    if ranks % 8 or min(replans, ranks, rows, one) < 0:
         parser.error("--ranks is a multiple of 8, nothing is negative")
     figures: dict[str, Any] = {}
     checks: list[dict[str, Any]] = []
     for name, count, run in (("replans", replans, lambda: bench_replans(replans)),
-                             ("ranks", ranks, lambda: bench_ranks(ranks, rows))):  # fmt: skip
+                             ("ranks", ranks, lambda: bench_ranks(ranks, rows)),
+                             ("one_rank", one, lambda: bench_one_rank(one))):  # fmt: skip
         if count:
             figures[name], found = run()
             checks += found
