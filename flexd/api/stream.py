@@ -83,7 +83,9 @@ class StreamStatus(Model):
     most_skew_seconds: FiniteOrNone = None
     """Most of the same; above ``sketch.max_future_seconds`` accesses are counted at their arrival."""
     problem: str | None = None
-    """Reason why the source cannot be read now; null if it can."""
+    """Reason why the source cannot be read now, or no snapshot can be written; null if both can."""
+    connected: bool = True
+    """False while the source has a problem."""
 
     def losses(self) -> str:
         """Return what was lost, in words; empty if nothing was."""
@@ -113,7 +115,7 @@ class StreamStatus(Model):
             self.adjusted_accesses,
         )
         yield gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", self.lag_messages)
-        yield gauge("flexd_ingest_connected", "0 while the source reports a problem.", self.problem is None)
+        yield gauge("flexd_ingest_connected", "0 while the source reports a problem.", self.connected)
         yield counter("flexd_ingest_dead_letters", "Samples of rejected messages kept.", self.dead_letters)
         yield counter(
             "flexd_ingest_dead_letter_failures", "Samples that could not be written.", self.dead_letter_failures

@@ -444,4 +444,5 @@ class Ingestor:
             dead_letters=letters.written if letters else 0,
             dead_letter_failures=letters.failures if letters else 0,
             problem="; ".join(self._problems.values()) or self._source.problem,
+            connected="source" not in self._problems and self._source.problem is None,
         )

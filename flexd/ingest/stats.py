@@ -42,7 +42,8 @@ class IngestStats:
         snapshot_age_seconds: since the newest durable snapshot of this process, NaN before the first.
         snapshot_pause_seconds: how long ingest stopped to copy the state of the newest snapshot.
         dead_letters, dead_letter_failures: samples kept, and samples that could not be written.
-        problem: current problem, or None.
+        problem: current problem of the source or the snapshots, or None.
+        connected: the source has no problem.
         restore_problems: of the saved state at start.
         running: the thread is alive.
     """
@@ -74,5 +75,6 @@ class IngestStats:
     dead_letters: int = 0
     dead_letter_failures: int = 0
     problem: str | None = None
+    connected: bool = True
     restore_problems: tuple[str, ...] = ()
     running: bool = False
