@@ -19,7 +19,7 @@ from tests.support.repository import ROOT
 _DEPLOYED = ROOT / "deploy" / "prometheus"
 Rules = dict[str, Any]
 
-_RANGES = {"5m": "15s", "10m": "15s", "15m": "30s", "30m": "60s", "1h": "60s", "6h": "15s"}
+_RANGES = {"5m": "15s", "10m": "15s", "15m": "60s", "30m": "60s", "1h": "60s", "6h": "15s"}
 _AGES = {"> 3600": "> 4", "> 900": "> 4", "> 120": "> 4"}
 
 
