@@ -153,6 +153,7 @@ def test_killed_many_times_while_a_broker_delivers(tmp_path, server, lives):
         assert_as_uninterrupted(lane.state, messages)
 
 
+@pytest.mark.long
 def test_cut_off_from_the_broker_and_killed(tmp_path, server):
     """The broker cannot keep its log over a restart here (tansu in memory), so the network in front of it goes."""
     chance = random.Random(12)

@@ -149,6 +149,7 @@ def test_killed_followers_and_a_killed_leader_lose_and_repeat_nothing(cluster: t
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.long
 def test_a_leader_that_reads_too_and_a_follower_share_the_stream(cluster: tuple[Cluster, Producer]) -> None:
     group, producer = cluster
     leader = group.leader()

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.alone
 TOOL = ROOT / "tools" / "bench_control.py"
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_train_sends_a_message_a_second() -> None:
     done = subprocess.run(
         [sys.executable, str(TOOL), "--replans", "0", "--ranks", "0", "--one-rank", "2", "--json"],

@@ -40,7 +40,7 @@ def parse_address(address: str) -> tuple[str, int]:
 def listen(host: str, port: int) -> tuple[int, int]:
     """Bind a listening socket and return (file descriptor, port). Raises ControlError.
 
-    A TCPStore that opens its own socket listens on every interface and ignores the host, so it receives this socket.
+    Bound before the server starts, so that an address that is in use is reported at once.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

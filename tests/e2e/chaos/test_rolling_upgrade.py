@@ -56,6 +56,7 @@ def strike_all(run: ChaosRun, *names: str) -> None:
         assert (ADDED in world.status()) == (world.daemon_server is world.next_server), "another version runs"
 
 
+@pytest.mark.long
 def test_ranks_of_both_versions_train_on_while_the_daemon_is_upgraded_and_set_back(
     tmp_path: Path, versions: Versions
 ) -> None:
