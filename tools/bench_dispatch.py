@@ -120,7 +120,8 @@ class Counting(TorchDispatchMode):
 
     def _counted(self, function: Callable[..., Any], name: str, counter: Counter[str]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.add(counter, "upload" if counter is self.uploads else "wait", name)
+            if not mirror_ranks.INSIDE[0]:
+                self.add(counter, "upload" if counter is self.uploads else "wait", name)
             return function(*args, **kwargs)
 
         return counted

@@ -28,14 +28,18 @@ COLLECTIVES: list[str] = []
 """Names of the collectives since the list was cleared."""
 MIRROR_SECONDS = [0.0]
 """Processor time that the mirrors took themselves."""
+INSIDE = [False]
+"""Whether a mirror works at the moment: what it does is not counted."""
 
 
 @contextmanager
 def _outside() -> Iterator[None]:
     """Leave what a mirror does out of the counts and times."""
     started = time.thread_time()
+    INSIDE[0] = True
     with _disable_current_modes():
         yield
+    INSIDE[0] = False
     MIRROR_SECONDS[0] += time.thread_time() - started
 
 

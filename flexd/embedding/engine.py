@@ -389,14 +389,14 @@ class LookupFunction(torch.autograd.Function):
 
 
 def _hops(exchange: str, groups: ChainGroups) -> list[Hop]:
-    world, local_ranks = groups.layout.world_size, groups.layout.local_ranks
+    local_ranks = groups.layout.local_ranks
     if exchange == "chain":
         hops = [
-            Hop(groups.node, lambda keys: keys % local_ranks),
-            Hop(groups.rail, lambda keys: keys % world // local_ranks, all_reduces=True),
+            Hop(groups.node, lambda homes: homes % local_ranks),
+            Hop(groups.rail, lambda homes: homes // local_ranks, all_reduces=True),
         ]
     elif exchange in ("direct", "direct_no_dedup"):
-        hops = [Hop(groups.world, lambda keys: keys % world)]
+        hops = [Hop(groups.world, lambda homes: homes)]
     else:
         raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
     return [hop for hop in hops if hop.peers.size > 1]

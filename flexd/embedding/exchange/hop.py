@@ -126,7 +126,7 @@ class Hop:
     """Sends each key to one peer and brings its row back.
 
     Args:
-        destination: int64 [n] keys -> int64 [n] peer indices.
+        destination: int64 [n] home ranks -> int64 [n] indices of the peers over which they are reached.
         all_reduces: gradients of rows that all peers of the hop hold are all-reduced where that loses no precision;
             otherwise they go to the home, and the sums come back.
     """

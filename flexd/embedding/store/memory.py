@@ -10,6 +10,7 @@ import torch
 from flexd.control.agent.inbox import PREPARED_BYTES, PREPARED_CHUNKS
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout
+from flexd.embedding import devices
 from flexd.embedding.store.store import GroupStore
 
 DIRECTORY_BYTES_PER_ROW = 12
@@ -17,6 +18,10 @@ DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP = 16
 """For a dim-group of more than 2^31 rows, whose keys need 8 bytes."""
 _LISTING_BYTES_PER_ROW = 8
 """For a row whose tier differs from that of its neighbours, in the trainer's exchange and in the run-ahead exchange."""
+_JOINED_BYTES_PER_ROW = 24
+"""Joined directories of several dim-groups (``ListedRows``), in the same two exchanges."""
+_INDEX_BYTES_PER_ROW = 48
+"""Entries by bit on an accelerator (``SyncList.index``): three lists of each of two hops, in both exchanges."""
 _MERGE_BYTES_PER_ROW = 2
 """Two masks over the rows of a directory while a chunk is merged into it, beside the next directory."""
 _SECTION_BYTES = 32
@@ -36,9 +41,10 @@ class RankMemory:
         replica_bytes: all replica slots with optimizer state; allocated once.
         free_list_bytes: free lists of the replica slots, in host memory; allocated once.
         directory_bytes: directories of the listed rows, now.
-        max_directory_bytes: directories with every replica slot of the job in use, and lists for mixed tiers.
+        max_directory_bytes: directories with every replica slot of the job in use, joined if there are several, and the
+            lists by which replicas are synchronised.
         working_bytes: tables that find distinct rows without sorting and the marks of ``flexd.prefetch``, which are
-            allocated once; and lists of DEVICE rows with NODE rows between them, now.
+            allocated once; and joined directories and lists for the synchronisation of replicas, now.
         prepared_bytes: next directories and slots of the chunks that are prepared and not applied, now.
         max_prepared_bytes: the same for as many chunks as are prepared ahead, with every replica slot in use.
         pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and those of
@@ -137,7 +143,11 @@ def rank_memory(
         row = DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP if wide else DIRECTORY_BYTES_PER_ROW
         directory += store.directory.nbytes
         at_most += listed * row
-        lists += listed * _LISTING_BYTES_PER_ROW
+        lists += listed * (
+            _LISTING_BYTES_PER_ROW
+            + (_JOINED_BYTES_PER_ROW if len(stores) > 1 else 0)
+            + (0 if devices.in_host_memory(store.rows) else _INDEX_BYTES_PER_ROW)
+        )
         given += 4 * store.replica_slots
         # One dim-group after another makes its next directory, with one column of the old one beside it.
         merge = max(merge, listed * (row + (8 if wide else 4) + _MERGE_BYTES_PER_ROW))

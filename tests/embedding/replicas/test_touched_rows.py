@@ -27,11 +27,11 @@ GROUPS = [DimGroup(2, "float32", "sgd", 0, 70, (0,)), DimGroup(3, "float32", "sg
 def hops_of(layout: RankLayout, rank: int, *, direct: bool) -> list[Hop]:
     node, local = layout.node_of(rank), layout.local_rank_of(rank)
     chain = (
-        (layout.node_ranks(node), lambda keys: keys % layout.local_ranks),
-        (layout.rail_ranks(local), lambda keys: keys % layout.world_size // layout.local_ranks),
+        (layout.node_ranks(node), lambda homes: homes % layout.local_ranks),
+        (layout.rail_ranks(local), lambda homes: homes // layout.local_ranks),
     )
     hops = []
-    for ranks, destination in ((range(layout.world_size), lambda keys: keys % layout.world_size),) if direct else chain:
+    for ranks, destination in ((range(layout.world_size), lambda homes: homes),) if direct else chain:
         peers: Any = SimpleNamespace(
             rank=rank, ranks=list(ranks), size=len(ranks), index=list(ranks).index(rank),
             far=[layout.node_of(peer) != node for peer in ranks],
@@ -113,7 +113,7 @@ def agree(layout: RankLayout, tiers: np.ndarray, requested: list[set[int]], *, d
         for one in world:
             peers = one.hops[hop].peers.ranks
             for key in one.requested:
-                moved[peers[int(one.hops[hop].destination(torch.tensor([key])))]].add(key)
+                moved[peers[int(one.hops[hop].destination(torch.tensor([key % layout.world_size])))]].add(key)
         for one, keys in zip(world, moved, strict=True):
             one.requested = keys
     for one in world:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from bench_dispatch import Case, batch, keyspace_of, placement, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mirror_ranks import mirrored
 
+import flexd
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout
+from flexd.embedding import devices
 from flexd.embedding.store.memory import RankMemory, iterate_tensors, max_listed_rows, rank_memory
 from flexd.embedding.store.store import GroupStore
 
@@ -99,3 +104,22 @@ def test_no_placement_within_the_slots_lists_more_rows_than_the_bound(
         node = (tiers == 1) & (keys % local_ranks == local) & (nodes > 1)
         listed = chosen & (node | ((tiers == 2) & (layout.world_size > 1)))
         assert listed.sum() <= bound
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_directories_and_lists_of_several_dim_groups_stay_within_their_bound(host: bool) -> None:
+    """Nearly every replica slot in use, at mixed tiers, in the ways of host memory and of accelerators."""
+    case = Case("", RankLayout(2, 2), 4, 64, copies=0.45)
+    keyspace = keyspace_of(case)
+    ranges = [(group.first_key, group.end_key) for group in keyspace.groups]
+    with mirrored(ranges), mock.patch.object(devices, "in_host_memory", return_value=host):
+        collection = flexd.EmbeddingCollection(tables_of(case), layout=case.layout, replica_fraction=0.35)
+        before = collection.memory()
+        engine = collection.engine
+        engine.migrator.apply([engine.migrator.prepare(placement(case, keyspace), None)])
+        torch.cat([one.values.flatten() for one in collection(batch(case, 0)).values()]).sum().backward()
+        collection.optimizer.step()
+        memory = collection.memory()
+    of_one_exchange = memory.working_bytes - before.working_bytes
+    assert of_one_exchange > 0
+    assert memory.directory_bytes + 2 * of_one_exchange <= before.max_directory_bytes
