@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from flexd.core.errors import ConfigError
+from flexd.core.watched_files import WatchedFiles
 
 MIN_SECRET_BYTES = 16
 MAX_KEYS = 2
@@ -70,40 +70,24 @@ class KeyFile:
     def __init__(self, path: str | Path, named_by: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = Path(path)
         self._named_by = named_by
-        self._clock = clock
         self._lock = threading.Lock()
-        self._seen = self._identity()
+        self._file = WatchedFiles([self._path], clock)
         self._keys = read_keys(path, named_by)
-        self._checked_at = clock()
 
     def keys(self) -> tuple[bytes, ...]:
         """Return at least one key: the first signs, all are accepted."""
         with self._lock:
-            now = self._clock()
-            if now - self._checked_at >= RELOAD_SECONDS:
-                self._checked_at = now
-                self._reload_if_changed()
+            if self._file.changed(RELOAD_SECONDS):
+                self._reload()
             return self._keys
 
-    def _reload_if_changed(self) -> None:
-        # Taken before reading: the next check detects a write in between.
-        identity = self._identity()
-        if identity == self._seen:
-            return
-        self._seen = identity
+    def _reload(self) -> None:
         try:
             self._keys = read_keys(self._path, self._named_by)
         except ConfigError as error:
             logger.error("%s; the keys read before stay in use", error)
         else:
             logger.info("%s: %s has changed: %d keys are in use", self._named_by, self._path, len(self._keys))
-
-    def _identity(self) -> tuple[int, ...]:
-        try:
-            stat = os.stat(self._path)
-        except OSError:
-            return ()
-        return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 Secret = KeyFile | bytes | None

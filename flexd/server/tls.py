@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 
 from flexd.config.server import TlsConfig
 from flexd.core.errors import ApiError
+from flexd.core.watched_files import WatchedFiles
 
 CHECK_SECONDS = 5.0
 """Interval of checks of the certificate's files."""
@@ -33,9 +33,7 @@ class ServerTls:
         if config.cert_file is None or config.key_file is None:
             raise ApiError("server.tls has no certificate", remedy="set server.tls.cert_file and key_file")
         self._files = (config.cert_file, config.key_file)
-        self._clock = clock
-        self._checked_at = clock()
-        self._seen = self._identity()
+        self._watched = WatchedFiles(self._files, clock)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
@@ -58,14 +56,8 @@ class ServerTls:
         self.context = context
 
     def _refresh(self, _connection: ssl.SSLObject, _name: str, context: ssl.SSLContext) -> None:
-        now = self._clock()
-        if now - self._checked_at < CHECK_SECONDS:
+        if not self._watched.changed(CHECK_SECONDS):
             return
-        self._checked_at = now
-        identity = self._identity()
-        if identity == self._seen:
-            return
-        self._seen = identity
         try:
             # Tried on another context first: a key that does not fit would leave this one without any.
             trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -75,13 +67,6 @@ class ServerTls:
             logger.error("server.tls: the new certificate is not used: %s", _reason(error))
         else:
             logger.info("server.tls: %s has changed and is used for new connections", self._files[0])
-
-    def _identity(self) -> tuple[object, ...]:
-        try:
-            files = [os.stat(path) for path in self._files]
-        except OSError:
-            return ()
-        return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in files)
 
 
 def common_name(certificate: dict[str, Any] | None) -> str | None:

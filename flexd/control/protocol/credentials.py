@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 import threading
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import Secret
+from flexd.core.watched_files import WatchedFiles
 
 CHECK_SECONDS = 5.0
 """Time between two checks for changed certificate files."""
@@ -62,39 +62,24 @@ class TlsContext:
     def __init__(self, files: TlsFiles, server_side: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._files = files
         self._server_side = server_side
-        self._clock = clock
         self._lock = threading.Lock()
-        self._checked_at = clock()
-        self._seen = self._identity()
+        self._watched = WatchedFiles([files.cert_file, files.key_file, files.ca_file], clock)
         self._context = _make_context(files, server_side)
 
     def current(self) -> ssl.SSLContext:
         """Return the context for a new connection."""
         with self._lock:
-            now = self._clock()
-            if now - self._checked_at >= CHECK_SECONDS:
-                self._checked_at = now
-                self._reload_if_changed()
+            if self._watched.changed(CHECK_SECONDS):
+                self._reload()
             return self._context
 
-    def _reload_if_changed(self) -> None:
-        identity = self._identity()
-        if identity == self._seen:
-            return
-        self._seen = identity
+    def _reload(self) -> None:
         try:
             self._context = _make_context(self._files, self._server_side)
         except ConfigError as error:
             logger.error("%s; the files read before stay in use", error)
         else:
             logger.info("%s: the files have changed and are used for new connections", self._files.named_by)
-
-    def _identity(self) -> tuple[object, ...]:
-        try:
-            found = [os.stat(path) for path in (self._files.cert_file, self._files.key_file, self._files.ca_file)]
-        except OSError:
-            return ()
-        return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for stat in found)
 
 
 def _make_context(files: TlsFiles, server_side: bool) -> ssl.SSLContext:
