@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,9 @@ def ranks() -> Iterator[Callable[[int], Any]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _keep_imports_of_the_file():
+def _after_each_file() -> Iterator[None]:
     yield
     keep_what_there_is()
+    # Fault points belong to the process: a server left running would take the faults of a later file's tests.
+    left = [thread.name for thread in threading.enumerate() if thread.name in ("flexd-http", "flexd-metrics")]
+    assert not left, f"the tests of this file left running: {left}"

@@ -23,12 +23,12 @@ TIMEOUT_SECONDS = 30
 Flexd = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _fake() -> FakeDaemon:
     return FakeDaemon()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _served(_fake: FakeDaemon) -> Iterator[DaemonServer]:
     server = DaemonServer(_fake, Metrics(_fake), ServerConfig(port=0))
     server.start()

@@ -14,12 +14,12 @@ from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _daemon() -> FakeDaemon:
     return FakeDaemon()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def _server(_daemon: FakeDaemon) -> Iterator[DaemonServer]:
     config = ServerConfig(port=0, metrics_listen="127.0.0.1:0")
     served = DaemonServer(_daemon, Metrics(_daemon), config)
