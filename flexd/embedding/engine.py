@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
+from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.hop import Agreement, CallSignature, Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -25,7 +25,7 @@ from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowOptimizer
-from flexd.embedding.store.initial_values import initial_rows
+from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
 from flexd.embedding.store.store import GroupStore
 
@@ -199,14 +199,15 @@ class RowEngine:
 
     def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to ``state``."""
+        layout, rank = self.groups.layout, self.groups.rank
         for store in self.stores:
             store.state.fill_(state)
-            tables, rows = self.keyspace.table_rows(store.home_keys())
             for table in store.group.tables:
-                at = np.flatnonzero(tables == table)
                 spec = self.keyspace.tables[table]
-                values = initial_rows(spec.name, rows[at], spec.dim, store.dtype, scale=scales[table], seed=seed)
-                store.rows[torch.from_numpy(at).to(store.rows.device)] = values.to(store.rows.device)
+                first_key = int(self.keyspace.first_key[table])
+                homes = TableHomes(spec.rows, first_key, store.first_home_key, layout.world_size, rank)
+                mine = homes.homed(rank, range(spec.rows))
+                fill_initial_rows(store.rows[homes.slots(mine)], spec.name, mine, scale=scales[table], seed=seed)
 
     def prepare(self) -> None:
         """Collective. Refresh replicas if home rows were loaded, and apply the chunks that all ranks agreed on.

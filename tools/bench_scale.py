@@ -1,0 +1,208 @@
+"""Measure what a job of a thousand ranks costs one rank outside its steps.
+
+Simulates rank 0 of 128x8 ranks on CPU tensors, with exchanges answered by mirrors (``mirror_ranks``). All times are
+seconds of the processor, on one thread, without those of the mirrors:
+
+* start-up: the constructor of a collection of 1,935 tables with 10^7 home rows on the rank;
+* initial values: numbers a second;
+* checkpoint: tensors that the rank contributes, entries (chunks of tensors) in the metadata of all ranks,
+  ``sharded_state_dict`` and ``save_checkpoint``;
+* listing: the first look-up after a chunk of 1,000 rows, in the placement of 1,935 tables;
+* bits: agreeing on 25,600 touched rows of 10^7 listed ones, and preparing their sums.
+
+    python tools/bench_scale.py [--quick] [--json] [--only PART]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mirror_ranks
+import numpy as np
+import torch
+from bench_dispatch import Case, keyspace_of, placement, tables_of
+from bench_report import check, last_line
+from mirror_ranks import mirrored
+
+import flexd
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta
+from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.replicas import touched_rows
+from flexd.embedding.replicas.replica_sums import ReplicaSums
+from flexd.embedding.store.initial_values import initial_rows
+
+DIM = 8
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Return the processor seconds of ``work`` without those of the mirrors."""
+    started, of_mirrors = time.thread_time(), mirror_ranks.MIRROR_SECONDS[0]
+    work()
+    return time.thread_time() - started - (mirror_ranks.MIRROR_SECONDS[0] - of_mirrors)
+
+
+def start_up(layout: RankLayout, tables: int, home_rows: int) -> dict[str, float]:
+    rows = home_rows * layout.world_size // tables
+    specs = [flexd.EmbeddingTable(f"t{i}", rows, DIM) for i in range(tables)]
+    keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in specs])
+    with mirrored([(group.first_key, group.end_key) for group in keyspace.groups]):
+        return {
+            "start-up s": seconds_of(
+                lambda: flexd.EmbeddingCollection(specs, layout=layout, optimizer=flexd.RowWiseAdagrad())
+            )
+        }
+
+
+def initial_values(rows: int) -> dict[str, float]:
+    def draw() -> None:
+        initial_rows("item", np.arange(rows), 64, torch.float32, scale=0.01, seed=1)
+
+    draw()
+    seconds = statistics.median(seconds_of(draw) for _ in range(3))
+    return {"initial values, M numbers/s": rows * 64 / seconds / 1e6}
+
+
+def of_checkpoint(case: Case) -> dict[str, float]:
+    keyspace = keyspace_of(case)
+    with mirrored([(group.first_key, group.end_key) for group in keyspace.groups]):
+        collection = flexd.EmbeddingCollection(
+            tables_of(case), layout=case.layout, optimizer=flexd.RowWiseAdagrad(), exchange=case.exchange
+        )
+        state: dict[str, torch.Tensor] = {}
+        in_memory = seconds_of(lambda: state.update(checkpoint.sharded_state_dict(collection)))
+        with tempfile.TemporaryDirectory() as folder:
+            saved = seconds_of(lambda: checkpoint.save_checkpoint(collection, Path(folder, "there")))
+        return {
+            "tensors of the rank": float(len(state)),
+            "entries of all ranks": float(entries(collection)),
+            "sharded_state_dict s": in_memory,
+            "save_checkpoint s": saved,
+        }
+
+
+def entries(collection: flexd.EmbeddingCollection) -> int:
+    """Return the number of chunks of tensors in the metadata of a checkpoint of all ranks."""
+    ranks = range(collection.layout.world_size)
+    blocks = sum(
+        sum(len(column.homes.block(rank)) > 0 for rank in ranks)
+        for columns in checkpoint._tables(collection) for column in columns
+    )  # fmt: skip
+    return blocks + len(collection.tables) + 1
+
+
+def listing(case: Case, repeats: int) -> dict[str, float]:
+    keyspace = keyspace_of(case)
+    with mirrored([(group.first_key, group.end_key) for group in keyspace.groups]):
+        collection = flexd.EmbeddingCollection(
+            tables_of(case), layout=case.layout, optimizer=flexd.RowWiseAdagrad(),
+            replica_fraction=min(1.0, 4 * case.copies + 0.01),
+        )  # fmt: skip
+        engine = collection.engine
+        whole = placement(case, keyspace)
+        engine.migrator.apply([engine.migrator.prepare(whole, None)])
+        others = np.setdiff1d(np.arange(0, keyspace.total_rows, 97), whole.keys)
+        seconds = []
+        for number in range(repeats):
+            keys = others[number :: len(others) // 1000][:1000]
+            none, device = np.zeros(len(keys), np.uint8), np.full(len(keys), Tier.DEVICE, np.uint8)
+            engine.migrator.apply([engine.migrator.prepare(Delta(keys, none, device), None)])
+            others = np.setdiff1d(others, keys)
+            seconds.append(seconds_of(engine.sync.new_touched))
+        return {
+            "listed rows": float(sum(len(store.directory) for store in engine.stores)),
+            "listing ms": 1e3 * statistics.median(seconds),
+        }
+
+
+def bits(layout: RankLayout, listed: int, touched: int, repeats: int) -> dict[str, float]:
+    spec = flexd.EmbeddingTable("item", 2 * listed, 1)
+    with mirrored([(0, 2 * listed)]):
+        engine = flexd.EmbeddingCollection(
+            [spec], layout=layout, optimizer=flexd.SGD(), replica_slots=[listed + 1]
+        ).engine
+        keys = np.arange(0, 2 * listed, 2)
+        delta = Delta(keys, np.zeros(listed, np.uint8), np.full(listed, Tier.DEVICE, np.uint8))
+        engine.migrator.apply([engine.migrator.prepare(delta, None)])
+    router = engine.router
+    all_reduced = [hop.all_reduces for hop in router.hops]
+    rng = np.random.default_rng(1)
+
+    def entries() -> torch.Tensor:
+        return torch.from_numpy(rng.integers(0, listed, touched))
+
+    seconds = []
+    for _ in range(repeats + 1):
+        own, others = entries(), engine.sync.new_touched()
+        assert others is not None
+        others.add(entries())
+        lists = others.lists
+        up = [touched_rows._packed(rows.gather(others.entries)) for rows in lists.downstream]
+        down = [touched_rows._packed(rows.gather(others.entries)) for rows in lists.upstream]
+
+        def agree(own: torch.Tensor = own, up: list[torch.Tensor] = up, down: list[torch.Tensor] = down) -> None:
+            mine = engine.sync.new_touched()
+            assert mine is not None
+            mine.add(own)
+            for hop, words in enumerate(up):
+                mine.up(hop)
+                mine.recv_up(hop, words)
+            for hop, words in reversed(list(enumerate(down))):
+                mine.down(hop)
+                mine.recv_down(hop, words)
+            ReplicaSums(mine, router.listed, [1], router.wire, router.wide, all_reduced)
+
+        seconds.append(seconds_of(agree))
+    return {"bits ms": 1e3 * statistics.median(seconds[1:])}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="16x8 ranks, a hundredth of the rows and 100 tables")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="", help="parts whose name contains this")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    quick = options.quick
+    layout = RankLayout(16, 8) if quick else RankLayout(128, 8)
+    tables = 100 if quick else 1935
+    case = Case("job", layout, tables, 8, 0.01)
+    rows = 10**5 if quick else 10**7
+    parts: dict[str, Callable[[], dict[str, float]]] = {
+        "start-up": lambda: start_up(layout, tables, rows),
+        "initial values": lambda: initial_values(2**14 if quick else 2**20),
+        "checkpoint": lambda: of_checkpoint(case),
+        "listing": lambda: listing(case, 3 if quick else 7),
+        "bits": lambda: bits(layout, rows, 256 if quick else 25_600, 2 if quick else 5),
+    }
+    figures: dict[str, float] = {}
+    for name, part in parts.items():
+        if options.only in name:
+            for title, value in part().items():
+                figures[title] = value
+                print(f"{title:32} {value:14,.1f}", flush=True)
+    ranks = layout.world_size
+    targets = {
+        "start-up s": 4.0, "entries of all ranks": tables * 3.0 + 1 + ranks, "sharded_state_dict s": 2.0,
+        "listing ms": 3.0, "bits ms": 33.0,
+    }  # fmt: skip
+    checks = [
+        check(f"{ranks} ranks: {title}", figures[title], f"<= {most:g}", figures[title] <= most)
+        for title, most in targets.items()
+        if title in figures
+    ]
+    if options.json:
+        print(last_line(figures, checks))
+    return 0 if all(entry["ok"] for entry in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
