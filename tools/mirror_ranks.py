@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange import hop as hop_module
 from flexd.embedding.exchange.collectives import Peers, Traffic
+from flexd.embedding.exchange.fault_notice import FaultNotices
 from flexd.embedding.exchange.route import COUNT_SHIFT
 from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows
 
@@ -88,8 +89,12 @@ class MirrorPeers(Peers):
 class MirrorGroups:
     """World, node and rail of one rank, as ``ChainGroups``, over mirrors."""
 
-    def __init__(self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: object = None) -> None:
+    def __init__(
+        self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: object = None,
+        notices: FaultNotices | None = None,
+    ) -> None:  # fmt: skip
         self.layout = layout
+        self.notices = notices or FaultNotices()
         self.rank = 0
         self.world = MirrorPeers(range(layout.world_size), 0, layout, traffic)
         self.node = MirrorPeers(list(layout.node_ranks(0)), 0, layout, traffic)

@@ -37,6 +37,7 @@ class Connection:
         self._collection = collection
         self._last_totals = collection.traffic.totals()
         self._last_apply_seconds = collection.engine.apply_seconds
+        self._last_unused = collection.engine.hooks.unused_batches
         self._last_step_at = time.monotonic()
         collection.engine.after_step = self._report
 
@@ -53,6 +54,7 @@ class Connection:
         totals = collection.traffic.totals()
         since = {name: value - self._last_totals[name] for name, value in totals.items()}
         now = time.monotonic()
+        unused = collection.engine.hooks.unused_batches
         self.agent.report(
             StepReport(
                 step=collection.steps,
@@ -68,8 +70,10 @@ class Connection:
                 sync_inter_bytes=since["sync_inter_bytes"],
                 migration_intra_bytes=since["migration_intra_bytes"],
                 migration_inter_bytes=since["migration_inter_bytes"],
+                unused_prefetches=max(0, unused - self._last_unused),
             )
         )
+        self._last_unused = unused
         self._last_totals, self._last_step_at = totals, now
         self._last_apply_seconds = collection.engine.apply_seconds
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from flexd.embedding.exchange.hop import Agreement, CallSignature, Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
+from flexd.embedding.exchange.step_guard import StepGuard
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
@@ -94,6 +96,8 @@ class StepHooks:
     """Bytes allocated once."""
     overlapped: Traffic | None = None
     """The part of the traffic that no step waited for."""
+    unused_batches = 0
+    """Batches located ahead that were trained on without it: their rows were located twice."""
 
     def settle(self) -> None:
         """Push gradients that an earlier step deferred."""
@@ -161,6 +165,7 @@ class RowEngine:
     ) -> None:
         self.keyspace = keyspace
         self.groups = groups
+        self.guard = StepGuard(groups.rank, groups.notices)
         self.stores = [
             GroupStore(group, groups.layout, groups.rank, slots, device)
             for group, slots in zip(keyspace.groups, replica_slots, strict=True)
@@ -215,6 +220,10 @@ class RowEngine:
         Chunks wait while gradients wait for their push or a route was found before its forward pass: both go by the
         placement of their time.
         """
+        with self._calling():
+            self._prepare()
+
+    def _prepare(self) -> None:
         self.settle()
         if self._stale_replicas:
             self.migrator.refresh()
@@ -243,24 +252,27 @@ class RowEngine:
             numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
         """
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
-        touched = self.sync.new_touched() if trains else None
-        agreement = Agreement(self.inbox.begin_exchange(), fault, call, call, (self.settings_digest,) * 2)
-        route = self.router.find(keys, agreement, touched, faulty, numbers)
-        self.inbox.end_exchange(route.agreement.version)
-        return ForwardPass(route, touched)
+        with self._calling():
+            touched = self.sync.new_touched() if trains else None
+            agreement = Agreement(self.inbox.begin_exchange(), fault, call, call, (self.settings_digest,) * 2)
+            route = self.router.find(keys, agreement, touched, faulty, numbers)
+            self.inbox.end_exchange(route.agreement.version)
+            return ForwardPass(route, touched)
 
     def open_pass(self, forward_pass: ForwardPass) -> None:
         """Let a pass wait for its backward pass and the next ``push``."""
+        self.guard.begin_step()
         self.passes.append(forward_pass)
 
     def fetch(self, forward_pass: ForwardPass, *, expand: bool = True) -> list[torch.Tensor]:
         """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
         route's first station, [rows, dim]."""
-        rows = self.hooks.fetch(forward_pass, expand=expand)
-        if rows is None:
-            rows = self.router.fetch(forward_pass.route, forward_pass.touched, expand=expand)
-        self.hooks.after_fetch()
-        return rows
+        with self._calling():
+            rows = self.hooks.fetch(forward_pass, expand=expand)
+            if rows is None:
+                rows = self.router.fetch(forward_pass.route, forward_pass.touched, expand=expand)
+            self.hooks.after_fetch()
+            return rows
 
     def check_room(self) -> None:
         """Raise EmbeddingError when too many passes wait for a push, TopologyError if the world has grown."""
@@ -273,8 +285,9 @@ class RowEngine:
 
     def reduce(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor], *, expanded: bool = True) -> None:
         """Add the gradients of one backward pass, shaped as ``fetch`` returned the rows."""
-        reduced = self.router.reduce(forward_pass.route, list(grads)) if expanded else list(grads)
-        forward_pass.add(reduced, self.router.wide)
+        with self.guard.publishing():  # autograd calls it in a thread of its own on an accelerator
+            reduced = self.router.reduce(forward_pass.route, list(grads)) if expanded else list(grads)
+            forward_pass.add(reduced, self.router.wide)
 
     def drop_gradients(self) -> None:
         # The passes stay: their backward may be still to come, and every rank must push the same number of them.
@@ -288,7 +301,8 @@ class RowEngine:
         They must be pushed on all ranks, or dropped on all.
         """
         if self.passes:
-            summed = self._sum_passes(defer=False)
+            with self._calling():
+                summed = self._sum_passes(defer=False)
             if self._summed is None:
                 self._summed = StepGradients(summed, self.stores, self.groups.world)
             else:
@@ -302,19 +316,24 @@ class RowEngine:
 
     def push(self, optimizer: RowOptimizer) -> None:
         """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
+        with self._calling():
+            updated = self._push(optimizer)
+        if updated and self.after_step is not None:
+            self.after_step()
+
+    def _push(self, optimizer: RowOptimizer) -> bool:
         if self.passes and self._summed is None:
             self._summed = StepGradients(self._sum_passes(defer=True), self.stores, self.groups.world)
         summed = self.gradients()
         if summed is None:
-            return  # nothing was looked up for training on any rank
+            return False  # nothing was looked up for training on any rank
         self._summed = None
         self.steps += 1
         self.settings = repr(optimizer)
         self.settings_digest = zlib.crc32(self.settings.encode()) >> 1
         self.sync.update(summed.scaled(), optimizer, self.steps)
         self.hooks.after_update(optimizer, self.steps)
-        if self.after_step is not None:
-            self.after_step()
+        return True
 
     def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
         """Collective. Carry the gradients of all open passes to the rows, each row's once; with ``defer`` not those
@@ -355,7 +374,11 @@ class RowEngine:
 
     def settle(self) -> None:
         """Collective with run-ahead. Bring the rows to the state in which every step pushed all of its gradients."""
-        self.hooks.settle()
+        with self._calling():
+            self.hooks.settle()
+
+    def _calling(self) -> AbstractContextManager[None]:
+        return self.guard.call(in_step=bool(self.passes))
 
     @torch.no_grad()
     def _prepare_chunk(self, chunk: Delta, after: Prepared | None) -> Prepared:

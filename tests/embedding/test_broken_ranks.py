@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -68,6 +69,93 @@ def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Rank
         assert f"rank {rank}: SGD(" in text
         assert f"lr={0.005 if rank == 3 else 0.01}" in text
         assert "last checkpoint" in text
+
+
+@pytest.mark.parametrize(
+    ("odd", "where", "ahead", "exchange"),
+    [
+        (3, "fetch", False, "chain"),
+        pytest.param(0, "fetch", False, "direct", marks=pytest.mark.long),
+        pytest.param(1, "push", False, "chain", marks=pytest.mark.long),
+        pytest.param(0, "reduce", True, "chain", marks=pytest.mark.long),
+        (2, "job", True, "chain"),
+    ],
+)
+def test_an_error_between_two_exchanges_is_named_on_every_rank(
+    odd: int, where: str, ahead: bool, exchange: str
+) -> None:
+    """The rank that ran out of memory stays alive. The deadline is far below the 60 s of the process group."""
+    pool = RankPool(4)
+    try:
+        results = pool.run("fault_jobs:fails_in_a_step", RankLayout(2, 2), odd, where, ahead, exchange, timeout=40)
+    finally:
+        pool.close()
+    for rank, (text, steps) in enumerate(results):
+        assert steps == 2 or where == "job"
+        assert "tried to allocate 20.00 GiB" in text
+        if rank == odd:
+            assert text.startswith("OutOfMemoryError")
+        else:
+            assert text.startswith(f"CollectiveError: rank {rank}: ")
+            assert f"rank {odd}: OutOfMemoryError: tried to allocate" in text
+            assert "restart the job" in text
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_copied_ids_in_a_prefetched_loop_are_counted_and_one_warning_is_logged(ranks: Ranks, copies: bool) -> None:
+    for unused, messages in ranks(2).run("fault_jobs:copied_ids", RankLayout(2, 1), copies):
+        assert unused == (5 if copies else 0)
+        assert len(messages) == copies
+        assert all("pass the same objects" in message for message in messages)
+
+
+def test_a_second_thread_in_a_step_is_refused() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 10, 4)], layout=RankLayout(1, 1))
+    ids = {"item": flexd.Jagged(torch.tensor([1, 2]), torch.tensor([2]))}
+    errors: list[str] = []
+
+    def elsewhere() -> None:
+        try:
+            collection(ids)
+            errors.append("")
+        except EmbeddingError as error:
+            errors.append(str(error))
+
+    def run_elsewhere() -> str:
+        thread = threading.Thread(target=elsewhere, name="evaluation")
+        thread.start()
+        thread.join(30)
+        return errors.pop()
+
+    rows = collection(ids)["item"].values
+    text = run_elsewhere()
+    assert "thread 'evaluation' uses the collection during a step of thread 'MainThread'" in text
+    assert "from one thread" in text
+    rows.sum().backward()
+    collection.optimizer.step()
+    assert run_elsewhere() == "", "between steps another thread may go on"
+
+
+def test_a_second_thread_inside_an_exchange_is_refused() -> None:
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 10, 4)], layout=RankLayout(1, 1)).eval()
+    ids = {"item": flexd.Jagged(torch.tensor([1, 2]), torch.tensor([2]))}
+    found: list[str] = []
+    find = collection.engine.router.find
+
+    def slow_find(*args: object, **kwargs: object) -> object:
+        def elsewhere() -> None:
+            with pytest.raises(EmbeddingError, match="during a step of thread 'MainThread'"):
+                collection(ids)
+            found.append("refused")
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join(30)
+        return find(*args, **kwargs)  # type: ignore[arg-type]
+
+    collection.engine.router.find = slow_find  # type: ignore[method-assign,assignment]
+    collection(ids)
+    assert found == ["refused"]
 
 
 def test_two_collections_in_one_process_train(ranks: Ranks) -> None:

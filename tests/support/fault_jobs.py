@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from datetime import timedelta
@@ -120,3 +121,48 @@ def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tupl
     except FlexdError as error:
         return collection.steps, f"{type(error).__name__}: {error}"
     return collection.steps, "no error"
+
+
+def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: bool, exchange: str) -> tuple[str, int]:
+    """Run out of memory on one rank at a point of step 2, which then stays alive; return the error and steps done."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout, exchange=exchange)
+
+    def out_of_memory(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    batches = [{"item": Jagged(torch.arange(50), torch.tensor([50]))} for _ in range(8)]
+    try:
+        for number, ids in enumerate(prefetch(batches, collection) if ahead else batches):
+            if number == 2 and rank == odd:
+                job = getattr(collection.engine.hooks, "_job", None)
+                router = job._router if where == "job" and job is not None else collection.engine.router
+                setattr(router, "fetch" if where == "job" else where, out_of_memory)
+            collection(ids)["item"].values.sum().backward()
+            collection.optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", collection.steps
+    return "no error", collection.steps
+
+
+def copied_ids(rank: int, layout: RankLayout, copies: bool) -> tuple[int, list[str]]:
+    """Train on copies of the prefetched ids, or on the ids themselves; return batches located twice, warnings."""
+    messages: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Lines()
+    logging.getLogger("flexd.embedding").addHandler(handler)
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    batches = [{"item": Jagged(torch.arange(50), torch.tensor([50]))} for _ in range(5)]
+    try:
+        for ids in prefetch(batches, collection):
+            with torch.no_grad():
+                collection(IDS)
+            used = {"item": Jagged(ids["item"].values.clone(), ids["item"].lengths)} if copies else ids
+            collection(used)["item"].values.sum().backward()
+            collection.optimizer.step()
+    finally:
+        logging.getLogger("flexd.embedding").removeHandler(handler)
+    return collection.engine.hooks.unused_batches, messages

@@ -47,6 +47,7 @@ class StepReport:
         all_to_all_intra_bytes, all_to_all_inter_bytes: sent by this rank in the exchange (ids and rows).
         sync_intra_bytes, sync_inter_bytes: sent by this rank in replica synchronisation.
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
+        unused_prefetches: batches that were located ahead and located again, because the loop copied their ids.
     """
 
     step: int
@@ -62,6 +63,7 @@ class StepReport:
     sync_inter_bytes: int = 0
     migration_intra_bytes: int = 0
     migration_inter_bytes: int = 0
+    unused_prefetches: int = 0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.layout import RankLayout
+from flexd.embedding.exchange.fault_notice import FIRST_LOOK, FaultNotices
 
 # torch 2.13 renamed it and warns of the old name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -93,10 +94,19 @@ class Peers:
         ranks: ascending global ranks of the group, this rank among them.
         index: place of this rank in ``ranks``.
         far: for each member, whether a message to it leaves the node.
+
+    Args:
+        notices: where a rank that waits for others looks for their errors.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, ranks: Sequence[int], rank: int, layout: RankLayout, traffic: Traffic
+        self,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        layout: RankLayout,
+        traffic: Traffic,
+        notices: FaultNotices | None = None,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -106,6 +116,7 @@ class Peers:
         node = layout.node_of(rank)
         self.far = [layout.node_of(peer) != node for peer in self.ranks]
         self._traffic = traffic
+        self._notices = notices
 
     def all_to_all(
         self,
@@ -123,7 +134,12 @@ class Peers:
             return send
         received = send.new_empty(sum(receive_counts))
         with self._naming_errors("all_to_all"):
-            dist.all_to_all_single(received, send, list(receive_counts), list(send_counts), group=self.group)
+            self._wait(
+                dist.all_to_all_single(
+                    received, send, list(receive_counts), list(send_counts), group=self.group, async_op=True
+                ),
+                send.device,
+            )
         synced = [0] * self.size if sync_counts is None else sync_counts
         width = send.element_size()
         self._count([(count - sync) * width for count, sync in zip(send_counts, synced, strict=True)])
@@ -138,7 +154,7 @@ class Peers:
         if self.size == 1 or flat.numel() == 0:
             return
         with self._naming_errors("all_reduce"):
-            dist.all_reduce(flat, op=op, group=self.group)
+            self._wait(dist.all_reduce(flat, op=op, group=self.group, async_op=True), flat.device)
         self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size, kind)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -148,7 +164,8 @@ class Peers:
         parts = part.new_empty((self.size, *part.shape))
         if part.numel():
             with self._naming_errors("all_gather"):
-                all_gather_flat(parts.view(-1), part.reshape(-1), group=self.group)
+                work = all_gather_flat(parts.view(-1), part.reshape(-1), group=self.group, async_op=True)
+                self._wait(work, part.device)
             self._count_even(part.numel() * part.element_size() * (self.size - 1))
         return parts
 
@@ -166,14 +183,45 @@ class Peers:
         try:
             yield
         except RuntimeError as error:
-            others = [rank for rank in self.ranks if rank != self.ranks[self.index]]
+            self._raise_notice(collective, error)
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CollectiveError(
-                f"rank {self.ranks[self.index]}: {collective} with ranks {', '.join(map(str, others))} "
+                f"rank {self.rank}: {collective} with ranks {', '.join(map(str, self._others()))} "
                 f"({self._traffic.current_kind}): {cause}",
                 remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart the "
                 "job from a checkpoint",
             ) from error
+
+    def _wait(self, work: dist.Work | None, device: torch.device) -> None:
+        """Wait for a collective. A rank that waits for long looks for the error of another one meanwhile."""
+        if work is None:
+            return
+        if self._notices is None or device.type != "cpu":  # elsewhere the wait is the device's, not the host's
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(FIRST_LOOK)
+            except RuntimeError:
+                if work.is_completed():  # with an error of its own, or just now
+                    work.wait()
+                    return
+                if self._notices.find() is not None:
+                    raise
+            else:
+                return
+
+    def _raise_notice(self, collective: str, error: RuntimeError) -> None:
+        """Raise the error of another rank if it is the reason that a collective fails or does not return."""
+        notice = None if self._notices is None else self._notices.find()
+        if notice is not None:
+            raise CollectiveError(
+                f"rank {self.rank}: {collective} with ranks {', '.join(map(str, self._others()))}: {notice}",
+                remedy="see the log of the rank named last, then restart the job from a checkpoint",
+            ) from error
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.ranks if rank != self.rank]
 
     def _count(self, bytes_by_peer: Sequence[int], kind: TrafficKind | None = None) -> None:
         intra = inter = 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.collectives import Peers, Traffic, all_gather_flat
+from flexd.embedding.exchange.fault_notice import FaultNotices
 
 
 class ChainGroups:
@@ -24,6 +25,7 @@ class ChainGroups:
         deadline: timeout of every collective. If given, all process groups, the world included, are new: a second
             thread needs groups of its own, because collectives of one group must not overtake each other. Without it
             groups are shared by all collections and have the timeout of the default process group.
+        notices: of errors of ranks; by default new ones, in which the ranks of these groups share theirs.
 
     Raises:
         TopologyError: on every rank, if the layout does not have as many ranks as the default process group, or the
@@ -31,7 +33,12 @@ class ChainGroups:
     """
 
     def __init__(
-        self, layout: RankLayout, traffic: Traffic, device: torch.device, deadline: timedelta | None = None
+        self,
+        layout: RankLayout,
+        traffic: Traffic,
+        device: torch.device,
+        deadline: timedelta | None = None,
+        notices: FaultNotices | None = None,
     ) -> None:
         live = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if live else 1
@@ -55,9 +62,10 @@ class ChainGroups:
         everyone = list(range(world_size))
         shared = dist.group.WORLD if live else None
         world = shared if deadline is None else self._new(everyone, live, deadline)
-        self.world = Peers(world, everyone, self.rank, layout, traffic)
-        self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic)
-        self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic)
+        self.notices = notices or FaultNotices()
+        self.world = Peers(world, everyone, self.rank, layout, traffic, self.notices)
+        self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic, self.notices)
+        self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic, self.notices)
 
     @staticmethod
     def _new(

@@ -28,6 +28,7 @@ each row slot of the stores.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
@@ -44,6 +45,8 @@ from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 class RunAhead(StepHooks):
@@ -62,7 +65,13 @@ class RunAhead(StepHooks):
         self._device = engine.stores[0].rows.device
         self._traffic = Traffic()
         with engine.router.traffic.uncounted():
-            groups = ChainGroups(engine.groups.layout, self._traffic, self._device, timedelta(seconds=timeout_seconds))
+            groups = ChainGroups(
+                engine.groups.layout,
+                self._traffic,
+                self._device,
+                timedelta(seconds=timeout_seconds),
+                engine.groups.notices,
+            )
         router, sync = engine.new_exchange(groups, self._traffic)
         self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, self._rank)
         self._thread: WorkerThread[RunAheadResult] = WorkerThread(f"flexd-ahead-{self._rank}", self._device)
@@ -73,6 +82,7 @@ class RunAhead(StepHooks):
         self._deferred: DeferredGradients | None = None
         self._looping = False
         self._claimed = False
+        self._trained_otherwise = False
         self._failure: BaseException | None = None
 
     @staticmethod
@@ -108,6 +118,7 @@ class RunAhead(StepHooks):
         if self._announced is None:
             return
         self.wait()
+        self._count_unused()
         self._result = None
         batch, self._announced = self._announced, None
         self._started = batch
@@ -117,11 +128,14 @@ class RunAhead(StepHooks):
         locate = inbox.agreed_version <= inbox.applied_version and not self._engine.awaits_push
         step_expected = len(passes) % self.passes_per_step == 0
         digest = self._engine.settings_digest
-        self._thread.submit(
-            lambda: self._job.run(
-                batch, deferred, passes, step_expected=step_expected, locate=locate, settings_digest=digest
-            )
-        )
+
+        def job() -> RunAheadResult:
+            with self._engine.guard.publishing():
+                return self._job.run(
+                    batch, deferred, passes, step_expected=step_expected, locate=locate, settings_digest=digest
+                )
+
+        self._thread.submit(job)
 
     def finish(self) -> None:
         """End the loop on this rank. Raises EmbeddingError if it does not end on all others."""
@@ -204,6 +218,7 @@ class RunAhead(StepHooks):
         started = self._started if self._announced is not None else None
         self._claimed = started is not None and _same(given, started.given)
         if not self._claimed:
+            self._trained_otherwise |= started is not None and torch.is_grad_enabled()
             return None
         self.wait()
         self._started = None
@@ -272,6 +287,21 @@ class RunAhead(StepHooks):
 
         deferred.update_by(update)
         self._deferred = deferred
+
+    def _count_unused(self) -> None:
+        """Count the batch before this one if it was trained on as other objects than those announced; warn once."""
+        unused = self._started is not None and self._started.given is not None and self._trained_otherwise
+        self._trained_otherwise = False
+        if not unused:
+            return
+        self.unused_batches += 1
+        if self.unused_batches == 1:
+            logger.warning(
+                "rank %d: the rows of a prefetched batch were located twice: the forward pass got other objects than "
+                "features= of flexd.prefetch returned; pass the same objects: copy or move ids in the loader, not in "
+                "the loop",
+                self._rank,
+            )
 
     def _check_failure(self) -> None:
         if self._failure is not None:
