@@ -134,7 +134,7 @@ def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
         for (first, end), (start, stop) in rows._parts:
             if end > first:
                 bits[start:stop:3] = 1
-        return torch.from_numpy(np.packbits(np.asarray(bits), bitorder="little").view(np.int64))
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64)).to(words.device)
 
 
 def _recv_up(touched: TouchedRows, hop: int, words: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory
-from flexd.embedding.store.store import TORCH_DTYPES
+from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or (values, offsets)."""
@@ -364,21 +364,22 @@ class EmbeddingCollection(nn.Module):
                 f"of {spec.dim}",
                 remedy="[n, dim] values with first_row + n <= rows",
             )
-        store = next(store for store in self.engine.stores if table in store.group.tables)
-        first_key, world_size = int(self.keyspace.first_key[table]), self.layout.world_size
-        homes = TableHomes(spec.rows, first_key, store.first_home_key, world_size, self.rank)
+        store, homes = self._homes(table)
         mine = homes.homed(self.rank, range(first_row, first_row + values.shape[0]))
         self.engine.before_rows_load()
-        store.rows[homes.slots(mine)] = values[mine.start - first_row :: world_size].to(store.rows)
+        store.rows[homes.slots(mine)] = values[mine.start - first_row :: self.layout.world_size].to(store.rows)
 
     def gather_table(self, name: str) -> torch.Tensor:
         """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports."""
-        table = self.keyspace.index[name]
-        store = next(store for store in self.engine.stores if table in store.group.tables)
-        first, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
+        store, homes = self._homes(self.keyspace.index[name])
         self.engine.settle()
         with self.traffic.uncounted():
-            return gather_rows(self._groups, store, first, rows)
+            return gather_rows(self._groups.world, homes, store.rows)
+
+    def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
+        store = next(store for store in self.engine.stores if table in store.group.tables)
+        first_key, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
+        return store, TableHomes(rows, first_key, store.first_home_key, self.layout.world_size, self.rank)
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""

@@ -8,21 +8,29 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.layout import Tier
+from flexd.embedding.checkpoint.blocks import MAX_WINDOW_BYTES, TableHomes
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.store import GroupStore
 
 
-def gather_rows(groups: ChainGroups, store: GroupStore, first_key: int, rows: int) -> torch.Tensor:
-    """Collective. Return [rows, dim] home rows of the keys from ``first_key``, on every rank."""
-    world_size = groups.layout.world_size
-    part = store.rows.new_zeros((-(-store.group.rows // world_size), store.rows.shape[1]))
-    part[: store.home_rows] = store.rows[: store.home_rows]
-    parts = groups.world.all_gather(part)
-    keys = torch.arange(first_key, first_key + rows, device=part.device)
-    home = keys % world_size
-    first_home_key = store.group.first_key + (home - store.group.first_key) % world_size
-    return parts[home, (keys - first_home_key) // world_size]
+def gather_rows(world: Peers, homes: TableHomes, held: torch.Tensor) -> torch.Tensor:
+    """Collective. Return [rows, c] of a whole table on every rank; ``held`` is [slots, c].
+
+    Windows of the table are gathered one after another, so that beside the result only a window is in memory.
+    """
+    width = held.shape[1]
+    table = held.new_empty((homes.rows, width))
+    each = max(1, MAX_WINDOW_BYTES // (max(1, width * held.element_size()) * world.size))
+    for first in range(0, homes.rows, each * world.size):
+        window = range(first, min(first + each * world.size, homes.rows))
+        mine = homes.homed(homes.rank, window)
+        part = held.new_zeros((-(-len(window) // world.size), width))
+        part[: len(mine)] = held[homes.slots(mine)]
+        # Row ``first`` is the first of the rank that is its home, the next row of the next rank.
+        by_offset = world.all_gather(part).roll(-((homes.first_key + first) % world.size), dims=0)
+        table[window.start : window.stop] = by_offset.transpose(0, 1).reshape(-1, width)[: len(window)]
+    return table
 
 
 def replicas_bit_equal(groups: ChainGroups, stores: Sequence[GroupStore]) -> bool:

@@ -20,6 +20,7 @@ from flexd.core.layout import Tier
 from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Peers, Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.side_stream import SideStream, receive
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
@@ -60,6 +61,7 @@ class NextPlacement:
         directories: directories of the placement after it.
         free: replica slots that are free after it.
         blocks: the rows to copy.
+        finished: event after the device has prepared all of it; None on a CPU.
     """
 
     delta: Delta
@@ -67,6 +69,17 @@ class NextPlacement:
     directories: tuple[Directory, ...]
     free: tuple[FreeSlots, ...]
     blocks: tuple[_Block, ...]
+    finished: torch.cuda.Event | None = None
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Tensors that training reads once the chunk is applied."""
+        for directory in self.directories:
+            yield directory.codes
+            yield directory.places
+            if directory.rail_device is not None:
+                yield directory.rail_device
+        for block in self.blocks:
+            yield from (slots for hop in (block.over_rail, block.in_node) for group in hop for slots in group)
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +112,8 @@ class Migrator:
         self._traffic = traffic
         self._buffer_bytes = buffer_bytes
         self._device = self._stores[0].rows.device
+        self._side_stream = SideStream(self._device)
+        """Of all work but that of the training thread."""
         self._local = groups.layout.local_rank_of(groups.rank)
         self.digest = 0
         """``Placement.digest`` of the applied placement."""
@@ -115,9 +130,10 @@ class Migrator:
         NODE rows of other rails are not listed here and count as HOME.
         """
         right = np.ones(len(keys), dtype=np.bool_)
-        for store in self._stores:
-            mine = self._in_group(store, keys)
-            right[mine] = self._find_listed(store.directory, keys[mine], old[mine])[0]
+        with self._side_stream.work():
+            for store in self._stores:
+                mine = self._in_group(store, keys)
+                right[mine] = self._find_listed(store.directory, keys[mine], old[mine])[0]
         return right
 
     def prepare(self, chunk: Delta, after: Prepared | None) -> NextPlacement:
@@ -134,17 +150,15 @@ class Migrator:
         free = tuple(store.free for store in self._stores) if after is None else _checked(after).free
         delta = merge_deltas([chunk])
         self.max_chunk_rows = max(self.max_chunk_rows, len(delta))
-        following = [
-            self._next_directory(part, directory, slots)
-            for part, directory, slots in zip(self._by_group(delta), base, free, strict=True)
-        ]
-        directories = tuple(directory for directory, _ in following)
-        made = NextPlacement(
-            chunk, base, directories, tuple(slots for _, slots in following), tuple(self._blocks(delta, directories))
-        )
-        if self._device.type == "cuda":  # another stream may use it
-            torch.cuda.current_stream(self._device).synchronize()
-        return made
+        with self._side_stream.work():
+            following = [
+                self._next_directory(part, directory, slots)
+                for part, directory, slots in zip(self._by_group(delta), base, free, strict=True)
+            ]
+            directories = tuple(directory for directory, _ in following)
+            blocks = tuple(self._blocks(delta, directories))
+        next_free = tuple(slots for _, slots in following)
+        return NextPlacement(chunk, base, directories, next_free, blocks, self._side_stream.finished())
 
     def apply(self, chunks: Sequence[Prepared]) -> None:
         """Apply chunks as one: a row is copied at most once, and one all-gather a hop serves all chunks and
@@ -162,6 +176,8 @@ class Migrator:
                 f"rank {self._groups.rank}: chunks were prepared for another placement than the one that is applied",
                 remedy="a fault of flexd: please report it",
             )
+        for one in prepared:
+            receive(one.finished, one.tensors())
         for store, directory, free in zip(self._stores, last.directories, last.free, strict=True):
             store.directory = directory
             store.free = free.compacted()
@@ -184,11 +200,13 @@ class Migrator:
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
         """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows
-        and all DEVICE rows."""
+        and all DEVICE rows. Any thread."""
         directories = [store.directory for store in self._stores]
-        keys = np.concatenate([d.keys.cpu().numpy() for d in directories])
+        with self._side_stream.work():
+            keys = np.concatenate([d.keys.cpu().numpy() for d in directories])
+            tiers = np.concatenate([d.tiers.cpu().numpy() for d in directories])
         order = np.argsort(keys)
-        return keys[order], np.concatenate([d.tiers.cpu().numpy() for d in directories])[order]
+        return keys[order], tiers[order]
 
     @staticmethod
     def _in_group(store: GroupStore, keys: Int64Array) -> BoolArray:

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.hop import Counts, Hop, as_counts
 from flexd.embedding.exchange.route import Route, StationRows
@@ -66,7 +67,9 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
     """Split a route by the marks of its rows, as ``exchange_marks`` returned them on every rank. Local."""
     groups = range(len(route.stations[0]))
     stations = range(len(route.stations))
-    requested_marks = [[marks[s][g][route.stations[s][g].forwarded] for g in groups] for s in stations[:-1]]
+    requested_marks = [
+        [marks[s][g].index_select(0, route.stations[s][g].forwarded) for g in groups] for s in stations[:-1]
+    ]
     served_marks = [[_of_requests(route.stations[s + 1][g], marks[s + 1][g]) for g in groups] for s in stations[:-1]]
     rows = [[mark.sum() for mark in marks[s]] for s in stations]
     # One transfer to the host for all sizes.
@@ -102,7 +105,10 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
         tuple(_minus(whole, part) for whole, part in zip(route.requested, requested, strict=True)),
         tuple(_minus(whole, part) for whole, part in zip(route.served, served, strict=True)),
     )
-    places = ([mark.nonzero().view(-1) for mark in of_first] for of_first in (marks[0], rest_marks[0]))
+    places = (
+        [_places(mark, size) for mark, size in zip(of_first, of_sizes, strict=True)]
+        for of_first, of_sizes in ((marks[0], marked_sizes[0]), (rest_marks[0], rest_sizes[0]))
+    )
     return RouteSplit(marked, rest, *places)
 
 
@@ -116,37 +122,58 @@ def _part(
 ) -> Route:
     groups = range(len(route.stations[0]))
     stations = range(len(route.stations))
+    forwarded = [[sum(peer[g] for peer in counts) for g in groups] for counts in requested] + [[0 for _ in groups]]
+    requests = [sizes[0], *([sum(peer[g] for peer in counts) for g in groups] for counts in served)]
     return Route(
         tuple(
-            tuple(_part_of_station(route, s, g, chosen[s][g], sizes[s][g], plain[s][g]) for g in groups)
+            tuple(
+                _part_of_station(
+                    route.stations[s][g], chosen[s][g], sizes[s][g], plain[s][g], forwarded[s][g],
+                    requests[s][g] if s else None,
+                )
+                for g in groups
+            )
             for s in stations
         ),
         requested,
         served,
         route.agreement,
-        tuple(tuple(_keys(route, s, g, chosen[s][g]) for g in groups) for s in stations),
-    )
+        tuple(tuple(_keys(route, s, g, chosen[s][g], requests[s][g]) for g in groups) for s in stations),
+    )  # fmt: skip
 
 
 def _part_of_station(
-    route: Route, station: int, group: int, chosen: torch.Tensor, rows: int, plain: int
+    whole: StationRows, chosen: torch.Tensor, rows: int, plain: int, forwarded: int, requests: int | None
 ) -> StationRows:
-    """Return the chosen rows of one dim-group at one station, renumbered in the same order."""
-    whole = route.stations[station][group]
+    """Return the chosen rows of one dim-group at one station, renumbered in the same order.
+
+    Args:
+        rows, plain, forwarded: numbers of the chosen rows.
+        requests: number of the requests for them; None: the station expands nothing.
+    """
     place = chosen.cumsum(0) - 1
-    held = chosen[whole.held]
+    held = _places(chosen.index_select(0, whole.held), rows - forwarded)
+    away = _places(chosen.index_select(0, whole.forwarded), forwarded)
     expand = None
-    if station and whole.expand is not None:
-        expand = place[whole.expand[chosen[whole.expand]]]
+    if requests is not None and whole.expand is not None:
+        kept = _places(chosen.index_select(0, whole.expand), requests)
+        expand = place.index_select(0, whole.expand.index_select(0, kept))
     return StationRows(
         rows,
         expand,
-        place[whole.held[held]],
-        whole.slots[held],
-        whole.entries[held],
-        place[whole.forwarded[chosen[whole.forwarded]]],
+        place.index_select(0, whole.held.index_select(0, held)),
+        whole.slots.index_select(0, held),
+        whole.entries.index_select(0, held),
+        place.index_select(0, whole.forwarded.index_select(0, away)),
         plain,
     )
+
+
+def _places(chosen: torch.Tensor, number: int) -> torch.Tensor:
+    """bool [n] with ``number`` of True -> int64 [number] places of True. The host does not wait for the device."""
+    if devices.in_host_memory(chosen):
+        return chosen.nonzero().view(-1)
+    return torch.nonzero_static(chosen, size=number).view(-1)
 
 
 def _marked_plain(rows: StationRows, marks: torch.Tensor) -> torch.Tensor:
@@ -154,9 +181,10 @@ def _marked_plain(rows: StationRows, marks: torch.Tensor) -> torch.Tensor:
     return marks.index_select(0, rows.held[: rows.plain]).sum()
 
 
-def _keys(route: Route, station: int, group: int, chosen: torch.Tensor) -> torch.Tensor:
+def _keys(route: Route, station: int, group: int, chosen: torch.Tensor, requests: int) -> torch.Tensor:
     """Return ``Route.keys`` of the chosen rows of one dim-group at one station."""
-    return route.keys[station][group][_of_requests(route.stations[station][group], chosen) if station else chosen]
+    bits = _of_requests(route.stations[station][group], chosen) if station else chosen
+    return route.keys[station][group].index_select(0, _places(bits, requests))
 
 
 def _of_requests(rows: StationRows, marks: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,176 @@
+"""Every mode of a step on pretended CUDA tensors: no tensors of two devices meet, no ``numpy()`` of a device's tensor,
+and the host waits for the device at most as often as the budget of ``tools/bench_dispatch.py`` allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import mirror_ranks
+import numpy as np
+import pytest
+import torch
+from bench_dispatch import MAX_WAITS, Case, batch, keyspace_of, placement, tables_of
+from mirror_ranks import MirrorPeers, mirrored
+
+import flexd
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta
+from flexd.embedding.prefetch.worker_thread import WorkerThread
+from flexd.embedding.row_optimizers import RowOptimizer
+from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
+
+SMALL, LARGE = RankLayout(2, 2), RankLayout(16, 8)
+
+
+@dataclass
+class Job:
+    """A collection of rank 0 of a job on pretended CUDA tensors."""
+
+    case: Case
+    cuda: PretendedCuda
+    collection: Any
+
+    def batches(self, number: int) -> list[dict[str, flexd.Jagged]]:
+        made = []
+        for seed in range(number):
+            features = batch(self.case, seed).items()
+            made.append({name: flexd.Jagged(f.values.to(DEVICE), f.lengths.to(DEVICE)) for name, f in features})
+        return made
+
+    def step(self, given: Any) -> None:
+        self.collection(given)
+        LookupWithoutAutograd.backward()
+        self.collection.optimizer.step()
+
+    def waits_of(self, given: Any) -> int:
+        self.cuda.waits.clear()
+        self.cuda.lines.clear()
+        self.step(given)
+        return self.cuda.waits.total()
+
+
+@contextmanager
+def job(
+    layout: RankLayout, *, exchange: str = "chain", pooled: bool = False, copies: float = 0.05,
+    optimizer: RowOptimizer | None = None, comm_dtype: str | None = None,
+) -> Iterator[Job]:  # fmt: skip
+    """Rank 0 of a job of three tables in three dim-groups, with copies from its first step on."""
+    case = Case("", layout, 3, 64, copies, pooled, exchange)
+    keyspace = keyspace_of(case)
+    make = flexd.EmbeddingBagCollection if pooled else flexd.EmbeddingCollection
+    with PretendedCuda().running() as cuda, mirrored([(g.first_key, g.end_key) for g in keyspace.groups]):
+        collection = make(
+            tables_of(case), layout=layout, optimizer=optimizer or flexd.RowWiseAdagrad(), replica_fraction=0.2,
+            device="cuda", exchange=exchange, comm_dtype=comm_dtype,
+        )  # fmt: skip
+        made = Job(case, cuda, collection)
+        if copies:
+            collection.engine.inbox.offer(1, placement(case, keyspace))
+            made.step(made.batches(1)[0])
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (SMALL, {"exchange": "chain"}),
+        (SMALL, {"exchange": "direct", "optimizer": flexd.Adam(weight_decay=0.1)}),
+        (SMALL, {"exchange": "direct_no_dedup", "optimizer": flexd.SGD(lr=0.1)}),
+        (SMALL, {"comm_dtype": "bfloat16", "optimizer": flexd.RowWiseAdam()}),
+        (SMALL, {"comm_dtype": "float16", "copies": 0.0, "optimizer": flexd.Adagrad()}),
+        (SMALL, {"pooled": True}),
+        (LARGE, {"exchange": "chain"}),
+        (LARGE, {"exchange": "direct", "pooled": True, "comm_dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_a_step_mixes_no_devices_and_waits_within_the_budget(layout: RankLayout, settings: dict[str, Any]) -> None:
+    with job(layout, **settings) as made:
+        waits = [made.waits_of(given) for given in made.batches(2)]
+        assert max(waits) <= MAX_WAITS, made.cuda.lines
+        with torch.no_grad():
+            out = made.collection(made.batches(1)[0])
+        assert all((rows if isinstance(rows, torch.Tensor) else rows.values).device == DEVICE for rows in out.values())
+        assert made.collection.placement_version == (1 if settings.get("copies", 1) else 0)
+
+
+@pytest.mark.parametrize(("layout", "pooled", "comm_dtype"), [(SMALL, True, "bfloat16"), (LARGE, False, None)])
+def test_run_ahead_mixes_no_devices_and_waits_within_the_budget(
+    layout: RankLayout, pooled: bool, comm_dtype: str | None
+) -> None:
+    """A job waits as often as a step. Jobs run where their results are read; a chunk arrives in the middle."""
+    with job(layout, pooled=pooled, comm_dtype=comm_dtype) as made, _jobs_in_this_thread():
+        collection = made.collection
+        listed = placement(made.case, collection.keyspace)
+        delta = Delta(listed.keys[:8], listed.new_tiers[:8], np.full(8, int(Tier.HOME), np.uint8))
+        waits = []
+        for number, given in enumerate(flexd.prefetch(made.batches(5), collection)):
+            if number == 2:
+                collection.engine.inbox.offer(2, delta)
+            waits.append(made.waits_of(given))
+            assert waits[-1] <= 2 * MAX_WAITS, made.cuda.lines
+        assert collection.placement_version == 2
+
+
+def test_everything_beside_a_step_mixes_no_devices() -> None:
+    with job(SMALL) as made:
+        collection, given = made.collection, made.batches(1)[0]
+        collection(given)
+        LookupWithoutAutograd.backward()
+        assert collection.clip_grad_norm_(1.0).device == DEVICE
+        collection.optimizer.step()
+        offsets = torch.tensor([0, 3, 64], device=DEVICE)
+        made.step({"t0": (given["t0"].values, offsets)})
+        tap = flexd.Tap(collection)
+        made.step(given)
+        assert tap._swap()
+        assert tap._full is not None
+        tap._read(tap._full)
+        assert {name: counts.accesses for name, counts in tap._pending.items()} == {"t0": 64, "t1": 64, "t2": 64}
+        collection.load_rows("t1", 2, torch.ones(5, 32))
+        made.step(given)
+        saved = collection.state_dict()
+        collection.load_state_dict(saved)
+        made.step(given)
+        collection.memory()
+
+
+def test_gather_table_gathers_the_table_alone() -> None:
+    """Its dim-group has other tables: they would be gathered on every rank too."""
+    sizes = []
+    with job(SMALL, copies=0.0) as made:
+        case = made.case
+        rows = [table.rows for table in tables_of(case)]
+
+        def counted(peers: MirrorPeers, part: torch.Tensor) -> torch.Tensor:
+            sizes.append(part.shape[0] * peers.size)
+            return all_gather(peers, part)
+
+        all_gather = MirrorPeers.all_gather
+        tables = [flexd.EmbeddingTable("a", rows[0], 16), flexd.EmbeddingTable("b", 100_000, 16)]
+        mirror_ranks.hop_ranges[:] = [(0, rows[0] + 100_000)]
+        collection = flexd.EmbeddingCollection(tables, layout=SMALL, device="cuda")
+        with mock.patch.object(MirrorPeers, "all_gather", counted):
+            whole = collection.gather_table("a")
+    assert whole.shape == (rows[0], 16)
+    assert whole.device == DEVICE
+    assert sum(sizes) < rows[0] + SMALL.world_size
+
+
+@contextmanager
+def _jobs_in_this_thread() -> Iterator[None]:
+    def submit(thread: Any, work: Any) -> None:
+        thread._current = work
+
+    def result(thread: Any, timeout_seconds: float) -> Any:
+        del timeout_seconds
+        work, thread._current = thread._current, None
+        with torch.no_grad():
+            return work()
+
+    with mock.patch.object(WorkerThread, "submit", submit), mock.patch.object(WorkerThread, "result", result):
+        yield
