@@ -78,7 +78,7 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
 
     @abstractmethod
     def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        """Return [n, dim] to subtract from the rows. Changes ``state`` [n, s] in place, not ``grads``.
+        """Return [n, dim] to add to the rows. Changes ``state`` [n, s] in place, not ``grads``.
 
         Args:
             squares: what ``_squares`` returned.
@@ -132,10 +132,14 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         # In float32 or wider, with a rounding after each operation: fused and half-precision kernels of torch round the
         # end of a vector differently, so that a row's result would depend on its position.
         wide = torch.promote_types(rows.dtype, torch.float32)
-        weights = rows.index_select(0, index).to(wide)
         grads = grads.to(wide)
-        if self.weight_decay and not self.decoupled_weight_decay:
-            grads = weights.mul(self.weight_decay).add_(grads)
+        decoupled = bool(self.weight_decay) and self.decoupled_weight_decay
+        # One kernel then adds to the rows where they are, instead of gather, addition and scatter.
+        in_place = rows.dtype == wide and not decoupled
+        if not in_place or self.weight_decay:
+            weights = rows.index_select(0, index).to(wide)
+            if not decoupled and self.weight_decay:
+                grads = weights.mul(self.weight_decay).add_(grads)
         if not sizes:
             squares = self._squares(grads)
         else:
@@ -143,12 +147,15 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         if state.shape[1]:
             kept = state.index_select(0, index)
             change = self._change(grads, squares, kept, step)
-            state.index_copy_(0, index, kept)
+            devices.write_rows(state, index, kept)
         else:
             change = self._change(grads, squares, state, step)
-        if self.weight_decay and self.decoupled_weight_decay:
+        if in_place:
+            rows.index_add_(0, index, change)
+            return
+        if decoupled:
             weights.mul_(1.0 - self.lr * self.weight_decay)
-        rows.index_copy_(0, index, weights.sub_(change).to(rows.dtype))
+        devices.write_rows(rows, index, weights.add_(change).to(rows.dtype))
 
     def _check(self, **not_negative: float) -> None:
         for name, value in {"lr": self.lr, "weight_decay": self.weight_decay, **not_negative}.items():
@@ -178,7 +185,7 @@ class SGD(_FusedRowOptimizer):
 
     def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         del squares, state, step
-        return grads.mul(self.lr)
+        return grads.mul(-self.lr)
 
 
 class _AdagradLike(_FusedRowOptimizer):
@@ -195,7 +202,7 @@ class _AdagradLike(_FusedRowOptimizer):
     def _scaled(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Return the change; ``state`` is the accumulator, of the shape of ``squares``."""
         state.add_(squares)
-        return grads.div(state.sqrt().add_(self.eps)).mul_(self.lr)
+        return grads.div(state.sqrt().add_(self.eps)).mul_(-self.lr)
 
 
 @dataclass(frozen=True)
@@ -259,7 +266,7 @@ class _AdamLike(_FusedRowOptimizer):
         first.add_((grads - first).mul_(1.0 - beta1))
         second.add_((squares - second).mul_(1.0 - beta2))
         divisor = second.div(1.0 - beta2**step).sqrt_().add_(self.eps)
-        return first.div(divisor).mul_(self.lr / (1.0 - beta1**step))
+        return first.div(divisor).mul_(-self.lr / (1.0 - beta1**step))
 
 
 @dataclass(frozen=True)

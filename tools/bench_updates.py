@@ -1,0 +1,159 @@
+"""Measure the update of rows by each optimizer against a copy of the rows, torch's sparse optimizers and FBGEMM.
+
+    python tools/bench_updates.py [--quick] [--json] [--device cuda]
+
+Every update has the same distinct rows and gradients, float32 and bfloat16, without look-up and exchange. The copy
+gathers the rows and scatters them back in one piece. torch's optimizers have ``nn.Embedding``'s coalesced sparse
+gradient. FBGEMM's time is the backward pass of un-pooled look-ups of these rows, which contains its update; the
+comparison is left out, with the reason, where it is not installed. All run in turns; figures are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from bench_report import check, last_line
+
+import flexd
+from flexd.core.keyspace import state_columns
+
+OURS: dict[str, Any] = {
+    "sgd": flexd.SGD(lr=0.01),
+    "adagrad": flexd.Adagrad(lr=0.01),
+    "rowwise_adagrad": flexd.RowWiseAdagrad(lr=0.01),
+    "adam": flexd.Adam(lr=0.01),
+    "rowwise_adam": flexd.RowWiseAdam(lr=0.01),
+}
+TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adam": lambda p: torch.optim.SparseAdam(p, lr=0.01),
+}
+FBGEMMS = {"sgd": "EXACT_SGD", "adagrad": "EXACT_ADAGRAD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
+"""FBGEMM has no Adam on a CPU."""
+
+
+def medians(runs: Mapping[str, Callable[[], float]], repeat: int) -> dict[str, float]:
+    """Return the median milliseconds of each, run in turns so that all have the same load of the machine."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeat + 2):
+        for name, run in runs.items():
+            seconds = run()
+            if turn > 1:
+                times[name].append(seconds * 1e3)
+    return {name: float(np.median(of_run)) for name, of_run in times.items()}
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def torch_step(
+    make: Callable[[Any], torch.optim.Optimizer], rows: torch.Tensor, index: torch.Tensor, grads: Any
+) -> Any:
+    plain = torch.nn.Embedding(*rows.shape, sparse=True, device=rows.device)
+    optimizer = make(plain.parameters())
+    plain.weight.grad = torch.sparse_coo_tensor(index[None], grads, rows.shape, check_invariants=True).coalesce()
+    return optimizer.step
+
+
+def fbgemm_backward(kernel: str, rows: torch.Tensor, index: torch.Tensor, grads: torch.Tensor) -> Callable[[], float]:
+    """Raises ImportError without FBGEMM."""
+    configs = import_module("fbgemm_gpu.split_embedding_configs")
+    common = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    training = import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    cuda = rows.device.type == "cuda"
+    place, compute = ("DEVICE", "CUDA") if cuda else ("HOST", "CPU")
+    table = (*rows.shape, getattr(training.EmbeddingLocation, place), getattr(training.ComputeDevice, compute))
+    module = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [table], optimizer=getattr(configs.EmbOptimType, kernel), learning_rate=0.01,
+        pooling_mode=common.PoolingMode.SUM, device=rows.device,
+    )  # fmt: skip
+    offsets = torch.arange(len(index) + 1, device=rows.device)
+
+    def run() -> float:
+        found = module(index, offsets)
+        return timed(lambda: found.backward(grads), rows.device)
+
+    return run
+
+
+def updates(
+    dtype: torch.dtype, rows: int, distinct: int, dim: int, device: torch.device, repeat: int
+) -> dict[str, Any]:
+    """Return milliseconds by optimizer: of this package, of the copy, of torch and of FBGEMM."""
+    values = torch.randn(rows, dim, device=device).to(dtype)
+    index = torch.randperm(rows, device=device)[:distinct].sort().values
+    grads = torch.randn(distinct, dim, device=device)
+    found: dict[str, Any] = {}
+    for name, ours in OURS.items():
+        state = torch.rand(rows, sum(state_columns(name, dim).values()), device=device)
+
+        def copy() -> None:
+            values.index_copy_(0, index, values.index_select(0, index))
+
+        runs: dict[str, Callable[[], float]] = {
+            "flexd": partial(timed, partial(ours.update, values, state, index, grads, 3), device),
+            "copy": partial(timed, copy, device),
+        }
+
+        def copy_with_state(state: torch.Tensor = state) -> None:
+            copy()
+            state.index_copy_(0, index, state.index_select(0, index))
+
+        if state.shape[1]:
+            runs["copy with state"] = partial(timed, copy_with_state, device)
+        if dtype == torch.float32 and name in TORCHS:
+            runs["torch"] = partial(timed, torch_step(TORCHS[name], values, index, grads), device)
+        if dtype == torch.float32 and name in FBGEMMS:
+            try:
+                runs["FBGEMM"] = fbgemm_backward(FBGEMMS[name], values, index, grads)
+            except (ImportError, OSError) as error:
+                print(f"  FBGEMM left out: {error}")
+        found[name] = medians(runs, repeat)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU")
+    parser.add_argument("--rows", type=int, default=12_800, help="rows of an update")
+    parser.add_argument("--dim", type=int, default=64)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    repeat, table = (7, 100_000) if arguments.quick else (51, 400_000)
+    figures: dict[str, Any] = {"rows": arguments.rows, "dim": arguments.dim}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        print(f"\n{arguments.rows:,} of {table:,} rows x {arguments.dim} {name} on {device}, milliseconds an update")
+        found = figures[name] = updates(dtype, table, arguments.rows, arguments.dim, device, repeat)
+        for optimizer, part in found.items():
+            print(f"  {optimizer:<16}" + "".join(f"   {who} {part[who]:6.2f}" for who in part))
+    if arguments.json:
+        sgd = figures["float32"]["sgd"]
+        checks = [
+            check("SGD: times torch.optim.SGD", sgd["torch"] / sgd["flexd"], "at least 1", sgd["torch"] >= sgd["flexd"])
+        ]
+        print(last_line(figures, checks))
+
+
+if __name__ == "__main__":
+    main()
