@@ -64,7 +64,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 def torch_step(
     make: Callable[[Any], torch.optim.Optimizer], rows: torch.Tensor, index: torch.Tensor, grads: Any
 ) -> Any:
-    plain = torch.nn.Embedding(*rows.shape, sparse=True, device=rows.device)
+    plain = torch.nn.Embedding(rows.shape[0], rows.shape[1], sparse=True, device=rows.device)
     optimizer = make(plain.parameters())
     plain.weight.grad = torch.sparse_coo_tensor(index[None], grads, rows.shape, check_invariants=True).coalesce()
     return optimizer.step
