@@ -201,8 +201,8 @@ def test_pieces_that_were_not_requested_are_dropped(daemon):
         ranks.outboxes[0].put(b"authentic")
         until(lambda: len(harness.counted) == 2)
         assert {counted[2] for counted in harness.counted} == {b"authentic"}
-        refused = harness.hosted.coordinator.status().refused_messages
-        assert refused["stale"] >= 2, "the one of another connection, and the one of a grant that never was"
+        refused = lambda: harness.hosted.coordinator.status().refused_messages["stale"]  # noqa: E731
+        until(lambda: refused() >= 2, what="the one of another connection, and the one of a grant that never was")
         assert harness.hosted.coordinator.status().epochs == 1
 
 
