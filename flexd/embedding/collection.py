@@ -95,8 +95,9 @@ class EmbeddingCollection(nn.Module):
         replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
         replica_slots: replica slots of each rank, one number a dim-group, instead of ``replica_fraction``.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
-        exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home) or
-            "direct_no_dedup" (the default of sharded modules elsewhere); the last two are for comparison.
+        exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home), "auto" (the
+            one of these whose steps take less time, measured from time to time; it changes between two steps and
+            without any effect on the result) or "direct_no_dedup" (the default of sharded modules elsewhere).
         comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
             table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
             does not depend on the placement. Set ``planner.comm_dtype`` of the daemon to the same value.
@@ -169,6 +170,11 @@ class EmbeddingCollection(nn.Module):
     def placement_version(self) -> int:
         """Version of the placement after the last applied chunk."""
         return self.engine.inbox.applied_version
+
+    @property
+    def exchange(self) -> str:
+        """The exchange in use: "chain", "direct" or "direct_no_dedup"."""
+        return self.engine.exchange.name
 
     @property
     def steps(self) -> int:

@@ -70,6 +70,7 @@ class Connection:
                 sync_inter_bytes=since["sync_inter_bytes"],
                 migration_intra_bytes=since["migration_intra_bytes"],
                 migration_inter_bytes=since["migration_inter_bytes"],
+                exchange=collection.exchange,
                 unused_prefetches=max(0, unused - self._last_unused),
             )
         )

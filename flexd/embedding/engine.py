@@ -17,6 +17,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
 from flexd.embedding.exchange.hop import Agreement, CallSignature, Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
@@ -96,6 +97,8 @@ class StepHooks:
     """Bytes allocated once."""
     overlapped: Traffic | None = None
     """The part of the traffic that no step waited for."""
+    exchanges: tuple[tuple[ChainGroups, Router], ...] = ()
+    """Further routers, with their groups, that use the exchange of the engine."""
     unused_batches = 0
     """Batches located ahead that were trained on without it: their rows were located twice."""
 
@@ -142,7 +145,7 @@ class RowEngine:
 
     Args:
         replica_slots: of each dim-group.
-        exchange: "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
+        exchange: "auto", "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype: as in ``EmbeddingCollection``.
 
@@ -170,7 +173,11 @@ class RowEngine:
             GroupStore(group, groups.layout, groups.rank, slots, device)
             for group, slots in zip(keyspace.groups, replica_slots, strict=True)
         ]
-        self._exchange = exchange
+        automatic = exchange == "auto"
+        self.exchange = ExchangeChoice("chain" if automatic else exchange)
+        # With one node, or one rank in each, both exchanges are the same.
+        chooses = automatic and groups.rank == 0 and min(groups.layout.nodes, groups.layout.local_ranks) > 1
+        self._trial = ExchangeTrial(self.exchange) if chooses else None
         self._comm_dtype = comm_dtype
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
@@ -195,9 +202,9 @@ class RowEngine:
         """Make a router and a replica synchronisation of these stores over other process groups."""
         router = Router(
             self.stores,
-            _hops(self._exchange, groups),
+            _hops(self.exchange.name, groups),
             traffic,
-            dedup=self._exchange != "direct_no_dedup",
+            dedup=self.exchange.name != "direct_no_dedup",
             comm_dtype=self._comm_dtype,
         )
         return router, ReplicaSync(self.stores, router, groups.layout)
@@ -232,6 +239,15 @@ class RowEngine:
             self._summed = None  # their step was skipped, on every rank
         if not self.passes and self._summed is None and not self.hooks.holds_route:
             self._apply_chunks()
+            self._change_exchange()
+
+    def _change_exchange(self) -> None:
+        """Use the exchange that all ranks have agreed on."""
+        if not self.exchange.due:
+            return
+        self.exchange.name = self.exchange.next
+        for groups, router in ((self.groups, self.router), *self.hooks.exchanges):
+            router.change_hops(_hops(self.exchange.name, groups))
 
     def find(
         self,
@@ -254,9 +270,11 @@ class RowEngine:
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         with self._calling():
             touched = self.sync.new_touched() if trains else None
-            agreement = Agreement(self.inbox.begin_exchange(), fault, call, call, (self.settings_digest,) * 2)
+            version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
+            agreement = Agreement(version, fault, call, call, (self.settings_digest,) * 2, proposed)
             route = self.router.find(keys, agreement, touched, faulty, numbers)
             self.inbox.end_exchange(route.agreement.version)
+            self.exchange.agreed(route.agreement.exchange)
             return ForwardPass(route, touched)
 
     def open_pass(self, forward_pass: ForwardPass) -> None:
@@ -318,6 +336,8 @@ class RowEngine:
         """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
         with self._calling():
             updated = self._push(optimizer)
+        if updated and self._trial is not None:
+            self._trial.step()
         if updated and self.after_step is not None:
             self.after_step()
 
@@ -422,5 +442,5 @@ def _hops(exchange: str, groups: ChainGroups) -> list[Hop]:
     elif exchange in ("direct", "direct_no_dedup"):
         hops = [Hop(groups.world, lambda homes: homes)]
     else:
-        raise EmbeddingError(f"exchange {exchange!r}", remedy="one of chain, direct, direct_no_dedup")
+        raise EmbeddingError(f"exchange {exchange!r}", remedy="one of auto, chain, direct, direct_no_dedup")
     return [hop for hop in hops if hop.peers.size > 1]

@@ -1,4 +1,5 @@
-"""Invariants 1-3 for any combination: optimizers, exchanges, passes, layouts, run-ahead, evaluation, migrations.
+"""Invariants 1-3 for any combination: optimizers, exchanges and changes between them, dtypes, passes, layouts,
+run-ahead, evaluation, migrations, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +38,9 @@ scenarios = st.builds(
     average_gradients=st.booleans(),
     idle_rank=st.sampled_from([-1, 0]),
     only_rail=st.sampled_from([-1, -1, 0]),
+    switch_every=st.sampled_from([0, 0, 2, 3]),
+    comm_dtype=st.sampled_from([None, None, None, "float32"]),
+    second_dtype=st.sampled_from(["", "", "", "float32"]),
 )
 three_nodes = st.builds(
     Scenario,
@@ -64,17 +69,24 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
     ahead=st.booleans(),
     evaluate_every=st.sampled_from([0, 2]),
     loops=st.sampled_from([1, 2]),
+    accelerator=st.booleans(),
 )
 def test_any_training_equals_one_process(
-    ranks: Ranks, scenario: Scenario, ahead: bool, evaluate_every: int, loops: int
+    ranks: Ranks, scenario: Scenario, ahead: bool, evaluate_every: int, loops: int, accelerator: bool
 ) -> None:
+    """``accelerator``: with the kernels for tensors that are not in host memory."""
+    if scenario.exchange == "direct_no_dedup":
+        scenario = replace(scenario, switch_every=0)
+    tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype else 1e-9
     loop = Loop(ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead else 1)
-    results = ranks(scenario.layout.world_size).run("run_ahead_jobs:train", scenario, loop)
+    job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
+    results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
-        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
         assert result["unequal"] == 0, "a replica differed from its home copy"
         assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
+        assert result["exchanges"] == results[0]["exchanges"]
         assert result["digest"] == results[0]["digest"]
         for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)

@@ -39,6 +39,9 @@ class Scenario:
     """Rank that has empty batches only; -1: none."""
     only_rail: int = -1
     """Only rows with homes on this rail get copies, one a node; -1: rows of all rails."""
+    comm_dtype: str | None = None
+    switch_every: int = 0
+    """Steps after which one of the ranks proposes the other exchange; 0: never."""
 
     @property
     def layout(self) -> RankLayout:

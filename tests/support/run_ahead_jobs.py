@@ -56,6 +56,7 @@ def make(scenario: Scenario) -> EmbeddingCollection:
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
         max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
+        comm_dtype=scenario.comm_dtype,
     )  # fmt: skip
 
 
@@ -76,6 +77,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     trained: list[float] = []
     versions, errors, unequal, deferred = [], [], 0, 0
     saved: list[dict[str, Any]] = []
+    exchanges: list[str] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
     if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
         every[loop.bad_at][1]["history"] = Jagged(torch.tensor([-1]), torch.tensor([1]))
@@ -89,6 +91,11 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
             due = min(len(chunks), step // scenario.migrate_every)
+            every_nth = scenario.switch_every
+            proposes = every_nth > 0 and number == 0 and step % every_nth == 1 % every_nth
+            if proposes and rank == step // every_nth % scenario.layout.world_size:
+                collection.engine.exchange.propose("chain" if collection.exchange == "direct" else "direct")
+            exchanges.append(collection.exchange)
             while number == 0 and inbox._received_version < due and rng.random() < 0.7:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
             try:
@@ -142,8 +149,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
     overlapped = collection.engine.hooks.overlapped
     return {
-        "losses": losses, "trained": trained, "versions": versions, "unequal": unequal, "tables": tables,
-        "deferred": deferred, "errors": errors,
+        "exchanges": exchanges, "losses": losses, "trained": trained, "versions": versions, "unequal": unequal,
+        "tables": tables, "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(),

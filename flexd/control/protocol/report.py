@@ -48,6 +48,7 @@ class StepReport:
         sync_intra_bytes, sync_inter_bytes: sent by this rank in replica synchronisation.
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
         unused_prefetches: batches that were located ahead and located again, because the loop copied their ids.
+        exchange: used after the newest step.
     """
 
     step: int
@@ -64,6 +65,7 @@ class StepReport:
     migration_intra_bytes: int = 0
     migration_inter_bytes: int = 0
     unused_prefetches: int = 0
+    exchange: str = ""
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
@@ -71,7 +73,7 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
     newer = replace(newer, step_seconds=_finite(newer.step_seconds), apply_seconds=_finite(newer.apply_seconds))
     if older is None:
         return newer
-    latest = {"step", "placement_version", "placement_digest", "accesses_by_tier"}
+    latest = {"step", "placement_version", "placement_digest", "accesses_by_tier", "exchange"}
     sums = {
         item.name: getattr(older, item.name) + getattr(newer, item.name)
         for item in fields(StepReport)

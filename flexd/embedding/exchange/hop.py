@@ -18,7 +18,7 @@ _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
 _SETTINGS_BITS = 31
-AGREEMENT_NUMBERS = 3
+AGREEMENT_NUMBERS = 4
 """Numbers of an agreement in a message of sizes."""
 
 
@@ -60,6 +60,7 @@ class Agreement:
         fault: 0, or 1 + the rank whose input cannot be looked up; combined by maximum.
         first, last: the signatures of the ranks: combined by minimum and maximum.
         settings: lowest and highest digest (31 bits) of the optimizer settings of the last update.
+        exchange: ``ExchangeChoice.proposed``; combined by maximum.
     """
 
     version: int
@@ -67,6 +68,7 @@ class Agreement:
     first: CallSignature
     last: CallSignature
     settings: tuple[int, int] = (0, 0)
+    exchange: int = 0
 
     @property
     def diverged(self) -> bool:
@@ -86,6 +88,7 @@ class Agreement:
             self.version << bits | self.first.pack(),
             self.fault << bits | self.last.pack(),
             lowest << _SETTINGS_BITS | highest,
+            self.exchange,
         ]
 
     @staticmethod
@@ -93,14 +96,15 @@ class Agreement:
         """Combine the packed agreements of several ranks."""
         bits = _RANK_BITS + _CALL_BITS
         return Agreement(
-            min(version >> bits for version, _, _ in words),
-            max(fault >> bits for _, fault, _ in words),
-            min(CallSignature.unpack(version) for version, _, _ in words),
-            max(CallSignature.unpack(fault) for _, fault, _ in words),
+            min(version >> bits for version, *_ in words),
+            max(fault >> bits for _, fault, *_ in words),
+            min(CallSignature.unpack(version) for version, *_ in words),
+            max(CallSignature.unpack(fault) for _, fault, *_ in words),
             (
-                min(settings >> _SETTINGS_BITS for *_, settings in words),
-                max(settings % 2**_SETTINGS_BITS for *_, settings in words),
+                min(settings >> _SETTINGS_BITS for _, _, settings, _ in words),
+                max(settings % 2**_SETTINGS_BITS for _, _, settings, _ in words),
             ),
+            max(exchange for *_, exchange in words),
         )
 
 
@@ -159,7 +163,9 @@ class Hop:
         extra = torch.tensor(packed, dtype=torch.int64, device=sizes.device)
         if faulty is not None and not agreement.fault:
             with_fault = replace(agreement, fault=self.peers.rank + 1).pack()
-            extra += faulty * torch.tensor([0, with_fault[1] - packed[1], 0], dtype=torch.int64, device=sizes.device)
+            extra += faulty * torch.tensor(
+                [b - a for a, b in zip(packed, with_fault, strict=True)], device=sizes.device
+            )
         sent = torch.cat([sizes, extra.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
         width = groups + AGREEMENT_NUMBERS
         received = self.peers.all_to_all(sent, [width] * size, [width] * size)

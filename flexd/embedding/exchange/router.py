@@ -114,6 +114,10 @@ class Router:
         ]
         """Dtype of each dim-group in which gradients are added."""
 
+    def change_hops(self, hops: Sequence[Hop]) -> None:
+        """Let later look-ups go over other hops. No route of an earlier one may be used any more."""
+        self.hops = list(hops)
+
     @property
     def working_bytes(self) -> int:
         """Bytes of the tables that find distinct keys."""

@@ -73,7 +73,8 @@ class RunAhead(StepHooks):
                 engine.groups.notices,
             )
         router, sync = engine.new_exchange(groups, self._traffic)
-        self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, self._rank)
+        self.exchanges = ((groups, router),)
+        self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, engine.exchange, self._rank)
         self._thread: WorkerThread[RunAheadResult] = WorkerThread(f"flexd-ahead-{self._rank}", self._device)
         self._announced: NextBatch | None = None
         self._started: NextBatch | None = None
@@ -124,8 +125,10 @@ class RunAhead(StepHooks):
         self._started = batch
         deferred, self._deferred = self._deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
-        # Chunks are applied before the next look-up, and gradients that wait belong to rows of earlier passes.
+        # Chunks are applied and the exchange is changed before the next look-up, and gradients that wait belong to rows
+        # of earlier passes.
         locate = inbox.agreed_version <= inbox.applied_version and not self._engine.awaits_push
+        locate = locate and not self._engine.exchange.due
         step_expected = len(passes) % self.passes_per_step == 0
         digest = self._engine.settings_digest
 

@@ -10,6 +10,7 @@ import torch
 
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.embedding.engine import ForwardPass
+from flexd.embedding.exchange.exchange_choice import ExchangeChoice
 from flexd.embedding.exchange.hop import Agreement, CallSignature
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
@@ -111,12 +112,19 @@ class RunAheadJob:
     """
 
     def __init__(
-        self, stores: Sequence[GroupStore], router: Router, sync: ReplicaSync, inbox: ChunkInbox, rank: int
+        self,
+        stores: Sequence[GroupStore],
+        router: Router,
+        sync: ReplicaSync,
+        inbox: ChunkInbox,
+        exchange: ExchangeChoice,
+        rank: int,
     ) -> None:
         self._stores = list(stores)
         self._router = router
         self._sync = sync
         self._inbox = inbox
+        self._exchange = exchange
         self._rank = rank
         self._device = stores[0].rows.device
         self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in stores]
@@ -165,6 +173,7 @@ class RunAheadJob:
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
         self._inbox.end_exchange(max(agreement.version, 0))
+        self._exchange.agreed(agreement.exchange)
         result = RunAheadResult(resolved, error, None, -1, None, None, passes, (), ())
         if agreement.version < 0:
             failed, rank = divmod(-1 - agreement.version, _MAX_RANKS)
@@ -190,8 +199,9 @@ class RunAheadJob:
         call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
         if batch.given is None:
             below_all = -1 - self._rank - (_MAX_RANKS if batch.failed else 0)
-            return Agreement(below_all, -1, call, call, (settings_digest,) * 2)
-        return Agreement(version, 0 if error is None else 1 + self._rank, call, call, (settings_digest,) * 2)
+            return Agreement(below_all, -1, call, call, (settings_digest,) * 2, self._exchange.proposed)
+        fault = 0 if error is None else 1 + self._rank
+        return Agreement(version, fault, call, call, (settings_digest,) * 2, self._exchange.proposed)
 
     def _fetch_unchanged(self, result: RunAheadResult, forward_pass: ForwardPass) -> RunAheadResult:
         """Collective. Fetch the rows that the passes of the step under way do not change."""

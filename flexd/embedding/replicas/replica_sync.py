@@ -65,6 +65,7 @@ class ReplicaSync:
         self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device)
         self._lists: SyncLists | None = None
         self._listed: list[object] = []
+        self._hops = router.hops
 
     @property
     def working_bytes(self) -> int:
@@ -75,6 +76,8 @@ class ReplicaSync:
     def new_touched(self) -> TouchedRows | None:
         """Return what collects the replicated rows that a pass touches; None if no hop has any. Equal on all ranks."""
         directories: list[object] = [store.directory for store in self._stores]
+        if self._router.hops is not self._hops:
+            self._lists, self._hops = None, self._router.hops
         if self._lists is None or any(a is not b for a, b in zip(directories, self._listed, strict=True)):
             self._lists = SyncLists.of(self._stores, self._router.hops, self._layout)
             self._listed = directories

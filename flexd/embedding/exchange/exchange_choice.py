@@ -1,0 +1,102 @@
+"""The exchange that ranks use, the agreement to change it between two steps, and the choice by measured steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+_NAMES = ("chain", "direct")
+
+
+class ExchangeChoice:
+    """The exchange in use, and the one that all ranks have agreed to use next.
+
+    Proposals are numbered and travel with the sizes of every look-up, combined by maximum: after a look-up all ranks
+    know the newest one, and apply it before the next step that no route or gradient of an earlier one depends on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._proposed = self._agreed = 0
+
+    @property
+    def proposed(self) -> int:
+        """The newest proposal that this rank knows, to send with a look-up."""
+        return max(self._proposed, self._agreed)
+
+    def propose(self, name: str) -> None:
+        """Propose an exchange to all ranks. Of proposals in the same look-up, direct is taken.
+
+        Raises:
+            ValueError: the exchange is not one that steps can change to.
+        """
+        self._proposed = (self.proposed // len(_NAMES) + 1) * len(_NAMES) + _NAMES.index(name)
+
+    def agreed(self, proposal: int) -> None:
+        """Set the highest proposal of all ranks."""
+        self._agreed = max(self._agreed, proposal)
+
+    @property
+    def due(self) -> bool:
+        """True if ranks have agreed on another exchange than the one in use. Equal on all ranks."""
+        return self._agreed > 0 and self.next != self.name
+
+    @property
+    def next(self) -> str:
+        """The agreed exchange."""
+        return _NAMES[self._agreed % len(_NAMES)] if self._agreed else self.name
+
+
+class ExchangeTrial:
+    """Proposes the exchange whose steps take less time, as one rank measures them.
+
+    Steps of all ranks take equally long, because every step exchanges rows with all of them, so one rank decides.
+    Every ``interval_steps`` it measures ``steps`` of the exchange in use and ``steps`` of the other one, and keeps the
+    other only if its median step takes less than ``1 - margin`` of the median of the one in use.
+    """
+
+    def __init__(
+        self,
+        choice: ExchangeChoice,
+        *,
+        steps: int = 30,
+        interval_steps: int = 5000,
+        margin: float = 0.03,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._choice = choice
+        self._steps = steps
+        self._pause_steps = interval_steps
+        self._margin = margin
+        self._clock = clock
+        self._waits = steps
+        """Steps to leave out: the first ones, those after a change, and those until the next trial."""
+        self._last: float | None = None
+        self._times: list[float] = []
+        self._before: tuple[str, float] | None = None
+        """The exchange in use before the trial and its median step; None while it is measured."""
+
+    def step(self) -> None:
+        """Count a step; call it after each one."""
+        now, last = self._clock(), self._last
+        self._last = now
+        if self._choice.due or self._choice.proposed % len(_NAMES) != _NAMES.index(self._choice.next):
+            return  # the change comes with one of the next look-ups
+        if self._waits > 0:
+            self._waits -= 1
+            return
+        if last is not None:
+            self._times.append(now - last)
+        if len(self._times) < self._steps:
+            return
+        typical, self._times = median(self._times), []
+        self._waits = 3
+        if self._before is None:
+            self._before = (self._choice.name, typical)
+            self._choice.propose(_NAMES[1 - _NAMES.index(self._choice.name)])
+            return
+        (name, usual), self._before = self._before, None
+        if typical >= usual * (1 - self._margin):
+            self._choice.propose(name)
+        self._waits = self._pause_steps
