@@ -18,7 +18,7 @@ from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
-from flexd.embedding.exchange.hop import Agreement, CallSignature, Hop
+from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
@@ -189,7 +189,7 @@ class RowEngine:
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = 0
         self.settings = ""
-        """Settings of the optimizer in the last update, and their digest (31 bits)."""
+        """Settings of the optimizer in the last update, and their digest (``SETTINGS_BITS``)."""
         self.settings_digest = 0
         self.apply_seconds = 0.0
         self.after_step: Callable[[], None] | None = None
@@ -350,7 +350,7 @@ class RowEngine:
         self._summed = None
         self.steps += 1
         self.settings = repr(optimizer)
-        self.settings_digest = zlib.crc32(self.settings.encode()) >> 1
+        self.settings_digest = zlib.crc32(self.settings.encode()) % 2**SETTINGS_BITS
         self.sync.update(summed.scaled(), optimizer, self.steps)
         self.hooks.after_update(optimizer, self.steps)
         return True

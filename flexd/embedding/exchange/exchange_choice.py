@@ -7,6 +7,8 @@ from collections.abc import Callable
 from statistics import median
 
 _NAMES = ("chain", "direct")
+_MAX_PROPOSALS = 2**14
+"""Proposals of a job that the message of sizes has room for (15 bits with the exchange)."""
 
 
 class ExchangeChoice:
@@ -26,12 +28,11 @@ class ExchangeChoice:
         return max(self._proposed, self._agreed)
 
     def propose(self, name: str) -> None:
-        """Propose an exchange to all ranks. Of proposals in the same look-up, direct is taken.
-
-        Raises:
-            ValueError: the exchange is not one that steps can change to.
-        """
-        self._proposed = (self.proposed // len(_NAMES) + 1) * len(_NAMES) + _NAMES.index(name)
+        """Propose chain or direct to all ranks, unless too many proposals were made. Of proposals in the same look-up,
+        direct is taken."""
+        number = self.proposed // len(_NAMES) + 1
+        if number < _MAX_PROPOSALS:
+            self._proposed = number * len(_NAMES) + _NAMES.index(name)
 
     def agreed(self, proposal: int) -> None:
         """Set the highest proposal of all ranks."""

@@ -17,8 +17,8 @@ Counts = tuple[tuple[int, ...], ...]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
-_SETTINGS_BITS = 31
-AGREEMENT_NUMBERS = 4
+SETTINGS_BITS = 24
+AGREEMENT_NUMBERS = 3
 """Numbers of an agreement in a message of sizes."""
 
 
@@ -59,7 +59,7 @@ class Agreement:
         version: the highest chunk received; combined by minimum.
         fault: 0, or 1 + the rank whose input cannot be looked up; combined by maximum.
         first, last: the signatures of the ranks: combined by minimum and maximum.
-        settings: lowest and highest digest (31 bits) of the optimizer settings of the last update.
+        settings: lowest and highest digest (``SETTINGS_BITS``) of the optimizer settings of the last update.
         exchange: ``ExchangeChoice.proposed``; combined by maximum.
     """
 
@@ -87,8 +87,7 @@ class Agreement:
         return [
             self.version << bits | self.first.pack(),
             self.fault << bits | self.last.pack(),
-            lowest << _SETTINGS_BITS | highest,
-            self.exchange,
+            (self.exchange << SETTINGS_BITS | lowest) << SETTINGS_BITS | highest,
         ]
 
     @staticmethod
@@ -96,15 +95,15 @@ class Agreement:
         """Combine the packed agreements of several ranks."""
         bits = _RANK_BITS + _CALL_BITS
         return Agreement(
-            min(version >> bits for version, *_ in words),
-            max(fault >> bits for _, fault, *_ in words),
-            min(CallSignature.unpack(version) for version, *_ in words),
-            max(CallSignature.unpack(fault) for _, fault, *_ in words),
+            min(version >> bits for version, _, _ in words),
+            max(fault >> bits for _, fault, _ in words),
+            min(CallSignature.unpack(version) for version, _, _ in words),
+            max(CallSignature.unpack(fault) for _, fault, _ in words),
             (
-                min(settings >> _SETTINGS_BITS for _, _, settings, _ in words),
-                max(settings % 2**_SETTINGS_BITS for _, _, settings, _ in words),
+                min((settings >> SETTINGS_BITS) % 2**SETTINGS_BITS for *_, settings in words),
+                max(settings % 2**SETTINGS_BITS for *_, settings in words),
             ),
-            max(exchange for *_, exchange in words),
+            max(settings >> 2 * SETTINGS_BITS for *_, settings in words),
         )
 
 
