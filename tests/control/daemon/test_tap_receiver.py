@@ -173,7 +173,7 @@ def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, mo
         ranks.outboxes[0].put(b"the original")
         until(lambda: len(harness.counted) == 1, what=ranks.state())
         assert harness.counted[0][2] == b"the original"
-        assert harness.hosted.coordinator.status().refused_messages["forged"] == 2
+        until(lambda: harness.hosted.coordinator.status().refused_messages["forged"] == 2)
         assert harness.hosted.coordinator.status().epochs == 1, "no rank was disturbed"
 
 
