@@ -177,7 +177,7 @@ class RowEngine:
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
         chooses = automatic and groups.rank == 0 and min(groups.layout.nodes, groups.layout.local_ranks) > 1
-        self._trial = ExchangeTrial(self.exchange) if chooses else None
+        self.trial = ExchangeTrial(self.exchange) if chooses else None
         self._comm_dtype = comm_dtype
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
@@ -336,8 +336,8 @@ class RowEngine:
         """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
         with self._calling():
             updated = self._push(optimizer)
-        if updated and self._trial is not None:
-            self._trial.step()
+        if updated and self.trial is not None:
+            self.trial.step()
         if updated and self.after_step is not None:
             self.after_step()
 

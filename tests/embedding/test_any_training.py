@@ -15,6 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flexd.core.layout import RankLayout
+from tests.support import bag_jobs
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -27,7 +29,7 @@ scenarios = st.builds(
     nodes=st.sampled_from([1, 2]),
     local_ranks=st.sampled_from([1, 2]),
     optimizer=st.sampled_from(OPTIMIZERS),
-    exchange=st.sampled_from(["chain", "direct", "direct_no_dedup"]),
+    exchange=st.sampled_from(["chain", "direct", "direct_no_dedup", "auto"]),
     steps=st.just(10),
     seed=st.integers(0, 100_000),
     replica_fraction=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
@@ -90,3 +92,28 @@ def test_any_training_equals_one_process(
         assert result["digest"] == results[0]["digest"]
         for name, table in tables.items():
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
+
+
+@settings(
+    max_examples=max(3, EXAMPLES // 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    layout=st.sampled_from([(2, 2), (2, 2), (1, 2), (2, 1), (1, 1)]),
+    exchange=st.sampled_from(["chain", "direct", "auto"]),
+    ahead=st.booleans(),
+    switch_every=st.sampled_from([0, 2, 3]),
+    accelerator=st.booleans(),
+)
+def test_any_training_of_bags_equals_one_process(
+    ranks: Ranks, layout: tuple[int, int], exchange: str, ahead: bool, switch_every: int, accelerator: bool
+) -> None:
+    shape = RankLayout(*layout)
+    losses, _, tables = bag_jobs.train_alone(shape.world_size)
+    job = ("accelerator_jobs:run", "bag_jobs:train") if accelerator else ("bag_jobs:train",)
+    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every)
+    for rank, result in enumerate(results):
+        np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
+        assert result["equal"]
+        assert result["version"] == 1
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)

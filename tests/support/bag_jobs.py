@@ -45,7 +45,7 @@ def loss_of(pooled: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.sin().sum() + part.square().sum() for part in pooled.values()] or [torch.zeros(())]).sum()
 
 
-def train(rank: int, layout: RankLayout, exchange: str, ahead: bool) -> dict[str, Any]:
+def train(rank: int, layout: RankLayout, exchange: str, ahead: bool, switch_every: int = 0) -> dict[str, Any]:
     collection = flexd.EmbeddingBagCollection(
         tables(), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
     )
@@ -53,6 +53,8 @@ def train(rank: int, layout: RankLayout, exchange: str, ahead: bool) -> dict[str
     batches: Any = [batch(step, rank) for step in range(STEPS)]
     loop = flexd.prefetch(batches, collection, features=lambda both: both[0]) if ahead else batches
     for step, (features, weights) in enumerate(loop):
+        if switch_every and step % switch_every == 1 and rank == step % layout.world_size:
+            collection.engine.exchange.propose("chain" if collection.exchange == "direct" else "direct")
         if step == 2:
             keys = np.arange(0, 78, 2)
             delta = Delta(keys, np.zeros(39, np.uint8), (np.arange(39) % 2 + 1).astype(np.uint8))

@@ -14,6 +14,7 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from tests.support.collection_jobs import some
@@ -52,12 +53,15 @@ class Loop:
 
 
 def make(scenario: Scenario) -> EmbeddingCollection:
-    return EmbeddingCollection(
+    collection = EmbeddingCollection(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
         max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
         comm_dtype=scenario.comm_dtype,
     )  # fmt: skip
+    if collection.engine.trial is not None:
+        collection.engine.trial = ExchangeTrial(collection.engine.exchange, steps=1, interval_steps=1)
+    return collection
 
 
 def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
