@@ -381,6 +381,7 @@ class RowEngine:
     def memory(self) -> RankMemory:
         """Return the bytes of this rank by part, now and at most. Not collective."""
         working = self.router.working_bytes + self.sync.working_bytes + self.hooks.working_bytes
+        working += sum(store.replica_keys.nbytes for store in self.stores)
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
             (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,

@@ -74,9 +74,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _current(self) -> RowOptimizer:
         """Return the optimizer with the settings of the parameter group, which schedulers change."""
         group = self.param_groups[0]
-        settings = {
-            name: tuple(group[name]) if isinstance(group[name], list) else _number(group[name]) for name in self._names
-        }
+        # A group that was saved before a setting existed does not have it.
+        given = {name: group.get(name, getattr(self._rule, name)) for name in self._names}
+        settings = {name: tuple(value) if isinstance(value, list) else _number(value) for name, value in given.items()}
         changed: RowOptimizer = replace(self._rule, **settings)  # type: ignore[type-var]
         return changed
 

@@ -7,7 +7,7 @@ There is no SGD with momentum: momentum moves every row at every step, so a lazy
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,10 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
+from flexd.embedding.rounding import HALF_DTYPES, round_stochastically
 
+KeysOf = Callable[[torch.Tensor], torch.Tensor]
+"""int64 [n] slots -> int64 [n] keys."""
 _BLOCK_NUMBERS = 1 << 16
 """Numbers in a block of rows, for each thread."""
 
@@ -24,8 +27,9 @@ class RowOptimizer(Protocol):
     """Updates given rows in place.
 
     The same call with the same gradients must give bit-equal rows on every holder, so an implementation may use
-    only its settings and arguments (no random numbers, no position of the row in the table). An implementation is a
-    frozen dataclass: ranks compare its ``repr``, which contains its settings, and ``param_groups`` has its fields.
+    only its settings and arguments (no generator of random numbers, no position of the row in the table). An
+    implementation is a frozen dataclass: ranks compare its ``repr``, which contains its settings, and ``param_groups``
+    has its fields.
     """
 
     @property
@@ -57,21 +61,24 @@ class RowOptimizer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WeightDecay:
-    """Settings of weight decay, which applies to the rows that a step looks up.
+class _CommonSettings:
+    """Settings of every optimizer. Weight decay applies to the rows that a step looks up.
 
     Attributes:
         weight_decay: lambda. Coupled (L2, torch's ``weight_decay``, FBGEMM's ``WeightDecayMode.L2``):
             g += lambda * w before anything else.
         decoupled_weight_decay: use w *= 1 - lr * lambda instead (Loshchilov and Hutter, Decoupled Weight Decay
             Regularization, arXiv 1711.05101, algorithm 2; FBGEMM's ``WeightDecayMode.DECOUPLE``).
+        stochastic_rounding: rows of float16 and bfloat16 tables are rounded up or down at random, so that updates
+            below their precision count on average; else to the nearest, which loses them. Other tables do not differ.
     """
 
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
+    stochastic_rounding: bool = True
 
 
-class _FusedRowOptimizer(_WeightDecay, ABC):
+class _FusedRowOptimizer(_CommonSettings, ABC):
     """Shared part of all optimizers: widening, weight decay, reading and writing of the given rows."""
 
     lr: float
@@ -92,14 +99,25 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         return grads
 
     def update(
-        self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
+        self,
+        rows: torch.Tensor,
+        state: torch.Tensor,
+        index: torch.Tensor,
+        grads: torch.Tensor,
+        step: int,
+        keys_of: KeysOf | None = None,
     ) -> None:
+        """Apply one step, as ``RowOptimizer.update``.
+
+        Args:
+            keys_of: keys of the rows at these slots, for stochastic rounding; None: round to the nearest.
+        """
         # Blocks whose temporaries stay in the cache of a CPU are two to three times faster than all rows at once.
         cached = (
             _BLOCK_NUMBERS * torch.get_num_threads() // rows.shape[1] if devices.in_host_memory(rows) else len(index)
         )
         for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
-            self._update(rows, state, at, some, step)
+            self._update(rows, state, at, some, step, keys_of)
 
     def update_parts(
         self,
@@ -107,6 +125,7 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         state: torch.Tensor,
         parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
         step: int,
+        keys_of: KeysOf | None = None,
     ) -> None:
         """Apply one step to several parts (index, grads) that share no row, bit for bit as ``update`` of each.
 
@@ -115,10 +134,11 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         parts = [(index, grads) for index, grads in parts if len(index)]
         if devices.in_host_memory(rows) or len(parts) < 2:
             for index, grads in parts:
-                self.update(rows, state, index, grads, step)
+                self.update(rows, state, index, grads, step, keys_of)
         else:
             index = torch.cat([index for index, _ in parts])
-            self._update(rows, state, index, torch.cat([grads for _, grads in parts]), step, [len(i) for i, _ in parts])
+            sizes = [len(part) for part, _ in parts]
+            self._update(rows, state, index, torch.cat([grads for _, grads in parts]), step, keys_of, sizes)
 
     def _update(
         self,
@@ -127,6 +147,7 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
         index: torch.Tensor,
         grads: torch.Tensor,
         step: int,
+        keys_of: KeysOf | None,
         sizes: Sequence[int] = (),
     ) -> None:
         # In float32 or wider, with a rounding after each operation: fused and half-precision kernels of torch round the
@@ -155,7 +176,12 @@ class _FusedRowOptimizer(_WeightDecay, ABC):
             return
         if decoupled:
             weights.mul_(1.0 - self.lr * self.weight_decay)
-        devices.write_rows(rows, index, weights.add_(change).to(rows.dtype))
+        weights.add_(change)
+        if self.stochastic_rounding and keys_of is not None and rows.dtype in HALF_DTYPES:
+            rounded = round_stochastically(weights, rows.dtype, keys_of(index), step)
+        else:
+            rounded = weights.to(rows.dtype)
+        devices.write_rows(rows, index, rounded)
 
     def _check(self, **not_negative: float) -> None:
         for name, value in {"lr": self.lr, "weight_decay": self.weight_decay, **not_negative}.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -111,6 +112,22 @@ def test_half_precision_beside_float32(ranks: Ranks, dtype: str, optimizer: str)
     """Rounding grows where a sum is near zero, so tables are compared loosely, and replicas bit by bit."""
     scenario = Scenario(2, 2, optimizer, dtype="float32", second_dtype=dtype, two_dims=True, steps=6)
     check(scenario, ranks, tolerance={"float16": 0.02, "bfloat16": 0.2}[dtype])
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_stochastic_rounding_does_not_depend_on_the_placement(ranks: Ranks, accelerator: bool) -> None:
+    """Bit for bit: replicas after every step, and the tables of a job with migrations and of one without."""
+    job = ("accelerator_jobs:run", "exactness:train") if accelerator else ("exactness:train",)
+    moving = Scenario(2, 2, "adam", dtype="bfloat16", second_dtype="float16", two_dims=True, passes=2, seed=5)
+    moved = ranks(4).run(*job, moving)
+    still = ranks(4).run(*job, replace(moving, migrate_every=1000))
+    assert moved[0]["versions"][-1] >= 3
+    assert still[0]["chunks"] == 0
+    for one, other in zip(moved, still, strict=True):
+        assert one["unequal"] == 0
+        assert one["losses"] == other["losses"]
+        for name, table in one["tables"].items():
+            np.testing.assert_array_equal(table, other["tables"][name])
 
 
 def test_float32_is_exact_to_rounding(ranks: Ranks) -> None:

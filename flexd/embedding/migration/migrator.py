@@ -182,6 +182,10 @@ class Migrator:
             store.directory = directory
             store.free = free.compacted()
         deltas = [one.delta for one in prepared]
+        for store in self._stores:
+            if len(store.replica_keys):
+                keys = np.concatenate([delta.keys[self._in_group(store, delta.keys)] for delta in deltas])
+                store.record_keys(torch.from_numpy(keys).to(self._device))
         for block in last.blocks if len(prepared) == 1 else self._blocks(merge_deltas(deltas), last.directories):
             self._copy(block)
         for delta in deltas:

@@ -130,7 +130,7 @@ class ReplicaSync:
         for group, store in enumerate(self._stores):
             parts = [(part.slots, part.grads) for part in summed if part.group == group]
             if together is not None:
-                together(store.rows, store.state, parts, step)
+                together(store.rows, store.state, parts, step, store.keys_at)
                 continue
             for slots, grads in parts:
                 optimizer.update(store.rows, store.state, slots, grads, step)

@@ -43,8 +43,9 @@ class RankMemory:
         directory_bytes: directories of the listed rows, now.
         max_directory_bytes: directories with every replica slot of the job in use, joined if there are several, and the
             lists by which replicas are synchronised.
-        working_bytes: tables that find distinct rows without sorting and the marks of ``flexd.prefetch``, which are
-            allocated once; and joined directories and lists for the synchronisation of replicas, now.
+        working_bytes: tables that find distinct rows without sorting, keys of the replica slots of half-precision
+            tables and the marks of ``flexd.prefetch``, which are allocated once; and joined directories and lists for
+            the synchronisation of replicas, now.
         prepared_bytes: next directories and slots of the chunks that are prepared and not applied, now.
         max_prepared_bytes: the same for as many chunks as are prepared ahead, with every replica slot in use.
         pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and those of

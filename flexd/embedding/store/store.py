@@ -10,6 +10,7 @@ import torch
 
 from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
+from flexd.embedding.rounding import HALF_DTYPES
 from flexd.embedding.store.directory import Directory, HomeOrder
 
 TORCH_DTYPES = {
@@ -77,6 +78,10 @@ class GroupStore:
         self.directory = Directory.empty(
             HomeOrder(group.first_key, group.rows, layout, layout.local_rank_of(rank)), device
         )
+        self.replica_keys = torch.zeros(
+            replica_slots if self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
+        )
+        """int64: the key of the row in each replica slot; none for a dtype that is not rounded at random."""
         none = np.empty(0, dtype=np.int32)
         self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
 
@@ -96,6 +101,21 @@ class GroupStore:
     def home_slots(self, keys: torch.Tensor) -> torch.Tensor:
         """Map int64 keys with their home on this rank to int64 slots."""
         return (keys - self.first_home_key) // self.world_size
+
+    def keys_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """Map int64 [n] slots in use to int64 [n] keys, of a half-precision store."""
+        keys = slots * self.world_size + self.first_home_key
+        if not self.replica_slots:
+            return keys
+        replicas = slots - self.home_rows
+        return torch.where(replicas < 0, keys, self.replica_keys.index_select(0, replicas.clamp_(min=0)))
+
+    def record_keys(self, keys: torch.Tensor) -> None:
+        """Record the slots of int64 [n] keys of the group, whose placement has just changed."""
+        if len(self.replica_keys) and len(keys):
+            held, slots, _ = self.locate(keys)
+            replicas = held & (slots >= self.home_rows)
+            self.replica_keys[slots[replicas] - self.home_rows] = keys[replicas]
 
     def locate(
         self, keys: torch.Tensor, directory: Directory | None = None

@@ -1,0 +1,147 @@
+"""Stochastic rounding: exact where it can be, unbiased, and the same on every holder of a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import flexd
+from flexd.core.layout import RankLayout
+from flexd.embedding.rounding import random_bits, round_stochastically
+from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
+
+HALF = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_every_number_of_the_dtype_stays(dtype: torch.dtype) -> None:
+    numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    rounded = round_stochastically(numbers.float()[:, None], dtype, torch.arange(2**16), 1)[:, 0]
+    assert torch.equal(rounded.isnan(), numbers.isnan())
+    known = ~numbers.isnan()
+    assert torch.equal(rounded[known].float(), numbers[known].float())
+
+
+def test_numbers_beyond_the_largest_are_rounded_to_the_nearest() -> None:
+    values = torch.tensor([[65504.0, 65510.0, 65519.0, 65521.0, -1e9, 3e38]])
+    rounded = round_stochastically(values, torch.float16, torch.tensor([3]), 1)
+    assert torch.equal(rounded, values.half())
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@given(
+    value=st.floats(2**-26, 60000.0, width=32) | st.floats(2**-26, 2**-13, width=32),
+    negative=st.booleans(),
+    step=st.integers(0, 2**40),
+    first_key=st.integers(0, 2**62),
+)
+@settings(max_examples=40, deadline=None)
+def test_rounding_is_unbiased(dtype: torch.dtype, value: float, negative: bool, step: int, first_key: int) -> None:
+    """The mean of 2^15 draws is within 5 standard deviations, and all are one of the two neighbours."""
+    value = -value if negative else value
+    keys = torch.arange(2**12) + first_key
+    rounded = round_stochastically(torch.full((len(keys), 8), value), dtype, keys, step).double().view(-1)
+    below, above = rounded.min().item(), rounded.max().item()
+    assert below <= value <= above or below == above, "one neighbour alone may be drawn if the other is improbable"
+    assert len(torch.unique(rounded)) <= 2
+    nearest = torch.tensor(value).to(dtype)
+    ulp = max(
+        abs(torch.nextafter(nearest, nearest.new_tensor(towards)).double().item() - nearest.double().item())
+        for towards in (float("-inf"), float("inf"))
+    )
+    assert above - below <= ulp
+    assert abs(rounded.mean().item() - value) <= 5 * 0.5 * ulp / len(rounded) ** 0.5
+
+
+def test_bits_of_neighbouring_keys_steps_and_columns_are_independent() -> None:
+    """Correlation of all pairs below 5 standard deviations, and each of the 16 bits is one half of the time."""
+    keys = torch.arange(2**14)
+    drawn = torch.stack([random_bits(keys, step, 4) for step in (1, 2)]).double()  # [step, key, column]
+    spread = drawn - drawn.mean()
+    variance = spread.square().mean()
+    shifted = {
+        "step": (spread[0], spread[1]), "key": (spread[:, :-1], spread[:, 1:]),
+        "column": (spread[..., :-1], spread[..., 1:]), "pair": (spread[..., :-2], spread[..., 2:]),
+        "key and step": (spread[0, 1:], spread[1, :-1]),
+    }  # fmt: skip
+    for name, (a, b) in shifted.items():
+        assert abs((a * b).mean() / variance) < 5 / a.numel() ** 0.5, name
+    for bit in range(16):
+        share = ((drawn.long() >> bit) & 1).double().mean()
+        assert abs(share - 0.5) < 5 * 0.5 / drawn.numel() ** 0.5, bit
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(0.1), RowWiseAdagrad(0.1, weight_decay=0.1), Adam(0.1)], ids=lambda o: o.name
+)
+def test_a_row_does_not_depend_on_its_slot(optimizer: RowOptimizer, dtype: torch.dtype) -> None:
+    columns = {"sgd": 0, "rowwise_adagrad": 1, "adam": 14}[optimizer.name]
+    keys = torch.tensor([5, 2**40, 17, 3, 10**9, 1, 12])
+    home = torch.randn(7, 7).to(dtype), torch.rand(7, columns)
+    order = torch.randperm(7)
+    other = home[0][order].clone(), home[1][order].clone()
+    for step in (1, 2, 3):
+        grads = torch.randn(7, 7) * 1e-3
+        optimizer.update(*home, torch.arange(7), grads, step, keys.__getitem__)  # type: ignore[call-arg]
+        for slot in range(7):
+            optimizer.update(  # type: ignore[call-arg]
+                *other, torch.tensor([slot]), grads[order[slot : slot + 1]], step, keys[order].__getitem__
+            )
+    assert torch.equal(home[0][order], other[0])
+    assert torch.equal(home[1][order], other[1])
+
+
+def collection(optimizer: RowOptimizer, dtype: str = "bfloat16") -> flexd.EmbeddingCollection:
+    return flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 40, 6, dtype=dtype)], optimizer=optimizer, layout=RankLayout(1, 1)
+    )
+
+
+def train(embedding: flexd.EmbeddingCollection, steps: range) -> torch.Tensor:
+    """Move 30 rows towards 1 by steps below half a unit in the last place."""
+    for step in steps:
+        ids = torch.randperm(40, generator=torch.Generator().manual_seed(step))[:30]
+        rows = embedding({"item": flexd.Jagged(ids, torch.tensor([30]))})["item"].values
+        (0.5 * (rows.float() - 1.0).square()).sum().backward()
+        embedding.optimizer.step()
+    return embedding.gather_table("item").float()
+
+
+@pytest.mark.parametrize("optimizer", [SGD(1e-3), RowWiseAdagrad(1e-3), Adam(1e-4)], ids=lambda o: o.name)
+def test_training_resumes_bit_for_bit(optimizer: RowOptimizer) -> None:
+    straight = train(collection(optimizer), range(12))
+    first = collection(optimizer)
+    train(first, range(6))
+    second = collection(optimizer)
+    second.load_state_dict(first.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert torch.equal(train(second, range(6, 12)), straight)
+
+
+def test_small_updates_train_a_half_precision_table() -> None:
+    """Rounding to the nearest stops where lr * gradient is half a unit in the last place."""
+    ends = {}
+    for name, optimizer, dtype in (
+        ("float32", SGD(2e-3), "float32"),
+        ("stochastic", SGD(2e-3), "bfloat16"),
+        ("nearest", SGD(2e-3, stochastic_rounding=False), "bfloat16"),
+    ):
+        ends[name] = (train(collection(optimizer, dtype), range(800)) - 1.0).square().mean().sqrt().item()
+    assert abs(ends["stochastic"] - ends["float32"]) < 0.03
+    assert ends["nearest"] > ends["float32"] + 0.1
+
+
+def test_the_setting_is_compared_between_ranks_and_saved() -> None:
+    assert repr(SGD(0.1)) != repr(replace(SGD(0.1), stochastic_rounding=False))
+    made = collection(SGD(0.1, stochastic_rounding=False))
+    assert made.optimizer.state_dict()["param_groups"][0]["stochastic_rounding"] is False
+    older = made.optimizer.state_dict()
+    del older["param_groups"][0]["stochastic_rounding"]
+    made.optimizer.load_state_dict(older)
+    train(made, range(1))
+    assert "stochastic_rounding=False" in made.engine.settings
