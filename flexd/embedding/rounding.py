@@ -25,16 +25,15 @@ def round_stochastically(values: torch.Tensor, dtype: torch.dtype, keys: torch.T
     """
     random = random_bits(keys, step, values.shape[1])
     bits = values.contiguous().view(torch.int32)
-    nearest = values.to(dtype)
     if dtype == torch.bfloat16:
         # bfloat16 is the upper half of float32; a carry out of the lower half rounds up.
         rounded = (random.add_(bits) >> 16).to(torch.int16).view(torch.bfloat16)
-        return torch.where(values.isfinite(), rounded, nearest)
+        return rounded.masked_fill_(values != values, torch.nan)  # a carry may leave the range of NaN
     size = values.abs()
     fixed = (values * 2.0**24).add_(random * 2.0**-16).floor_().mul_(2.0**-24)
     normal = (random.bitwise_and_(0x1FFF).add_(bits) & ~0x1FFF).view(torch.float32)
     rounded = torch.where(size < _SMALLEST_NORMAL, fixed, normal).to(dtype)
-    return torch.where(size < _LARGEST, rounded, nearest)
+    return torch.where(size < _LARGEST, rounded, values.to(dtype))
 
 
 def random_bits(keys: torch.Tensor, step: int, columns: int) -> torch.Tensor:
