@@ -8,6 +8,7 @@ with the code paths of an accelerator. A dispatch mode counts the operators of f
   copy to the host);
 * uploads: host lists copied to the device, for which the host does not wait;
 * collectives; and the processor time of the step on this machine without that of the mirrors (median).
+  (``gc.freeze`` first: the garbage collector does not visit what exists before the steps).
 
     python tools/bench_dispatch.py [--quick] [--json] [--operators]
 
@@ -17,6 +18,7 @@ with the code paths of an accelerator. A dispatch mode counts the operators of f
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -131,6 +133,19 @@ def _boolean(index: Any) -> bool:
     return any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in index)
 
 
+class _Model(torch.autograd.Function):
+    """A model as one operator: it takes all rows, and its gradients of them are the rows themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: torch.Tensor) -> torch.Tensor:
+        ctx.rows = [value.detach() for value in values]
+        return values[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(ctx.rows)
+
+
 def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
     rng = np.random.default_rng(case.tables)
     rows = np.exp(rng.uniform(np.log(2_000), np.log(20_000), case.tables)).astype(int)
@@ -184,7 +199,7 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
         def step(number: int) -> None:
             rows = collection(batches[number % 2])
             values = [part if isinstance(part, torch.Tensor) else part.values for part in rows.values()]
-            torch.autograd.backward(values, [value.detach() for value in values])
+            _Model.apply(*values).backward()
             collection.optimizer.step()
 
         for number in range(2):
@@ -195,6 +210,8 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
             step(2)
         collectives = len(mirror_ranks.COLLECTIVES)
         seconds = []
+        gc.collect()
+        gc.freeze()
         for number in range(steps):
             started, of_mirrors = time.thread_time(), mirror_ranks.MIRROR_SECONDS[0]
             step(number)

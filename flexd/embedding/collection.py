@@ -193,7 +193,7 @@ class EmbeddingCollection(nn.Module):
                 feature. No row was looked up; the step may be repeated with other input.
         """
         routed = self._route(features)
-        return self._features.split(routed.features, routed.order, self._rows(routed))
+        return self._features.split(routed.features, self._rows(routed))
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
         """Convert the input of ``forward`` to ids by feature. Local; adapters for other input types override it.
@@ -206,6 +206,8 @@ class EmbeddingCollection(nn.Module):
                 f"rank {self.rank}: a {type(given).__name__} instead of features by name",
                 remedy='pass {"feature": Jagged(values, lengths), ...}',
             )
+        if {type(value) for value in given.values()} <= {Jagged}:
+            return dict(given)
         return {name: as_jagged(value, name, defer_check=True) for name, value in given.items()}
 
     def _route(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> RoutedInput:

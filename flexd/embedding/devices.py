@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ALIGNED_NUMBERS = 64
 
 
 def allocated_device(device: torch.device | str) -> torch.device:
@@ -26,6 +29,20 @@ def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) ->
         rows.view(bits).numpy()[index.numpy()] = values.view(bits).numpy()
     else:
         rows.index_copy_(0, index, values)
+
+
+def zeros(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+    """Return a tensor of zeros of each shape and dtype, with one kernel for all of a dtype."""
+    made: list[torch.Tensor | None] = [None] * len(shapes)
+    for dtype in dict.fromkeys(dtypes):
+        chosen = [at for at, one in enumerate(dtypes) if one == dtype]
+        # Each begins where a kernel may read and write vectors.
+        sizes = [-(-shapes[at][0] * shapes[at][1] // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS for at in chosen]
+        parts = torch.split(torch.zeros(sum(sizes), dtype=dtype, device=device), sizes)
+        for at, part in zip(chosen, parts, strict=True):
+            rows, width = shapes[at]
+            made[at] = part[: rows * width].view(rows, width)
+    return [tensor for tensor in made if tensor is not None]
 
 
 def ordered(section: torch.Tensor, sections: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -13,7 +13,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
 
 _KEPT_ORDERS = 64
-"""Orders of features whose bounds stay on the device."""
+"""Orders of features of which what is known stays, with bounds on the device."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,23 @@ class FeatureKeys:
     numbers: list[int]
 
 
+@dataclass(frozen=True)
+class _Order:
+    """What is known of the features of a batch before their ids.
+
+    Attributes:
+        order: the features, dim-group by dim-group.
+        bounds: int64 [2, features] first key and last row of the table of each; two numbers if all read one table.
+        groups: the features of each dim-group.
+        ends: place in ``order`` at which each dim-group begins, and the number of features.
+    """
+
+    order: list[str]
+    bounds: torch.Tensor | tuple[int, int]
+    groups: list[list[str]]
+    ends: list[int]
+
+
 class FeatureMap:
     """Maps features to tables and checks their ids.
 
@@ -48,7 +65,8 @@ class FeatureMap:
         self._rank = rank
         self._device = device
         self._group_of = {table: g for g, group in enumerate(keyspace.groups) for table in group.tables}
-        self._bounds_of: dict[tuple[str, ...], torch.Tensor] = {}
+        self._allowed = {(dtype, device, 1) for dtype in (torch.int64, torch.int32)}
+        self._orders: dict[tuple[str, ...], _Order] = {}
         self.table_of: dict[str, int] = {}
         for table, names in enumerate(features):
             for name in names:
@@ -66,49 +84,73 @@ class FeatureMap:
         Raises:
             EmbeddingError: unknown feature, or ids of a wrong dtype, shape or device.
         """
-        for name, jagged in features.items():
-            if name not in self.table_of:
-                raise EmbeddingError(
-                    f"rank {self._rank}: no table reads feature {name!r}",
-                    remedy=f"one of {', '.join(sorted(self.table_of))}",
-                )
-            self._check_tensor(name, jagged.values)
-        order = sorted(features, key=lambda name: self._group_of[self.table_of[name]])
-        if not order:
+        values = [jagged.values for jagged in features.values()]
+        known = self._known(tuple(features))
+        # One look at each tensor: there may be thousands of features. Errors are named afterwards.
+        if any(kind not in self._allowed for kind in {(ids.dtype, ids.device, ids.ndim) for ids in values}):
+            for name, jagged in features.items():
+                self._check_tensor(name, jagged.values)
+        if not known.order:
             return self.no_features()
-        ordered = [features[name] for name in order]
-        ids = _joined([one.values for one in ordered])
-        firsts, rows = self._bounds(order, [one.values.numel() for one in ordered])
-        inside = ids.clamp(min=0).minimum(rows) if isinstance(rows, torch.Tensor) else ids.clamp(0, rows)
-        faults = [(inside != ids).any(), *self._length_faults(ordered)]
-        numbers = [0] * len(self._keyspace.groups)
-        for name in order:
-            numbers[self._group_of[self.table_of[name]]] += features[name].values.numel()
-        return FeatureKeys(order, inside + firsts, torch.stack(faults).any(), numbers)
+        ordered = [features[name] for name in known.order]
+        values = [one.values for one in ordered]
+        sizes = [ids.shape[0] for ids in values]
+        on_device = self._on_device(sizes)
+        ids = _joined(values)
+        if isinstance(known.bounds, torch.Tensor):
+            firsts, rows = known.bounds.repeat_interleave(on_device, dim=1, output_size=ids.shape[0])
+            inside = ids.clamp(min=0).minimum(rows)
+            keys = inside + firsts
+        else:
+            first, last_row = known.bounds
+            inside = ids.clamp(0, last_row)
+            keys = inside + first
+        faults = [(inside != ids).any(), *self._length_faults(ordered, on_device)]
+        ends = [0, *accumulate(sizes)]
+        numbers = [ends[end] - ends[first] for first, end in pairwise(known.ends)]
+        return FeatureKeys(known.order, keys, torch.stack(faults).any(), numbers)
 
-    def _bounds(self, order: list[str], sizes: list[int]) -> tuple[torch.Tensor | int, torch.Tensor | int]:
-        """Return (first key, last row) of the table of each id; numbers if all ids are of one table."""
-        tables = [self.table_of[name] for name in order]
-        if len(set(tables)) == 1:
-            return int(self._keyspace.first_key[tables[0]]), self._keyspace.tables[tables[0]].rows - 1
-        known = self._bounds_of.get(tuple(order))
+    def _known(self, names: tuple[str, ...]) -> _Order:
+        """Return what is known of features in the order of a batch.
+
+        Raises:
+            EmbeddingError: unknown feature.
+        """
+        known = self._orders.get(names)
         if known is None:
+            for name in names:
+                if name not in self.table_of:
+                    raise EmbeddingError(
+                        f"rank {self._rank}: no table reads feature {name!r}",
+                        remedy=f"one of {', '.join(sorted(self.table_of))}",
+                    )
+            order = sorted(names, key=lambda name: self._group_of[self.table_of[name]])
+            tables = [self.table_of[name] for name in order]
             firsts = [int(self._keyspace.first_key[table]) for table in tables]
             last_rows = [self._keyspace.tables[table].rows - 1 for table in tables]
-            known = torch.tensor([firsts, last_rows], dtype=torch.int64, device=self._device)
-            if len(self._bounds_of) >= _KEPT_ORDERS:
-                self._bounds_of.clear()
-            self._bounds_of[tuple(order)] = known
-        by_id = known.repeat_interleave(self._on_device(sizes), dim=1, output_size=sum(sizes))
-        return by_id[0], by_id[1]
+            bounds: torch.Tensor | tuple[int, int]
+            if len(set(tables)) == 1:
+                bounds = firsts[0], last_rows[0]
+            else:
+                bounds = torch.tensor([firsts, last_rows], dtype=torch.int64, device=self._device)
+            groups = self.by_group(order)
+            known = _Order(order, bounds, groups, [0, *accumulate(map(len, groups))])
+            if len(self._orders) >= _KEPT_ORDERS:
+                self._orders.clear()
+            self._orders[names] = known
+        return known
 
-    def _length_faults(self, features: Sequence[Jagged]) -> list[torch.Tensor]:
+    def _length_faults(self, features: Sequence[Jagged], ids: torch.Tensor) -> list[torch.Tensor]:
         """Return bool []: whether a length is negative, whether the lengths of a feature do not sum to its ids, and
-        whether offsets do not begin at 0."""
-        counts = [one.lengths.numel() for one in features]
-        lengths = _joined([one.lengths for one in features])
+        whether offsets do not begin at 0.
+
+        Args:
+            ids: int64 [features], numbers of ids.
+        """
+        of_features = [one.lengths for one in features]
+        counts = [lengths.shape[0] for lengths in of_features]
+        lengths = _joined(of_features)
         firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)]
-        ids = [one.values.numel() for one in features]
         faults = [(lengths < 0).any()]
         if len(set(counts)) == 1:
             sums = lengths.view(len(features), -1).sum(dim=1)
@@ -116,7 +158,7 @@ class FeatureMap:
             ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
             places = self._on_device([0, *accumulate(counts)])
             sums = ends.index_select(0, places).diff()
-        faults.append((sums != self._on_device(ids)).any())
+        faults.append((sums != ids).any())
         if firsts:
             faults.append((_joined(firsts) != 0).any())
         return faults
@@ -156,15 +198,14 @@ class FeatureMap:
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         return FeatureKeys([], none, None, [0] * len(self._keyspace.groups))
 
-    def split(
-        self, features: Mapping[str, Jagged], order: Sequence[str], rows: Sequence[torch.Tensor]
-    ) -> dict[str, Jagged]:
+    def split(self, features: Mapping[str, Jagged], rows: Sequence[torch.Tensor]) -> dict[str, Jagged]:
         """Split [n, dim] rows of each dim-group into rows by feature, with the lengths of the input."""
         out: dict[str, Jagged] = {}
-        for names, part in zip(self.by_group(order), rows, strict=True):
+        for names, part in zip(self._known(tuple(features)).groups, rows, strict=True):
             if names:
-                pieces = torch.split(part, [features[name].values.numel() for name in names])
-                out |= {n: Jagged(piece, features[n].lengths) for n, piece in zip(names, pieces, strict=True)}
+                pieces = torch.split(part, [features[name].values.shape[0] for name in names])
+                made = Jagged.checked
+                out |= {n: made(piece, features[n].lengths) for n, piece in zip(names, pieces, strict=True)}
         return out
 
     def by_group(self, order: Sequence[str]) -> list[list[str]]:

@@ -30,6 +30,13 @@ class Jagged:
             )
 
     @staticmethod
+    def checked(values: torch.Tensor, lengths: torch.Tensor) -> Jagged:
+        """Make one of tensors that are known to fit: a look-up makes one for each of thousands of features."""
+        jagged = object.__new__(Jagged)
+        jagged.__dict__["values"], jagged.__dict__["lengths"] = values, lengths
+        return jagged
+
+    @staticmethod
     def from_offsets(values: torch.Tensor, offsets: torch.Tensor) -> Jagged:
         """Convert from integer ``offsets`` [batch + 1], ascending from 0 to n."""
         return Jagged(values, offsets[1:] - offsets[:-1])

@@ -64,7 +64,7 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
             EmbeddingError: on every rank, if the input of any rank lacks a feature or has a row out of range.
         """
         routed = self._route(features)
-        looked_up = self._features.split(routed.features, routed.order, self._rows(routed))
+        looked_up = self._features.split(routed.features, self._rows(routed))
         return {
             name: JaggedTensor(
                 values=looked_up[name].values.float(),

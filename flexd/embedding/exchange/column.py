@@ -59,40 +59,106 @@ class ReceivedRows:
 
     Attributes:
         by_peer: [n, width] rows of each peer in the column's ``wire`` dtype; those from this rank itself in the dtype
-            of their source.
+            of their source. In a ``PackedRows`` those of the other peers are bytes.
         me: this rank's place among the peers.
     """
 
     by_peer: Sequence[torch.Tensor]
     me: int
 
+    @property
+    def counts(self) -> list[int]:
+        """Number of rows from each peer."""
+        return [part.shape[0] for part in self.by_peer]
+
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """Return [n, width] rows of all peers, in their order."""
-        parts = [part if part.dtype == dtype else part.to(dtype) for part in self.by_peer if len(part)]
+        parts = [part if part.dtype == dtype else part.to(dtype) for part in self.by_peer if part.shape[0]]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self.by_peer[0].to(dtype)
+
+    def write_to(self, rows: torch.Tensor) -> None:
+        """Write the rows of all peers, in their order, to [n, width] ``rows``."""
+        parts = [part for part in self.by_peer if part.shape[0]]
+        for part, at in zip(parts, torch.split(rows, [part.shape[0] for part in parts]), strict=True):
+            at.copy_(part)
 
     def add_to(self, total: torch.Tensor, places: torch.Tensor) -> None:
         """Add the rows to ``total`` [rows, width] at int64 [n] ``places``, ordered by peer: those of the other peers in
         their order, then those of this rank."""
-        parts = list(zip(self.by_peer, torch.split(places, [len(part) for part in self.by_peer]), strict=True))
+        parts = list(zip(self.by_peer, torch.split(places, self.counts), strict=True))
         mine = parts.pop(self.me)
-        if not devices.in_host_memory(total) and len(parts) > 1:
-            # One kernel. torch.use_deterministic_algorithms fixes its order of summation.
-            whole = [part for part, _ in parts if len(part)]
-            parts = [(torch.cat(whole), torch.cat([at for _, at in parts if len(at)]))] if whole else []
         for part, at in (*parts, mine):
-            if len(part):
+            if part.shape[0]:
                 total.index_add_(0, at, part.to(total.dtype))
 
     def copy_to(self, rows: torch.Tensor, places: torch.Tensor) -> None:
         """Write the rows to int64 [n] ``places`` of ``rows``, ordered by peer; each place once."""
-        if not devices.in_host_memory(rows):
-            if len(places):
-                rows.index_copy_(0, places, self.whole(rows.dtype))
-            return
-        for part, at in zip(self.by_peer, torch.split(places, [len(part) for part in self.by_peer]), strict=True):
-            if len(part):
+        for part, at in zip(self.by_peer, torch.split(places, self.counts), strict=True):
+            if part.shape[0]:
                 rows.index_copy_(0, at, part.to(rows.dtype))
+
+
+@dataclass(frozen=True)
+class PackedRows(ReceivedRows):
+    """Received rows as bytes of a message, joined by one kernel when they are used.
+
+    Attributes:
+        received: number of rows from each peer.
+        wire: their dtype.
+    """
+
+    received: Sequence[int]
+    wire: torch.dtype
+
+    @property
+    def counts(self) -> list[int]:
+        return list(self.received)
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._joined(self.by_peer, self.me).to(dtype)
+
+    def write_to(self, rows: torch.Tensor) -> None:
+        mine = self.by_peer[self.me]
+        if mine.dtype == self.wire == rows.dtype:
+            torch.cat([*self.by_peer[: self.me], _as_bytes(mine), *self.by_peer[self.me + 1 :]], out=_as_bytes(rows))
+        elif rows.shape[0]:
+            rows.copy_(self._joined(self.by_peer, self.me))
+
+    def add_to(self, total: torch.Tensor, places: torch.Tensor) -> None:
+        """As ``ReceivedRows.add_to``, with one kernel: ``torch.use_deterministic_algorithms`` fixes its order."""
+        if not places.shape[0]:
+            return
+        mine = self.by_peer[self.me]
+        others = [*self.by_peer[: self.me], *self.by_peer[self.me + 1 :]]
+        first = sum(self.received[: self.me])
+        end = first + self.received[self.me]
+        if mine.shape[0] and end < places.shape[0]:
+            places = torch.cat([places[:first], places[end:], places[first:end]])
+        total.index_add_(0, places, self._joined([*others, mine], len(others)).to(total.dtype))
+
+    def copy_to(self, rows: torch.Tensor, places: torch.Tensor) -> None:
+        if places.shape[0]:
+            rows.index_copy_(0, places, self.whole(rows.dtype))
+
+    def _joined(self, parts: Sequence[torch.Tensor], at: int) -> torch.Tensor:
+        """Join the parts in this order; ``parts[at]`` is this rank's own."""
+        mine = parts[at]
+        width = mine.shape[1]
+        if mine.dtype == self.wire:
+            if len(parts) == 1 or mine.shape[0] == sum(self.received):
+                return mine
+            flat = torch.cat([*parts[:at], _as_bytes(mine), *parts[at + 1 :]])
+            return flat.view(self.wire).view(-1, width)
+        before, after = (
+            torch.cat([mine.new_empty(0, dtype=torch.uint8), *some]).view(self.wire).view(-1, width)
+            for some in (parts[:at], parts[at + 1 :])
+        )
+        return torch.cat([before, mine, after])
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """View contiguous [n, width] rows as uint8 [bytes]."""
+    return rows.view(-1).view(torch.uint8)
 
 
 def pack(columns: Sequence[Column], sent_bytes: Sequence[int], me: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -106,15 +172,11 @@ def pack(columns: Sequence[Column], sent_bytes: Sequence[int], me: int) -> tuple
     for column, place in zip(columns, places, strict=True):
         rows = column.rows(0, place[-1])
         own.append(rows[place[me] : place[me + 1]])
-        flat = rows.to(column.wire).view(-1).view(torch.uint8)
-        parts.append(torch.split(flat, [count * column.row_bytes for count in column.sent]))
-    pieces = [
-        part[peer]
-        for peer in range(len(sent_bytes))
-        if peer != me and sent_bytes[peer]
-        for part in parts
-        if len(part[peer])
-    ]
+        width = column.row_bytes
+        flat = _as_bytes(rows.to(column.wire).contiguous())
+        parts.append(torch.split(flat, [count * width for count in column.sent]))
+    of_peers = list(zip(*parts, strict=True))
+    pieces = [part for of_peer in (*of_peers[:me], *of_peers[me + 1 :]) for part in of_peer]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device), own
 
 
@@ -140,29 +202,30 @@ def unpack(
 ) -> list[ReceivedRows]:
     """Return the rows of each column in the messages of all peers, one message after another in ``arrived``."""
     peers = len(columns[0].received)
+    widths = [column.row_bytes for column in columns]
     sizes = [
-        0 if peer == me else column.received[peer] * column.row_bytes for peer in range(peers) for column in columns
+        0 if peer == me else column.received[peer] * width
+        for peer in range(peers)
+        for column, width in zip(columns, widths, strict=True)
     ]
-    starts = list(accumulate(sizes, initial=0))
     pieces = torch.split(arrived, sizes)
-    received, width = [], len(columns)
-    for number, (column, mine) in enumerate(zip(columns, own, strict=True)):
-        parts = list(pieces[number::width])
-        aligned = [
-            size == 0 or start % column.wire.itemsize == 0
-            for size, start in zip(sizes[number::width], starts[number::width], strict=False)
+    by_column = [list(pieces[number :: len(columns)]) for number in range(len(columns))]
+    if not devices.in_host_memory(arrived):
+        for parts, mine in zip(by_column, own, strict=True):
+            parts[me] = mine
+        return [
+            PackedRows(parts, me, column.received, column.wire)
+            for parts, column in zip(by_column, columns, strict=True)
         ]
-        if all(aligned):
-            pass
-        elif devices.in_host_memory(arrived):
-            parts = [part if good else part.clone() for part, good in zip(parts, aligned, strict=True)]
-        else:
-            parts = list(torch.split(torch.cat(parts), sizes[number::width]))
+    starts = list(accumulate(sizes, initial=0))
+    received = []
+    for number, (column, mine, parts) in enumerate(zip(columns, own, by_column, strict=True)):
+        of_column = slice(number, None, len(columns))
         none = mine.new_empty((0, mine.shape[1]), dtype=column.wire)
-        rows = [
-            part.view(column.wire).view(-1, mine.shape[1]) if size else none
-            for part, size in zip(parts, sizes[number::width], strict=True)
-        ]
+        rows = []
+        for part, size, start in zip(parts, sizes[of_column], starts[of_column], strict=False):
+            aligned = part if start % column.wire.itemsize == 0 else part.clone()
+            rows.append(aligned.view(column.wire).view(-1, mine.shape[1]) if size else none)
         rows[me] = mine
         received.append(ReceivedRows(rows, me))
     return received

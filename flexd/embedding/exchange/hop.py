@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
@@ -209,25 +210,22 @@ class Hop:
     def exchange(self, columns: Sequence[Column]) -> list[ReceivedRows]:
         """Exchange all columns in one collective; return the received rows of each."""
         me = self.peers.index
-        sent, received, synced = (
-            [0 if peer == me else sum(of(column, peer) for column in columns) for peer in range(self.peers.size)]
-            for of in (_sent_bytes, _received_bytes, _synced_bytes)
-        )
+        synced_columns = [column for column in columns if column.kind == TrafficKind.SYNC]
+        sent = self._bytes([(column.sent, column.row_bytes) for column in columns])
+        received = self._bytes([(column.received, column.row_bytes) for column in columns])
+        synced = self._bytes([(column.sent, column.row_bytes) for column in synced_columns])
         buffer, own = pack(columns, sent, me)
         return unpack(columns, own, self.peers.all_to_all(buffer, sent, received, sync_counts=synced), me)
+
+    def _bytes(self, columns: Sequence[tuple[Sequence[int], int]]) -> list[int]:
+        """Return the bytes exchanged with each peer, of the numbers of rows of columns and the bytes of a row."""
+        if not columns:
+            return [0] * self.peers.size
+        total = np.array([width for _, width in columns]) @ np.array([rows for rows, _ in columns], dtype=np.int64)
+        total[self.peers.index] = 0
+        found: list[int] = total.tolist()
+        return found
 
 
 def as_counts(rows: Iterable[Iterable[int]]) -> Counts:
     return tuple(tuple(row) for row in rows)
-
-
-def _sent_bytes(column: Column, peer: int) -> int:
-    return column.sent[peer] * column.row_bytes
-
-
-def _received_bytes(column: Column, peer: int) -> int:
-    return column.received[peer] * column.row_bytes
-
-
-def _synced_bytes(column: Column, peer: int) -> int:
-    return _sent_bytes(column, peer) if column.kind == TrafficKind.SYNC else 0

@@ -44,11 +44,9 @@ def merge_passes(
             ids_served, served_sizes = _union_served(lookup, routes, station, peers)
             both = torch.cat([located.sections, served_sizes]).tolist()
             sizes, of_served = both[: len(located.sections)], both[len(located.sections) :]
-        _, _, away = lookup.split_sections(sizes, peers)
+        away = lookup.split_sections(sizes, peers).away
         stations.append(lookup.stations(located, sizes, peers, numbers))
-        keys = located.keys if station == 0 else ids
-        rows = [of_group.rows for of_group in stations[-1]] if station == 0 else numbers
-        all_keys.append(torch.split(keys, rows))
+        all_keys.append(lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, numbers))
         if hop is None:
             break
         by_group = [of_served[g * peers : (g + 1) * peers] for g in groups]

@@ -16,28 +16,24 @@ COUNT_SHIFT = 44
 class StationRows:
     """Rows of one dim-group at one station. All tensors are int64 on the store's device.
 
+    Rows are numbered so that none has to be moved: first the plain home rows, then the other rows that this rank holds,
+    then those requested from the next station, in the order in which they are sent.
+
     Attributes:
         rows: number of distinct rows requested at the station.
         expand: [requests] -> row; None if every row was requested once, in this order.
-        held: rows that this rank holds.
-        slots: their slots in the store.
-        entries: their entries in ``ListedRows``; -1 for a plain home row.
-        forwarded: rows requested from the next station, in the order in which they are sent.
-        plain: number of plain home rows, which are the first of ``held``.
+        held: number of rows that this rank holds.
+        slots: [held] their slots in the store.
+        entries: [held] their entries in ``ListedRows``; -1 for a plain home row.
+        plain: number of plain home rows.
     """
 
     rows: int
     expand: torch.Tensor | None
-    held: torch.Tensor
+    held: int
     slots: torch.Tensor
     entries: torch.Tensor
-    forwarded: torch.Tensor
     plain: int
-
-    @property
-    def all_in_order(self) -> bool:
-        """True if all rows are held, in their order."""
-        return len(self.held) == self.rows and self.plain in (0, self.rows)
 
 
 @dataclass(frozen=True)

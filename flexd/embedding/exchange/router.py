@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from flexd.core.errors import EmbeddingError
+from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords
@@ -63,10 +64,17 @@ class LookupPiggyback(Protocol):
 
 
 class GradientPiggyback(Protocol):
-    """Columns that travel with the gradients: ``add`` for each station, then ``up`` and ``recv_up`` of its hop."""
+    """Columns that travel with the gradients.
 
-    def add(self, group: int, rows: StationRows, grads: torch.Tensor) -> None:
-        """Add [held, dim] gradients of the rows of one dim-group that are held at a station."""
+    Called as ``start``, then for each station ``add`` of each dim-group, ``up`` and ``recv_up`` of its hop.
+    """
+
+    def start(self, stations: Sequence[Sequence[StationRows]]) -> None:
+        """Begin with the ``[station][group]`` rows of a route."""
+        ...
+
+    def add(self, station: int, group: int, rows: StationRows, grads: torch.Tensor) -> None:
+        """Add [held, dim] gradients of the rows of a dim-group that are held at a station."""
         ...
 
     def up(self, hop: int) -> list[Column]:
@@ -152,31 +160,34 @@ class Router:
         stations, all_keys, requested, served, by_tier = [], [], [], [], []
         for station, hop in enumerate((*self.hops, None)):
             located = lookup.locate(ids, weights, hop)
-            by_tier.append(lookup.accesses_by_tier(located))
+            by_tier.append(lookup.accesses_by_section(located))
             if piggyback is not None:
                 piggyback.add(located.entries)
             if hop is None:
-                own = torch.cat([located.sections, torch.stack(by_tier).sum(dim=0), _flag(faulty, ids)]).tolist()
-                sizes, (home, node, device, fault) = own[:-4], own[-4:]
-                _check_all_held(sizes[2 * lookup.groups :])
+                own = torch.cat([located.sections, *by_tier, _flag(faulty, ids)]).tolist()
+                sizes, accesses, fault = own[: len(located.sections)], own[len(located.sections) : -1], own[-1]
+                home, node, device = (sum(accesses[tier::3]) for tier in range(3))
+                _check_all_held(lookup.split_sections(sizes, 1).away)
                 stations.append(lookup.stations(located, sizes, 1, numbers))
-                all_keys.append(_by_rows(located.keys, stations[0]) if station == 0 else torch.split(ids, numbers))
+                all_keys.append(
+                    lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, numbers)
+                )
                 if fault and not self.hops:
                     agreement = replace(agreement, fault=1)
                 break
             peers = hop.peers.size
-            away_sizes = located.sections[2 * lookup.groups :].view(lookup.groups, peers).t()
+            away_sizes = lookup.away_sizes(located, hop)
             if agreement.diverged:
                 away_sizes = torch.zeros_like(away_sizes)
             sent, received, agreement, sizes = hop.exchange_sizes(
                 away_sizes, agreement, faulty if station == 0 else None, located.sections
             )
             stations.append(lookup.stations(located, sizes, peers, numbers))
-            all_keys.append(_by_rows(located.keys, stations[0]) if station == 0 else torch.split(ids, numbers))
+            all_keys.append(lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, numbers))
             if agreement.diverged:  # the peers of the next hop must detect it too
                 ids, numbers, weights, piggyback = ids[:0], [0] * lookup.groups, None, None
                 continue
-            _, _, away = lookup.split_sections(sizes, peers)
+            away = lookup.split_sections(sizes, peers).away
             words = None if piggyback is None else piggyback.up(station)
             arrived, arrived_words = hop.exchange_ids(
                 lookup.requests(located, away), sent, received, None if words is None or words.empty else words
@@ -199,48 +210,64 @@ class Router:
         """Collective. Return per group [requests of this rank, dim]; without ``expand`` [rows of station 0, dim]."""
         if piggyback is not None and piggyback.complete:
             piggyback = None
-        found: list[torch.Tensor] = []
+        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for station in range(len(route.stations) - 1, -1, -1):
             arrived = None
             if station < len(self.hops):
-                above = zip(found, route.stations[station + 1], self.wire, strict=True)
                 requested, served = route.requested[station], route.served[station]
                 columns = [
-                    Column(rows, next_rows.expand, counts_of_group(g, served), counts_of_group(g, requested), wire)
-                    for g, (rows, next_rows, wire) in enumerate(above)
+                    Column(rows, index, counts_of_group(g, served), counts_of_group(g, requested), wire)
+                    for g, ((rows, index), wire) in enumerate(zip(found, self.wire, strict=True))
                 ]
                 words = None if piggyback is None else piggyback.down(station)
                 if words is not None and not words.empty:
                     columns.append(words.as_column())
                 arrived = self.hops[station].exchange(columns)
                 if piggyback is not None and words is not None:
-                    piggyback.recv_down(station, words.words if words.empty else _words(arrived.pop()))
-            found = []
-            for group, at_station in enumerate(route.stations[station]):
-                source = self._stores[group].rows
-                if at_station.all_in_order:
-                    found.append(source.index_select(0, at_station.slots).to(self.wire[group]))
-                    continue
-                rows = source.new_empty((at_station.rows, source.shape[1]), dtype=self.wire[group])
-                rows.index_copy_(0, at_station.held, source.index_select(0, at_station.slots).to(rows.dtype))
-                if arrived is not None:
-                    arrived[group].copy_to(rows, at_station.forwarded)
-                found.append(rows)
+                    words_back = words.words if words.empty else arrived.pop().whole(torch.int64).view(-1)
+                    piggyback.recv_down(station, words_back)
+            found = [
+                self._rows_at(group, at_station, None if arrived is None else arrived[group], expand or station > 0)
+                for group, at_station in enumerate(route.stations[station])
+            ]
         return [
-            (rows if first.expand is None or not expand else rows.index_select(0, first.expand)).to(store.dtype)
-            for rows, first, store in zip(found, route.stations[0], self._stores, strict=True)
+            (rows if index is None else rows.index_select(0, index)).to(store.dtype)
+            for (rows, index), store in zip(found, self._stores, strict=True)
         ]
+
+    def _rows_at(
+        self, group: int, at_station: StationRows, arrived: ReceivedRows | None, expand: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ([m, dim] rows in the dtype of the wire, int64 [requests] index of each requested row or None if they
+        are in the order of the requests). Without ``expand`` the distinct rows are meant."""
+        source, wire = self._stores[group].rows, self.wire[group]
+        index = at_station.expand if expand else None
+        if at_station.held == at_station.rows:
+            if source.dtype == wire:  # expanded when they are read: the distinct rows are not made
+                return source, at_station.slots if index is None else at_station.slots.index_select(0, index)
+            return source.index_select(0, at_station.slots).to(wire), index
+        rows = source.new_empty((at_station.rows, source.shape[1]), dtype=wire)
+        if source.dtype == wire:
+            torch.index_select(source, 0, at_station.slots, out=rows[: at_station.held])
+        else:
+            rows[: at_station.held].copy_(source.index_select(0, at_station.slots))
+        if arrived is not None:
+            arrived.write_to(rows[at_station.held :])
+        return rows, index
 
     def reduce(self, route: Route, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sum per group [requests of this rank, dim] gradients of equal rows -> [rows of station 0, dim]."""
-        reduced = []
-        for first, grad, wide in zip(route.stations[0], grads, self.wide, strict=True):
-            if first.expand is None:
-                reduced.append(grad.to(wide))
-            else:
-                total = grad.new_zeros((first.rows, grad.shape[1]), dtype=wide)
-                reduced.append(total.index_add_(0, first.expand, grad.to(wide)))
-        return reduced
+        first = route.stations[0]
+        totals = self._zeros([0 if rows.expand is None else rows.rows for rows in first])
+        return [
+            grad.to(wide) if rows.expand is None else total.index_add_(0, rows.expand, grad.to(wide))
+            for rows, grad, wide, total in zip(first, grads, self.wide, totals, strict=True)
+        ]
+
+    def _zeros(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Return zeros [number of the dim-group, dim] in the dtype in which gradients are added."""
+        shapes = [(number, store.rows.shape[1]) for number, store in zip(numbers, self._stores, strict=True)]
+        return devices.zeros(shapes, self.wide, self._stores[0].rows.device)
 
     def push(
         self, route: Route, grads: Sequence[torch.Tensor], piggyback: GradientPiggyback | None = None
@@ -252,59 +279,55 @@ class Router:
         """
         held: list[list[tuple[StationRows, torch.Tensor]]] = [[] for _ in self._stores]
         grads = [grad.to(wide) for grad, wide in zip(grads, self.wide, strict=True)]
+        if piggyback is not None:
+            piggyback.start(route.stations)
         for station, at_station in enumerate(route.stations):
             for group, rows in enumerate(at_station):
-                here = grads[group] if rows.all_in_order else grads[group].index_select(0, rows.held)
+                here = grads[group][: rows.held]
                 held[group].append((rows, here))
                 if piggyback is not None:
-                    piggyback.add(group, rows, here)
+                    piggyback.add(station, group, rows, here)
             if station == len(self.hops):
                 break
             sent, received = route.requested[station], route.served[station]
             columns = [
-                Column(grad, rows.forwarded, counts_of_group(g, sent), counts_of_group(g, received), wire)
+                Column(grad[rows.held :], None, counts_of_group(g, sent), counts_of_group(g, received), wire)
                 for g, (grad, rows, wire) in enumerate(zip(grads, at_station, self.wire, strict=True))
             ]
             if piggyback is not None:
                 columns += piggyback.up(station)
             hop = self.hops[station]
             arrived = hop.exchange(columns)
-            following = zip(arrived, route.stations[station + 1], self.wide, strict=False)
-            grads = [_sum_by_row(rows, next_rows, wide) for rows, next_rows, wide in following]
+            grads = self._sum_by_row(arrived[: len(at_station)], route.stations[station + 1])
             if piggyback is not None:
                 piggyback.recv_up(station, arrived[len(at_station) :])
         return held
+
+    def _sum_by_row(self, arrived: Sequence[ReceivedRows], station: Sequence[StationRows]) -> list[torch.Tensor]:
+        """Sum the received gradients of each dim-group by row -> [rows, dim].
+
+        Received gradients are added in the order of the peers, then those of this rank: at every tier the gradient of a
+        row is the sum of a rank's own and of all received ones, so that every placement rounds alike.
+        """
+        totals = self._zeros([0 if rows.expand is None else rows.rows for rows in station])
+        summed = []
+        for received, rows, wide, total in zip(arrived, station, self.wide, totals, strict=True):
+            if rows.expand is None:
+                summed.append(received.whole(wide))
+            else:
+                received.add_to(total, rows.expand)
+                summed.append(total)
+        return summed
 
     def merge(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
         """Merge passes with their gradients into one route; see ``merge_passes``."""
         return merge_passes(self._lookup, self.hops, self.wide, passes)
 
 
-def _sum_by_row(arrived: ReceivedRows, rows: StationRows, wide: torch.dtype) -> torch.Tensor:
-    """Sum received gradients by row -> [rows, dim].
-
-    Received gradients are added in the order of the peers, then those of this rank: at every tier the gradient of a
-    row is the sum of a rank's own and of all received ones, so that every placement rounds alike.
-    """
-    if rows.expand is None:
-        return arrived.whole(wide)
-    total = arrived.by_peer[0].new_zeros((rows.rows, arrived.by_peer[0].shape[1]), dtype=wide)
-    arrived.add_to(total, rows.expand)
-    return total
-
-
-def _words(arrived: ReceivedRows) -> torch.Tensor:
-    return torch.cat(list(arrived.by_peer)).view(-1)
-
-
-def _check_all_held(away: Sequence[int]) -> None:
-    if sum(away):
-        raise EmbeddingError(f"{sum(away)} rows were requested from a rank that is not their home")
+def _check_all_held(away: Sequence[Sequence[int]]) -> None:
+    if total := sum(map(sum, away)):
+        raise EmbeddingError(f"{total} rows were requested from a rank that is not their home")
 
 
 def _flag(faulty: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_zeros(1) if faulty is None else faulty.to(like.dtype).view(1)
-
-
-def _by_rows(keys: torch.Tensor, stations: Sequence[StationRows]) -> tuple[torch.Tensor, ...]:
-    return torch.split(keys, [of_group.rows for of_group in stations])

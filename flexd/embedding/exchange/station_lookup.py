@@ -16,35 +16,52 @@ from flexd.embedding.store.listed_rows import ListedRows
 from flexd.embedding.store.store import GroupStore
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
+_HELD = 3
+"""Sections of a dim-group that are held: plain home rows, NODE and DEVICE rows."""
 
 
 @dataclass(frozen=True)
 class LocatedRows:
     """Distinct rows requested at a station, dim-group by dim-group. The host has not read any number of them.
 
-    A *section* holds rows of one kind: of each dim-group its plain home rows, then its held listed rows; then of each
-    dim-group and peer the rows requested from the peer.
+    A *section* holds rows of one kind: of each dim-group its plain home rows, its NODE and its DEVICE rows that are
+    listed here; then of each dim-group and peer the rows requested from the peer.
 
     Attributes:
         keys: int64 [m].
         expand: int64 [requests] -> row; None if every row was requested once, in this order.
         accesses: int64 [m] accesses to each row.
+        section: int64 [m].
         slots, entries: int64 [m]; undefined slot and -1 for a row that is not held, -1 for a plain home row.
         order: int64 [m] rows, section by section.
         sections: int64 [sections] numbers of rows.
-        home: bool [m].
-        groups: int64 [m] dim-groups; None if there is one.
     """
 
     keys: torch.Tensor
     expand: torch.Tensor | None
     accesses: torch.Tensor
+    section: torch.Tensor
     slots: torch.Tensor
     entries: torch.Tensor
     order: torch.Tensor
     sections: torch.Tensor
-    home: torch.Tensor
-    groups: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class SectionSizes:
+    """Numbers of rows of each section of a station.
+
+    Attributes:
+        held: ``[group]`` of plain home rows, of NODE and of DEVICE rows.
+        away: ``[group][peer]``.
+    """
+
+    held: list[list[int]]
+    away: list[list[int]]
+
+    @property
+    def plain(self) -> list[int]:
+        return [of_group[0] for of_group in self.held]
 
 
 class StationLookup:
@@ -62,17 +79,17 @@ class StationLookup:
         device = stores[0].rows.device
         self._dedup = Dedup(first, end - first, device)
         self._world_size, self._rank = stores[0].world_size, stores[0].rank
-        self._first_keys = torch.tensor([store.group.first_key for store in stores], device=device)
-        turns = [(store.first_home_key - self._rank) // self._world_size for store in stores]
-        self._first_turns = torch.tensor(turns, device=device)
-        self._first_turn = turns[0]
-        self._group_numbers = torch.arange(self.groups, device=device)
+        self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
+        self._first_turns = [(store.first_home_key - self._rank) // self._world_size for store in stores]
+        self._cells: dict[Hop | None, torch.Tensor] = {}
         self._listed: ListedRows | None = None
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the table that finds distinct keys, and of the joined directories."""
-        return self._dedup.nbytes + (0 if self._listed is None else self._listed.nbytes)
+        """Bytes of the table that finds distinct keys, of those of homes, and of the joined directories."""
+        listed = 0 if self._listed is None else self._listed.nbytes
+        cells = sum(table.nbytes for table in self._cells.values())
+        return self._dedup.nbytes + self._inner_keys.nbytes + cells + listed
 
     @property
     def listed(self) -> ListedRows:
@@ -109,72 +126,92 @@ class StationLookup:
         else:
             accesses = devices.sum_by_place(expand, weights, len(keys))
         turns = torch.div(keys, self._world_size, rounding_mode="floor")
-        homes = keys - turns * self._world_size
-        groups = None if self.groups == 1 else self._group_of(keys)
-        firsts = self._first_turn if groups is None else self._first_turns.index_select(0, groups)
-        slots, home = turns - firsts, homes == self._rank
+        cells = torch.sub(keys, turns, alpha=self._world_size)
+        if self.groups > 1:
+            cells = torch.add(cells, self._group_of(keys), alpha=self._world_size)
+        section, shifts, of_listed = self._of_cells(hop).index_select(1, cells)
+        slots = turns + shifts
         listed = self.listed
-        entries = listed.find(turns, homes, groups)
-        peers = 1 if hop is None else hop.peers.size
-        number: torch.Tensor | int = 0 if groups is None else groups
-        away = 2 * self.groups + number * peers
-        if hop is not None:
-            away = away + hop.destination(homes)
-        elif groups is None:
-            away = torch.full_like(keys, 2)
-        assert isinstance(away, torch.Tensor)  # noqa: S101
-        section = torch.where(home, number * 2, away)
         if len(listed):
-            found = entries >= 0
-            section = torch.where(found, number * 2 + 1, section)
-            slots = torch.where(found, listed.slots_at(entries.clamp(min=0)), slots)
-        order, sections = devices.ordered(section, (2 + peers) * self.groups)
+            found, at = listed.find(turns, cells)
+            places = listed.places_at(at)
+            section = torch.where(found, of_listed + (places < 0), section)
+            slots = torch.where(found, torch.maximum(places, places.bitwise_not()), slots)
+            entries = torch.where(found, at, -1)
+        else:
+            entries = torch.full_like(keys, -1)
+        order, sections = devices.ordered(section, (_HELD + (1 if hop is None else hop.peers.size)) * self.groups)
         accesses = accesses.clamp(max=_MAX_COUNT)
-        return LocatedRows(keys, expand, accesses, slots, entries, order, sections, home, groups)
+        return LocatedRows(keys, expand, accesses, section, slots, entries, order, sections)
 
-    def accesses_by_tier(self, located: LocatedRows) -> torch.Tensor:
-        """Count int64 [3] accesses to rows held at a station, by tier."""
-        plain = located.accesses * located.home
-        if len(self.listed) == 0:
-            return torch.nn.functional.pad(plain.sum().view(1), (0, 2))
-        device = self.listed.on_device_tier(located.entries.clamp(min=0)) * 1
-        held = torch.where(located.entries >= 0, located.accesses, plain)
-        tier = torch.where(located.entries >= 0, device + 1, 0)
-        return held.new_zeros(3).scatter_add_(0, tier, held)
+    def _of_cells(self, hop: Hop | None) -> torch.Tensor:
+        """Return int64 [3, dim-groups x world size], of the rows of each dim-group and home: the section of those that
+        are not listed, what is added to their turn for the slot, and the section of those at NODE that are listed."""
+        known = self._cells.get(hop)
+        if known is None:
+            homes = torch.arange(self._world_size)
+            peers = 1 if hop is None else hop.peers.size
+            reached = torch.zeros_like(homes) if hop is None else hop.destination(homes)
+            rows = []
+            for g, turn in enumerate(self._first_turns):
+                away = _HELD * self.groups + g * peers + reached
+                section = torch.where(homes == self._rank, _HELD * g, away)
+                rows.append(
+                    torch.stack([section, torch.full_like(homes, -turn), torch.full_like(homes, _HELD * g + 1)])
+                )
+            known = torch.cat(rows, dim=1).to(self._inner_keys.device)
+            self._cells[hop] = known
+        return known
 
-    def split_sections(self, sizes: Sequence[int], peers: int) -> tuple[list[int], list[int], list[list[int]]]:
-        """Split the numbers of a station's sections: plain and listed by group, requested by group and peer."""
-        plain, listed = list(sizes[0 : 2 * self.groups : 2]), list(sizes[1 : 2 * self.groups : 2])
-        away = sizes[2 * self.groups :]
-        return plain, listed, [list(away[g * peers : (g + 1) * peers]) for g in range(self.groups)]
+    def away_sizes(self, located: LocatedRows, hop: Hop) -> torch.Tensor:
+        """Return int64 [peers, groups] numbers of the rows requested from each peer."""
+        return located.sections[_HELD * self.groups :].view(self.groups, hop.peers.size).t()
+
+    def accesses_by_section(self, located: LocatedRows) -> torch.Tensor:
+        """Count int64 [groups x 3] accesses to rows held at a station: to plain home rows, NODE and DEVICE rows."""
+        counts = devices.sum_by_place(located.section, located.accesses, len(located.sections))
+        return counts[: _HELD * self.groups]
+
+    def split_sections(self, sizes: Sequence[int], peers: int) -> SectionSizes:
+        """Split the numbers of a station's sections."""
+        held = _HELD * self.groups
+        return SectionSizes(
+            [list(sizes[first : first + _HELD]) for first in range(0, held, _HELD)],
+            [list(sizes[first : first + peers]) for first in range(held, held + self.groups * peers, peers)],
+        )
 
     def stations(
         self, located: LocatedRows, sizes: Sequence[int], peers: int, requests: Sequence[int]
     ) -> tuple[StationRows, ...]:
-        """Return the rows by dim-group, with places counted in each.
+        """Return the rows by dim-group, numbered in each.
 
         Args:
             sizes: numbers of the sections.
             requests: number of requests of each dim-group, which were located.
         """
-        plain, listed, away = self.split_sections(sizes, peers)
-        held = [a + b for a, b in zip(plain, listed, strict=True)]
-        rows = [a + sum(b) for a, b in zip(held, away, strict=True)]
-        order, expand = located.order, located.expand
-        of_held = order[: sum(held)]
-        if located.groups is not None:
-            starts = torch.tensor([0, *accumulate(rows)][:-1], device=order.device)
-            local = self._local(located, starts)
-            order = local.index_select(0, order)
-            expand = None if expand is None else local.index_select(0, expand)
-        by_section = torch.split(order, [*held, *map(sum, away)])
+        split = self.split_sections(sizes, peers)
+        held, plain = list(map(sum, split.held)), split.plain
+        rows = [a + sum(b) for a, b in zip(held, split.away, strict=True)]
+        of_held = located.order[: sum(held)]
         slots = torch.split(located.slots.index_select(0, of_held), held)
         entries = torch.split(located.entries.index_select(0, of_held), held)
-        expands = [None] * self.groups if expand is None else torch.split(expand, list(requests))
+        expands: Sequence[torch.Tensor | None] = [None] * self.groups
+        numbered = _numbered(located, split)
+        if numbered is not None:
+            expands = torch.split(numbered, list(requests))
         return tuple(
-            StationRows(rows[g], expands[g], by_section[g], slots[g], entries[g], by_section[self.groups + g], plain[g])
-            for g in range(self.groups)
+            StationRows(rows[g], expands[g], held[g], slots[g], entries[g], plain[g]) for g in range(self.groups)
         )
+
+    def numbered_keys(self, located: LocatedRows, stations: Sequence[StationRows]) -> tuple[torch.Tensor, ...]:
+        """Return the keys of each dim-group's rows in the order of their numbers."""
+        rows, held = [of_group.rows for of_group in stations], [of_group.held for of_group in stations]
+        order = located.order
+        if self.groups > 1:
+            away = [a - b for a, b in zip(rows, held, strict=True)]
+            pieces = torch.split(order, [*held, *away])
+            order = torch.cat([piece for g in range(self.groups) for piece in pieces[g :: self.groups]])
+        return torch.split(located.keys.index_select(0, order), rows)
 
     def requests(self, located: LocatedRows, away: list[list[int]]) -> torch.Tensor:
         """Return int64 [rows requested from the next station]: keys with their accesses, peer by peer."""
@@ -184,13 +221,26 @@ class StationLookup:
         return regrouped(by_group, away)
 
     def _group_of(self, keys: torch.Tensor) -> torch.Tensor:
-        return torch.searchsorted(self._first_keys, keys, right=True) - 1
+        return torch.searchsorted(self._inner_keys, keys, right=True)
 
-    @staticmethod
-    def _local(located: LocatedRows, starts: torch.Tensor) -> torch.Tensor:
-        """int64 [m] place of each row in its dim-group. Rows are ordered by dim-group."""
-        assert located.groups is not None  # noqa: S101
-        return torch.arange(len(located.keys), device=starts.device) - starts.index_select(0, located.groups)
+
+def _numbered(located: LocatedRows, sizes: SectionSizes) -> torch.Tensor | None:
+    """Return int64 [requests]: the number of each requested row in its dim-group; None if every row was requested once,
+    in the order of the numbers."""
+    sections = [[*a, *b] for a, b in zip(sizes.held, sizes.away, strict=True)]
+    in_order = all(sum(number > 0 for number in of_group) <= 1 for of_group in sections)
+    if in_order and (located.expand is None or len(sections) == 1):
+        return located.expand
+    device, total = located.order.device, len(located.order)
+    number = torch.arange(total, device=device)
+    if len(sections) > 1:
+        held, away = list(map(sum, sizes.held)), list(map(sum, sizes.away))
+        ahead = [0, *accumulate([*held, *away])]
+        shifts = [first - start for first, start in zip([*([0] * len(held)), *held], ahead, strict=False)]
+        both = torch.tensor([shifts, [*held, *away]], device=device)
+        number = number + both[0].repeat_interleave(both[1], output_size=total)
+    numbers = torch.empty_like(number).scatter_(0, located.order, number)
+    return numbers if located.expand is None else numbers.index_select(0, located.expand)
 
 
 def regrouped(flat: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:

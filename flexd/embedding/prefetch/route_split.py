@@ -54,12 +54,12 @@ def exchange_marks(hops: Sequence[Hop], routes: Sequence[Route], flags: Sequence
     for station in reversed(range(stations)):
         for route, of_route, of_held in zip(routes, marks, flags, strict=True):
             for rows, flag in zip(route.stations[station], of_held[station], strict=True):
-                of_route[station].append(flag.new_zeros(rows.rows).index_copy_(0, rows.held, flag))
+                of_route[station].append(torch.nn.functional.pad(flag, (0, rows.rows - rows.held)))
         if station < len(hops):
             received = _marks_of_served(hops[station].peers, routes, marks, station)
             for route, of_route, of_groups in zip(routes, marks, received, strict=True):
                 for rows, mark, bits in zip(route.stations[station], of_route[station], of_groups, strict=True):
-                    mark.index_copy_(0, rows.forwarded, bits)
+                    mark[rows.held :] = bits
     return marks
 
 
@@ -67,9 +67,7 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
     """Split a route by the marks of its rows, as ``exchange_marks`` returned them on every rank. Local."""
     groups = range(len(route.stations[0]))
     stations = range(len(route.stations))
-    requested_marks = [
-        [marks[s][g].index_select(0, route.stations[s][g].forwarded) for g in groups] for s in stations[:-1]
-    ]
+    requested_marks = [[marks[s][g][route.stations[s][g].held :] for g in groups] for s in stations[:-1]]
     served_marks = [[_of_requests(route.stations[s + 1][g], marks[s + 1][g]) for g in groups] for s in stations[:-1]]
     rows = [[mark.sum() for mark in marks[s]] for s in stations]
     # One transfer to the host for all sizes.
@@ -151,22 +149,14 @@ def _part_of_station(
         rows, plain, forwarded: numbers of the chosen rows.
         requests: number of the requests for them; None: the station expands nothing.
     """
-    place = chosen.cumsum(0) - 1
-    held = _places(chosen.index_select(0, whole.held), rows - forwarded)
-    away = _places(chosen.index_select(0, whole.forwarded), forwarded)
     expand = None
     if requests is not None and whole.expand is not None:
+        place = chosen.cumsum(0) - 1
         kept = _places(chosen.index_select(0, whole.expand), requests)
         expand = place.index_select(0, whole.expand.index_select(0, kept))
-    return StationRows(
-        rows,
-        expand,
-        place.index_select(0, whole.held.index_select(0, held)),
-        whole.slots.index_select(0, held),
-        whole.entries.index_select(0, held),
-        place.index_select(0, whole.forwarded.index_select(0, away)),
-        plain,
-    )
+    held = _places(chosen[: whole.held], rows - forwarded)
+    slots, entries = whole.slots.index_select(0, held), whole.entries.index_select(0, held)
+    return StationRows(rows, expand, rows - forwarded, slots, entries, plain)
 
 
 def _places(chosen: torch.Tensor, number: int) -> torch.Tensor:
@@ -178,7 +168,7 @@ def _places(chosen: torch.Tensor, number: int) -> torch.Tensor:
 
 def _marked_plain(rows: StationRows, marks: torch.Tensor) -> torch.Tensor:
     """Return int64 [] number of plain home rows with a mark."""
-    return marks.index_select(0, rows.held[: rows.plain]).sum()
+    return marks[: rows.plain].sum()
 
 
 def _keys(route: Route, station: int, group: int, chosen: torch.Tensor, requests: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from flexd.embedding import devices
@@ -38,7 +39,7 @@ class ReplicaSums:
         all_reduced: Sequence[bool],
     ) -> None:
         self._touched = touched
-        self._wire = list(wire)
+        self._wire, self._wide = list(wire), list(wide)
         self._groups = len(dims)
         self._reducible = [a == b for a, b in zip(wire, wide, strict=True)]
         self._all_reduced = list(all_reduced)
@@ -52,14 +53,24 @@ class ReplicaSums:
         host = devices.in_host_memory(self._rows)
         sizes, counts = (self._sizes_on_host if host else self._sizes_on_device)(sections, lists)
         self._starts = [0, *accumulate(a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True))]
-        self._places_by_tier = torch.split(order, sizes)
+        self._numbers = self._numbered(order)
+        self._node_rows = sizes[::2]
         self._slots_by_tier = torch.split(listed.slots_at(self._rows.index_select(0, order)), sizes)
-        self.sums = [
-            torch.zeros((end - start, dim), dtype=dtype, device=order.device)
-            for (start, end), dim, dtype in zip(pairwise(self._starts), dims, wide, strict=True)
-        ]
+        shapes = [(end - start, dim) for (start, end), dim in zip(pairwise(self._starts), dims, strict=True)]
+        self.sums = devices.zeros(shapes, wide, order.device)
         self._parts = (self._parts_on_host if host else self._parts_on_device)(lists, counts)
         """Per hop the five lists; of each, per dim-group the rows of ``sums`` and how many of each peer."""
+        self._held: list[list[torch.Tensor]] = []
+        """``[station][group]``: the rows of ``sums`` of the replicated rows held at the station."""
+
+    def _numbered(self, order: torch.Tensor) -> torch.Tensor:
+        """Return int64 [touched rows]: the row of each in the ``sums`` of its dim-group, NODE rows first."""
+        number = torch.arange(order.shape[0], device=order.device)
+        if self._groups > 1:
+            sizes = [end - start for start, end in pairwise(self._starts)]
+            both = torch.tensor([self._starts[:-1], sizes], device=order.device)
+            number = number - both[0].repeat_interleave(both[1], output_size=order.shape[0])
+        return torch.empty_like(number).scatter_(0, order, number)
 
     @staticmethod
     def _sizes_on_host(sections: torch.Tensor, lists: _Lists) -> tuple[list[int], list[int]]:
@@ -71,16 +82,22 @@ class ReplicaSums:
         """Read the sizes of the sections, and of all parts of all lists, in one transfer."""
         bounds, first = [], 0
         for rows, bits in lists:
-            bounds += [(first + start, first + stop) for start, stop in rows.bounds] if len(bits) else []
-            first += len(bits)
+            if bits.shape[0]:
+                bounds.append(rows.bounds + first)
+                first += bits.shape[0]
         if not bounds:
             return sections.tolist(), [number for rows, _ in lists for number in _none(rows)]
         ones = torch.nn.functional.pad(torch.cat([bits for _, bits in lists]).cumsum(0), (1, 0))
-        at = torch.tensor(bounds, device=ones.device)
-        found = ones[at.view(-1)].view(-1, 2)
-        numbers = iter(torch.cat([sections, found[:, 1] - found[:, 0]]).tolist())
-        sizes = [next(numbers) for _ in range(len(sections))]
-        return sizes, [next(numbers) if len(bits) else 0 for rows, bits in lists for _ in _none(rows)]
+        at = torch.from_numpy(np.concatenate(bounds)).to(ones.device)
+        found = ones.index_select(0, at.view(-1)).view(-1, 2)
+        numbers = torch.cat([sections, found[:, 1] - found[:, 0]]).tolist()
+        counts: list[int] = []
+        used = len(sections)
+        for rows, bits in lists:
+            none = _none(rows)
+            counts += numbers[used : used + len(none)] if bits.shape[0] else none
+            used += len(none) if bits.shape[0] else 0
+        return numbers[: len(sections)], counts
 
     def _parts_on_host(self, lists: _Lists, counts: Sequence[int]) -> list[_Part]:
         parts: list[_Part] = []
@@ -92,10 +109,7 @@ class ReplicaSums:
                 continue
             pieces = torch.split(self._places(rows.entries_of(bits, of_list)), list(of_list))
             parts.append(
-                [
-                    (torch.cat(pieces[g :: self._groups]) - self._starts[g], list(of_list[g :: self._groups]))
-                    for g in range(self._groups)
-                ]
+                [(torch.cat(pieces[g :: self._groups]), list(of_list[g :: self._groups])) for g in range(self._groups)]
             )
         return parts
 
@@ -119,16 +133,18 @@ class ReplicaSums:
                 peers.append(list(counts[first + g : first + width : self._groups]))
                 sizes.append(sum(peers[-1]))
             first += width
-        starts = self._starts[:-1] * len(lists)
-        both = torch.tensor([starts, sizes], device=at.device)
-        moved = torch.cat(by_group) - both[0].repeat_interleave(both[1], output_size=total)
-        parts = list(zip(torch.split(moved, sizes), peers, strict=True))
+        parts = list(zip(torch.split(torch.cat(by_group), sizes), peers, strict=True))
         return [parts[i : i + self._groups] for i in range(0, len(parts), self._groups)]
 
-    def add(self, group: int, rows: StationRows, grads: torch.Tensor) -> None:
-        entries = rows.entries[rows.plain :]
-        if len(entries):
-            self.sums[group].index_add_(0, self._places(entries) - self._starts[group], grads[rows.plain :])
+    def start(self, stations: Sequence[Sequence[StationRows]]) -> None:
+        entries = [rows.entries[rows.plain :] for of_station in stations for rows in of_station]
+        places = torch.split(self._places(torch.cat(entries)), [part.shape[0] for part in entries])
+        self._held = [list(places[first : first + self._groups]) for first in range(0, len(places), self._groups)]
+
+    def add(self, station: int, group: int, rows: StationRows, grads: torch.Tensor) -> None:
+        places = self._held[station][group]
+        if places.shape[0]:
+            self.sums[group].index_add_(0, places, grads[rows.plain :])
 
     def up(self, hop: int) -> list[Column]:
         columns = self._columns(hop, _UP_SENT, _UP_RECEIVED)
@@ -138,12 +154,13 @@ class ReplicaSums:
         if not arrived:
             return
         received = self._parts[_LISTS * hop + _UP_RECEIVED]
-        for sums, rows, (places, _) in zip(self.sums, arrived, received, strict=True):
+        several = [sum(count > 0 for count in rows.counts) > 1 for rows in arrived]
+        shapes = [(len(s) if many else 0, s.shape[1]) for s, many in zip(self.sums, several, strict=True)]
+        totals = devices.zeros(shapes, self._wide, self._rows.device)
+        for sums, rows, total, many, (places, _) in zip(self.sums, arrived, totals, several, received, strict=True):
             # Received gradients are added up before they join those of this rank: as ``Router`` adds them.
-            several = sum(len(part) > 0 for part in rows.by_peer) > 1
-            total = torch.zeros_like(sums) if several else sums
-            rows.add_to(total, places)
-            if several:
+            rows.add_to(total if many else sums, places)
+            if many:
                 sums += total
 
     def spread(self, hops: Sequence[Hop]) -> None:
@@ -163,11 +180,9 @@ class ReplicaSums:
 
     def by_tier(self, group: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (int64 [n] slots, [n, dim] sums) of the touched rows of a dim-group: at NODE, at DEVICE."""
-        of_tiers = zip(self._places_by_tier, self._slots_by_tier, strict=True)
-        return [
-            (slots, self.sums[group].index_select(0, places - self._starts[group]))
-            for places, slots in list(of_tiers)[2 * group : 2 * group + 2]
-        ]
+        at_node = self._node_rows[group]
+        of_tiers = self.sums[group][:at_node], self.sums[group][at_node:]
+        return list(zip(self._slots_by_tier[2 * group : 2 * group + 2], of_tiers, strict=True))
 
     def _lists(self, hop: int, *, reduces: bool) -> list[tuple[SyncList, torch.Tensor]]:
         """Return the five lists of a hop, each with uint8 touched bits. Rows that are all-reduced are left out of the
@@ -189,8 +204,8 @@ class ReplicaSums:
         return [*parts, (reduced, reduced.gather(touched.entries))]
 
     def _places(self, entries: torch.Tensor) -> torch.Tensor:
-        """int64 [n] touched entries -> int64 [n] places among all touched entries."""
-        return torch.searchsorted(self._rows, entries)
+        """int64 [n] touched entries -> int64 [n] rows of the ``sums`` of their dim-groups."""
+        return self._numbers.index_select(0, torch.searchsorted(self._rows, entries))
 
     def _all_reduce(self, hop: Hop, rows: Sequence[torch.Tensor]) -> None:
         """All-reduce int64 ``rows[group]`` of ``sums``: one collective for all dim-groups of a dtype."""
@@ -226,4 +241,4 @@ _Part = list[tuple[torch.Tensor, list[int]]]
 
 def _none(rows: SyncList) -> list[int]:
     """Return zero for each peer and dim-group."""
-    return [0 for of_peer in rows.spans for _ in of_peer]
+    return [0] * (len(rows.spans) * len(rows.spans[0]))

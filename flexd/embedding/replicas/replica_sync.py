@@ -179,6 +179,11 @@ class ReplicaSync:
         else:
             numbers_distinct = [len(distinct)]
         of_places = [None] * len(groups) if places is None else torch.split(places, numbers)
+        shapes = [
+            (0 if places is None else number, store.rows.shape[1])
+            for number, store in zip(numbers_distinct, self._stores, strict=True)
+        ]
+        totals = devices.zeros(shapes, self._router.wide, slots.device)
         summed = []
         for g, own_slots in enumerate(torch.split(distinct, numbers_distinct)):
             grads = [grad[:size] for (_, grad), size in zip(held[g], sizes[g], strict=True)]
@@ -186,7 +191,7 @@ class ReplicaSync:
             if at is None:
                 total = torch.cat(grads) if len(grads) > 1 else grads[0]
             else:
-                total = grads[0].new_zeros((len(own_slots), grads[0].shape[1]))
+                total = totals[g]
                 if not devices.in_host_memory(total):
                     total.index_add_(0, at, torch.cat(grads))
                 else:

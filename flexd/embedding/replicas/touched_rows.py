@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate, cycle
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flexd.core.layout import RankLayout
@@ -101,7 +102,8 @@ class SyncList:
     def scatter(self, bits: torch.Tensor, entries: torch.Tensor) -> None:
         """Set the ``entries`` whose bit is set for any peer; the inverse of ``gather``."""
         if not devices.in_host_memory(entries):
-            mark(entries, torch.where(bits > 0, self.index, self.nowhere))
+            # The bits of padding are 0, so the entry that does not exist stays 0.
+            entries.scatter_reduce_(0, self.index.to(torch.int64), bits, "amax")
             return
         into = entries if self.chosen is None else entries.new_zeros(len(self.chosen))
         for (first, end), (start, stop) in self._parts:
@@ -115,10 +117,10 @@ class SyncList:
         ones = bits.numpy()  # a hundredth of the time of torch's sum
         return [int(np.count_nonzero(ones[start:stop])) for _, (start, stop) in self._parts]
 
-    @property
-    def bounds(self) -> list[Span]:
-        """First and end bit of each peer and dim-group."""
-        return [span for _, span in self._parts]
+    @cached_property
+    def bounds(self) -> npt.NDArray[np.int64]:
+        """int64 [peers x dim-groups, 2], first and end bit of each peer and dim-group."""
+        return np.array([span for _, span in self._parts], dtype=np.int64).reshape(-1, 2)
 
     def of_groups(self, groups: Sequence[bool], bits: torch.Tensor) -> tuple[SyncList, torch.Tensor]:
         """Return the list of some dim-groups, without padding, and their part of its ``bits`` uint8 [n]."""
@@ -159,6 +161,11 @@ class SyncLists:
     @property
     def rows(self) -> int:
         return self.first_entries[-1]
+
+    @cached_property
+    def weights(self) -> torch.Tensor:
+        """uint8 [8], 2 to the power of the place."""
+        return 2 ** torch.arange(8, dtype=torch.uint8, device=self.upstream[0].device)
 
     @property
     def nbytes(self) -> int:
@@ -222,17 +229,16 @@ class TouchedRows:
         self.down_sent: list[torch.Tensor | None] = [None] * len(lists.upstream)
 
     def add(self, entries: torch.Tensor) -> None:
-        nowhere = self.lists.rows
-        mark(self.entries, torch.where(entries < 0, nowhere, entries))
+        mark(self.entries, entries.remainder(self.lists.rows + 1))  # -1 becomes the entry that does not exist
 
     def up(self, hop: int) -> PeerWords:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = upstream.gather(self.entries)
         self.up_sent.append(bits)
-        return PeerWords(_packed(bits), upstream.words, downstream.words)
+        return PeerWords(_packed(bits, self.lists.weights), upstream.words, downstream.words)
 
     def recv_up(self, hop: int, words: torch.Tensor) -> None:
-        bits = _unpacked(words)
+        bits = _unpacked(words, self.lists.weights)
         self.up_received.append(bits)
         self.lists.downstream[hop].scatter(bits, self.entries)
 
@@ -240,10 +246,10 @@ class TouchedRows:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = downstream.gather(self.entries)
         self.down_sent[hop] = bits
-        return PeerWords(_packed(bits), downstream.words, upstream.words)
+        return PeerWords(_packed(bits, self.lists.weights), downstream.words, upstream.words)
 
     def recv_down(self, hop: int, words: torch.Tensor) -> None:
-        bits = _unpacked(words)
+        bits = _unpacked(words, self.lists.weights)
         self.down_received[hop] = bits
         self.lists.upstream[hop].scatter(bits, self.entries)
 
@@ -349,19 +355,15 @@ def _union(bits: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(bits)).amax(dim=0)
 
 
-def _weights(device: torch.device) -> torch.Tensor:
-    return 2 ** torch.arange(8, dtype=torch.uint8, device=device)
-
-
-def _packed(bits: torch.Tensor) -> torch.Tensor:
-    """uint8 [64 n] zeros and ones -> int64 [n]."""
+def _packed(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """uint8 [64 n] zeros and ones -> int64 [n]. ``weights``: uint8 [8], of the bits of a byte."""
     if devices.in_host_memory(bits):  # a twentieth of the time
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64))
-    return (bits.view(-1, 8) * _weights(bits.device)).sum(dim=1, dtype=torch.uint8).view(torch.int64)
+    return (bits.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8).view(torch.int64)
 
 
-def _unpacked(words: torch.Tensor) -> torch.Tensor:
-    """int64 [n] -> uint8 [64 n] zeros and ones."""
+def _unpacked(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """int64 [n] -> uint8 [64 n] zeros and ones; the inverse of ``_packed``."""
     if devices.in_host_memory(words):
         return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), bitorder="little"))
-    return (words.view(torch.uint8).unsqueeze(1) & _weights(words.device)).ne(0).view(-1).to(torch.uint8)
+    return (words.view(torch.uint8).unsqueeze(1) & weights).ne(0).view(torch.uint8).view(-1)

@@ -41,31 +41,25 @@ class ListedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the directories: nothing for one dim-group, else 12 a listed row once it was searched."""
-        if len(self.directories) == 1 or "_codes" not in vars(self):
-            return 0
-        return self._codes.nbytes + self._places.nbytes
+        """Bytes beside the directories once they were searched: 8 for each dim-group and rank, and with several
+        dim-groups 12 a listed row."""
+        made = ("_first_codes",) if len(self.directories) == 1 else ("_first_codes", "_codes", "_places")
+        return sum(vars(self)[name].nbytes for name in made if name in vars(self))
 
-    def find(self, turns: torch.Tensor, homes: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
-        """Find rows: int64 [n] entries, -1 for a row that is not listed.
+    def find(self, turns: torch.Tensor, cells: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find rows: (bool [n] is listed, int64 [n] entry; some entry where it is not). There are listed rows.
 
         Args:
-            turns, homes: int64 [n], key // world size and key % world size.
-            groups: int64 [n] dim-group of each row; None if there is one.
+            turns: int64 [n], key // world size.
+            cells: int64 [n], dim-group * world size + home rank.
         """
-        if len(self) == 0:
-            return torch.full_like(turns, -1)
-        layout = self._layout
-        nodes = torch.div(homes, layout.local_ranks, rounding_mode="floor")
-        places = (homes - nodes * layout.local_ranks) * layout.nodes + nodes
-        if groups is None:
-            codes = places * self._homed_rows[0] + (turns - self._first_turns[0])
-        else:
-            homed_rows, shifts = self._by_group
-            codes = places * homed_rows.index_select(0, groups) + (turns + shifts.index_select(0, groups))
-        codes = codes.to(self._codes.dtype)
+        codes = (self._first_codes.index_select(0, cells) + turns).to(self._codes.dtype)
         at = torch.searchsorted(self._codes, codes).clamp_(max=len(self) - 1)
-        return torch.where(self._codes.index_select(0, at) == codes, at, -1)
+        return self._codes.index_select(0, at) == codes, at
+
+    def places_at(self, entries: torch.Tensor) -> torch.Tensor:
+        """int64 [m] entries -> int [m] slots of NODE rows, -1 - slots of DEVICE rows."""
+        return self._places.index_select(0, entries)
 
     def slots_at(self, entries: torch.Tensor) -> torch.Tensor:
         """int64 [m] entries -> int64 [m] slots in the store of their dim-group."""
@@ -88,7 +82,12 @@ class ListedRows:
         return places[0] if len(places) == 1 else torch.cat(places)
 
     @cached_property
-    def _by_group(self) -> torch.Tensor:
-        """int64 [2, groups]: ``homed_rows``, and what is added to a turn."""
-        shifts = [(g << _GROUP_SHIFT) - turn for g, turn in enumerate(self._first_turns)]
-        return torch.tensor([self._homed_rows, shifts], dtype=torch.int64, device=self._device)
+    def _first_codes(self) -> torch.Tensor:
+        """int64 [groups x world size]: what is added to the turn of a row of a dim-group and home."""
+        homes = torch.arange(self._layout.world_size)
+        places = homes % self._layout.local_ranks * self._layout.nodes + homes // self._layout.local_ranks
+        of_groups = [
+            places * homed_rows + ((g << _GROUP_SHIFT) - turn)
+            for g, (homed_rows, turn) in enumerate(zip(self._homed_rows, self._first_turns, strict=True))
+        ]
+        return torch.cat(of_groups).to(self._device)

@@ -11,13 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding import devices
-from flexd.embedding.exchange.column import Column, ReceivedRows, pack, unpack
+from flexd.embedding.exchange.column import Column, PackedRows, ReceivedRows, pack, unpack
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def bytes_of(columns: list[Column], peer: int, me: int) -> int:
     return 0 if peer == me else sum(column.sent[peer] * column.row_bytes for column in columns)
+
+
+def received_of(parts: list[torch.Tensor], me: int, host: bool) -> ReceivedRows:
+    if host:
+        return ReceivedRows(parts, me)
+    pieces = [part if peer == me else part.view(-1).view(torch.uint8) for peer, part in enumerate(parts)]
+    return PackedRows(pieces, me, [len(part) for part in parts], torch.float32)
 
 
 @settings(max_examples=60, deadline=None)
@@ -54,11 +61,18 @@ def test_each_peer_receives_the_rows_that_were_sent_to_it(
         with mock.patch.object(devices, "in_host_memory", return_value=receiver_host):
             received = unpack(columns, own, arrived, rank)
         for c, rows in enumerate(received):
+            whole = []
             for peer in range(peers):
                 first = int(counts[c][peer][:rank].sum())
                 expected = sources[peer][c][indices[peer][c][first : first + int(counts[c][peer][rank])]]
-                assert rows.by_peer[peer].dtype == (torch.float64 if peer == rank else wires[c])
-                assert torch.equal(rows.by_peer[peer].double(), expected)
+                whole.append(expected)
+                if receiver_host:
+                    assert rows.by_peer[peer].dtype == (torch.float64 if peer == rank else wires[c])
+            joined, written = torch.cat(whole), torch.empty(sum(rows.counts), widths[c], dtype=wires[c])
+            rows.write_to(written)
+            assert rows.counts == [len(part) for part in whole]
+            assert torch.equal(rows.whole(torch.float64), joined)
+            assert torch.equal(written.double(), joined)
 
 
 @pytest.mark.parametrize("host", [True, False])
@@ -67,7 +81,7 @@ def test_received_rows_are_added_in_the_order_of_the_peers_and_the_own_ones_last
     parts = [torch.tensor([[2.0**24]]), torch.tensor([[1.0]]), torch.tensor([[1.0]]), torch.tensor([[-(2.0**24)]])]
     total = torch.zeros(2, 1)
     with mock.patch.object(devices, "in_host_memory", return_value=host):
-        ReceivedRows(parts, 1).add_to(total, torch.tensor([1, 1, 1, 1]))
+        received_of(parts, 1, host).add_to(total, torch.tensor([1, 1, 1, 1]))
     assert total.flatten().tolist() == [0.0, 1.0]
 
 
@@ -76,5 +90,5 @@ def test_received_rows_are_copied_to_their_places(host: bool) -> None:
     parts = [torch.tensor([[1.0], [2.0]]), torch.empty(0, 1), torch.tensor([[3.0]], dtype=torch.float64)]
     rows = torch.zeros(4, 1)
     with mock.patch.object(devices, "in_host_memory", return_value=host):
-        ReceivedRows(parts, 2).copy_to(rows, torch.tensor([3, 0, 1]))
+        received_of(parts, 2, host).copy_to(rows, torch.tensor([3, 0, 1]))
     assert rows.flatten().tolist() == [2.0, 3.0, 0.0, 1.0]

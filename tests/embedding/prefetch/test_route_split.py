@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,21 +81,17 @@ def test_the_halves_of_a_route_carry_its_rows(expanded: bool, seed: int, rows: i
     generator = torch.Generator().manual_seed(seed)
 
     def station(rows: int, forwards: bool) -> StationRows:
-        held = torch.rand(rows, generator=generator) < (0.5 if forwards else 2.0)
-        forwarded = (~held).nonzero().view(-1)
-        forwarded = forwarded[torch.randperm(len(forwarded), generator=generator)]
-        local = held.nonzero().view(-1)
+        held = int(torch.randint(rows + 1, (1,), generator=generator)) if forwards else rows
+        local = torch.arange(held)
         expand = None
         if expanded:
             expand = torch.cat([torch.randperm(rows, generator=generator)] * 2)
-        return StationRows(rows, expand, local, local + 100, torch.full_like(local, -1), forwarded, len(local))
+        return StationRows(rows, expand, held, local + 100, torch.full_like(local, -1), held)
 
     first = station(rows, True)
-    second = station(len(first.forwarded) // (2 if expanded else 1), False)
+    second = station((first.rows - first.held) // (2 if expanded else 1), False)
     requests = second.rows if second.expand is None else len(second.expand)
-    first = StationRows(
-        first.rows, first.expand, first.held, first.slots, first.entries, first.forwarded[:requests], first.plain
-    )
+    first = replace(first, rows=first.held + requests)
     counts = (((requests,),),)
     keys = [torch.arange(first.rows) + 500, torch.arange(requests) + 700]
     route = Route(
@@ -107,7 +104,7 @@ def test_the_halves_of_a_route_carry_its_rows(expanded: bool, seed: int, rows: i
     of_second = torch.rand(second.rows, generator=generator) < 0.5
     marks = torch.rand(first.rows, generator=generator) < 0.5
     answered = of_second if second.expand is None else of_second[second.expand]
-    marks[first.forwarded] = answered
+    marks[first.held :] = answered
     halves = split_route(route, [[marks], [of_second]])
     values = torch.randn(second.rows, generator=generator)
     whole = values if second.expand is None else values[second.expand]
@@ -122,12 +119,12 @@ def test_the_halves_of_a_route_carry_its_rows(expanded: bool, seed: int, rows: i
         assert torch.equal(half.keys[0][0], keys[0][chosen])
         assert torch.equal(half.keys[1][0], keys[1][answered if half is halves.marked else ~answered])
         total[places] += 1
-        assert torch.equal(places[near.held] + 100, near.slots)
-        assert half.requested == half.served == (((len(near.forwarded),),),)
+        assert torch.equal(places[: near.held] + 100, near.slots)
+        assert half.requested == half.served == (((near.rows - near.held,),),)
         sent = values[far.slots - 100]
         sent = sent if far.expand is None else sent[far.expand]
-        assert torch.equal(sent, whole[chosen[first.forwarded]])
-        assert torch.equal(places[near.forwarded], first.forwarded[chosen[first.forwarded]])
+        assert torch.equal(sent, whole[chosen[first.held :]])
+        assert torch.equal(places[near.held :], first.held + chosen[first.held :].nonzero().view(-1))
     assert torch.equal(total, torch.ones_like(total))
     now, later = halves.split_rows([torch.arange(first.rows)])
     assert sorted([*now[0].tolist(), *later[0].tolist()]) == list(range(first.rows))

@@ -47,8 +47,13 @@ def test_rows_are_found_as_in_their_own_directory(layout: RankLayout, groups: in
     listed = ListedRows(stores)
     assert len(listed) == sum(map(len, chosen))
     keys = torch.arange(GROUPS[groups - 1].end_key)
-    group = None if groups == 1 else torch.bucketize(keys, torch.tensor([g.end_key for g in GROUPS]), right=True)
-    entries = listed.find(keys // layout.world_size, keys % layout.world_size, group)
+    group = torch.bucketize(keys, torch.tensor([g.end_key for g in GROUPS]), right=True)
+    entries = torch.full_like(keys, -1)
+    if len(listed):
+        is_listed, found_at = listed.find(
+            keys // layout.world_size, group * layout.world_size + keys % layout.world_size
+        )
+        entries = torch.where(is_listed, found_at, -1)
     for number, store in enumerate(stores):
         mine = keys[store.group.first_key : store.group.end_key]
         at, found = store.directory.find(mine)
@@ -57,7 +62,8 @@ def test_rows_are_found_as_in_their_own_directory(layout: RankLayout, groups: in
         here = mine[found]
         assert torch.equal(listed.slots_at(entries[here]), here - store.group.first_key)
         assert torch.equal(listed.on_device_tier(entries[here]), here % 3 == 0)
-    assert (listed.nbytes == 0) == (groups == 1 or len(listed) == 0)
+    of_homes = 8 * groups * layout.world_size if len(listed) else 0
+    assert (listed.nbytes == of_homes) == (groups == 1 or len(listed) == 0)
 
 
 @pytest.mark.parametrize("changed", [0, 1])
