@@ -34,7 +34,7 @@ def test_features_become_keys_and_rows_become_features() -> None:
     assert found.keys.dtype == torch.int64
     assert found.faulty is not None
     assert not bool(found.faulty)
-    out = feature_map().split(features, order, [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(2, 8)])
+    out = feature_map().split(features, [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(2, 8)])
     assert set(out) == set(features)
     assert out["c"].values.tolist() == [[0, 1, 2, 3]]
     assert out["a2"].values[:, 0].tolist() == [4, 8, 12]
