@@ -125,6 +125,7 @@ class Router:
     def change_hops(self, hops: Sequence[Hop]) -> None:
         """Let later look-ups go over other hops. No route of an earlier one may be used any more."""
         self.hops = list(hops)
+        self._lookup.forget_hops()
 
     @property
     def working_bytes(self) -> int:

@@ -144,6 +144,10 @@ class StationLookup:
         accesses = accesses.clamp(max=_MAX_COUNT)
         return LocatedRows(keys, expand, accesses, section, slots, entries, order, sections)
 
+    def forget_hops(self) -> None:
+        """Drop what is kept of hops: later look-ups go over others."""
+        self._cells.clear()
+
     def _of_cells(self, hop: Hop | None) -> torch.Tensor:
         """Return int64 [3, dim-groups x world size], of the rows of each dim-group and home: the section of those that
         are not listed, what is added to their turn for the slot, and the section of those at NODE that are listed."""
