@@ -36,6 +36,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.checkpoint.saved_tables import saved_tables
 from flexd.embedding.replicas import touched_rows
 from flexd.embedding.replicas.replica_sums import ReplicaSums
 from flexd.embedding.store.initial_values import initial_rows
@@ -92,10 +93,11 @@ def of_checkpoint(case: Case) -> dict[str, float]:
 def entries(collection: flexd.EmbeddingCollection) -> int:
     """Return the number of chunks of tensors in the metadata of a checkpoint of all ranks."""
     ranks = range(collection.layout.world_size)
-    blocks = sum(
-        sum(len(column.homes.block(rank)) > 0 for rank in ranks)
-        for columns in checkpoint._tables(collection) for column in columns
-    )  # fmt: skip
+    blocks = 0
+    for table in saved_tables(collection):
+        homes = table.columns[0].homes
+        parts = 1 if table.owned is not None else sum(len(homes.block(rank)) > 0 for rank in ranks)
+        blocks += parts * len(table.columns)
     return blocks + len(collection.tables) + 1
 
 

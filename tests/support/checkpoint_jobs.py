@@ -136,6 +136,7 @@ def load_into(
 
 def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]:
     """Load a state that was changed on one rank after saving."""
+    checkpoint_windows(300)
     collection = make(layout, "adam", 1)
     train_steps(collection, 0, 2)
     state = checkpoint.sharded_state_dict(collection)
@@ -253,3 +254,25 @@ def missing_file(rank: int, layout: RankLayout, path: str, damage: str) -> str:
 
 def loss(collection: EmbeddingCollection, step: int) -> float:
     return float(loss_of(collection(share(step, collection.rank, collection.layout.world_size))))
+
+
+def load_saved_in_blocks(rank: int, layout: RankLayout, path: str) -> bool:
+    """Load a checkpoint whose tables were all saved in blocks, and return whether its values are there.
+
+    It was saved by 3 ranks with seed 7 after 3 steps; the state of each row was set to its key.
+    """
+    checkpoint_windows(100)
+    specs = [EmbeddingTable("item", 40, 4), EmbeddingTable("odd", 7, 3, dtype="float16")]
+    expected, loaded = (
+        EmbeddingCollection(specs, optimizer=RowWiseAdagrad(), layout=layout, seed=seed) for seed in (7, 8)
+    )
+    checkpoint.load_checkpoint(loaded, path)
+    state = checkpoint.whole_state_dict(loaded)
+    same = all(torch.equal(state[f"embeddings.{t.name}.weight"], expected.initial_table(t.name)) for t in specs)
+    sums = [state[f"optimizer.rowwise_adagrad.{t.name}.sum"].view(-1) for t in specs]
+    return same and torch.equal(torch.cat(sums), torch.arange(47.0)) and loaded.steps == 3
+
+
+def saved_keys(rank: int, layout: RankLayout) -> list[str]:
+    checkpoint_windows(2**20)
+    return list(checkpoint.sharded_state_dict(make(layout, "adam", 1)))

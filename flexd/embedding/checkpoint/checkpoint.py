@@ -1,9 +1,10 @@
 """Checkpoints of a collection that any number of ranks can load: whole tables in ``torch.distributed.checkpoint``.
 
-A checkpoint has one DTensor for each table and each part of its optimizer state, ``Shard(0)`` over all ranks: rows in
-the order of their ids, a contiguous block a rank, under the names of a plain module (``embeddings.<table>.weight``). So
-it is independent of ranks, nodes, tiers and replicas. Saving and loading each need the memory of one more copy of this
-rank's share of the tables and their state, on a device of the caller's choice.
+A checkpoint has one tensor for each table and each part of its optimizer state: rows in the order of their ids, under
+the names of a plain module (``embeddings.<table>.weight``). A table that fits a window is a plain tensor that one rank
+saves (``owners``); a larger one is a DTensor, ``Shard(0)`` over all ranks, a contiguous block a rank. The files do not
+show which it was, so a checkpoint is independent of ranks, nodes, tiers and replicas. Saving and loading each need the
+memory of one more copy of this rank's share of the tables and their state, on a device of the caller's choice.
 
 Replicas are not saved: after loading they are copied again from their homes.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,32 +26,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from flexd.core.errors import CheckpointError
-from flexd.core.keyspace import TableSpec, state_columns
-from flexd.embedding.checkpoint.blocks import TableHomes, from_block, to_block
+from flexd.embedding.checkpoint.blocks import from_block, to_block
 from flexd.embedding.checkpoint.fingerprint import fingerprint
+from flexd.embedding.checkpoint.owners import from_owners, to_owners
+from flexd.embedding.checkpoint.saved_tables import SavedTable, owned_parts, owned_tables, saved_tables
+from flexd.embedding.checkpoint.whole_tables import gather_rows
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.store.store import GroupStore
 
 CPU = torch.device("cpu")
-_WEIGHT = "embeddings.{table}.weight"
-_STATE = "optimizer.{optimizer}.{table}.{column}"
 _STEP = "optimizer.{optimizer}.step"
-_FINGERPRINT = "fingerprint.{table}"
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One tensor of a checkpoint: the rows of a table, or one part of their optimizer state."""
-
-    key: str
-    spec: TableSpec
-    homes: TableHomes
-    held: torch.Tensor
-    """[slots, c], a view into this rank's store."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.spec.rows, self.held.shape[1]
 
 
 class ShardedState:
@@ -77,17 +60,33 @@ class ShardedState:
 def sharded_state_dict(collection: EmbeddingCollection, device: torch.device = CPU) -> dict[str, torch.Tensor]:
     """Collective. Return a copy of all tables, optimizer state and step, with a fingerprint of each table.
 
-    Tables and state are DTensors on ``device`` (plain tensors without ``torch.distributed``).
+    They are DTensors on ``device`` (plain tensors without ``torch.distributed``), or plain tensors in the state of one
+    rank alone for tables that fit a window.
     """
     collection.engine.settle()
     state: dict[str, torch.Tensor] = {}
+    tables = saved_tables(collection)
+    sums = torch.zeros(len(tables), dtype=torch.int64, device=collection.device)
     with collection.traffic.uncounted(), torch.no_grad():
-        for columns in _tables(collection):
-            blocks = [to_block(_world(collection), column.homes, column.held, device) for column in columns]
-            for column, block in zip(columns, blocks, strict=True):
-                state[column.key] = _as_dtensor(block, column.shape)
-            spec = columns[0].spec
-            state[_FINGERPRINT.format(table=spec.name)] = _fingerprint_of(collection, columns[0].homes, blocks)
+        for table, whole in zip(
+            owned_tables(tables), to_owners(_world(collection), owned_parts(tables), device), strict=True
+        ):
+            if whole is not None:
+                state |= {column.key: part for column, part in zip(table.columns, whole, strict=True)}
+                state[table.fingerprint_key] = fingerprint(0, whole).to(CPU)
+        for table in tables:
+            if table.owned is None:
+                columns = table.columns
+                blocks = [to_block(_world(collection), column.homes, column.held, device) for column in columns]
+                for column, block in zip(columns, blocks, strict=True):
+                    state[column.key] = _as_dtensor(block, column.shape)
+                sums[table.number] = fingerprint(table.first_row, blocks)
+        if any(table.owned is None for table in tables):
+            _world(collection).all_reduce(sums)
+        of_all = sums.tolist()
+        for table in tables:
+            if table.owned is None and table.has_fingerprint:
+                state[table.fingerprint_key] = torch.tensor(of_all[table.number], dtype=torch.int64)
         state[_step_key(collection)] = torch.tensor(collection.engine.steps, dtype=torch.int64)
     return state
 
@@ -99,26 +98,43 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
         CheckpointError: on every rank, if on any rank tables are missing or of another shape, dtype or optimizer, or if
             a table differs from the saved one (a torn checkpoint). The collection is unchanged.
     """
-    expected = _shapes(collection)
+    tables = saved_tables(collection)
     found = {key: (tuple(value.shape), value.dtype) for key, value in state.items() if torch.is_tensor(value)}
-    _raise_if_any_rank_refuses(collection, _differences(expected, found))
+    _raise_if_any_rank_refuses(collection, _differences(_shapes(collection, tables, of_rank=True), found))
     with collection.traffic.uncounted(), torch.no_grad():
-        torn = []
-        for columns in _tables(collection):
-            blocks = [_local(state[column.key]) for column in columns]
-            key = _FINGERPRINT.format(table=columns[0].spec.name)
-            if int(_local(state[key])) != int(_fingerprint_of(collection, columns[0].homes, blocks)):
-                torn.append(columns[0].spec.name)
-        if torn:
-            raise CheckpointError(
-                f"tables {', '.join(torn)} differ from the saved ones: parts are missing or of another checkpoint",
-                remedy="load another checkpoint",
-            )
+        _raise_if_torn(collection, tables, state)
         collection.engine.before_rows_load()
-        for columns in _tables(collection):
-            for column in columns:
-                from_block(_world(collection), column.homes, _local(state[column.key]), column.held)
+        whole = [
+            [_local(state[column.key]) for column in table.columns] if table.is_mine else None
+            for table in owned_tables(tables)
+        ]
+        from_owners(_world(collection), owned_parts(tables), whole)
+        for table in tables:
+            if table.owned is None:
+                for column in table.columns:
+                    from_block(_world(collection), column.homes, _local(state[column.key]), column.held)
     collection.engine.steps = int(_local(state[_step_key(collection)]))
+
+
+def _raise_if_torn(collection: EmbeddingCollection, tables: list[SavedTable], state: Mapping[str, Any]) -> None:
+    """Collective. Compare the fingerprints of a state with those that were saved with it."""
+    sums = torch.zeros(len(tables), dtype=torch.int64, device=collection.device)
+    for table in tables:
+        if table.owned is None or table.is_mine:
+            sums[table.number] = fingerprint(table.first_row, [_local(state[column.key]) for column in table.columns])
+    _world(collection).all_reduce(sums)
+    of_all = sums.tolist()
+    differs = [
+        table.has_fingerprint and int(_local(state[table.fingerprint_key])) != of_all[table.number] for table in tables
+    ]
+    torn = torch.tensor(differs, device=collection.device).to(torch.int64)
+    _world(collection).all_reduce(torn, dist.ReduceOp.MAX)
+    names = [table.spec.name for table, differs in zip(tables, torn.tolist(), strict=True) if differs]
+    if names:
+        raise CheckpointError(
+            f"tables {', '.join(names)} differ from the saved ones: parts are missing or of another checkpoint",
+            remedy="load another checkpoint",
+        )
 
 
 def save_checkpoint(
@@ -160,7 +176,7 @@ def load_checkpoint(
             for key, value in metadata.state_dict_metadata.items()
             if isinstance(value, TensorStorageMetadata)
         }
-        differences = _differences(_shapes(collection), found)
+        differences = _differences(_shapes(collection, saved_tables(collection)), found)
     except Exception as error:  # unreadable bytes lead to errors of many types
         differences = [f"{path} holds no complete checkpoint ({type(error).__name__}: {error})"]
     _raise_if_any_rank_refuses(collection, differences)
@@ -179,10 +195,15 @@ def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]
 
     Any module with an ``nn.Embedding`` at ``embeddings.<table>`` (TorchRec's names) can load them.
     """
-    return {
-        key: value.full_tensor() if isinstance(value, DTensor) else value
-        for key, value in sharded_state_dict(collection).items()
-    }
+    collection.engine.settle()
+    state: dict[str, torch.Tensor] = {}
+    with collection.traffic.uncounted(), torch.no_grad():
+        for table in saved_tables(collection):
+            whole = [gather_rows(_world(collection), column.homes, column.held).to(CPU) for column in table.columns]
+            state |= {column.key: rows for column, rows in zip(table.columns, whole, strict=True)}
+            state[table.fingerprint_key] = fingerprint(0, whole)
+    state[_step_key(collection)] = torch.tensor(collection.engine.steps, dtype=torch.int64)
+    return state
 
 
 def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, torch.Tensor], prefix: str = "") -> None:
@@ -197,9 +218,9 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
         CheckpointError: on every rank, if on any rank tables are missing or of another shape, or only a part of the
             optimizer's state is there. The collection is unchanged.
     """
-    tables = _tables(collection)
-    weights = {prefix + columns[0].key: columns[0] for columns in tables}
-    moments = {prefix + column.key: column for columns in tables for column in columns[1:]}
+    tables = saved_tables(collection)
+    weights = {prefix + table.columns[0].key: table.columns[0] for table in tables}
+    moments = {prefix + column.key: column for table in tables for column in table.columns[1:]}
     step = prefix + _step_key(collection)
     stateful = any(key in state for key in (*moments, step))
     expected = weights | moments if stateful else weights
@@ -223,28 +244,6 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
     collection.engine.steps = int(state[step]) if stateful else 0
 
 
-def _tables(collection: EmbeddingCollection) -> list[list[_Column]]:
-    """Return for each table the column of its weights, then those of its state."""
-    return [_columns(collection, store, table) for store in collection.engine.stores for table in store.group.tables]
-
-
-def _columns(collection: EmbeddingCollection, store: GroupStore, table: int) -> list[_Column]:
-    spec = collection.keyspace.tables[table]
-    homes = TableHomes(
-        spec.rows,
-        int(collection.keyspace.first_key[table]),
-        store.first_home_key,
-        collection.layout.world_size,
-        collection.rank,
-    )
-    columns = [_Column(_WEIGHT.format(table=spec.name), spec, homes, store.rows)]
-    widths = state_columns(spec.optimizer, spec.dim)
-    for (name, _), part in zip(widths.items(), torch.split(store.state, list(widths.values()), dim=1), strict=True):
-        key = _STATE.format(optimizer=spec.optimizer, table=spec.name, column=name)
-        columns.append(_Column(key, spec, homes, part))
-    return columns
-
-
 def _world(collection: EmbeddingCollection) -> Any:
     return collection.engine.groups.world
 
@@ -253,25 +252,30 @@ def _step_key(collection: EmbeddingCollection) -> str:
     return _STEP.format(optimizer=collection.keyspace.tables[0].optimizer)
 
 
-def _shapes(collection: EmbeddingCollection) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every tensor of a checkpoint."""
-    tables = _tables(collection)
+def _shapes(
+    collection: EmbeddingCollection, tables: list[SavedTable], *, of_rank: bool = False
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of every tensor of a checkpoint, or of those in the state of this rank."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        column.key: (column.shape, column.held.dtype) for columns in tables for column in columns
+        column.key: (column.shape, column.held.dtype)
+        for table in tables
+        if table.owned is None or table.is_mine or not of_rank
+        for column in table.columns
     }
-    shapes |= {_FINGERPRINT.format(table=columns[0].spec.name): ((), torch.int64) for columns in tables}
+    shapes |= {table.fingerprint_key: ((), torch.int64) for table in tables if table.has_fingerprint or not of_rank}
     return shapes | {_step_key(collection): ((), torch.int64)}
 
 
 def _empty(collection: EmbeddingCollection, device: torch.device) -> dict[str, torch.Tensor]:
     """Return tensors of the shapes of ``sharded_state_dict``, to be filled."""
     state: dict[str, torch.Tensor] = {}
-    for columns in _tables(collection):
-        for column in columns:
-            rows = len(column.homes.block(collection.rank))
+    tables = saved_tables(collection)
+    for table in tables:
+        for column in table.columns if table.owned is None or table.is_mine else []:
+            rows = len(column.homes.block(collection.rank)) if table.owned is None else column.shape[0]
             block = torch.zeros((rows, column.shape[1]), dtype=column.held.dtype, device=device)
-            state[column.key] = _as_dtensor(block, column.shape)
-    for key, (shape, dtype) in _shapes(collection).items():
+            state[column.key] = block if table.is_mine else _as_dtensor(block, column.shape)
+    for key, (shape, dtype) in _shapes(collection, tables, of_rank=True).items():
         if key not in state:
             state[key] = torch.zeros(shape, dtype=dtype)
     return state
@@ -298,13 +302,6 @@ def _cause(error: BaseException) -> str:
 
 def _local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _fingerprint_of(collection: EmbeddingCollection, homes: TableHomes, blocks: list[torch.Tensor]) -> torch.Tensor:
-    """Collective. Return int64 [], the fingerprint of the whole table."""
-    mine = fingerprint(homes.block(homes.rank).start, blocks).to(collection.device).view(1)
-    _world(collection).all_reduce(mine)
-    return mine.view(()).to(CPU)
 
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

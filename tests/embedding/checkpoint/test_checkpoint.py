@@ -158,3 +158,17 @@ def test_whole_tables_loaded_over_replicas_train_as_without_replicas(
         assert result["equal"], "a replica differed from its home copy"
         for name, table in result["expected_end"].items():
             np.testing.assert_allclose(result["end"][name], table, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("layout", [FOUR_RANKS, ONE_RANK])
+def test_a_checkpoint_with_all_tables_in_blocks_is_read(ranks: Ranks, layout: RankLayout) -> None:
+    """Earlier versions saved a block of every table on every rank."""
+    path = Path(__file__).parent / "saved_in_blocks"
+    assert all(ranks(layout.world_size).run("checkpoint_jobs:load_saved_in_blocks", layout, str(path)))
+
+
+def test_one_rank_saves_a_table_that_fits_a_window(ranks: Ranks) -> None:
+    """The size of a checkpoint's metadata grows with the tables, not with tables times ranks."""
+    by_rank = ranks(4).run("checkpoint_jobs:saved_keys", FOUR_RANKS)
+    keys = [key for keys in by_rank for key in keys if key != "optimizer.adam.step"]
+    assert len(keys) == len(set(keys)) == 4 * len(ROWS)

@@ -1,0 +1,115 @@
+"""The tensors of a checkpoint: their names and shapes, and which rank saves which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flexd.core.keyspace import TableSpec, state_columns
+from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.checkpoint.owners import Owned, OwnedTable, assign_owners
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.store.store import GroupStore
+
+_WEIGHT = "embeddings.{table}.weight"
+_STATE = "optimizer.{optimizer}.{table}.{column}"
+_FINGERPRINT = "fingerprint.{table}"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One tensor of a checkpoint: the rows of a table, or one part of their optimizer state."""
+
+    key: str
+    spec: TableSpec
+    homes: TableHomes
+    held: torch.Tensor
+    """[slots, c], a view into this rank's store."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.spec.rows, self.held.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.rows * self.held.shape[1] * self.held.element_size()
+
+
+@dataclass(frozen=True)
+class SavedTable:
+    """Tensors of one table, the weights first.
+
+    Attributes:
+        number: place of the table among all.
+        owned: owner and round; None if all ranks save blocks of it.
+    """
+
+    number: int
+    columns: list[Column]
+    owned: Owned | None
+
+    @property
+    def spec(self) -> TableSpec:
+        return self.columns[0].spec
+
+    @property
+    def fingerprint_key(self) -> str:
+        return _FINGERPRINT.format(table=self.spec.name)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this rank saves the whole table."""
+        return self.owned is not None and self.owned[0] == self.columns[0].homes.rank
+
+    @property
+    def has_fingerprint(self) -> bool:
+        """Whether the fingerprint is in the state of this rank: it is in that of one."""
+        homes = self.columns[0].homes
+        return self.is_mine if self.owned is not None else homes.rank == self.number % homes.world_size
+
+    @property
+    def first_row(self) -> int:
+        """First row of the part that this rank saves."""
+        homes = self.columns[0].homes
+        return homes.block(homes.rank).start if self.owned is None else 0
+
+
+def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
+    """Return the tables dim-group by dim-group, and which rank saves each."""
+    groups = collection.engine.stores
+    tables = [_columns(collection, store, table) for store in groups for table in store.group.tables]
+    owned = assign_owners(
+        [sum(column.nbytes for column in columns) for columns in tables], collection.layout.world_size
+    )
+    return [SavedTable(i, columns, of) for i, (columns, of) in enumerate(zip(tables, owned, strict=True))]
+
+
+def owned_tables(tables: Sequence[SavedTable]) -> list[SavedTable]:
+    return [table for table in tables if table.owned is not None]
+
+
+def owned_parts(tables: Sequence[SavedTable]) -> list[OwnedTable]:
+    return [
+        OwnedTable(table.columns[0].homes, [column.held for column in table.columns], table.owned)
+        for table in tables
+        if table.owned is not None
+    ]
+
+
+def _columns(collection: EmbeddingCollection, store: GroupStore, table: int) -> list[Column]:
+    spec = collection.keyspace.tables[table]
+    homes = TableHomes(
+        spec.rows,
+        int(collection.keyspace.first_key[table]),
+        store.first_home_key,
+        collection.layout.world_size,
+        collection.rank,
+    )
+    columns = [Column(_WEIGHT.format(table=spec.name), spec, homes, store.rows)]
+    widths = state_columns(spec.optimizer, spec.dim)
+    for (name, _), part in zip(widths.items(), torch.split(store.state, list(widths.values()), dim=1), strict=True):
+        key = _STATE.format(optimizer=spec.optimizer, table=spec.name, column=name)
+        columns.append(Column(key, spec, homes, part))
+    return columns
