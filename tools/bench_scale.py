@@ -8,7 +8,7 @@ seconds of the processor, on one thread, without those of the mirrors:
 * checkpoint: tensors that the rank contributes, entries (chunks of tensors) in the metadata of all ranks,
   ``sharded_state_dict`` and ``save_checkpoint``;
 * listing: the first look-up after a chunk of 1,000 rows, in the placement of 1,935 tables;
-* bits: agreeing on 25,600 touched rows of 10^7 listed ones, and preparing their sums.
+* bits: agreeing on 25,600 touched rows of 10^7 listed ones.
 
     python tools/bench_scale.py [--quick] [--json] [--only PART]
 """
@@ -38,7 +38,6 @@ from flexd.core.placement import Delta
 from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.checkpoint.saved_tables import saved_tables
 from flexd.embedding.replicas import touched_rows
-from flexd.embedding.replicas.replica_sums import ReplicaSums
 from flexd.embedding.store.initial_values import initial_rows
 
 DIM = 8
@@ -120,7 +119,7 @@ def listing(case: Case, repeats: int) -> dict[str, float]:
             others = np.setdiff1d(others, keys)
             seconds.append(seconds_of(engine.sync.new_touched))
         return {
-            "listed rows": float(sum(len(store.directory) for store in engine.stores)),
+            "listed rows": float(len(engine.migrator.placement()[0])),
             "listing ms": 1e3 * statistics.median(seconds),
         }
 
@@ -134,8 +133,6 @@ def bits(layout: RankLayout, listed: int, touched: int, repeats: int) -> dict[st
         keys = np.arange(0, 2 * listed, 2)
         delta = Delta(keys, np.zeros(listed, np.uint8), np.full(listed, Tier.DEVICE, np.uint8))
         engine.migrator.apply([engine.migrator.prepare(delta, None)])
-    router = engine.router
-    all_reduced = [hop.all_reduces for hop in router.hops]
     rng = np.random.default_rng(1)
 
     def entries() -> torch.Tensor:
@@ -160,7 +157,7 @@ def bits(layout: RankLayout, listed: int, touched: int, repeats: int) -> dict[st
             for hop, words in reversed(list(enumerate(down))):
                 mine.down(hop)
                 mine.recv_down(hop, words)
-            ReplicaSums(mine, router.listed, [1], router.wire, router.wide, all_reduced)
+            mine.all_positions()
 
         seconds.append(seconds_of(agree))
     return {"bits ms": 1e3 * statistics.median(seconds[1:])}
