@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
 
 MAX_WINDOW_BYTES = 32 * 2**20
@@ -60,20 +61,16 @@ def to_block(world: Peers, homes: TableHomes, held: torch.Tensor, device: torch.
     width = held.shape[1]
     block = torch.empty((len(homes.block(homes.rank)), width), dtype=held.dtype, device=device)
     window_rows, windows = _windows(homes, held)
-    everyone = range(homes.world_size)
     for number in range(windows):
-        mine = homes.window(homes.rank, number, window_rows)
-        outgoing = [homes.homed(homes.rank, homes.window(rank, number, window_rows)) for rank in everyone]
-        incoming = [homes.homed(rank, mine) for rank in everyone]
+        slots, to_blocks = _homed_rows(homes, number, window_rows, held.device)
+        order, from_homes = _window_rows(homes, number, window_rows, held.device)
         received = world.all_to_all(
-            torch.cat([held[homes.slots(rows)].reshape(-1) for rows in outgoing]),
-            [len(rows) * width for rows in outgoing],
-            [len(rows) * width for rows in incoming],
+            held.index_select(0, slots).view(-1),
+            [count * width for count in to_blocks],
+            [count * width for count in from_homes],
         )
-        window = held.new_empty((len(mine), width))
-        for rows, part in zip(incoming, torch.split(received.view(-1, width), [len(r) for r in incoming]), strict=True):
-            window[_places(rows, mine)] = part
-        block[number * window_rows : number * window_rows + len(mine)] = window.to(device)
+        window = held.new_empty((len(order), width)).index_copy_(0, order, received.view(-1, width))
+        block[number * window_rows : number * window_rows + len(order)] = window.to(device)
     return block
 
 
@@ -81,27 +78,44 @@ def from_block(world: Peers, homes: TableHomes, block: torch.Tensor, held: torch
     """Collective. Write the blocks of all ranks into ``held``; inverse of ``to_block``."""
     width = held.shape[1]
     window_rows, windows = _windows(homes, held)
-    everyone = range(homes.world_size)
     for number in range(windows):
-        mine = homes.window(homes.rank, number, window_rows)
-        window = block[number * window_rows : number * window_rows + len(mine)].to(held.device)
-        outgoing = [homes.homed(rank, mine) for rank in everyone]
-        incoming = [homes.homed(homes.rank, homes.window(rank, number, window_rows)) for rank in everyone]
+        slots, from_blocks = _homed_rows(homes, number, window_rows, held.device)
+        order, to_homes = _window_rows(homes, number, window_rows, held.device)
+        window = block[number * window_rows : number * window_rows + len(order)].to(held.device)
         received = world.all_to_all(
-            torch.cat([window[_places(rows, mine)].reshape(-1) for rows in outgoing]),
-            [len(rows) * width for rows in outgoing],
-            [len(rows) * width for rows in incoming],
+            window.index_select(0, order).view(-1),
+            [count * width for count in to_homes],
+            [count * width for count in from_blocks],
         )
-        for rows, part in zip(incoming, torch.split(received.view(-1, width), [len(r) for r in incoming]), strict=True):
-            held[homes.slots(rows)] = part
+        held.index_copy_(0, slots, received.view(-1, width))
+
+
+def _homed_rows(
+    homes: TableHomes, number: int, window_rows: int, device: torch.device
+) -> tuple[torch.Tensor, list[int]]:
+    """Return (int64 slots of this rank's home rows in the ``number``-th windows of all blocks, ascending; how many are
+    in the window of each rank)."""
+    homed = homes.homed(homes.rank, range(homes.rows))
+    rows = torch.arange(homed.start, homed.stop, homed.step, device=device)
+    blocks = torch.div(rows, homes.block_rows, rounding_mode="floor")
+    windows = torch.div(rows - blocks * homes.block_rows, window_rows, rounding_mode="floor")
+    chosen = (windows == number).nonzero().view(-1)
+    counts = devices.sum_by_place(blocks.index_select(0, chosen), None, homes.world_size)
+    return chosen + homes.slots(homed).start, counts.tolist()
+
+
+def _window_rows(
+    homes: TableHomes, number: int, window_rows: int, device: torch.device
+) -> tuple[torch.Tensor, list[int]]:
+    """Return (int64 places of the rows of this rank's ``number``-th window, ordered by their homes; how many have each
+    home)."""
+    window = homes.window(homes.rank, number, window_rows)
+    rows = torch.arange(window.start, window.stop, device=device)
+    order, counts = devices.ordered((rows + homes.first_key) % homes.world_size, homes.world_size)
+    return order, counts.tolist()
 
 
 def _windows(homes: TableHomes, held: torch.Tensor) -> tuple[int, int]:
     """Return (rows of a window, windows of a block), equal on all ranks."""
     rows = max(1, MAX_WINDOW_BYTES // max(1, held.shape[1] * held.element_size()))
     return rows, -(-homes.block_rows // rows)
-
-
-def _places(rows: range, window: range) -> slice:
-    """Return the places of ``rows`` in a window that contains them."""
-    return slice(rows.start - window.start, rows.stop - window.start, rows.step)
