@@ -31,7 +31,7 @@ def assign_owners(table_bytes: Sequence[int], world_size: int) -> list[Owned | N
         if size > most:
             owned.append(None)
             continue
-        following = before * world_size // max(1, total)
+        following = min(before * world_size // max(1, total), world_size - 1)
         if following != owner:
             owner, of_owner = following, 0
         owned.append((owner, of_owner // max(1, most)))
