@@ -132,10 +132,7 @@ class FollowerDaemon(InactiveDaemon):
         return ProbeResult(ok=False, reasons=("the ingest thread has ended",))
 
     def ready(self) -> ProbeResult:
-        reasons = []
-        problem = self._unit.ingestor.stats().problem
-        if problem is not None:
-            reasons.append(f"stream: {problem}")
+        reasons = list(self._unit.ingestor.stats().not_ready)
         reasons += self.supervisor.reasons()
         if self._stopping.is_set():
             reasons.append("shutting down")

@@ -381,10 +381,7 @@ class Daemon:
         return ProbeResult(ok=not reasons, reasons=tuple(reasons))
 
     def ready(self) -> ProbeResult:
-        reasons = []
-        problem = self._ingestor.stats().problem
-        if problem is not None:
-            reasons.append(f"stream: {problem}")
+        reasons = list(self._ingestor.stats().not_ready)
         live = self._coordinator.live()
         if live is None or not live.ready:
             reasons.append(f"ranks: {self._coordinator.status().reason}")

@@ -444,5 +444,16 @@ class Ingestor:
             dead_letters=letters.written if letters else 0,
             dead_letter_failures=letters.failures if letters else 0,
             problem="; ".join(self._problems.values()) or self._source.problem,
+            not_ready=self._not_ready(),
             connected="source" not in self._problems and self._source.problem is None,
         )
+
+    def _not_ready(self) -> tuple[str, ...]:
+        """Return the current problems, each with the part that has it."""
+        found = [
+            f"{'snapshots' if step.startswith('snapshot') else 'stream'}: {text}"
+            for step, text in self._problems.items()
+        ]
+        if "source" not in self._problems and self._source.problem is not None:
+            found.append(f"stream: {self._source.problem}")
+        return tuple(found)

@@ -43,6 +43,7 @@ class IngestStats:
         snapshot_pause_seconds: how long ingest stopped to copy the state of the newest snapshot.
         dead_letters, dead_letter_failures: samples kept, and samples that could not be written.
         problem: current problem of the source or the snapshots, or None.
+        not_ready: the current problems, each prefixed with ``stream`` or ``snapshots``.
         connected: the source has no problem.
         restore_problems: of the saved state at start.
         running: the thread is alive.
@@ -75,6 +76,7 @@ class IngestStats:
     dead_letters: int = 0
     dead_letter_failures: int = 0
     problem: str | None = None
+    not_ready: tuple[str, ...] = ()
     connected: bool = True
     restore_problems: tuple[str, ...] = ()
     running: bool = False

@@ -81,6 +81,7 @@ def test_a_full_disk_is_counted_and_retried_while_ingest_continues(tmp_path):
     stats = ingestor.stats()
     assert source.committed == [], "nothing may be committed before it is durable"
     assert "no space left" in stats.problem
+    assert stats.not_ready == (f"snapshots: {stats.problem}",)
     assert stats.connected, "the source has no problem"
     store.full = False
     wait_until(lambda: ingestor.stats().snapshots >= 1 and ingestor.stats().problem is None)
