@@ -267,6 +267,7 @@ class RowEngine:
             faulty: bool [] on the device: the same for an input whose numbers the host has not read.
             numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
         """
+        self.groups.world.finish_on_device()
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         with self._calling():
             touched = self.sync.new_touched() if trains else None

@@ -95,6 +95,7 @@ class StepGradients:
         else:
             total = both.pow(norm_type).sum().view(1)
         self._world.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        self._world.finish_on_device()
         return float(total.item()) if largest else float(total.item()) ** (1.0 / norm_type)
 
     def _home_norm(self, part: RowGradients, norm_type: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.layout import RankLayout
+from flexd.embedding.exchange.device_wait import DeviceWait
 from flexd.embedding.exchange.fault_notice import FIRST_LOOK, FaultNotices
 
 # torch 2.13 renamed it and warns of the old name.
@@ -97,6 +98,7 @@ class Peers:
 
     Args:
         notices: where a rank that waits for others looks for their errors.
+        device_wait: shared by all groups whose collectives are queued on one stream.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Peers:
         layout: RankLayout,
         traffic: Traffic,
         notices: FaultNotices | None = None,
+        device_wait: DeviceWait | None = None,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -117,6 +120,7 @@ class Peers:
         self.far = [layout.node_of(peer) != node for peer in self.ranks]
         self._traffic = traffic
         self._notices = notices
+        self._device_wait = device_wait or DeviceWait(notices=notices)
 
     def all_to_all(
         self,
@@ -138,7 +142,8 @@ class Peers:
                 dist.all_to_all_single(
                     received, send, list(receive_counts), list(send_counts), group=self.group, async_op=True
                 ),
-                send.device,
+                send,
+                "all_to_all",
             )
         synced = [0] * self.size if sync_counts is None else sync_counts
         width = send.element_size()
@@ -154,7 +159,7 @@ class Peers:
         if self.size == 1 or flat.numel() == 0:
             return
         with self._naming_errors("all_reduce"):
-            self._wait(dist.all_reduce(flat, op=op, group=self.group, async_op=True), flat.device)
+            self._wait(dist.all_reduce(flat, op=op, group=self.group, async_op=True), flat, "all_reduce")
         self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size, kind)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -165,7 +170,7 @@ class Peers:
         if part.numel():
             with self._naming_errors("all_gather"):
                 work = all_gather_flat(parts.view(-1), part.reshape(-1), group=self.group, async_op=True)
-                self._wait(work, part.device)
+                self._wait(work, part, "all_gather")
             self._count_even(part.numel() * part.element_size() * (self.size - 1))
         return parts
 
@@ -186,17 +191,32 @@ class Peers:
             self._raise_notice(collective, error)
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise CollectiveError(
-                f"rank {self.rank}: {collective} with ranks {', '.join(map(str, self._others()))} "
+                f"rank {self.rank}: {collective} with ranks {self._named_others()} "
                 f"({self._traffic.current_kind}): {cause}",
                 remedy="one of them has died, hangs, or makes other calls than this one: see its log, then restart the "
                 "job from a checkpoint",
             ) from error
 
-    def _wait(self, work: dist.Work | None, device: torch.device) -> None:
+    def finish_on_device(self) -> None:
+        """Wait, with a deadline, until an accelerator has run all collectives. Call it before the host reads anything.
+
+        Raises:
+            CollectiveError: a rank has died, hangs or had an error.
+        """
+        self._device_wait.finish()
+
+    def _wait(self, work: dist.Work | None, sent: torch.Tensor, collective: str) -> None:
         """Wait for a collective. A rank that waits for long looks for the error of another one meanwhile."""
         if work is None:
             return
-        if self._notices is None or device.type != "cpu":  # elsewhere the wait is the device's, not the host's
+        if sent.device.type != "cpu":
+            work.wait()  # the device waits, not the host
+            self._device_wait.started(work, f"rank {self.rank}: {collective} with ranks {self._named_others()}")
+            if not sent.is_floating_point() and sent.dtype != torch.uint8:
+                # Ids and sizes: the host reads them, or how many are distinct, next. Rows are read by the device alone.
+                self._device_wait.finish()
+            return
+        if self._notices is None:
             work.wait()
             return
         while True:
@@ -216,12 +236,12 @@ class Peers:
         notice = None if self._notices is None else self._notices.find()
         if notice is not None:
             raise CollectiveError(
-                f"rank {self.rank}: {collective} with ranks {', '.join(map(str, self._others()))}: {notice}",
+                f"rank {self.rank}: {collective} with ranks {self._named_others()}: {notice}",
                 remedy="see the log of the rank named last, then restart the job from a checkpoint",
             ) from error
 
-    def _others(self) -> list[int]:
-        return [rank for rank in self.ranks if rank != self.rank]
+    def _named_others(self) -> str:
+        return ", ".join(str(rank) for rank in self.ranks if rank != self.rank)
 
     def _count(self, bytes_by_peer: Sequence[int], kind: TrafficKind | None = None) -> None:
         intra = inter = 0

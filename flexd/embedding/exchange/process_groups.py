@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.collectives import Peers, Traffic, all_gather_flat
+from flexd.embedding.exchange.device_wait import DeviceWait
 from flexd.embedding.exchange.fault_notice import FaultNotices
 
 
@@ -63,9 +64,10 @@ class ChainGroups:
         shared = dist.group.WORLD if live else None
         world = shared if deadline is None else self._new(everyone, live, deadline)
         self.notices = notices or FaultNotices()
-        self.world = Peers(world, everyone, self.rank, layout, traffic, self.notices)
-        self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic, self.notices)
-        self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic, self.notices)
+        wait = DeviceWait(within, self.notices)
+        self.world = Peers(world, everyone, self.rank, layout, traffic, self.notices, wait)
+        self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic, self.notices, wait)
+        self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic, self.notices, wait)
 
     @staticmethod
     def _new(
