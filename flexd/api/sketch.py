@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from flexd.sketch.budget import TableChoice
     from flexd.sketch.node_sources import TableSources
-    from flexd.sketch.profile import Profile
+    from flexd.sketch.profile import Profile, TableProfile
 
 SketchKind = Literal["dense", "logarithmic", "count_min"]
 
@@ -58,6 +58,9 @@ class ProfileStatus(Model):
     """Accesses behind it, undecayed."""
     coverage: FiniteOrNone = None
     """Smallest share of a table's accesses that listed rows and bins explain, 0-1."""
+    listed: FiniteOrNone = None
+    """Share of all accesses that the listed rows explain for certain: the sum of the lower bounds of their estimates,
+    0-1. Low where accesses are spread evenly, or where the counters' noise hides what is popular."""
     age_seconds: FiniteOrNone = None
     """Since it was made."""
     window_seconds: FiniteOrNone = None
@@ -114,6 +117,11 @@ class SketchStatus(Model):
         profile = self.profile
         yield gauge("flexd_profile_age_seconds", "Since the newest profile.", profile.age_seconds)
         yield gauge("flexd_profile_coverage_ratio", "Accesses the newest profile explains, 0-1.", profile.coverage)
+        yield gauge(
+            "flexd_profile_listed_ratio",
+            "Accesses that the listed rows of the newest profile explain for certain (lower bounds), 0-1.",
+            profile.listed,
+        )
         yield gauge("flexd_profile_samples", "Accesses behind the newest profile.", profile.samples)
         yield gauge("flexd_profile_generation", "Profiles made; goes on over restarts.", profile.generation)
 
@@ -132,8 +140,18 @@ def sketch_status(choices: Iterable[TableChoice], profile: Profile | None, profi
     if profile is not None:
         # The table that is known least decides; NaN if none was accessed.
         coverage = min((table.coverage for table in profile.tables if table.weight > 0), default=None)
-        shown = ProfileStatus.from_object(profile, coverage=coverage, age_seconds=profile_age_seconds)
+        shown = ProfileStatus.from_object(
+            profile, coverage=coverage, listed=_listed(profile.tables), age_seconds=profile_age_seconds
+        )
     return SketchStatus(bytes=sum(table.bytes for table in counters), tables=counters, profile=shown)
+
+
+def _listed(tables: Iterable[TableProfile]) -> float | None:
+    accessed = [table for table in tables if table.weight > 0]
+    if not accessed:
+        return None
+    weight = sum(table.weight for table in accessed)
+    return sum(table.weight * float(table.hot_lower.sum()) for table in accessed) / weight
 
 
 def _table(choice: TableChoice, sources: TableSources | None) -> TableSketchStatus:

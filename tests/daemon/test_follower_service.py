@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,15 @@ from flexd.config.load import parse_config
 from flexd.core.errors import ApiError
 from flexd.daemon.follower_service import FollowerDaemon
 from flexd.server.metrics import Metrics
+from flexd.stream.offsets_in_work import RECORD_FORMAT, RECORD_NAME
 
 
 @pytest.fixture
 def follower(tmp_path: Path) -> FollowerDaemon:
+    return make_follower(tmp_path)
+
+
+def make_follower(tmp_path: Path) -> FollowerDaemon:
     return FollowerDaemon(
         parse_config(
             {
@@ -48,3 +54,11 @@ def test_commands_are_refused_with_the_leaders_address(follower: FollowerDaemon)
     with pytest.raises(ApiError, match="plans and moves nothing") as refused:
         follower.pause("why")
     assert (refused.value.status, "127.0.0.1:1" in refused.value.remedy) == (409, True)
+
+
+def test_a_record_of_offsets_of_a_newer_flexd_is_kept_aside(tmp_path: Path) -> None:
+    """A follower has no other state, so it starts."""
+    newer = json.dumps({"format": RECORD_FORMAT + 1, "offsets": []})
+    (tmp_path / RECORD_NAME).write_text(newer)
+    assert make_follower(tmp_path).status().job == "j"
+    assert (tmp_path / f"{RECORD_NAME}.newer").read_text() == newer

@@ -12,7 +12,7 @@ Takes (dict "root" $ "role" ROLE); the role is standalone, leader or follower.
 {{- $_ := set $config "server" (merge (dict "metrics_listen" (printf "0.0.0.0:%d" (int64 $values.metrics.port))) (default dict $config.server)) -}}
 {{- $_ := set $config "state" (merge (dict "dir" "/var/lib/flexd") (default dict $config.state)) -}}
 {{- /* A container that ends over and over would make the trainer's pod crash-loop. */ -}}
-{{- if eq $values.shape "sidecar" -}}
+{{- if and (eq $values.shape "sidecar") (ne .role "follower") -}}
 {{- $_ := set $config "state" (merge $config.state (dict "on_unusable" "wait")) -}}
 {{- end -}}
 {{- $_ := set $config "log" (merge (default dict $config.log) (dict "format" "json")) -}}
