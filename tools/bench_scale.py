@@ -144,8 +144,8 @@ def bits(layout: RankLayout, listed: int, touched: int, repeats: int) -> dict[st
         assert others is not None
         others.add(entries())
         lists = others.lists
-        up = [touched_rows._packed(rows.gather(others.entries)) for rows in lists.downstream]
-        down = [touched_rows._packed(rows.gather(others.entries)) for rows in lists.upstream]
+        up = [touched_rows._packed(rows.gather(others.entries), lists.weights) for rows in lists.downstream]
+        down = [touched_rows._packed(rows.gather(others.entries), lists.weights) for rows in lists.upstream]
 
         def agree(own: torch.Tensor = own, up: list[torch.Tensor] = up, down: list[torch.Tensor] = down) -> None:
             mine = engine.sync.new_touched()

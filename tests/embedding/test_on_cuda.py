@@ -79,12 +79,14 @@ def job(
     [
         (SMALL, {"exchange": "chain"}),
         (SMALL, {"exchange": "direct", "optimizer": flexd.Adam(weight_decay=0.1)}),
-        (SMALL, {"exchange": "direct_no_dedup", "optimizer": flexd.SGD(lr=0.1)}),
-        (SMALL, {"comm_dtype": "bfloat16", "optimizer": flexd.RowWiseAdam()}),
-        (SMALL, {"comm_dtype": "float16", "copies": 0.0, "optimizer": flexd.Adagrad()}),
+        pytest.param(SMALL, {"exchange": "direct_no_dedup", "optimizer": flexd.SGD(lr=0.1)}, marks=pytest.mark.long),
+        pytest.param(SMALL, {"comm_dtype": "bfloat16", "optimizer": flexd.RowWiseAdam()}, marks=pytest.mark.long),
+        pytest.param(
+            SMALL, {"comm_dtype": "float16", "copies": 0.0, "optimizer": flexd.Adagrad()}, marks=pytest.mark.long
+        ),
         (SMALL, {"pooled": True}),
         (LARGE, {"exchange": "chain"}),
-        (LARGE, {"exchange": "direct", "pooled": True, "comm_dtype": "bfloat16"}),
+        pytest.param(LARGE, {"exchange": "direct", "pooled": True, "comm_dtype": "bfloat16"}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -98,7 +100,10 @@ def test_a_step_mixes_no_devices_and_waits_within_the_budget(layout: RankLayout,
         assert made.collection.placement_version == (1 if settings.get("copies", 1) else 0)
 
 
-@pytest.mark.parametrize(("layout", "pooled", "comm_dtype"), [(SMALL, True, "bfloat16"), (LARGE, False, None)])
+@pytest.mark.parametrize(
+    ("layout", "pooled", "comm_dtype"),
+    [(SMALL, True, "bfloat16"), pytest.param(LARGE, False, None, marks=pytest.mark.long)],
+)
 def test_run_ahead_mixes_no_devices_and_waits_within_the_budget(
     layout: RankLayout, pooled: bool, comm_dtype: str | None
 ) -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.daemon.journal import PlacementJournal, Segment
-from flexd.core.errors import PlacementError, SnapshotError
+from flexd.control.daemon.journal import _MAGIC, _MAGIC_OF_ANY, FORMAT, PlacementJournal, Segment
+from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.placement import Delta, Placement
 
 SEGMENT = Segment("a1", 3, "topology")
@@ -88,6 +88,11 @@ def test_a_flipped_byte_never_gives_a_wrong_placement(
     data = bytearray(path.read_bytes())
     data[at % len(data)] ^= flip
     path.write_bytes(data)
+    if data.startswith(_MAGIC_OF_ANY) and str(FORMAT).encode() < data[len(_MAGIC_OF_ANY) : len(_MAGIC)] <= b"9":
+        with pytest.raises(StateVersionError, match="of a newer flexd"):
+            PlacementJournal(directory)
+        assert path.read_bytes() == data
+        return
     journal = PlacementJournal(directory)
     assert journal.truncated_bytes > 0
     assert same(journal.placement_at(journal.last_version), placements[journal.last_version])

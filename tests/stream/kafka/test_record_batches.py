@@ -229,8 +229,8 @@ def test_any_damage_of_one_batch_leaves_its_neighbours_and_the_position_moves_on
     covered = [
         offset
         for item in items
-        for offset in range(item.offset, (item.offset if isinstance(item, Message) else item.last_offset) + 1)
-        if offset < 5
+        # A damaged last offset may claim two thousand million of them.
+        for offset in range(item.offset, min(5, (item.offset if isinstance(item, Message) else item.last_offset) + 1))
     ]
     assert covered == sorted(set(covered))
 
