@@ -37,6 +37,7 @@ class Loop:
         bad_at: index of a batch that cannot be looked up on the last rank, and is skipped; -1: none.
         loops: number of loops that share the batches.
         break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
+        one_thread: as in ``flexd.prefetch``.
     """
 
     ahead: bool = True
@@ -50,6 +51,7 @@ class Loop:
     bad_at: int = -1
     loops: int = 1
     break_at: int = -1
+    one_thread: bool | None = None
 
 
 def make(scenario: Scenario) -> EmbeddingCollection:
@@ -143,7 +145,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         if loop.ahead:
             part = flexd.prefetch(
                 part, collection, features=lambda pair: pair[1],
-                passes_per_step=loop.announced_passes or scenario.passes,
+                passes_per_step=loop.announced_passes or scenario.passes, one_thread=loop.one_thread,
             )  # fmt: skip
         on(part)
         del part
@@ -165,13 +167,15 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("flexd-ahead")]
 
 
-def uneven(rank: int, layout: RankLayout, batches: list[int]) -> tuple[int, str, list[str]]:
+def uneven(
+    rank: int, layout: RankLayout, batches: list[int], one_thread: bool | None = None
+) -> tuple[int, str, list[str]]:
     """Train each rank on its own number of batches; return the steps, the error, and remaining threads."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
     loader = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(batches[rank])]
     steps, text = 0, ""
     try:
-        for features in flexd.prefetch(loader, collection, timeout_seconds=20.0):
+        for features in flexd.prefetch(loader, collection, timeout_seconds=20.0, one_thread=one_thread):
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
             steps += 1
@@ -222,7 +226,9 @@ def pooled(rank: int, layout: RankLayout, weighted: bool, steps: int) -> list[li
     return losses
 
 
-def failing_loader(rank: int, layout: RankLayout, failing: int, after: int) -> tuple[int, str, list[str]]:
+def failing_loader(
+    rank: int, layout: RankLayout, failing: int, after: int, one_thread: bool | None = None
+) -> tuple[int, str, list[str]]:
     """Train; the loader of one rank raises after so many batches. Return steps, error, and remaining threads."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
 
@@ -234,7 +240,7 @@ def failing_loader(rank: int, layout: RankLayout, failing: int, after: int) -> t
 
     steps, text = 0, ""
     try:
-        for features in flexd.prefetch(loader(), collection, timeout_seconds=300.0):
+        for features in flexd.prefetch(loader(), collection, timeout_seconds=300.0, one_thread=one_thread):
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
             steps += 1

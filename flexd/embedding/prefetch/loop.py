@@ -47,6 +47,7 @@ class Prefetch(Generic[Batch]):
         features: Callable[[Batch], Any],
         passes_per_step: int,
         timeout_seconds: float,
+        one_thread: bool | None,
     ) -> None:
         if passes_per_step < 1 or not timeout_seconds > 0:
             raise EmbeddingError(
@@ -58,12 +59,15 @@ class Prefetch(Generic[Batch]):
         self._features = features
         self._passes_per_step = passes_per_step
         self._timeout_seconds = timeout_seconds
+        self._one_thread = one_thread
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        run_ahead = RunAhead.begin(self._collection.engine, self._timeout_seconds, self._passes_per_step)
+        run_ahead = RunAhead.begin(
+            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread
+        )
         try:
             batches, following = self._first()
             run_ahead.announce(self._next_batch(following))
@@ -103,6 +107,7 @@ def prefetch(
     features: Callable[[Batch], Any] = _identity,
     passes_per_step: int = 1,
     timeout_seconds: float = 300.0,
+    one_thread: bool | None = None,
 ) -> Prefetch[Batch]:
     """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
 
@@ -122,7 +127,10 @@ def prefetch(
             same ones, each time. Default: the batch itself.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
             than this training is still exact, but less of the exchange overlaps.
-        timeout_seconds: deadline of each collective of run-ahead, and of each wait for it.
+        timeout_seconds: deadline of each collective of run-ahead, and of each wait for it; with ``one_thread`` that of
+            the process group holds.
+        one_thread: whether the training thread issues the collectives of run-ahead too; equal on all ranks. Default:
+            on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.
@@ -132,4 +140,4 @@ def prefetch(
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
         deadline. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds)
+    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread)

@@ -1,6 +1,6 @@
 """Run-ahead: exchange rows of batch t+1, and deferred gradients of step t-1, while step t computes.
 
-While the training thread computes batch t, a second thread, on process groups of its own, runs one job::
+While step t computes batch t, one job runs::
 
     1. push the gradients that step t-1 deferred, and update their rows
     2. find the route of batch t+1, and agree which replicated rows it reads on any rank
@@ -12,6 +12,10 @@ While the training thread computes batch t, a second thread, on process groups o
 forward pass of batch t+1 fetches the rows that the step has changed. The synchronisation of replicated rows is split in
 the same way. So every row is read after the last update before its batch, and updated once a step with the whole sum of
 its gradients: losses and tables are those of training without run-ahead.
+
+The job runs in a second thread, on process groups of its own, or, with ``one_thread``, in the training thread: as the
+forward pass of batch t ends, on the process groups of the step. Collectives of several threads have no common order
+over ranks, which NCCL needs, so an accelerator always uses the second mode. Its job is queued on a stream of its own.
 
 The training thread waits for the job before any collective of its own on rows, and every decision depends only on what
 all ranks have, so ranks cannot diverge. ``RunAhead`` implements ``StepHooks``; the events of one batch::
@@ -36,6 +40,7 @@ from datetime import timedelta
 import torch
 
 from flexd.core.errors import EmbeddingError
+from flexd.embedding import devices
 from flexd.embedding.engine import ForwardPass, LocatedInput, RowEngine, StepHooks
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -52,14 +57,19 @@ logger = logging.getLogger(__name__)
 class RunAhead(StepHooks):
     """Runs the jobs of an engine. Called by the training thread, at the same points on every rank.
 
-    Collective: makes process groups that no other thread uses. Their traffic moves to the engine's when a job is over,
-    and is added up in ``overlapped``: no step waits for it unless the step is shorter than the job.
+    Collective: without ``one_thread`` it makes process groups that no other thread uses. The traffic of a job moves to
+    the engine's when it is over, and is added up in ``overlapped`` unless the host waits for it: no step waits for that
+    traffic unless the step is shorter than the job.
+
+    Args:
+        one_thread: the training thread issues the collectives of the jobs; equal on all ranks.
     """
 
-    def __init__(self, engine: RowEngine, timeout_seconds: float) -> None:
+    def __init__(self, engine: RowEngine, timeout_seconds: float, *, one_thread: bool) -> None:
         self.overlapped: Traffic = Traffic()
         self.passes_per_step = 1
         self.timeout_seconds = timeout_seconds
+        self.one_thread = one_thread
         self._engine = engine
         self._rank = engine.groups.rank
         self._device = engine.stores[0].rows.device
@@ -69,13 +79,15 @@ class RunAhead(StepHooks):
                 engine.groups.layout,
                 self._traffic,
                 self._device,
-                timedelta(seconds=timeout_seconds),
+                None if one_thread else timedelta(seconds=timeout_seconds),
                 engine.groups.notices,
             )
         router, sync = engine.new_exchange(groups, self._traffic)
         self.exchanges = ((groups, router),)
         self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, engine.exchange, self._rank)
-        self._thread: WorkerThread[RunAheadResult] = WorkerThread(f"flexd-ahead-{self._rank}", self._device)
+        self._thread: WorkerThread[RunAheadResult] = WorkerThread(
+            f"flexd-ahead-{self._rank}", self._device, inline=one_thread
+        )
         self._announced: NextBatch | None = None
         self._started: NextBatch | None = None
         self._result: RunAheadResult | None = None
@@ -87,22 +99,32 @@ class RunAhead(StepHooks):
         self._failure: BaseException | None = None
 
     @staticmethod
-    def begin(engine: RowEngine, timeout_seconds: float, passes_per_step: int) -> RunAhead:
-        """Begin a loop that announces its batches. Collective when the deadline differs from that of the loop before:
-        makes process groups.
+    def begin(
+        engine: RowEngine, timeout_seconds: float, passes_per_step: int, one_thread: bool | None = None
+    ) -> RunAhead:
+        """Begin a loop that announces its batches. Collective when the deadline or the mode differs from that of the
+        loop before.
 
         Raises:
-            EmbeddingError: another loop has not ended.
+            EmbeddingError: another loop has not ended, or a second thread is asked for on an accelerator.
         """
+        on_host = devices.in_host_memory(engine.stores[0].rows)
+        if one_thread is False and not on_host:
+            raise EmbeddingError(
+                "prefetch: one_thread=False for tables that are not in host memory",
+                remedy="leave it out: collectives of two threads have no common order over ranks, and may deadlock",
+            )
+        one_thread = not on_host if one_thread is None else one_thread
         hooks = engine.hooks
         if isinstance(hooks, RunAhead) and hooks._looping:
             raise EmbeddingError(
                 "another loop over prefetched batches of this collection has not ended",
                 remedy="leave it first, or close() its iterator",
             )
-        if not isinstance(hooks, RunAhead) or hooks.timeout_seconds != timeout_seconds:
+        same = isinstance(hooks, RunAhead) and hooks.one_thread == one_thread
+        if not isinstance(hooks, RunAhead) or not same or (hooks.timeout_seconds != timeout_seconds and not one_thread):
             engine.settle()
-            engine.hooks = hooks = RunAhead(engine, timeout_seconds)
+            engine.hooks = hooks = RunAhead(engine, timeout_seconds, one_thread=one_thread)
         hooks._looping = True
         hooks.passes_per_step = passes_per_step
         return hooks
@@ -194,7 +216,8 @@ class RunAhead(StepHooks):
         except BaseException as error:
             self._failure = error
             raise
-        self.overlapped.add(self._traffic)
+        if not self.one_thread or self._device.type != "cpu":
+            self.overlapped.add(self._traffic)
         self._engine.router.traffic.add(self._traffic)
         self._traffic.reset()
         if self._device.type == "cuda":

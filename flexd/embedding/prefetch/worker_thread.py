@@ -1,4 +1,4 @@
-"""One thread that does one job at a time for the training thread."""
+"""Jobs beside the training thread: one at a time, by a thread of its own or at once by the caller."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ class WorkerThread(Generic[Result]):
     On CUDA a job runs on a stream of its own, after the work queued on the submitter's current stream; work queued
     after ``result`` comes after the job. The thread starts with the first job. It is a daemon thread: a collective that
     never returns must not keep the process.
+
+    Args:
+        inline: ``submit`` runs the job in the calling thread, and no thread is started. The host then waits only for
+            what the job reads on the host; the rest of it is queued on its stream.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    def __init__(self, name: str, device: torch.device, *, inline: bool = False) -> None:
         self._name = name
+        self._inline = inline
         self._device = device
         self._jobs: queue.SimpleQueue[_Job[Result] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -57,10 +62,13 @@ class WorkerThread(Generic[Result]):
         if self._stream is not None:
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(self._device))
+        self._current = _Job(work, ready)
+        if self._inline:
+            self._do(self._current)
+            return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        self._current = _Job(work, ready)
         self._jobs.put(self._current)
 
     def result(self, timeout_seconds: float) -> Result:
@@ -96,12 +104,15 @@ class WorkerThread(Generic[Result]):
     def _run(self) -> None:
         jobs = self._jobs
         while (job := jobs.get()) is not None:
-            try:
-                job.result = self._on_stream(job)
-            except BaseException as error:  # raised again by ``result``
-                job.error = error
-            job.done.set()
+            self._do(job)
             del job
+
+    def _do(self, job: _Job[Result]) -> None:
+        try:
+            job.result = self._on_stream(job)
+        except BaseException as error:  # raised again by ``result``
+            job.error = error
+        job.done.set()
 
     def _on_stream(self, job: _Job[Result]) -> Result:
         with torch.no_grad():
