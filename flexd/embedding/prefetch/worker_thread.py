@@ -65,6 +65,8 @@ class WorkerThread(Generic[Result]):
         self._current = _Job(work, ready)
         if self._inline:
             self._do(self._current)
+            if not isinstance(self._current.error, Exception | None):
+                raise self._current.error  # an interrupt is the caller's
             return
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
