@@ -101,6 +101,7 @@ def test_the_daemons_source_reads_back_what_was_produced(broker, trace, tmp_path
     assert {batch.source_rank for batch in batches} == {0, 1}
 
 
+@pytest.mark.long
 def test_an_old_trace_of_other_tables_arrives_as_if_it_were_live(broker, trace, tmp_path):
     """``--speed`` dates each message when it is sent; ``--table`` gives the names of the configuration."""
     config = configuration(tmp_path, broker.bootstrap_servers)

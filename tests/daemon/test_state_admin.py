@@ -298,7 +298,14 @@ KILLS: list[tuple[str, tuple[str, ...], Callable[[Config], None]]] = [
 ]
 
 
-@pytest.mark.parametrize(("point", "command", "after"), KILLS, ids=[kill[0] for kill in KILLS])
+QUICK = ("import.moving", "reset.moved")
+"""The points after which the most is left to do."""
+
+
+@pytest.mark.parametrize(
+    ("point", "command", "after"),
+    [pytest.param(*kill, id=kill[0], marks=() if kill[0] in QUICK else pytest.mark.long) for kill in KILLS],
+)
 def test_a_kill_at_any_step_is_recovered_by_running_the_command_again(
     file: Path, config: Config, tmp_path: Path, point: str, command: tuple[str, ...], after: Callable[[Config], None]
 ) -> None:

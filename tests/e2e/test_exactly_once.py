@@ -131,7 +131,7 @@ class Lane:
             self.failure = error
 
 
-@pytest.mark.parametrize("lives", [3, pytest.param(13, marks=pytest.mark.long)])
+@pytest.mark.parametrize("lives", [2, pytest.param(13, marks=pytest.mark.long)])
 def test_killed_many_times_while_a_broker_delivers(tmp_path, server, lives):
     with TansuBroker(topics={"t": 3}) as broker:
         producer = Producer(broker.bootstrap_servers, "t", 200)

@@ -85,7 +85,7 @@ def job(
             SMALL, {"comm_dtype": "float16", "copies": 0.0, "optimizer": flexd.Adagrad()}, marks=pytest.mark.long
         ),
         (SMALL, {"pooled": True}),
-        (LARGE, {"exchange": "chain"}),
+        pytest.param(LARGE, {"exchange": "chain"}, marks=pytest.mark.long),
         pytest.param(LARGE, {"exchange": "direct", "pooled": True, "comm_dtype": "bfloat16"}, marks=pytest.mark.long),
     ],
     ids=str,

@@ -50,6 +50,7 @@ def before() -> Losses:
     return losses
 
 
+@pytest.mark.long
 def test_losses_with_flexd_equal_those_without_and_the_daemon_counts_look_ups(before: Losses, tmp_path: Path) -> None:
     settings = yaml.safe_load((EXAMPLES / "sasrec.yaml").read_text())
     config = {name: settings[name] for name in ("job", "tables", "stream", "sketch")}

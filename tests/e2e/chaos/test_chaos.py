@@ -46,6 +46,7 @@ def strike_all(run: ChaosRun, faults: list[tuple[str, Injection]]) -> None:
         assert outcome.steps > 0
 
 
+@pytest.mark.long
 def test_a_job_outlives_a_daemon_that_dies_and_stops_inside_a_chunk(tmp_path: Path, server: ProcessServer) -> None:
     with ChaosRun(tmp_path, SEED + 3, server) as run:
         strike_all(run, POINTS)
