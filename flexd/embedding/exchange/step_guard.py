@@ -53,9 +53,15 @@ class StepGuard:
 
     @contextmanager
     def publishing(self) -> Iterator[None]:
-        """Publish an error: this rank ends a call in which others wait for it."""
+        """Publish an error: this rank ends a call in which others wait for it.
+
+        Errors of the input are raised by every rank, and a job may continue after them. A notice would end a later
+        wait.
+        """
         try:
             yield
+        except EmbeddingError:
+            raise
         except Exception as error:
             self._notices.publish(self._rank, error)
             raise
