@@ -95,11 +95,12 @@ class Watch:
 
     def fault(self, error: BaseException) -> None:
         """Record an exception, and back off before the next attempt."""
-        self.count(error)
         in_a_row = 1 if self.problem is None else self.problem.faults + 1
         self._backoff_seconds = min(max(FIRST_BACKOFF_SECONDS, 2 * self._backoff_seconds), MAX_BACKOFF_SECONDS)
         self._retry_at = self._clock() + self._backoff_seconds
+        # The problem first: whoever sees the counter must not read that nothing fails.
         self.problem = ThreadProblem(self.thread, self.work, _text(error), in_a_row)
+        self.count(error)
 
     def count(self, error: BaseException) -> None:
         """Record an exception that concerns one request only: it is counted and logged, and nothing waits."""

@@ -12,6 +12,7 @@ from flexd.core.supervision import (
     MAX_BACKOFF_SECONDS,
     Supervisor,
     UnsafeStateError,
+    Watch,
 )
 from tests.support.until import until
 
@@ -77,6 +78,21 @@ def test_problems_are_shown_until_there_is_progress_and_counters_stay() -> None:
     planning.attempt(lambda: None)
     assert supervisor.reasons() == ()
     assert supervisor.faults() == {"loop": 2, "flexd-ingest": 0}
+
+
+def test_whoever_sees_a_fault_counted_sees_the_problem_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two, a thread that has just failed would be reported as working."""
+    supervisor = Supervisor(Clock())
+    watch, count = supervisor.watch("t"), Watch.count
+    seen: list[tuple[str, ...]] = []
+
+    def counted(self: Watch, error: BaseException) -> None:
+        count(self, error)
+        seen.append(supervisor.reasons())
+
+    monkeypatch.setattr(Watch, "count", counted)
+    watch.attempt(fail)
+    assert seen == [("thread t: ValueError: made up",)]
 
 
 def test_a_thread_whose_body_raises_or_returns_early_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
