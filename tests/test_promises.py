@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
-import subprocess
-import sys
-from functools import cache
 
 from flexd.control.daemon.channel_types import ChannelOptions
 from flexd.control.protocol.frames import MAX_FRAME_BYTES
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
 from flexd.server import guard, http, protocol, routing
 from flexd.stream.kafka.record_batches import BatchLimits
-from tests.support.repository import ROOT, child_environment
+from tests.support.repository import ROOT
 
 SECTION = (ROOT / "docs" / "security.md").read_text(encoding="utf-8").split("\n## Promises\n")[1].partition("\n## ")[0]
 _TEST = re.compile(r"`(tests/[\w/]+\.py::test_\w+)`")
@@ -24,24 +22,34 @@ def promises() -> dict[str, list[str]]:
     return {row[-2]: _TEST.findall(row[-1]) for row in rows[1:]}
 
 
-@cache
-def collected() -> frozenset[str]:
-    """Return the tests of the table that `make test` collects, without parameters."""
-    named = sorted({test for tests in promises().values() for test in tests})
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-m", "not long", "-p", "no:cacheprovider", *named],
-        cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
-    return frozenset(line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line)
+def run_by_default(path: str) -> dict[str, bool]:
+    """Return the tests of a file, and whether `make test` runs each."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    marks = [node.value for node in tree.body if isinstance(node, ast.Assign) and _is_pytestmark(node)]
+    all_long = any("pytest.mark.long" in ast.unparse(mark) for mark in marks)
+    return {
+        # A parameter that is marked leaves the others.
+        f"{path}::{node.name}": not all_long and "pytest.mark.long" not in map(ast.unparse, node.decorator_list)
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+def _is_pytestmark(node: ast.Assign) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
 
 
 def test_every_promise_names_a_test_that_make_test_collects() -> None:
     table = promises()
     assert len(table) >= 20
-    # Which tests do not exist is what pytest says when it collects them.
-    assert collected()
-    assert [promise for promise, tests in table.items() if not set(tests) & collected()] == []
+    named = {test for tests in table.values() for test in tests}
+    run = {
+        name: runs
+        for path in {test.partition("::")[0] for test in named}
+        for name, runs in run_by_default(path).items()
+    }
+    assert named <= set(run), "these tests do not exist"
+    assert [promise for promise, tests in table.items() if not any(run[test] for test in tests)] == []
 
 
 def test_every_row_has_a_promise_and_tests() -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 DAEMON = "flexd"
-"""Who pauses if no user does."""
+"""The one that pauses if no user does."""
 
 
 class Status(Model):
@@ -59,7 +59,7 @@ class Status(Model):
     pause_reason: str | None = None
     """Reason given for the pause."""
     paused_by: str | None = None
-    """Who paused; ``flexd`` if ranks repeatedly reported another placement than the daemon had recorded."""
+    """The one that paused; ``flexd`` if ranks repeatedly reported another placement than the daemon had recorded."""
     pauses: int = 0
     """Pauses since the daemon started."""
     stream: StreamStatus

@@ -35,7 +35,7 @@ class FeatureKeys:
 
 @dataclass(frozen=True)
 class _Order:
-    """What is known of the features of a batch before their ids.
+    """The features of a batch, before their ids are known.
 
     Attributes:
         order: the features, dim-group by dim-group.

@@ -73,7 +73,7 @@ class Attempt:
 
 @dataclass
 class _Record:
-    """What is stored of an attempt."""
+    """The stored part of an attempt."""
 
     name: str
     since_unix_seconds: float

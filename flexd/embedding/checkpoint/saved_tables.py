@@ -60,12 +60,12 @@ class SavedTable:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this rank saves the whole table."""
+        """True if this rank saves the whole table."""
         return self.owned is not None and self.owned[0] == self.columns[0].homes.rank
 
     @property
     def has_fingerprint(self) -> bool:
-        """Whether the fingerprint is in the state of this rank: it is in that of one."""
+        """True if the state of this rank has the fingerprint: that of one rank has it."""
         homes = self.columns[0].homes
         return self.is_mine if self.owned is not None else homes.rank == self.number % homes.world_size
 
