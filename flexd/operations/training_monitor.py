@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flexd.control.protocol.report import StepReport
+from flexd.operations.step_times import StepTimes
 from flexd.operations.traffic_timeline import TrafficTimeline
 
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
@@ -93,17 +94,24 @@ class TrainingTotals:
 
 
 class TrainingMonitor:
-    """Thread-safe. Totals run since the daemon started; the averages are of the present topology generation."""
+    """Thread-safe. Totals run since the daemon started; the averages are of the present topology generation.
+
+    Attributes:
+        timeline: recent traffic in intervals.
+        step_times: step seconds by placement version, of the present topology generation.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranks: dict[int, RankAverages] = {}
         self.timeline = TrafficTimeline()
+        self.step_times = StepTimes()
         self._totals = TrainingTotals(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add one report. A rank's look-ups are summed over tiers and averaged with exponential weights."""
         self.timeline.add(report)
+        self.step_times.add(rank, report)
         with self._lock:
             self._ranks[rank] = RankAverages.of(report, self._ranks.get(rank))
             old = self._totals
@@ -124,7 +132,8 @@ class TrainingMonitor:
             )
 
     def new_generation(self) -> None:
-        """Forget the averages of the ranks of the previous topology generation."""
+        """Forget the averages and step times of the ranks of the previous topology generation."""
+        self.step_times.clear()
         with self._lock:
             self._ranks.clear()
 
@@ -137,6 +146,12 @@ class TrainingMonitor:
             if not self._ranks:
                 return None
             return world_size * sum(rank.accesses_per_step for rank in self._ranks.values()) / len(self._ranks)
+
+    def step_seconds(self) -> float | None:
+        """Return the mean wall time of a step over the reporting ranks; None until a rank has reported a step."""
+        with self._lock:
+            seconds = [rank.step_seconds for rank in self._ranks.values() if rank.step_seconds > 0]
+        return sum(seconds) / len(seconds) if seconds else None
 
     def ranks(self) -> dict[int, RankAverages]:
         """Return the reporting ranks of the current topology generation, in order."""
