@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import FlexdError, SnapshotError
+from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.supervision import Supervisor, UnsafeStateError
 from flexd.ingest.arrival import ArrivalClock
-from flexd.ingest.background_job import BackgroundJob
 from flexd.ingest.backoff import Backoff
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.message_counter import Decode, MessageCounter, decode_message
 from flexd.ingest.message_counts import MessageCounts
 from flexd.ingest.rate import RateMeter, Totals
-from flexd.ingest.restore import SNAPSHOT_META_FORMAT, restore
+from flexd.ingest.restore import restore
+from flexd.ingest.snapshot_cycle import SnapshotCycle
 from flexd.ingest.stats import ROW_REASONS, IngestStats
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.kinds import warm_up
@@ -35,7 +35,7 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.offsets_in_work import OffsetsInWork
-from flexd.stream.types import Positions, Source
+from flexd.stream.types import Source
 
 _log = logging.getLogger(__name__)
 
@@ -102,29 +102,23 @@ class Ingestor:
         start_empty: bool = False,
     ) -> None:
         self._source = source
-        self._snapshots = snapshots
+        self._snapshots = SnapshotCycle(
+            snapshots, snapshot_interval_seconds, extra_state, background=save_in_background
+        )
         self._dead_letters = dead_letters
         self._work = work or OffsetsInWork()
         self._arrivals = ArrivalClock(clock)
-        self._snapshot_interval_seconds = snapshot_interval_seconds
         self._poll_seconds = poll_seconds
-        self._extra_state = extra_state
         self._stop = threading.Event()
-        self._save_now = threading.Event()
         supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch(thread)
         self._thread = supervisor.thread(thread, self._loop, self._stop, self._finish)
-        self._next_save = math.inf
-        self._saving = BackgroundJob("flexd-snapshot", background=save_in_background)
-        self._saving_positions: Positions = {}
 
         self._merged_counts = MessageCounts()
         """Of the messages that other daemons counted and ``merge`` added."""
         self._drained_counts = MessageCounts()
         """Of the messages counted until the last ``drain``."""
-        self._snapshot_count = self._snapshot_failures = self._commit_failures = self._source_failures = 0
-        self._saved_at = math.nan
-        self._pause_seconds = math.nan
+        self._snapshot_failures = self._source_failures = 0
         self._problems: dict[str, str] = {}
         """Current problem of each step of the loop that has one."""
         self._lag = 0
@@ -161,11 +155,11 @@ class Ingestor:
 
     def set_snapshot_interval(self, seconds: float) -> None:
         """Change the time between two snapshots, effective after the next one."""
-        self._snapshot_interval_seconds = seconds
+        self._snapshots.set_interval(seconds)
 
     def request_snapshot(self) -> None:
         """Make the thread take a snapshot at the next opportunity."""
-        self._save_now.set()
+        self._snapshots.request()
 
     def profile(
         self,
@@ -258,7 +252,7 @@ class Ingestor:
         return dataclasses.replace(
             self._stats,
             idle_seconds=self._idle_seconds(),
-            snapshot_age_seconds=time.monotonic() - self._saved_at,
+            snapshot_age_seconds=time.monotonic() - self._snapshots.saved_at,
             restore_problems=tuple(self._restore_problems),
             running=self._thread.running,
         )
@@ -277,20 +271,19 @@ class Ingestor:
         while not self._stop.is_set() and not self._attempt("source", self._restore_positions):
             backoff.wait()
         backoff.reset()
-        self._next_save = min(self._next_save, time.monotonic() + self._snapshot_interval_seconds)
+        self._snapshots.start()
         while not self._stop.is_set():
             fault_point("thread.ingest")
             if self._attempt("source", self._read_some):
                 backoff.reset()
             else:
                 backoff.wait()
-            if self._saving.finished:
+            if self._snapshots.written:
                 self._attempt("snapshot", self._finish_save)
-            if not self._saving.pending and (self._save_now.is_set() or time.monotonic() >= self._next_save):
-                self._save_now.clear()
+            if self._snapshots.is_due():
                 self._attempt("snapshot state", self._begin_save)
-                self._next_save = time.monotonic() + self._snapshot_interval_seconds
-            if self._saving.finished:
+                self._snapshots.restart()
+            if self._snapshots.written:
                 self._attempt("snapshot", self._finish_save)
             self._stats = self._read_stats()
             self._watch.progress()
@@ -301,10 +294,10 @@ class Ingestor:
                 ) from self._sketches.damage
 
     def _finish(self) -> None:
-        if self._saving.pending:
+        if self._snapshots.pending:
             self._attempt("snapshot", self._finish_save)
         restored = self._unrestored_positions is None
-        if restored and self._attempt("snapshot state", self._begin_save) and self._saving.pending:
+        if restored and self._attempt("snapshot state", self._begin_save) and self._snapshots.pending:
             self._attempt("snapshot", self._finish_save)
         self._attempt("source", self._source.close)
         if self._sketches.damage is None:
@@ -347,60 +340,10 @@ class Ingestor:
             self._lag, self._lag_at = self._source.lag(), now
 
     def _begin_save(self) -> None:
-        """Make counters and positions durable. The order of the steps makes every access count once.
-
-        1. Between two polls, when every message that the source has returned is counted, copy sketches, positions and
-           profile generation while nothing else can change them. They go into one file: if they were saved apart, a
-           crash between the two would count the messages in between twice or never.
-        2. Write the snapshot and wait until it is on disk. Ingest continues meanwhile.
-        3. Only then commit to the source (``_finish_save``): the positions of step 1, not those reached since. The
-           commit serves the broker's displays; a restart reads the snapshot's positions, so a crash between 2 and 3
-           loses nothing.
-        """
-        snapshots = self._snapshots
-        if snapshots is None:
-            return
-        fault_point("snapshot.begin")
-        extra = dict(self._extra_state())
-        # 1.
-        began = time.monotonic()
-        with self._sketches.frozen() as (sketch_meta, arrays):
-            if self._sketches.damage is not None:
-                raise SnapshotError("the counters are damaged and not saved", remedy="start the daemon again")
-            positions = self._source.positions()
-            generation = self._generation
-        self._pause_seconds = time.monotonic() - began
-        self._saving_positions = positions
-        fault_point("snapshot.copied")
-
-        # 2.
-        def write() -> None:
-            meta = {
-                "format": SNAPSHOT_META_FORMAT,
-                "sketches": sketch_meta,
-                "positions": positions,
-                "generation": generation,
-                "saved": extra,
-            }
-            snapshots.save(meta, arrays)
-
-        self._saving.start(write)
+        self._snapshots.begin(self._source, self._sketches, lambda: self._generation)
 
     def _finish_save(self) -> None:
-        """Run step 3 of ``_begin_save``.
-
-        Raises:
-            SnapshotError: step 2 failed; the previous snapshot and its positions stay valid together.
-        """
-        self._saving.join()
-        self._snapshot_count += 1
-        self._saved_at = time.monotonic()
-        # 3.
-        failure = self._source.commit(self._saving_positions)
-        fault_point("snapshot.committed")
-        if failure is not None:
-            self._commit_failures += 1
-            _log.warning("ingest: commit: %s", failure)
+        self._snapshots.finish(self._source)
 
     def _restore_positions(self) -> None:
         if self._unrestored_positions is not None:
@@ -436,11 +379,11 @@ class Ingestor:
             newest_event_seconds=self._sketches.newest_event_seconds,
             least_skew_seconds=self._counter.skew.least_seconds,
             most_skew_seconds=self._counter.skew.most_seconds,
-            snapshots=self._snapshot_count,
+            snapshots=self._snapshots.saved,
             snapshot_failures=self._snapshot_failures,
-            commit_failures=self._commit_failures,
+            commit_failures=self._snapshots.commit_failures,
             source_failures=self._source_failures,
-            snapshot_pause_seconds=self._pause_seconds,
+            snapshot_pause_seconds=self._snapshots.pause_seconds,
             dead_letters=letters.written if letters else 0,
             dead_letter_failures=letters.failures if letters else 0,
             problem="; ".join(self._problems.values()) or self._source.problem,

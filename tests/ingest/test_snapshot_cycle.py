@@ -1,0 +1,61 @@
+"""When a snapshot is due. What it holds, and the order of its steps, is in ``test_ingestor_snapshots.py``."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from flexd.ingest.snapshot_cycle import SnapshotCycle
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def cycle() -> SnapshotCycle:
+    return SnapshotCycle(None, 30.0, dict, background=False)
+
+
+def test_nothing_is_due_before_the_start_up_has_ended(now: list[float]) -> None:
+    made = cycle()
+    now[0] += 1e6
+    assert not made.is_due()
+    made.start()
+    assert not made.is_due()
+    now[0] += 30.0
+    assert made.is_due()
+
+
+def test_a_second_start_does_not_put_a_snapshot_off(now: list[float]) -> None:
+    """The thread starts again after a fault: a fault every few seconds would leave the job without a snapshot."""
+    made = cycle()
+    made.start()
+    for _ in range(3):
+        now[0] += 10.0
+        made.start()
+    assert made.is_due()
+
+
+def test_a_request_is_due_once(now: list[float]) -> None:
+    made = cycle()
+    made.start()
+    made.request()
+    assert made.is_due()
+    assert not made.is_due()
+
+
+def test_another_interval_counts_after_the_next_snapshot(now: list[float]) -> None:
+    made = cycle()
+    made.start()
+    made.set_interval(5.0)
+    now[0] += 10.0
+    assert not made.is_due()
+    now[0] += 20.0
+    assert made.is_due()
+    made.restart()
+    now[0] += 5.0
+    assert made.is_due()
