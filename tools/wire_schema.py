@@ -23,7 +23,7 @@ from typing import Any
 import flexd.api
 from flexd.api.base import CommandRequest, Model, build_models
 from flexd.control.protocol import frames, handshake, messages, versions
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PhaseReport, StepReport
 from flexd.core import tap_counts
 from flexd.scaleout import count_delta
 from flexd.scaleout.push_answer import PushAnswer
@@ -39,6 +39,7 @@ Schema = dict[str, Any]
 def schema() -> Schema:
     """Return the schema of this source tree."""
     found = {kind: _message_fields(cls) for kind, cls in messages._KINDS.items()}
+    parts = {part.__name__: _message_fields(part) for part in (PhaseReport, StepReport)}
     return {
         "version": versions.VERSION,
         "fixed": {
@@ -49,7 +50,7 @@ def schema() -> Schema:
             name: {"writes": module.FORMAT, "reads": [module.OLDEST_FORMAT, module.NEWEST_FORMAT]}
             for name, module in (("tap counts", tap_counts), ("count deltas", count_delta))
         },
-        "messages": dict(sorted({**found, "StepReport": _message_fields(StepReport)}.items())),
+        "messages": dict(sorted({**found, **parts}.items())),
         "answers": {"PushAnswer": _dataclass_fields(PushAnswer)},
         "api": {"responses": _models(Model), "commands": _models(CommandRequest)},
     }

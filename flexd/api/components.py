@@ -79,7 +79,7 @@ class Components:
                     self.coordinator.live(), control, self.coordinator.channel_counters(), planning.cluster.name
                 ),
                 "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
-                "training": training_status(self.training.totals()),
+                "training": training_status(self.training.totals(), self.training.ranks(), self.training.phases()),
                 "last_plan": None if last is None else plan_report(last, planning.last_live),
                 "migration": None if execution is None else migration_report(execution),
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),

@@ -136,6 +136,12 @@ class RankReport(Model):
     """Since its newest report."""
     step_seconds: FiniteOrNone = None
     """Wall time of a step."""
+    computed_seconds: FiniteOrNone = None
+    """Part of a step outside collectives."""
+    exposed_seconds: FiniteOrNone = None
+    """Part of a step that waits for collectives: what compute does not cover."""
+    exchange: str = ""
+    """The exchange after its newest step; empty until it has reported."""
     accesses_per_step: FiniteOrNone = None
     """Look-ups of a step."""
     replica_share: FiniteOrNone = None

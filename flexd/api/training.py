@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from flexd.api.base import Model, RowsByTier
-from flexd.api.families import counter, counters, counters_by, gauge, summary
+from flexd.api.base import FiniteOrNone, Model, RowsByTier
+from flexd.api.families import counter, counters, counters_by, gauge, gauges_by, summary
 from flexd.api.placement import by_metric_tier
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.operations.training_monitor import TrainingTotals
+    from flexd.operations.phase_averages import PhaseAverages
+    from flexd.operations.training_monitor import RankAverages, TrainingTotals
+
+
+class PhaseStatus(Model):
+    """One phase of a training step: the mean over the ranks and about 50 of their newest steps."""
+
+    phase: str
+    """``ids``, ``rows``, ``dense`` (everything outside flexd), ``push`` (of gradients), ``sync`` (of replicas),
+    ``update`` (of rows) or ``apply`` (of chunks)."""
+    computed_seconds: FiniteOrNone = None
+    """Outside collectives."""
+    exposed_seconds: FiniteOrNone = None
+    """Waited for collectives: what compute did not cover."""
+    intra_seconds: FiniteOrNone = None
+    """Collectives inside the nodes, covered or not."""
+    inter_seconds: FiniteOrNone = None
+    """Collectives that leave the nodes, covered or not."""
+    overlapped_seconds: FiniteOrNone = None
+    """Part of both that ran beside the training thread."""
+    intra_bytes: FiniteOrNone = None
+    """Sent inside the node by a rank."""
+    inter_bytes: FiniteOrNone = None
+    """Sent to other nodes by a rank."""
+    intra_collectives: FiniteOrNone = None
+    """Collectives inside the node."""
+    inter_collectives: FiniteOrNone = None
+    """Collectives that leave it."""
 
 
 class TrainingStatus(Model):
@@ -33,9 +60,16 @@ class TrainingStatus(Model):
     """Step time spent in applying chunks."""
     newest_step: int = 0
     """The newest step that any rank reported."""
+    exchange: str = ""
+    """The exchange that the ranks use; several while it changes, empty until a rank has reported."""
+    phases: tuple[PhaseStatus, ...] = ()
+    """A step by phase; empty until a rank has reported."""
+    cover_seconds: FiniteOrNone = None
+    """Compute of a step that could cover the collectives of run-ahead."""
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of training."""
+        from flexd.control.protocol.report import StepPhase
         from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 
         yield counters(
@@ -56,10 +90,39 @@ class TrainingStatus(Model):
             "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", self.apply_seconds
         )
         yield gauge("flexd_training_step", "The newest step that any rank reported.", self.newest_step)
+        known = {phase.phase: phase for phase in self.phases}
+        phases = {phase.value: known.get(phase.value, PhaseStatus(phase=phase.value)) for phase in StepPhase}
+        yield gauges_by(
+            "flexd_training_phase_seconds",
+            "A step by phase, mean over the ranks: computed, exposed (waited for collectives), and in collectives "
+            "inside nodes and between them, covered by compute or not.",
+            ("phase", "part"),
+            {
+                (name, part): getattr(phase, f"{part}_seconds")
+                for name, phase in phases.items()
+                for part in ("computed", "exposed", "intra", "inter")
+            },
+        )
+        yield gauges_by(
+            "flexd_training_phase_bytes", "Sent by a rank in a step, by phase and link.", ("phase", "link"),
+            {(name, link): getattr(phase, f"{link}_bytes") for name, phase in phases.items() for link in LINKS},
+        )  # fmt: skip
+        yield gauges_by(
+            "flexd_training_phase_collectives", "Collectives of a rank in a step, by phase and link.",
+            ("phase", "link"),
+            {(name, link): getattr(phase, f"{link}_collectives") for name, phase in phases.items() for link in LINKS},
+        )  # fmt: skip
 
 
-def training_status(totals: TrainingTotals) -> TrainingStatus:
-    """Return the sums over all step reports."""
+def training_status(
+    totals: TrainingTotals, ranks: Mapping[int, RankAverages], phases: PhaseAverages | None
+) -> TrainingStatus:
+    """Return the sums over all step reports, and the newest steps by phase.
+
+    Args:
+        ranks: those that have reported.
+    """
+    from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase
     from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 
     home, node, device = totals.accesses_by_tier
@@ -67,4 +130,12 @@ def training_status(totals: TrainingTotals) -> TrainingStatus:
         totals,
         accesses={"HOME": home, "NODE": node, "DEVICE": device},
         sent_bytes={kind: {link: totals.sent_bytes[kind, link] for link in LINKS} for kind in TRAFFIC_KINDS},
+        exchange=", ".join(sorted({rank.exchange for rank in ranks.values() if rank.exchange})),
+        cover_seconds=None if phases is None else phases.cover_seconds,
+        phases=()
+        if phases is None
+        else tuple(
+            PhaseStatus(phase=phase.value, **dict(zip(PHASE_QUANTITIES, values, strict=True)))
+            for phase, values in zip(StepPhase, phases.values.tolist(), strict=True)
+        ),
     )

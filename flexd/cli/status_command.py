@@ -50,6 +50,8 @@ MAX_LOST_TABLES = 4
 
 def status_blocks(status: Status) -> list[Block]:
     blocks: list[Block] = [_daemon(status), _stream(status), _sketch(status), _topology(status), _placement(status)]
+    if status.training.phases:
+        blocks.append(_phases(status))
     if status.drift.ratio is not None:
         blocks.append(_drift(status))
     if status.last_plan is not None:
@@ -209,6 +211,27 @@ def _placement(status: Status) -> Facts:
             ("rows", units.by_tier(placement.rows) or "all at HOME"),
         ),
     )
+
+
+def _phases(status: Status) -> Table:
+    columns = ("phase", "computed", "exposed", "intra", "inter", "sent intra", "sent inter", "collectives")
+    rows = tuple(
+        (
+            phase.phase,
+            *(
+                units.seconds(seconds)
+                for seconds in (
+                    phase.computed_seconds, phase.exposed_seconds, phase.intra_seconds, phase.inter_seconds
+                )
+            ),
+            units.size(phase.intra_bytes),
+            units.size(phase.inter_bytes),
+            f"{(phase.intra_collectives or 0) + (phase.inter_collectives or 0):.3g}",
+        )
+        for phase in status.training.phases
+    )  # fmt: skip
+    exchange = f", exchange {status.training.exchange}" if status.training.exchange else ""
+    return Table(f"a step by phase{exchange}", columns, rows, frozenset(columns[1:]), ("intra", "sent intra"))
 
 
 def _drift(status: Status) -> Facts:

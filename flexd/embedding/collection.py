@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
@@ -20,6 +21,7 @@ from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_eq
 from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import ForwardPass, LookupFunction, RowEngine
 from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups, layout_from_environment
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.features import FeatureKeys, FeatureMap
@@ -130,6 +132,7 @@ class EmbeddingCollection(nn.Module):
         self.keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name) for t in tables])
         self.traffic = Traffic()
         self.device = allocated_device(device)
+        self.traffic.phases = PhaseMeter(self.device)
         self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
         self.layout = self._groups.layout
         self.rank = self._groups.rank
@@ -177,6 +180,11 @@ class EmbeddingCollection(nn.Module):
         return self.engine.exchange.name
 
     @property
+    def phases(self) -> PhaseMeter:
+        """Time of the steps by phase."""
+        return self.traffic.phases
+
+    @property
     def steps(self) -> int:
         """Number of optimizer steps that pushed gradients."""
         return self.engine.steps
@@ -210,6 +218,7 @@ class EmbeddingCollection(nn.Module):
             return dict(given)
         return {name: as_jagged(value, name, defer_check=True) for name, value in given.items()}
 
+    @in_phase(StepPhase.IDS)
     def _route(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> RoutedInput:
         """Collective. Convert and check the input, and locate its rows: a fault on one rank is an error on all.
 

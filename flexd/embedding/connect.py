@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
-from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.control.protocol.report import PhaseReport, RankIdentity, StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
 from flexd.embedding.collection import EmbeddingCollection
@@ -39,6 +39,8 @@ class Connection:
         self._last_apply_seconds = collection.engine.apply_seconds
         self._last_unused = collection.engine.hooks.unused_batches
         self._last_step_at = time.monotonic()
+        self._phase_steps = 0
+        collection.phases.take()
         collection.engine.after_step = self._report
 
     def close(self, timeout_seconds: float = 5.0) -> None:
@@ -55,6 +57,12 @@ class Connection:
         since = {name: value - self._last_totals[name] for name, value in totals.items()}
         now = time.monotonic()
         unused = collection.engine.hooks.unused_batches
+        self._phase_steps += 1
+        phases: tuple[PhaseReport, ...] = ()
+        cover_seconds, phase_steps = 0.0, 0
+        if not self.agent.report_waiting:  # a few times a second: adding phases up in each step would cost more
+            phase_steps, self._phase_steps = self._phase_steps, 0
+            phases, cover_seconds = collection.phases.take()
         self.agent.report(
             StepReport(
                 step=collection.steps,
@@ -72,6 +80,9 @@ class Connection:
                 migration_inter_bytes=since["migration_inter_bytes"],
                 exchange=collection.exchange,
                 unused_prefetches=max(0, unused - self._last_unused),
+                phases=phases,
+                phase_steps=phase_steps,
+                cover_seconds=cover_seconds,
             )
         )
         self._last_unused = unused

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from flexd.control.agent.inbox import ChunkInbox, Prepared
+from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
@@ -19,6 +20,7 @@ from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
+from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
@@ -197,6 +199,11 @@ class RowEngine:
         self._max_migration_bytes = max_migration_bytes_per_step
         self._stale_replicas = False
         self._summed: StepGradients | None = None
+
+    @property
+    def phases(self) -> PhaseMeter:
+        """Meter of the training thread."""
+        return self.router.phases
 
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
@@ -406,6 +413,7 @@ class RowEngine:
     def _prepare_chunk(self, chunk: Delta, after: Prepared | None) -> Prepared:
         return self.migrator.prepare(chunk, after)
 
+    @in_phase(StepPhase.APPLY)
     def _apply_chunks(self) -> None:
         started = time.perf_counter()
         chunks = self.inbox.poll_agreed(self._max_migration_bytes, self.migrator.copied_bytes)

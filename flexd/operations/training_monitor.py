@@ -9,18 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flexd.control.protocol.report import StepReport
+from flexd.operations.phase_averages import RECENT_STEPS, PhaseAverages, mean_phases
 from flexd.operations.step_times import StepTimes
 from flexd.operations.traffic_timeline import TrafficTimeline
 
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
 LINKS = ("intra", "inter")
-_RECENT_STEPS = 50
-"""Averages of a rank cover about this number of its newest steps."""
 
 
 @dataclass(frozen=True)
 class RankAverages:
-    """One rank as it reported; averages over about ``_RECENT_STEPS`` of its newest steps.
+    """One rank as it reported; averages over about ``RECENT_STEPS`` of its newest steps.
 
     Attributes:
         version: version of its placement.
@@ -31,6 +30,8 @@ class RankAverages:
         intra_bytes: bytes of all kinds sent inside its node per step.
         inter_bytes: bytes of all kinds sent to other nodes per step.
         heard_at: time of its newest report, in monotonic seconds.
+        exchange: used after its newest step.
+        phases: its steps by phase; None before it has reported any.
     """
 
     version: int
@@ -41,11 +42,13 @@ class RankAverages:
     intra_bytes: float
     inter_bytes: float
     heard_at: float
+    exchange: str = ""
+    phases: PhaseAverages | None = None
 
     @staticmethod
     def of(report: StepReport, known: RankAverages | None) -> RankAverages:
         steps = max(1, report.steps)
-        weight = 1.0 if known is None else min(1.0, report.steps / _RECENT_STEPS)
+        weight = 1.0 if known is None else min(1.0, report.steps / RECENT_STEPS)
 
         def average(total: float, before: float) -> float:
             return before + weight * (total / steps - before)
@@ -63,7 +66,17 @@ class RankAverages:
             intra_bytes=average(intra, known.intra_bytes if known else 0.0),
             inter_bytes=average(inter, known.inter_bytes if known else 0.0),
             heard_at=time.monotonic(),
+            exchange=report.exchange,
+            phases=PhaseAverages.of(report, known.phases if known else None),
         )
+
+    @property
+    def computed_seconds(self) -> float | None:
+        return None if self.phases is None else float(self.phases.quantity("computed_seconds").sum())
+
+    @property
+    def exposed_seconds(self) -> float | None:
+        return None if self.phases is None else float(self.phases.quantity("exposed_seconds").sum())
 
     @property
     def replica_share(self) -> float:
@@ -157,6 +170,11 @@ class TrainingMonitor:
         """Return the reporting ranks of the current topology generation, in order."""
         with self._lock:
             return dict(sorted(self._ranks.items()))
+
+    def phases(self) -> PhaseAverages | None:
+        """Return the mean over the ranks of their steps by phase; None before any has reported phases."""
+        with self._lock:
+            return mean_phases(rank.phases for rank in self._ranks.values())
 
     def versions(self) -> dict[int, int]:
         """Return the placement version that each rank reported last."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flexd.api.training import training_status
+from flexd.control.protocol.report import PhaseReport
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.support.components import report
 
@@ -11,7 +14,7 @@ def test_sums_are_by_tier_kind_and_link() -> None:
     monitor = TrainingMonitor()
     monitor.add(0, report(5, steps=2, inter=100))
     monitor.add(1, report(4, inter=10))
-    shown = training_status(monitor.totals())
+    shown = training_status(monitor.totals(), monitor.ranks(), monitor.phases())
     assert shown.accesses == {"HOME": 60, "NODE": 40, "DEVICE": 20}
     assert shown.sent_bytes["all_to_all"] == {"intra": 20, "inter": 110}
     assert shown.sent_bytes["migration"] == {"intra": 6, "inter": 8}
@@ -23,3 +26,23 @@ def test_sums_are_by_tier_kind_and_link() -> None:
         for sample in family.samples
     }
     assert (sent["all_to_all", "inter"], sent["sync", "intra"], len(sent)) == (110, 2, 6)
+
+
+def test_phases_are_the_mean_over_the_ranks_and_unknown_before_any_report() -> None:
+    monitor = TrainingMonitor()
+    monitor.add(0, report(1))
+    assert training_status(monitor.totals(), monitor.ranks(), monitor.phases()).phases == ()
+    for rank, seconds in ((0, 0.2), (1, 0.6)):
+        rows = PhaseReport("rows", exposed_seconds=seconds, inter_bytes=1000, inter_collectives=4)
+        monitor.add(rank, replace(report(3, steps=2), phases=(rows,), phase_steps=2, exchange="chain"))
+    shown = training_status(monitor.totals(), monitor.ranks(), monitor.phases())
+    (rows_phase,) = (phase for phase in shown.phases if phase.phase == "rows")
+    assert (rows_phase.exposed_seconds, rows_phase.inter_bytes, rows_phase.inter_collectives) == (0.2, 500, 2)
+    assert shown.exchange == "chain"
+    sample = {
+        tuple(sample.labels.values()): sample.value
+        for family in shown.metrics()
+        if family.name == "flexd_training_phase_seconds"
+        for sample in family.samples
+    }
+    assert (sample["rows", "exposed"], sample["push", "exposed"]) == (0.2, 0)

@@ -30,6 +30,8 @@ from tests.support.rank_pool import RankPool
 class _RecordingAgent:
     """Record reports in place of an agent."""
 
+    report_waiting = False
+
     def __init__(self) -> None:
         self.reports: list[StepReport] = []
 

@@ -94,6 +94,11 @@ class Agent:
         if self._context.reports.add(report):
             self._context.wake()
 
+    @property
+    def report_waiting(self) -> bool:
+        """True if a report was added and not sent yet."""
+        return self._context.reports.waiting
+
     def _run(self) -> None:
         backoff = Backoff()
         while not self._context.stopping.is_set():

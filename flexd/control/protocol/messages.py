@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.report import PhaseReport, StepReport
 from flexd.core.errors import ControlError, UnknownMessageError
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -302,6 +302,9 @@ _KINDS: dict[str, type[Message]] = {
     )
 }  # fmt: skip
 
+_PARTS = (StepReport, PhaseReport)
+"""Dataclasses that are fields of messages, or parts of such fields."""
+
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
@@ -342,9 +345,14 @@ def decode_as(kind: type[AnyMessage], data: bytes) -> AnyMessage:
 def _to_json(value: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for item in fields(value):
-        field_value = getattr(value, item.name)
-        out[item.name] = _to_json(field_value) if isinstance(field_value, StepReport) else field_value
+        out[item.name] = _json_value(getattr(value, item.name))
     return out
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, _PARTS):
+        return _to_json(value)
+    return [_json_value(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _no_constant(text: str) -> Any:
@@ -404,8 +412,8 @@ def _build(cls: Any, data: dict[str, Any]) -> Any:
 def _checked(hint: Any, value: Any, where: str) -> Any:
     if isinstance(hint, types.UnionType):
         return None if value is None else _checked(typing.get_args(hint)[0], value, where)
-    if hint is StepReport and isinstance(value, dict):
-        return _build(StepReport, value)
+    if hint in _PARTS and isinstance(value, dict):
+        return _build(hint, value)
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         inner = typing.get_args(hint)
         if inner[-1] is not Ellipsis and len(inner) != len(value):

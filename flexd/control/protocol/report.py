@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from enum import StrEnum
 
 from flexd.core.keyspace import TableSpec
 
@@ -33,6 +35,74 @@ class RankIdentity:
     tables: tuple[TableSpec, ...] = ()
 
 
+class StepPhase(StrEnum):
+    """The parts of a training step, in the order in which a report lists them."""
+
+    IDS = "ids"
+    """Finding where the rows of a look-up are: ids to the ranks that hold them."""
+    ROWS = "rows"
+    """Row values on their way back."""
+    DENSE = "dense"
+    """Everything outside flexd: forward and backward pass of the dense model, loading batches."""
+    PUSH = "push"
+    """Gradients on their way to the rows."""
+    SYNC = "sync"
+    """Agreement on touched replicas, and the sums of their gradients."""
+    UPDATE = "update"
+    """The optimizer's update of the rows."""
+    APPLY = "apply"
+    """Applying chunks of migrations."""
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """What one rank did in one phase of its steps (sums).
+
+    Attributes:
+        phase: value of ``StepPhase``; a rank of another version may have others.
+        computed_seconds: time of the training thread, or of its stream on an accelerator, outside collectives.
+        exposed_seconds: time that it waited for collectives: what compute did not cover.
+        intra_seconds, inter_seconds: length of the collectives inside nodes and of those that leave them, from the
+            arrival of this rank to their end, whether a step waited for them or not.
+        overlapped_seconds: part of both that ran beside the training thread.
+        intra_bytes, inter_bytes: sent by this rank, as in ``StepReport``.
+        intra_collectives, inter_collectives: number of collectives.
+    """
+
+    phase: str
+    computed_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    intra_seconds: float = 0.0
+    inter_seconds: float = 0.0
+    overlapped_seconds: float = 0.0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+    intra_collectives: int = 0
+    inter_collectives: int = 0
+
+    @property
+    def communication_seconds(self) -> float:
+        return self.intra_seconds + self.inter_seconds
+
+    def plus(self, other: PhaseReport, sign: int = 1) -> PhaseReport:
+        """Return the sum with, or with ``sign`` -1 the difference to, a report of the same phase."""
+        return PhaseReport(
+            self.phase, *(getattr(self, name) + sign * getattr(other, name) for name in PHASE_QUANTITIES)
+        )
+
+
+PHASE_QUANTITIES = tuple(item.name for item in fields(PhaseReport) if item.name != "phase")
+
+
+def merge_phases(older: Iterable[PhaseReport], newer: Iterable[PhaseReport]) -> tuple[PhaseReport, ...]:
+    """Sum reports by phase."""
+    merged = {report.phase: report for report in older}
+    for report in newer:
+        before = merged.get(report.phase)
+        merged[report.phase] = report if before is None else before.plus(report)
+    return tuple(merged.values())
+
+
 @dataclass(frozen=True)
 class StepReport:
     """One rank's training steps since its previous report (sums, unless stated otherwise).
@@ -49,6 +119,9 @@ class StepReport:
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
         unused_prefetches: batches that were located ahead and located again, because the loop copied their ids.
         exchange: used after the newest step.
+        phases: the step by phase.
+        phase_steps: steps summed in ``phases``; other ones than ``steps``, because phases are measured with a delay.
+        cover_seconds: compute that could cover collectives beside the training thread, in these steps.
     """
 
     step: int
@@ -66,6 +139,9 @@ class StepReport:
     migration_inter_bytes: int = 0
     unused_prefetches: int = 0
     exchange: str = ""
+    phases: tuple[PhaseReport, ...] = ()
+    phase_steps: int = 0
+    cover_seconds: float = 0.0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
@@ -73,14 +149,15 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
     newer = replace(newer, step_seconds=_finite(newer.step_seconds), apply_seconds=_finite(newer.apply_seconds))
     if older is None:
         return newer
-    latest = {"step", "placement_version", "placement_digest", "accesses_by_tier", "exchange"}
+    latest = {"step", "placement_version", "placement_digest", "accesses_by_tier", "exchange", "phases"}
     sums = {
         item.name: getattr(older, item.name) + getattr(newer, item.name)
         for item in fields(StepReport)
         if item.name not in latest
     }
     home, node, device = (a + b for a, b in zip(older.accesses_by_tier, newer.accesses_by_tier, strict=True))
-    return replace(newer, accesses_by_tier=(home, node, device), **sums)
+    phases = merge_phases(older.phases, newer.phases)
+    return replace(newer, accesses_by_tier=(home, node, device), phases=phases, **sums)
 
 
 def _finite(seconds: float) -> float:

@@ -14,6 +14,7 @@ from flexd.core.errors import CollectiveError, TopologyError
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.device_wait import DeviceWait
 from flexd.embedding.exchange.fault_notice import FIRST_LOOK, FaultNotices
+from flexd.embedding.exchange.phase_meter import PhaseMeter
 
 # torch 2.13 renamed it and warns of the old name.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -43,6 +44,16 @@ class Traffic:
     node_accesses: int = 0
     device_accesses: int = 0
     _kind: TrafficKind = field(default=TrafficKind.ALL_TO_ALL, repr=False)
+    _phases: PhaseMeter = field(default_factory=PhaseMeter, repr=False, compare=False)
+
+    @property
+    def phases(self) -> PhaseMeter:
+        """Meter of the thread whose collectives are counted here."""
+        return self._phases
+
+    @phases.setter
+    def phases(self, meter: PhaseMeter) -> None:
+        self._phases = meter
 
     @property
     def current_kind(self) -> TrafficKind:
@@ -118,6 +129,7 @@ class Peers:
         self.index = self.ranks.index(rank)
         node = layout.node_of(rank)
         self.far = [layout.node_of(peer) != node for peer in self.ranks]
+        self._leaves_node = any(self.far)
         self._traffic = traffic
         self._notices = notices
         self._device_wait = device_wait or DeviceWait(notices=notices)
@@ -137,7 +149,7 @@ class Peers:
         if self.size == 1:
             return send
         received = send.new_empty(sum(receive_counts))
-        with self._naming_errors("all_to_all"):
+        with self._measured("all_to_all"):
             self._wait(
                 dist.all_to_all_single(
                     received, send, list(receive_counts), list(send_counts), group=self.group, async_op=True
@@ -158,7 +170,7 @@ class Peers:
         """All-reduce in place; the result is bit-equal on every member."""
         if self.size == 1 or flat.numel() == 0:
             return
-        with self._naming_errors("all_reduce"):
+        with self._measured("all_reduce"):
             self._wait(dist.all_reduce(flat, op=op, group=self.group, async_op=True), flat, "all_reduce")
         self._count_even(2 * flat.numel() * flat.element_size() * (self.size - 1) // self.size, kind)
 
@@ -168,7 +180,7 @@ class Peers:
             return part.unsqueeze(0)
         parts = part.new_empty((self.size, *part.shape))
         if part.numel():
-            with self._naming_errors("all_gather"):
+            with self._measured("all_gather"):
                 work = all_gather_flat(parts.view(-1), part.reshape(-1), group=self.group, async_op=True)
                 self._wait(work, part, "all_gather")
             self._count_even(part.numel() * part.element_size() * (self.size - 1))
@@ -183,10 +195,14 @@ class Peers:
             )
 
     @contextmanager
-    def _naming_errors(self, collective: str) -> Iterator[None]:
-        """Raise errors of the process group as CollectiveError that names the ranks and the collective."""
+    def _measured(self, collective: str) -> Iterator[None]:
+        """Measure a collective, and raise errors of the process group as CollectiveError that names ranks and
+        collective."""
+        phases = self._traffic.phases
+        phases.begin_collective()
         try:
             yield
+            phases.end_collective(leaves_node=self._leaves_node)
         except RuntimeError as error:
             self._raise_notice(collective, error)
             cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -252,10 +268,14 @@ class Peers:
                 inter += sent
             else:
                 intra += sent
-        self._traffic.sent(intra, inter, kind)
+        self._sent(intra, inter, kind)
 
     def _count_even(self, total: int, kind: TrafficKind | None = None) -> None:
         """Count a collective whose sent bytes spread evenly over the other members."""
         others = self.size - 1
         far = sum(self.far)
-        self._traffic.sent(total * (others - far) // others, total * far // others, kind)
+        self._sent(total * (others - far) // others, total * far // others, kind)
+
+    def _sent(self, intra_bytes: int, inter_bytes: int, kind: TrafficKind | None) -> None:
+        self._traffic.sent(intra_bytes, inter_bytes, kind)
+        self._traffic.phases.sent(intra_bytes, inter_bytes)

@@ -20,12 +20,14 @@ from typing import Protocol
 
 import torch
 
+from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords
 from flexd.embedding.exchange.merge import merge_passes
+from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.station_lookup import StationLookup, regrouped, transposed
 from flexd.embedding.store.listed_rows import ListedRows
@@ -128,6 +130,11 @@ class Router:
         self._lookup.forget_hops()
 
     @property
+    def phases(self) -> PhaseMeter:
+        """Meter of the thread that uses this router."""
+        return self.traffic.phases
+
+    @property
     def working_bytes(self) -> int:
         """Bytes of the tables that find distinct keys."""
         return self._lookup.working_bytes
@@ -137,6 +144,7 @@ class Router:
         """The rows that this rank lists now."""
         return self._lookup.listed
 
+    @in_phase(StepPhase.IDS)
     def find(
         self,
         keys: torch.Tensor,
@@ -205,6 +213,7 @@ class Router:
         self.traffic.device_accesses += device
         return Route(tuple(stations), tuple(requested), tuple(served), agreement, tuple(all_keys))
 
+    @in_phase(StepPhase.ROWS)
     def fetch(
         self, route: Route, piggyback: LookupPiggyback | None = None, *, expand: bool = True
     ) -> list[torch.Tensor]:
@@ -256,6 +265,7 @@ class Router:
             arrived.write_to(rows[at_station.held :])
         return rows, index
 
+    @in_phase(StepPhase.PUSH)
     def reduce(self, route: Route, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Sum per group [requests of this rank, dim] gradients of equal rows -> [rows of station 0, dim]."""
         first = route.stations[0]
@@ -270,6 +280,7 @@ class Router:
         shapes = [(number, store.rows.shape[1]) for number, store in zip(numbers, self._stores, strict=True)]
         return devices.zeros(shapes, self.wide, self._stores[0].rows.device)
 
+    @in_phase(StepPhase.PUSH)
     def push(
         self, route: Route, grads: Sequence[torch.Tensor], piggyback: GradientPiggyback | None = None
     ) -> list[list[tuple[StationRows, torch.Tensor]]]:

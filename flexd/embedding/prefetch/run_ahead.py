@@ -43,6 +43,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.engine import ForwardPass, LocatedInput, RowEngine, StepHooks
 from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, NextBatch, RunAheadJob, RunAheadResult
@@ -74,6 +75,8 @@ class RunAhead(StepHooks):
         self._rank = engine.groups.rank
         self._device = engine.stores[0].rows.device
         self._traffic = Traffic()
+        self._overlaps = not one_thread or self._device.type != "cpu"
+        self._traffic.phases = engine.phases.beside = PhaseMeter(self._device, overlaps=self._overlaps)
         with engine.router.traffic.uncounted():
             groups = ChainGroups(
                 engine.groups.layout,
@@ -160,7 +163,10 @@ class RunAhead(StepHooks):
                     batch, deferred, passes, step_expected=step_expected, locate=locate, settings_digest=digest
                 )
 
+        self._engine.phases.begin_job()
         self._thread.submit(job)
+        if not self._overlaps:
+            self._engine.phases.skip()
 
     def finish(self) -> None:
         """End the loop on this rank. Raises EmbeddingError if it does not end on all others."""
@@ -211,12 +217,14 @@ class RunAhead(StepHooks):
         self._check_failure()
         if not self._thread.busy:
             return
+        self._engine.phases.begin_wait()
         try:
             self._result = self._thread.result(self.timeout_seconds)
         except BaseException as error:
             self._failure = error
             raise
-        if not self.one_thread or self._device.type != "cpu":
+        self._engine.phases.end_wait()
+        if self._overlaps:
             self.overlapped.add(self._traffic)
         self._engine.router.traffic.add(self._traffic)
         self._traffic.reset()

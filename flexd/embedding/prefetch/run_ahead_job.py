@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.protocol.report import StepPhase
 from flexd.embedding.engine import ForwardPass
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice
 from flexd.embedding.exchange.hop import Agreement, CallSignature
@@ -209,12 +210,13 @@ class RunAheadJob:
         touched = tuple(self._sync.agree([(one.route, one.touched)]) for one in (*passes, forward_pass))
         before = [(one.route, of_pass) for one, of_pass in zip(passes, touched, strict=False)]
         after = [(route, touched[-1])]
-        marks = exchange_marks(
-            self._router.hops,
-            [route, *(one.route for one in passes)],
-            [self._shared(route, before), *(self._shared(one.route, after) for one in passes)],
-        )
-        split = split_route(route, marks[0])
+        with self._router.phases.phase(StepPhase.IDS):
+            marks = exchange_marks(
+                self._router.hops,
+                [route, *(one.route for one in passes)],
+                [self._shared(route, before), *(self._shared(one.route, after) for one in passes)],
+            )
+            split = split_route(route, marks[0])
         rows = []
         for first, store, at, part in zip(
             route.stations[0], self._stores, split.rest_rows, self._router.fetch(split.rest), strict=True

@@ -20,10 +20,12 @@ from itertools import accumulate
 
 import torch
 
+from flexd.control.protocol.report import StepPhase
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.exchange.dedup import Dedup
 from flexd.embedding.exchange.hop import PeerWords
+from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import Route, StationRows
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.replica_sums import ReplicaSums
@@ -68,6 +70,11 @@ class ReplicaSync:
         self._hops = router.hops
 
     @property
+    def phases(self) -> PhaseMeter:
+        """Meter of the thread that uses the router."""
+        return self._router.phases
+
+    @property
     def working_bytes(self) -> int:
         """Bytes of the tables that find distinct slots, and of the lists of replicated rows."""
         lists = 0 if self._lists is None else self._lists.nbytes
@@ -83,6 +90,7 @@ class ReplicaSync:
             self._listed = directories
         return TouchedRows(self._lists, self._stores[0].rows.device) if any(self._lists.used) else None
 
+    @in_phase(StepPhase.SYNC)
     def agree(self, passes: Sequence[tuple[Route, TouchedRows | None]]) -> TouchedRows | None:
         """Collective. Unite the replicated rows that any rank has touched in any pass; None if there can be none.
 
@@ -97,6 +105,7 @@ class ReplicaSync:
                 whole.recv_down(hop, self._exchange_words(whole, hop, whole.down(hop)))
         return whole
 
+    @in_phase(StepPhase.PUSH)
     def push(
         self, passes: Sequence[tuple[Route, Sequence[torch.Tensor]]], touched: TouchedRows | None
     ) -> list[RowGradients]:
@@ -119,10 +128,12 @@ class ReplicaSync:
         held = router.push(*router.merge(passes), replicas)
         summed = self._sum_plain(held)
         if replicas is not None and touched is not None:
-            replicas.spread(router.hops)
+            with self.phases.phase(StepPhase.SYNC):
+                replicas.spread(router.hops)
             summed += [RowGradients(g, *of_tier) for g in range(len(dims)) for of_tier in replicas.by_tier(g)]
         return summed
 
+    @in_phase(StepPhase.UPDATE)
     def update(self, summed: Sequence[RowGradients], optimizer: RowOptimizer, step: int) -> None:
         """Update the rows. ``step``: as in ``RowOptimizer.update``."""
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.

@@ -1,0 +1,193 @@
+"""Time of a training step by phase: computed, waited in collectives, and what of both runs beside each other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+from flexd.control.protocol.report import PhaseReport, StepPhase
+
+_PHASES = tuple(StepPhase)
+_NUMBER = {phase: number for number, phase in enumerate(_PHASES)}
+_INTRA, _INTER = len(_PHASES), 2 * len(_PHASES)
+_JOB, _COVER, _SKIPPED, _BUCKETS = (3 * len(_PHASES) + more for more in range(4))
+"""Buckets of seconds: computed, in collectives inside the node, in others, each by phase; then waited for jobs,
+computed beside jobs, not measured."""
+_COUNTS = 4
+"""Counts of each phase: bytes and collectives by link."""
+_MAX_LAPS = 512
+"""Laps of an accelerator that wait to be read before they are read without a report."""
+
+
+class PhaseMeter:
+    """Measures one thread, or on an accelerator the stream on which it queues its work.
+
+    The time since the last lap goes to the phase in progress: computed before a collective, waited after it. A lap on
+    a CPU reads a clock. On an accelerator it records an event, which is read when the device has passed it, so that
+    the host never waits.
+
+    Args:
+        device: of the tensors.
+        overlaps: of the meter of run-ahead: its collectives run beside those of the training thread.
+    """
+
+    def __init__(self, device: torch.device | None = None, *, overlaps: bool = False) -> None:
+        self.overlaps = overlaps
+        self.beside: PhaseMeter | None = None
+        """The meter of run-ahead."""
+        self._phase = _NUMBER[StepPhase.DENSE]
+        self._covering = False
+        self._seconds = [0.0] * _BUCKETS
+        self._counts = [0] * (_COUNTS * len(_PHASES))
+        self._taken: tuple[list[float], list[int]] = ([0.0] * _BUCKETS, [0] * (_COUNTS * len(_PHASES)))
+        on_device = device is not None and device.type == "cuda" and torch.cuda.is_available()
+        self._events: _Events | None = _Events(self._seconds) if on_device else None
+        self._last = time.perf_counter()
+
+    @contextmanager
+    def phase(self, phase: StepPhase) -> Iterator[None]:
+        """Measure what is inside as part of a phase; an inner phase counts for itself."""
+        before = self._phase
+        self._lap(before)
+        self._phase = _NUMBER[phase]
+        try:
+            yield
+        finally:
+            self._lap(self._phase)
+            self._phase = before
+
+    def begin_collective(self) -> None:
+        self._lap(self._phase)
+
+    def end_collective(self, *, leaves_node: bool) -> None:
+        """Count the time since ``begin_collective`` as waited for a collective."""
+        self._lap((_INTER if leaves_node else _INTRA) + self._phase)
+        self._counts[_COUNTS * self._phase + 2 + leaves_node] += 1
+
+    def sent(self, intra_bytes: int, inter_bytes: int) -> None:
+        """Add the sent bytes of a collective to the phase in progress."""
+        at = _COUNTS * self._phase
+        self._counts[at] += intra_bytes
+        self._counts[at + 1] += inter_bytes
+
+    def begin_job(self) -> None:
+        """Count what is computed from now on as beside a job of run-ahead."""
+        self._lap(self._phase)
+        self._covering = True
+
+    def begin_wait(self) -> None:
+        """Begin to wait for the job."""
+        self._lap(self._phase)
+        self._covering = False
+
+    def end_wait(self) -> None:
+        """Count the time since ``begin_wait`` as waited for the job."""
+        self._lap(_JOB)
+
+    def skip(self) -> None:
+        """Do not count the time since ``begin_job``: the job ran in this thread, and its own meter has counted it."""
+        self._covering = False
+        self._lap(_SKIPPED)
+
+    def take(self) -> tuple[tuple[PhaseReport, ...], float]:
+        """Return what was measured since the last call, by phase, and the seconds that could cover run-ahead."""
+        seconds, counts = self._since()
+        ahead, ahead_counts = ([0.0] * _BUCKETS, [0] * len(counts)) if self.beside is None else self.beside._since()
+        overlaps = self.beside is not None and self.beside.overlaps
+        phases = len(_PHASES)
+        total_ahead = sum(ahead[_INTRA:_JOB])
+        reports = []
+        for number, phase in enumerate(_PHASES):
+            at = _COUNTS * number
+            of_ahead = ahead[_INTRA + number] + ahead[_INTER + number]
+            waited = seconds[_JOB] * of_ahead / total_ahead if overlaps and total_ahead > 0 else of_ahead
+            numbers = [a + b for a, b in zip(counts[at : at + _COUNTS], ahead_counts[at : at + _COUNTS], strict=True)]
+            reports.append(
+                PhaseReport(
+                    phase.value,
+                    computed_seconds=seconds[number] + (0.0 if overlaps else ahead[number]),
+                    exposed_seconds=seconds[_INTRA + number] + seconds[_INTER + number] + waited,
+                    intra_seconds=seconds[_INTRA + number] + ahead[_INTRA + number],
+                    inter_seconds=seconds[_INTER + number] + ahead[_INTER + number],
+                    overlapped_seconds=of_ahead if overlaps else 0.0,
+                    intra_bytes=numbers[0],
+                    inter_bytes=numbers[1],
+                    intra_collectives=numbers[2],
+                    inter_collectives=numbers[3],
+                )
+            )
+        cover = max(0.0, seconds[_COVER] - sum(ahead[:phases])) if overlaps else 0.0
+        return tuple(reports), cover
+
+    def _lap(self, bucket: int) -> None:
+        covers = self._covering and bucket < _INTRA
+        if self._events is not None:
+            self._events.lap(bucket, covers=covers)
+            return
+        now = time.perf_counter()
+        self._seconds[bucket] += now - self._last
+        if covers:
+            self._seconds[_COVER] += now - self._last
+        self._last = now
+
+    def _since(self) -> tuple[list[float], list[int]]:
+        if self._events is not None:
+            self._events.read()
+        seconds, counts = list(self._seconds), list(self._counts)
+        before, counts_before = self._taken
+        self._taken = seconds, counts
+        return (
+            [a - b for a, b in zip(seconds, before, strict=True)],
+            [a - b for a, b in zip(counts, counts_before, strict=True)],
+        )
+
+
+class _Events:
+    """Laps on a CUDA stream, read once the device has passed them."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self._seconds = seconds
+        self._laps: deque[tuple[torch.cuda.Event, int, bool]] = deque()
+        self._free: list[torch.cuda.Event] = []
+        self._last: torch.cuda.Event | None = None
+
+    def lap(self, bucket: int, *, covers: bool) -> None:
+        if len(self._laps) >= _MAX_LAPS:
+            self.read()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._laps.append((event, bucket, covers))
+
+    def read(self) -> None:
+        while self._laps and self._laps[0][0].query():  # type: ignore[no-untyped-call]
+            event, bucket, covers = self._laps.popleft()
+            if self._last is not None:
+                passed = self._last.elapsed_time(event) / 1e3
+                self._seconds[bucket] += passed
+                if covers:
+                    self._seconds[_COVER] += passed
+                self._free.append(self._last)
+            self._last = event
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def in_phase(phase: StepPhase) -> Callable[[Method], Method]:
+    """Measure a method of an object with a ``PhaseMeter`` named ``phases`` as part of a phase."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with self.phases.phase(phase):
+                return method(self, *args, **kwargs)
+
+        return measured  # type: ignore[return-value]
+
+    return decorate

@@ -1,0 +1,118 @@
+"""The time of a step by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from flexd.control.protocol.report import PhaseReport, StepPhase, merge_phases
+from flexd.core.layout import RankLayout
+from flexd.embedding.exchange import phase_meter
+from flexd.embedding.exchange.phase_meter import PhaseMeter
+from tests.support.rank_pool import RankPool
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    clock = _Clock()
+    monkeypatch.setattr(phase_meter.time, "perf_counter", clock)
+    return clock
+
+
+def taken(meter: PhaseMeter) -> tuple[dict[str, PhaseReport], float]:
+    phases, cover = meter.take()
+    return {phase.phase: phase for phase in phases}, cover
+
+
+def test_each_second_counts_once_in_the_innermost_phase(clock: _Clock) -> None:
+    meter = PhaseMeter()
+    clock.now += 1
+    with meter.phase(StepPhase.PUSH):
+        clock.now += 2
+        with meter.phase(StepPhase.SYNC):
+            clock.now += 4
+            meter.begin_collective()
+            clock.now += 8
+            meter.end_collective(leaves_node=True)
+            meter.sent(5, 7)
+        clock.now += 16
+    clock.now += 32
+    meter.begin_collective()
+    found, cover = taken(meter)
+    assert {name: phase.computed_seconds for name, phase in found.items() if phase.computed_seconds} == {
+        "dense": 33, "push": 18, "sync": 4,
+    }  # fmt: skip
+    assert found["sync"] == PhaseReport(
+        "sync", 4, exposed_seconds=8, inter_seconds=8, intra_bytes=5, inter_bytes=7, inter_collectives=1
+    )
+    assert cover == 0
+    assert all(phase.computed_seconds == phase.exposed_seconds == 0 for phase in meter.take()[0])
+
+
+def test_collectives_beside_the_thread_are_exposed_as_far_as_it_waits(clock: _Clock) -> None:
+    meter = PhaseMeter()
+    job = meter.beside = PhaseMeter(overlaps=True)
+    meter.begin_job()
+    clock.now += 6  # of both threads
+    with job.phase(StepPhase.IDS):
+        job.begin_collective()
+        clock.now += 3
+        job.end_collective(leaves_node=False)
+    meter.begin_wait()
+    with job.phase(StepPhase.ROWS):
+        job.begin_collective()
+        clock.now += 1
+        job.end_collective(leaves_node=True)
+    meter.end_wait()
+    found, cover = taken(meter)
+    assert found["dense"].computed_seconds == 9
+    assert cover == 3, "nine seconds beside the job, of which it computed six itself"
+    assert (found["ids"].overlapped_seconds, found["rows"].overlapped_seconds) == (3, 1)
+    assert (found["ids"].exposed_seconds, found["rows"].exposed_seconds) == (0.75, 0.25)
+
+
+def test_a_job_in_the_thread_itself_covers_nothing(clock: _Clock) -> None:
+    meter = PhaseMeter()
+    job = meter.beside = PhaseMeter()
+    meter.begin_job()
+    with job.phase(StepPhase.ROWS):
+        clock.now += 1
+        job.begin_collective()
+        clock.now += 2
+        job.end_collective(leaves_node=True)
+    meter.skip()
+    found, cover = taken(meter)
+    assert (found["rows"].computed_seconds, found["rows"].exposed_seconds, cover) == (1, 2, 0)
+    assert found["dense"].computed_seconds == found["rows"].overlapped_seconds == 0
+
+
+def test_phases_merge_by_name() -> None:
+    a, b = PhaseReport("ids", 1.0, inter_bytes=3), PhaseReport("ids", 2.0, inter_bytes=4)
+    new = PhaseReport("later version", 1.0)
+    assert merge_phases((a,), (b, new)) == (PhaseReport("ids", 3.0, inter_bytes=7), new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [False, True])
+def test_phases_add_up_to_the_step_and_bytes_to_the_traffic(ranks: Callable[[int], RankPool], ahead: bool) -> None:
+    for wall, phases, traffic in ranks(4).run("phase_jobs:measured", RankLayout(2, 2), ahead):
+        found = {phase.phase: phase for phase in phases}
+        total = sum(phase.computed_seconds + phase.exposed_seconds for phase in phases)
+        assert total == pytest.approx(wall, rel=0.05)
+        assert sum(phase.intra_bytes for phase in phases) == traffic["intra"]
+        assert sum(phase.inter_bytes for phase in phases) == traffic["inter"]
+        for name in ("ids", "rows", "push", "sync"):
+            assert found[name].inter_collectives > 0, name
+            assert found[name].inter_seconds > 0, name
+        assert found["update"].computed_seconds > 0
+        assert found["update"].inter_collectives == 0
+        assert (found["rows"].overlapped_seconds > 0) == ahead
