@@ -2,8 +2,8 @@
 
     python tools/bench_phases.py [--layout 2x2] [--batch 6400] [--steps 40]
 
-Ranks are processes on this machine, over gloo without a limited link. The cost is the number of laps of a step times the
-seconds of a lap and its context, over the step. Exit status 1 if it is 1 % or more.
+Ranks are processes on this machine, over gloo without a limited link. The cost is the number of laps of a step
+times the seconds of a lap and its context, over the step. Exit status 1 if it is 1 % or more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rank(number: int, layout: RankLayout, batch: int, steps: int, port: int, ans
     times = []
     for step in range(steps + 3):
         if step == 3:
-            meter.take()
+            meter.drain()
             meter.laps = 0
         ids = torch.from_numpy((rng.zipf(1.2, batch) - 1) % ROWS)
         started = time.perf_counter()
@@ -69,7 +69,7 @@ def rank(number: int, layout: RankLayout, batch: int, steps: int, port: int, ans
         collection.optimizer.step()
         times.append(time.perf_counter() - started)
     if number == 0:
-        answers.put((float(np.median(times[3:])), meter.laps / steps, meter.take()[0]))
+        answers.put((float(np.median(times[3:])), meter.laps / steps, meter.drain()[0]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -104,8 +104,8 @@ def main() -> int:
             f"{phase.inter_bytes / given.steps / 1e3:9.1f} {collectives / given.steps:12.1f}"
         )
     print(
-        f"step {1e3 * step:.2f} ms (median of {given.steps}, {given.layout}, {given.batch} look-ups a rank); {laps:.0f} "
-        f"laps of {1e6 * lap:.2f} us: {share:.3%} of the step"
+        f"step {1e3 * step:.2f} ms (median of {given.steps}, {given.layout}, {given.batch} look-ups a rank); "
+        f"{laps:.0f} laps of {1e6 * lap:.2f} us: {share:.3%} of the step"
     )
     return int(share >= 0.01)
 

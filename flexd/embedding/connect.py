@@ -40,7 +40,7 @@ class Connection:
         self._last_unused = collection.engine.hooks.unused_batches
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
-        collection.phases.take()
+        collection.phases.drain()
         collection.engine.after_step = self._report
 
     def close(self, timeout_seconds: float = 5.0) -> None:
@@ -62,7 +62,7 @@ class Connection:
         cover_seconds, phase_steps = 0.0, 0
         if not self.agent.report_waiting:  # a few times a second: adding phases up in each step would cost more
             phase_steps, self._phase_steps = self._phase_steps, 0
-            phases, cover_seconds = collection.phases.take()
+            phases, cover_seconds = collection.phases.drain()
         self.agent.report(
             StepReport(
                 step=collection.steps,

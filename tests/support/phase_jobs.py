@@ -21,12 +21,12 @@ def measured(rank: int, layout: RankLayout, ahead: bool) -> tuple[float, Any, di
     batches = [some(0, step, rank) for step in range(8)]
     train_step(collection, batches[0])
     train_step(collection, batches[1])
-    collection.phases.take()
+    collection.phases.drain()
     before, started = collection.traffic.totals(), time.perf_counter()
     for batch in flexd.prefetch(batches[2:], collection) if ahead else batches[2:]:
         train_step(collection, batch)
     collection.engine.settle()
-    phases, _ = collection.phases.take()
+    phases, _ = collection.phases.drain()
     wall = time.perf_counter() - started
     sent = {name: value - before[name] for name, value in collection.traffic.totals().items()}
     return (

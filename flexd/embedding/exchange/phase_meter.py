@@ -45,7 +45,7 @@ class PhaseMeter:
         self._covering = False
         self._seconds = [0.0] * _BUCKETS
         self._counts = [0] * (_COUNTS * len(_PHASES))
-        self._taken: tuple[list[float], list[int]] = ([0.0] * _BUCKETS, [0] * (_COUNTS * len(_PHASES)))
+        self._drained: tuple[list[float], list[int]] = ([0.0] * _BUCKETS, [0] * (_COUNTS * len(_PHASES)))
         on_device = device is not None and device.type == "cuda" and torch.cuda.is_available()
         self._events: _Events | None = _Events(self._seconds) if on_device else None
         self._last = time.perf_counter()
@@ -95,7 +95,7 @@ class PhaseMeter:
         self._covering = False
         self._lap(_SKIPPED)
 
-    def take(self) -> tuple[tuple[PhaseReport, ...], float]:
+    def drain(self) -> tuple[tuple[PhaseReport, ...], float]:
         """Return what was measured since the last call, by phase, and the seconds that could cover run-ahead."""
         seconds, counts = self._since()
         ahead, ahead_counts = ([0.0] * _BUCKETS, [0] * len(counts)) if self.beside is None else self.beside._since()
@@ -140,8 +140,8 @@ class PhaseMeter:
         if self._events is not None:
             self._events.read()
         seconds, counts = list(self._seconds), list(self._counts)
-        before, counts_before = self._taken
-        self._taken = seconds, counts
+        before, counts_before = self._drained
+        self._drained = seconds, counts
         return (
             [a - b for a, b in zip(seconds, before, strict=True)],
             [a - b for a, b in zip(counts, counts_before, strict=True)],

@@ -13,10 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexd.control.protocol import messages as m
+from flexd.control.protocol.report import PhaseReport
 from flexd.core.errors import ControlError, UnknownMessageError
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import step_report
 
+PHASES = (PhaseReport("ids", 0.5, inter_bytes=7), PhaseReport("rows", exposed_seconds=0.25, inter_collectives=2))
 FENCE = ("job", "a1", 2, 7, "token", 3)
 EVERY_KIND: list[m.Message] = [
     m.DaemonNotice("job", "instance", "digest", 3),
@@ -48,6 +50,7 @@ EVERY_KIND: list[m.Message] = [
     m.Settled(*FENCE, 1, 9, 4, 12345, 3),
     m.Progress(*FENCE, 1, 9, 4, 3, None),
     m.Progress(*FENCE, 1, 9, 4, 3, step_report(8, Placement.empty())),
+    m.Progress(*FENCE, 1, 9, 4, 3, replace(step_report(8, Placement.empty()), phases=PHASES, phase_steps=3)),
     m.ChunkRefused(*FENCE, 1, 9, 4, "too big"),
     m.Listing(*FENCE, 1, 9, 4, 100, "sha", ""),
     m.ListingPiece(*FENCE, 1, 9, 1),

@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 
 def taken(meter: PhaseMeter) -> tuple[dict[str, PhaseReport], float]:
-    phases, cover = meter.take()
+    phases, cover = meter.drain()
     return {phase.phase: phase for phase in phases}, cover
 
 
@@ -55,7 +55,7 @@ def test_each_second_counts_once_in_the_innermost_phase(clock: _Clock) -> None:
         "sync", 4, exposed_seconds=8, inter_seconds=8, intra_bytes=5, inter_bytes=7, inter_collectives=1
     )
     assert cover == 0
-    assert all(phase.computed_seconds == phase.exposed_seconds == 0 for phase in meter.take()[0])
+    assert all(phase.computed_seconds == phase.exposed_seconds == 0 for phase in meter.drain()[0])
 
 
 def test_collectives_beside_the_thread_are_exposed_as_far_as_it_waits(clock: _Clock) -> None:
