@@ -46,7 +46,7 @@ class MigrationReport(Model):
     parent_plan_id: str | None = None
     """The plan that the placement before it came from."""
     trigger: str | None = None
-    """Its trigger: ``interval``, ``drift``, ``topology`` or ``manual``."""
+    """Its trigger: ``interval``, ``drift``, ``topology``, ``manual``, or ``verify`` for a move of a verification."""
     who: str = ""
     """The person or program that requested it."""
     reason: str = ""
@@ -93,7 +93,7 @@ class MigrationEntry(Model):
     parent_plan_id: str | None = None
     """The plan that the placement before it came from."""
     trigger: str | None = None
-    """Its trigger: ``interval``, ``drift``, ``topology`` or ``manual``."""
+    """Its trigger: ``interval``, ``drift``, ``topology``, ``manual``, or ``verify`` for a move of a verification."""
     who: str = ""
     """The person or program that requested it."""
     reason: str = ""
@@ -160,6 +160,8 @@ class MigrationDetail(MigrationEntry):
 
     transitions: tuple[TransitionReport, ...] = ()
     """In order; of very many the first and the newest are kept."""
+    verified: str | None = None
+    """Measured effect of its plan on the step time, with the verdict; null if it was not measured."""
 
 
 class ActionEntry(Model):
@@ -168,7 +170,8 @@ class ActionEntry(Model):
     unix_seconds: FiniteOrNone = None
     """When."""
     kind: str
-    """``pause``, ``resume``, ``throttle``, ``reload``, or ``override`` of gates that were closed."""
+    """``pause``, ``resume``, ``throttle``, ``reload``, ``override`` of gates that were closed, or ``verify``, the
+    measured effect of the migration that is named as the reason."""
     who: str = ""
     """The person or program that gave it."""
     reason: str = ""
@@ -300,10 +303,12 @@ def migration_entry(record: MigrationRecord) -> MigrationEntry:
     return MigrationEntry.from_object(record, **_entry_fields(record))
 
 
-def migration_detail(record: MigrationRecord, transitions: Sequence[TransitionRecord]) -> MigrationDetail:
-    """Return a migration of the history with its transitions."""
+def migration_detail(
+    record: MigrationRecord, transitions: Sequence[TransitionRecord], verified: str | None = None
+) -> MigrationDetail:
+    """Return a migration of the history with its transitions and the measured effect of its plan."""
     shown = tuple(TransitionReport.from_object(each, **_null_if_empty(each, "event", "before")) for each in transitions)
-    return MigrationDetail.from_object(record, **_entry_fields(record), transitions=shown)
+    return MigrationDetail.from_object(record, **_entry_fields(record), transitions=shown, verified=verified)
 
 
 def action_entry(record: ActionRecord) -> ActionEntry:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from flexd.api.abort import AbortOutcome, AbortPreview, AbortResult, rollback_preview
 from flexd.api.migration import (
+    MAX_LISTED,
     MigrationDetail,
     MigrationList,
     MigrationStateName,
@@ -77,7 +78,16 @@ class MigrationCommands:
             raise ApiError(
                 f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those that are"
             )
-        return migration_detail(*found)
+        return migration_detail(*found, self._verified(migration_id))
+
+    def _verified(self, migration_id: str) -> str | None:
+        """Return the measured effect of the migration's plan, also if it is still being measured."""
+        verifier = self._auto.verifier
+        newest = None if verifier is None else verifier.newest
+        if newest is not None and newest.migration_id == migration_id:
+            return f"{newest.state.value}: {newest.words}"
+        actions = self._history.newest_actions(MAX_LISTED)
+        return next((each.detail for each in actions if (each.kind, each.reason) == ("verify", migration_id)), None)
 
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
         """Implement ``MigrationsApi.abort``."""

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model
 from flexd.api.families import counters, gauge, gauges, summary, with_zeros
+from flexd.api.verification import VerificationStatus, verification_status
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from flexd.operations.planning import Planning
     from flexd.operations.proposals import Proposal
 
-TriggerName = Literal["interval", "drift", "topology", "manual"]
+TriggerName = Literal["interval", "drift", "topology", "manual", "verify"]
 
 
 class GateReport(Model):
@@ -104,6 +105,8 @@ class PlanningStatus(Model):
     """Wall time of all planning."""
     proposals: tuple[ProposalReport, ...] = ()
     """Kept plans, newest first."""
+    verification: VerificationStatus = VerificationStatus()
+    """Measured effects of executed plans."""
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of planning."""
@@ -129,6 +132,7 @@ class PlanningStatus(Model):
             "flexd_plan_gates_overridden", "Plans carried out with a closed gate, by gate.", "gate",
             self.gates_overridden,
         )  # fmt: skip
+        yield from self.verification.metrics()
 
 
 def _by_name(counts: dict[TriggerName, int]) -> dict[str, float]:
@@ -169,6 +173,7 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
         plans=with_zeros(PLAN_OUTCOMES, planning.outcomes),
         planning_seconds=planning.seconds,
         proposals=proposal_list(planning).proposals,
+        verification=verification_status(auto.verifier),
     )
 
 

@@ -240,6 +240,8 @@ def _head(migration: MigrationDetail) -> Facts:
         ("versions", f"{migration.base_version} -> {migration.last_version or migration.base_version}"),
         ("took", units.age(migration.seconds)),
     ]
+    if migration.verified:
+        facts.append(("verified", migration.verified))
     if migration.problem:
         facts.append(("problem", migration.problem))
     return Facts("", tuple(facts))

@@ -222,6 +222,12 @@ def planning_block(planning: PlanningStatus) -> Facts:
     facts = [("mode", "automatic" if planning.auto else "proposes only")]
     if planning.held:
         facts.append(("held", planning.held))
+    facts += [("measured slower", words) for words in planning.verification.held]
+    if planning.verification.newest is not None:
+        newest = planning.verification.newest
+        facts.append(
+            (newest.state if newest.state != "running" else "measuring", f"{newest.migration_id}: {newest.words}")
+        )
     if planning.window_changes_unix_seconds is not None:
         what = "closes" if planning.window_open else "opens"
         facts.append(("window", f"{what} at {units.when(planning.window_changes_unix_seconds)}"))

@@ -91,6 +91,36 @@ class WindowConfig(Section):
         return tuple(DAYS.index(day) for day in self.days)
 
 
+class VerifyConfig(Section):
+    """Measurement of executed plans: blocks of steps with and without a plan's copies, in random order. A plan that
+    measures slower is rolled back. Plans with ``planner.pins`` are not measured."""
+
+    enabled: bool = False
+    """Measure every executed plan that promotes rows."""
+    block_steps: Annotated[Int, Field(ge=4, le=100_000)] = 16
+    """Steps of a block; a block has at least three reports of every rank."""
+    budget_steps: Annotated[Int, Field(ge=1)] = 2_000
+    """Training steps after which a verification ends, its migrations included; at least 16 blocks."""
+    confidence: Annotated[Float, Field(ge=0.5, lt=1)] = 0.95
+    """Probability that a plan without effect is not called faster or slower."""
+    resolution: Annotated[Float, Field(ge=0, le=1)] = 0.01
+    """A change of the step within +- this share counts as none and ends the verification."""
+    hold_seconds: Seconds = 600.0
+    """Time for which plans that promote to the same tiers are held back after one has measured slower; doubles with
+    each, up to a day. Users' plans are not held back."""
+    max_move_bytes: Annotated[Int, Field(ge=1)] = 2**26
+    """Largest number of bytes of values and optimizer state that one change of blocks copies. Of a larger plan, a
+    random part of this size is measured."""
+
+    @field_validator("budget_steps")
+    @classmethod
+    def _allows_a_look(cls, value: int, info: ValidationInfo) -> int:
+        least = 16 * int(info.data.get("block_steps", 0))
+        if value < least:
+            raise ValueError(f"is below 16 blocks ({least} steps): no difference could be significant")
+        return value
+
+
 class PlannerConfig(Section):
     """Triggers, gates and options of planning."""
 
@@ -138,6 +168,8 @@ class PlannerConfig(Section):
     """Read-only tables, which need no backward pass and no synchronisation."""
     exclude_tables: list[str] = []
     """Tables whose rows all stay at HOME."""
+    verify: VerifyConfig = VerifyConfig()
+    """Measurement of executed plans."""
     pins: list[PinConfig] = []
     """Rows or tables with a fixed tier. They get replica slots before all others; the last pin of a row counts."""
     table_budgets: dict[str, Annotated[Int, Field(ge=0)]] = {}

@@ -27,6 +27,7 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.exclude_tables",
     "planner.pins",
     "planner.table_budgets",
+    "planner.verify",
     "control.chunk_bytes",
     "control.throttle",
     "state.snapshot_interval_seconds",

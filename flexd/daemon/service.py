@@ -51,6 +51,7 @@ from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.training_monitor import TrainingMonitor
+from flexd.operations.verification import Verifier
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 from flexd.stream.offsets_in_work import OffsetsInWork
@@ -165,7 +166,10 @@ class Daemon:
             self._drift.set_reference,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
-        self._auto = AutoPlanner(config.planner, self._planning, self._drift, self._coordinator.live, late.resume)
+        self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)
+        self._auto = AutoPlanner(
+            config.planner, self._planning, self._drift, self._coordinator.live, late.resume, self._verifier
+        )
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._auto, self._pacing, self._history, plan_log, self._snapshots, self._leader,
@@ -288,6 +292,7 @@ class Daemon:
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
         self._pacing.add(report)
+        self._verifier.add(rank, report)
 
     def _on_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":

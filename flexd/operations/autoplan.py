@@ -15,6 +15,8 @@ from flexd.operations.hold_off import HoldOff
 from flexd.operations.maintenance_windows import Calendar
 from flexd.operations.planning import Planning
 from flexd.operations.triggers import Triggers, TriggerSettings
+from flexd.operations.verification import Verifier, plan_kind
+from flexd.planner.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class AutoPlanner:
     Args:
         resume_rollback: called once, when all ranks are ready for the first time. Resumes a rollback that an earlier
             daemon left unfinished and returns whether there was one; the planning interval then starts over.
+        verifier: measures executed plans; the daemon makes no plan by itself meanwhile.
 
     Attributes:
         refusal: why the newest attempt made no plan; empty if it made one.
@@ -50,6 +53,7 @@ class AutoPlanner:
         drift: DriftMonitor,
         live: Callable[[], LiveTopology | None],
         resume_rollback: Callable[[], bool] = lambda: False,
+        verifier: Verifier | None = None,
     ) -> None:
         self.triggers = Triggers(trigger_settings(planner), time.monotonic())
         self.hold_off = HoldOff()
@@ -58,6 +62,7 @@ class AutoPlanner:
         self._live = live
         self._resume_rollback = resume_rollback
         self._rollback_checked = False
+        self.verifier = verifier
         self._logged = ""
         self.refusal = ""
 
@@ -73,6 +78,8 @@ class AutoPlanner:
             if resumed:
                 self.triggers.migration_started(time.monotonic(), live.generation)
                 return
+        if self.verifier is not None and self.verifier.tick(live):
+            return
         last = self._planning.executions.last
         self.hold_off.observe(None if last is None else last.migration, time.monotonic())
         if self.hold_off.seconds(time.monotonic(), live.generation):
@@ -82,6 +89,13 @@ class AutoPlanner:
             return
         try:
             proposal = self._planning.propose(due.trigger)
+            held = self._held_back(proposal.plan)
+            if held:
+                if held != self._logged:
+                    logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.trigger.reason, held)
+                self._logged, self.refusal = held, ""
+                self.triggers.plan_made(due, live.generation)
+                return
             if due.held and len(proposal.plan.delta):
                 logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.trigger.reason, due.held)
             else:
@@ -94,6 +108,11 @@ class AutoPlanner:
             return
         self._logged = self.refusal = ""
         self.triggers.plan_made(due, live.generation)
+
+    def _held_back(self, plan: Plan) -> str:
+        """Return why a plan of this kind is not executed by itself: one like it measured slower; empty if it is."""
+        kind = plan_kind(plan)
+        return self.verifier.held.reason(kind) if self.verifier is not None and kind else ""
 
     def held_off(self) -> tuple[float, str]:
         """Return the seconds for which a failed migration holds the daemon's next plan back, and why; (0, "") if
@@ -112,3 +131,5 @@ class AutoPlanner:
     def apply_config(self, planner: PlannerConfig) -> None:
         """Use other settings from the next tick on."""
         self.triggers.apply_settings(trigger_settings(planner), time.monotonic())
+        if self.verifier is not None:
+            self.verifier.apply_config(planner)

@@ -1,4 +1,4 @@
-"""Decisions of users that survive a restart of the daemon: a pause, a throttle, a rollback."""
+"""Decisions that survive a restart of the daemon: a pause, a throttle, a rollback, plans that measured slower."""
 
 from __future__ import annotations
 
@@ -76,6 +76,25 @@ class RequestedRollback(_Stored):
     migration_ids: Annotated[tuple[_Words, ...], Field(min_length=1, max_length=MAX_ROLLED_BACK)]
 
 
+class HeldPlan(_Stored):
+    """Plans of one kind (``NODE``, ``DEVICE``, ``NODE+DEVICE``) that wait because one of them measured slower.
+
+    Attributes:
+        seconds: length of this hold; the next one of the kind is twice as long.
+    """
+
+    kind: _Words
+    reason: _Words
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    until_unix_seconds: Annotated[float, Field(allow_inf_nan=False)]
+
+
+class RunningVerification(_Stored):
+    """The migration whose effect is being measured."""
+
+    migration_id: _Words
+
+
 class Decisions(_Stored):
     """All decisions in force; None where there is none."""
 
@@ -83,6 +102,8 @@ class Decisions(_Stored):
     pause: Pause | None = None
     throttle: ThrottleOverride | None = None
     rollback: RequestedRollback | None = None
+    held_plans: Annotated[tuple[HeldPlan, ...], Field(max_length=8)] = ()
+    verification: RunningVerification | None = None
 
 
 def check_version(path: Path) -> None:
@@ -130,7 +151,10 @@ class DecisionFile:
         self.problem = ""
         self.current = self._read()
 
-    def update(self, **changed: Pause | ThrottleOverride | RequestedRollback | None) -> None:
+    def update(
+        self,
+        **changed: Pause | ThrottleOverride | RequestedRollback | RunningVerification | tuple[HeldPlan, ...] | None,
+    ) -> None:
         """Change fields of ``current``. They hold at once and are durable on return unless ``problem`` is set."""
         with self._lock:
             self.current = self.current.model_copy(update=changed)

@@ -219,6 +219,28 @@ class Executions:
             lambda started: Execution(None, started, trigger),
         )  # fmt: skip
 
+    def start_move(
+        self, name: str, target: Placement, generation: int, trigger: Trigger, live: LiveTopology
+    ) -> Execution:
+        """Start a migration to a placement. If the daemon ends before it does, it stays at the chunk that it reached.
+
+        Args:
+            name: id of the migration.
+            generation: topology generation; it fails if the ranks have another one by then.
+
+        Raises:
+            ControlError: the coordinator is stopping.
+        """
+
+        def chunks(placement: Placement) -> ChunkedDelta:
+            return self._chunked(self._delta_to(target, placement, live), live.layout)
+
+        return self._submit(
+            name, chunks, generation,
+            MigrationMetadata(name, self.live_plan_id, trigger.kind.value, trigger.who, trigger.reason),
+            lambda started: Execution(None, started, trigger),
+        )  # fmt: skip
+
     def rollback_plan(self, base: Placement | None, live: LiveTopology) -> RollbackPlan:
         """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now."""
         now = self._coordinator.placement()

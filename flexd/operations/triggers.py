@@ -23,6 +23,7 @@ class TriggerKind(Enum):
     DRIFT = "drift"
     TOPOLOGY = "topology"
     MANUAL = "manual"
+    VERIFY = "verify"
 
 
 @dataclass(frozen=True)

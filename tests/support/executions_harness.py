@@ -87,7 +87,9 @@ class ExecutionsHarness:
             ControlConfig(chunk_rows=10, chunk_bytes=2**30), TABLES, self.coordinator, self.log
         )
         self.record_manual_plan: list[bool] = []
-        auto: Any = SimpleNamespace(record_manual_plan=lambda executed: self.record_manual_plan.append(executed))
+        auto: Any = SimpleNamespace(
+            verifier=None, record_manual_plan=lambda executed: self.record_manual_plan.append(executed)
+        )
         self.stopping = threading.Event()
         self.decisions = DecisionFile(directory / "decisions.json")
         self.recovery = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)

@@ -8,7 +8,7 @@ from typing import Literal
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import Transition
 
-ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "prefer", "forget"]
+ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "prefer", "forget", "verify"]
 MAX_DETAIL_CHARACTERS = 2_000
 
 

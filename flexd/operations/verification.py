@@ -1,0 +1,359 @@
+"""Verification of plans: measure the step with and without a plan's copies, and roll back a plan that is slower.
+
+::
+
+    executed plan COMMITTED --> RUNNING --verdict--> FASTER | SAME | UNDECIDED (estimate not slower): the plan stays
+                                 |  |                SLOWER, or UNDECIDED | SAME with a slower estimate: rolled back
+                                 |  `--budget of steps spent--> UNDECIDED
+                                 `--another migration, other ranks, a failed move, switched off--> INTERRUPTED
+
+While it runs, ordinary migrations alternate between the placement of the plan and the one without its promotions, or a
+random part of them. A coin decides which of the two blocks of a pair comes first. Copies are exact, so training does
+not change. An interrupted verification gives no verdict, and the ranks keep the placement that they have.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+
+from flexd.config.planner import PlannerConfig, VerifyConfig
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.protocol.report import StepReport
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import Tier
+from flexd.core.placement import Delta, Placement
+from flexd.operations.decisions import DecisionFile, RunningVerification
+from flexd.operations.executions import ROLLBACK, Execution, Executions, rollback_trigger
+from flexd.operations.held_plans import HeldPlans
+from flexd.operations.history.records import ActionRecord
+from flexd.operations.step_blocks import StepBlocks
+from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
+from flexd.planner.delta import moved_bytes
+from flexd.planner.plan import Plan
+from flexd.planner.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
+
+logger = logging.getLogger("flexd")
+
+STALLED_SECONDS = 900.0
+"""A verification without a complete block for so long is interrupted, so that planning does not wait for ever."""
+
+
+_NO_VERDICT = "no verdict, the ranks keep the placement that they have"
+
+
+class VerificationState(Enum):
+    RUNNING = "running"
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "same"
+    UNDECIDED = "undecided"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The verification of one migration.
+
+    Attributes:
+        migration_id: the migration of the plan.
+        kind: tiers to which the plan promotes, such as ``NODE`` or ``NODE+DEVICE``.
+        effect: change of the step time by the measured part, so far.
+        part: measured share of the plan's promoted rows.
+        steps: steps of the job that it has used.
+        rolled_back: whether a rollback was started.
+        words: result or progress.
+    """
+
+    migration_id: str
+    kind: str
+    state: VerificationState
+    effect: Effect
+    part: float
+    steps: int
+    rolled_back: bool
+    words: str
+
+
+class Channel(Protocol):
+    """The part of the coordinator that a verification uses."""
+
+    def placement(self) -> Placement: ...
+
+
+class ActionLog(Protocol):
+    """The part of the history that records verdicts."""
+
+    def record_action(self, action: ActionRecord) -> None: ...
+
+
+@dataclass
+class _Run:
+    plan: Execution
+    newest: Execution
+    """The newest migration of this verification."""
+    kind: str
+    base: Placement
+    with_copies: Placement
+    without: Placement
+    generation: int
+    world_size: int
+    part: float
+    rule: SwitchbackRule
+    progressed_at: float
+    moves: int = 0
+    version: int = 0
+    moving: bool = False
+    at_plan: bool = True
+    order: list[bool] = field(default_factory=list)
+    """The blocks of the present pair that are still to come: True with the copies."""
+    pair: dict[bool, float] = field(default_factory=dict)
+    blocks: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
+
+
+class Verifier:
+    """Verifies executed plans, one at a time. The daemon's loop calls ``tick``; any thread may call the rest.
+
+    Args:
+        coin: returns whether the block with the copies comes first in a pair.
+        clock: monotonic seconds.
+
+    Attributes:
+        newest: the running verification, or the newest one; None before the first.
+        ended: ended verifications by state.
+        held: kinds of plans that are held back because one measured slower.
+    """
+
+    def __init__(
+        self,
+        planner: PlannerConfig,
+        keyspace: KeySpace,
+        executions: Executions,
+        channel: Channel,
+        decisions: DecisionFile,
+        history: ActionLog,
+        coin: Callable[[], bool] = lambda: random.random() < 0.5,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = planner
+        self._keyspace = keyspace
+        self._executions = executions
+        self._channel = channel
+        self._decisions = decisions
+        self._history = history
+        self._coin = coin
+        self._clock = clock
+        self._blocks = StepBlocks()
+        self._run: _Run | None = None
+        self._seen: Execution | None = None
+        self.newest: Verification | None = None
+        self.ended: Counter[str] = Counter()
+        self.held = HeldPlans(decisions)
+        self._close_unfinished()
+
+    @property
+    def settings(self) -> VerifyConfig:
+        return self._settings.verify
+
+    def apply_config(self, planner: PlannerConfig) -> None:
+        """Use other settings from the next tick on."""
+        self._settings = planner
+
+    def add(self, rank: int, report: StepReport) -> None:
+        """Add the report of a rank."""
+        if self._run is not None:
+            self._blocks.add(rank, report)
+
+    def tick(self, live: LiveTopology) -> bool:
+        """Advance the verification; begin one if a plan has been executed. Returns whether one is running.
+
+        Args:
+            live: the ranks, all ready.
+        """
+        run = self._run or self._begin(live)
+        if run is None:
+            return False
+        problem = self._problem(run, live)
+        if problem:
+            self._end(run, VerificationState.INTERRUPTED, problem)
+        elif run.moving:
+            self._end_move(run)
+        else:
+            self._measure(run, live)
+        return self._run is not None
+
+    def _begin(self, live: LiveTopology) -> _Run | None:
+        execution = self._executions.last
+        if execution is None or execution is self._seen or not execution.migration.done:
+            return None
+        self._seen = execution
+        plan, migration = execution.plan, execution.migration
+        if plan is None or migration.state is not MigrationState.COMMITTED or migration.base is None:
+            return None
+        if not self.settings.enabled or self._settings.pins or migration.generation != live.generation:
+            return None
+        placement, base = self._channel.placement(), migration.base
+        if placement.version != migration.progress.last_version:
+            return None
+        without, part = self._without(base, placement, live)
+        if part == 0.0:
+            return None
+        settings = self.settings
+        run = _Run(
+            execution, execution, plan_kind(plan), base, placement, without, live.generation, live.layout.world_size,
+            part,
+            SwitchbackRule(
+                max(FIRST_LOOK, settings.budget_steps // (2 * settings.block_steps)), settings.confidence,
+                settings.resolution,
+            ),
+            self._clock(), version=placement.version,
+        )  # fmt: skip
+        self._blocks.clear()
+        self._run = run
+        self._decisions.update(verification=RunningVerification(migration_id=migration.migration_id))
+        self._report(run, VerificationState.RUNNING, "begun")
+        logger.info("verification of %s: begun, at most %d steps", migration.migration_id, settings.budget_steps)
+        self._next_block(run, live)
+        return run
+
+    def _without(self, base: Placement, placement: Placement, live: LiveTopology) -> tuple[Placement, float]:
+        """Return the placement without (a random part of) the rows that the plan promoted, and the part."""
+        changes = placement.delta_to(base)
+        copies = np.array([1, live.layout.nodes, live.layout.world_size])
+        dropped = changes.select(np.flatnonzero(copies[changes.new_tiers] < copies[changes.old_tiers]))
+        if len(dropped) == 0:
+            return placement, 0.0
+        back = Delta(dropped.keys, dropped.new_tiers, dropped.old_tiers)
+        size = int(moved_bytes(back, self._keyspace, live.layout).sum())
+        rows = len(dropped)
+        if size > self.settings.max_move_bytes:
+            rows = max(1, int(rows * self.settings.max_move_bytes / size))
+            chosen = np.sort(np.random.default_rng().choice(len(dropped), rows, replace=False))
+            without = placement.apply(dropped.select(chosen))
+        else:
+            without = placement.apply(dropped)
+        return without, rows / len(dropped)
+
+    def _problem(self, run: _Run, live: LiveTopology) -> str:
+        if self._executions.last is not run.newest:
+            return "another migration was started"
+        if live.generation != run.generation:
+            return "the ranks have changed"
+        if not self.settings.enabled:
+            return "planner.verify.enabled is false"
+        if run.moving and run.newest.migration.done and run.newest.migration.state is not MigrationState.COMMITTED:
+            return f"migration {run.newest.migration.migration_id}: {run.newest.migration.reason}"
+        if self._clock() - run.progressed_at > STALLED_SECONDS:
+            return f"no block of steps was complete within {STALLED_SECONDS:.0f} s"
+        return ""
+
+    def _end_move(self, run: _Run) -> None:
+        progress = run.newest.migration.progress
+        if progress.state is MigrationState.COMMITTED:
+            run.moving = False
+            run.version = progress.last_version or progress.base_version
+            self._blocks.begin(run.version, self.settings.block_steps)
+
+    def _measure(self, run: _Run, live: LiveTopology) -> None:
+        seconds = self._blocks.seconds(run.world_size)
+        if seconds is None:
+            return
+        run.progressed_at = self._clock()
+        run.pair[run.at_plan] = seconds
+        run.order.pop(0)
+        if not run.order:
+            for side, measured in run.pair.items():
+                run.blocks[side].append(measured)
+            run.pair = {}
+        spent = self._blocks.steps() >= self.settings.budget_steps
+        effect = run.rule.effect(run.blocks[False], run.blocks[True])
+        verdict = run.rule.verdict(effect, last=spent) if spent or not run.order else None
+        if verdict is None:
+            self._report(run, VerificationState.RUNNING, effect.describe(self.settings.confidence))
+            self._next_block(run, live)
+        else:
+            self._conclude(run, verdict, effect, live)
+
+    def _next_block(self, run: _Run, live: LiveTopology) -> None:
+        if not run.order:
+            first = self._coin()
+            run.order = [first, not first]
+        if run.order[0] is run.at_plan:
+            self._blocks.begin(run.version, self.settings.block_steps)
+            return
+        run.at_plan = run.order[0]
+        self._move(run, run.with_copies if run.at_plan else run.without, live)
+
+    def _move(self, run: _Run, target: Placement, live: LiveTopology) -> None:
+        run.moves += 1
+        migration_id = run.plan.migration.migration_id
+        reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} its copies"
+        run.newest = self._executions.start_move(
+            f"{migration_id}.verify-{run.moves}", target, run.generation,
+            Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR), live,
+        )  # fmt: skip
+        run.moving = True
+
+    def _conclude(self, run: _Run, verdict: Verdict, effect: Effect, live: LiveTopology) -> None:
+        words = effect.describe(self.settings.confidence)
+        migration_id = run.plan.migration.migration_id
+        stays = keeps_plan(verdict, effect)
+        if stays:
+            self.held.release(run.kind)
+            if not run.at_plan:
+                run.at_plan = True
+                self._move(run, run.with_copies, live)
+        else:
+            self.held.hold(run.kind, f"{migration_id} measured {words}", self.settings.hold_seconds, time.time())
+            run.newest = self._executions.start_rollback(
+                f"{migration_id}{ROLLBACK}", migration_id, lambda: run.base, run.generation,
+                replace(
+                    rollback_trigger(migration_id, f"measured {words}", DAEMON_ACTOR), kind=TriggerKind.VERIFY
+                ), live,
+            )  # fmt: skip
+        self._end(run, VerificationState(verdict.value), words, rolled_back=not stays)
+
+    def _end(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
+        self._report(run, state, words, rolled_back=rolled_back)
+        self._run, self._seen = None, run.newest
+        self.ended[state.value] += 1
+        outcome = "rolled back" if rolled_back else "the plan stays"
+        if state is VerificationState.INTERRUPTED:
+            outcome = _NO_VERDICT
+        self._record(run.plan.migration.migration_id, f"{state.value}: {words}; {outcome}")
+        self._decisions.update(verification=None)
+
+    def _report(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
+        effect = run.rule.effect(run.blocks[False], run.blocks[True])
+        self.newest = Verification(
+            run.plan.migration.migration_id, run.kind, state, effect, run.part, self._blocks.steps(), rolled_back, words
+        )
+
+    def _record(self, migration_id: str, words: str) -> None:
+        logger.info("verification of %s: %s", migration_id, words)
+        self._history.record_action(ActionRecord.of(time.time(), "verify", DAEMON_ACTOR, migration_id, words))
+
+    def _close_unfinished(self) -> None:
+        """Record the end of a verification that an earlier daemon left."""
+        left = self._decisions.current.verification
+        if left is not None:
+            self._record(
+                left.migration_id,
+                "interrupted: the daemon ended; no verdict, the ranks keep the placement that they have",
+            )
+            self._decisions.update(verification=None)
+
+
+def plan_kind(plan: Plan) -> str:
+    """Return the tiers to which a plan promotes rows, such as ``NODE+DEVICE``; empty if it promotes none."""
+    promoted = plan.delta.new_tiers[plan.delta.new_tiers > plan.delta.old_tiers]
+    return "+".join(Tier(tier).name for tier in np.unique(promoted))

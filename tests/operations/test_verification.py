@@ -1,0 +1,153 @@
+"""Plans that measure slower do not stay; those that measure faster do."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flexd.config.planner import PinConfig
+from flexd.operations.held_plans import LONGEST_SECONDS
+from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.operations.verification import VerificationState
+from tests.support.verification_harness import VerifiedJob
+
+
+def load_doubles(step: int) -> float:
+    return 2.0 if step > 150 else 1.0
+
+
+@pytest.mark.parametrize("load", [lambda step: 1.0, load_doubles], ids=["steady", "load doubles"])
+def test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back(tmp_path: Path, load) -> None:  # type: ignore[no-untyped-def]
+    job = VerifiedJob(tmp_path, effect=+0.05, load=load, planner={"interval_seconds": 0.01})
+    ended = job.verdict()
+    assert ended.state is VerificationState.SLOWER
+    assert ended.rolled_back
+    assert ended.effect.share == pytest.approx(0.05, abs=0.01)
+    assert ended.effect.low > 0
+    assert job.device_rows() == 0, "the placement before the plan"
+    last = job.it.coordinator.migrations[-1]
+    assert last.migration_id == f"{ended.migration_id}.rollback"
+    assert (last.metadata.trigger, last.metadata.who) == ("verify", "flexd")
+    assert "measured 5" in last.metadata.reason or "measured 4" in last.metadata.reason
+    assert "% slower (95 % interval" in last.metadata.reason
+    (action,) = job.actions
+    assert (action.kind, action.reason) == ("verify", ended.migration_id)
+    assert action.detail.startswith("slower: ")
+    assert action.detail.endswith("rolled back")
+    # The interval has passed many times: the daemon proposes such plans and does not carry them out.
+    migrations = len(job.it.coordinator.migrations)
+    time.sleep(0.02)
+    job.tick(3)
+    assert len(job.it.coordinator.migrations) == migrations
+    assert any(not each.dry_run for each in job.it.planning.proposals.all())
+    (words,) = job.verifier.held.reasons()
+    assert words.startswith(f"{ended.migration_id} measured")
+
+
+def test_a_faster_plan_stays(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05, load=load_doubles)
+    ended = job.verdict()
+    assert ended.state is VerificationState.FASTER
+    assert not ended.rolled_back
+    assert ended.effect.share == pytest.approx(-0.05, abs=0.01)
+    assert job.device_rows() == job.most_copies
+    assert job.verifier.held.reasons() == ()
+    assert job.verifier.ended == {"faster": 1}
+    migrations = len(job.it.coordinator.migrations)
+    job.tick(50)
+    assert len(job.it.coordinator.migrations) == migrations, "a plan is verified once"
+
+
+def test_the_budget_of_steps_is_kept(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=0.0, load=lambda step: 1.0, budget_steps=300, resolution=0.0)
+    ended = job.verdict()
+    assert ended.state in (VerificationState.UNDECIDED, VerificationState.FASTER, VerificationState.SLOWER)
+    assert ended.steps <= 300 + 16 + 2
+    assert ended.rolled_back == (ended.effect.share > 0)
+
+
+def test_a_random_part_of_a_large_plan_is_measured(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=+0.2, max_move_bytes=50 * 256)
+    job.tick()
+    rows = job.device_rows()
+    job.tick(200)
+    run = job.verifier._run
+    assert run is not None
+    assert run.part == pytest.approx(50 / rows, rel=0.05)
+    moved = [each for each in job.it.coordinator.migrations if ".verify-" in each.migration_id]
+    assert {each.progress.rows for each in moved} == {round(run.part * rows)}
+    ended = job.verdict()
+    assert ended.rolled_back
+    assert job.device_rows() == 0, "the whole plan is rolled back"
+
+
+def test_another_migration_interrupts(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05)
+    job.tick(60)
+    assert job.verifier.newest is not None
+    assert job.verifier.newest.state is VerificationState.RUNNING
+    job.it.see(500_000, seed=3)
+    proposal = job.it.planning.propose(Trigger(TriggerKind.MANUAL, "by hand", "ann"))
+    execution = job.it.planning.execute(proposal)
+    assert execution is not None
+    job.tick(2)
+    assert job.actions[0].detail.startswith("interrupted: another migration was started; no verdict")
+    assert job.verifier.newest.migration_id == execution.migration.migration_id, "the user's plan is verified next"
+
+
+def test_other_ranks_interrupt_and_get_a_plan(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05)
+    job.tick(60)
+    topology = job.it.coordinator.topology
+    assert topology is not None
+    job.it.coordinator.topology = replace(topology, generation=2)
+    job.auto.tick()
+    assert job.verifier.ended == {"interrupted": 1}
+    assert job.decisions.current.verification is None
+
+
+def test_a_daemon_that_ends_in_between_leaves_no_verdict_and_a_stated_end(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=+0.05)
+    job.tick(60)
+    assert job.decisions.current.verification is not None
+    migration_id = job.decisions.current.verification.migration_id
+    job.actions.clear()
+    job.start()
+    (action,) = job.actions
+    assert (action.kind, action.reason) == ("verify", migration_id)
+    assert action.detail.startswith("interrupted: the daemon ended; no verdict")
+    job.start()
+    assert len(job.actions) == 1, "stated once"
+
+
+def test_holds_outlive_the_daemon_double_and_end(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=0.0)
+    now = time.time()
+    waits = []
+    for _ in range(12):
+        job.verifier.held.hold("NODE", "p1 measured 5 % slower", 600.0, now)
+        (held,) = job.decisions.current.held_plans
+        waits.append(held.seconds)
+    assert waits[:3] == [600.0, 1200.0, 2400.0]
+    assert waits[-1] == LONGEST_SECONDS
+    job.start()
+    assert job.verifier.held.reason("NODE", now + 1).startswith("p1 measured 5 % slower")
+    assert job.verifier.held.reason("DEVICE", now + 1) == ""
+    assert job.verifier.held.reason("NODE", now + LONGEST_SECONDS + 1) == ""
+    job.verifier.held.release("NODE")
+    assert job.decisions.current.held_plans == ()
+
+
+def test_plans_with_pins_and_with_the_setting_off_are_not_measured(tmp_path: Path) -> None:
+    off = VerifiedJob(tmp_path / "off", effect=+0.05, enabled=False)
+    off.tick(100)
+    assert off.verifier.newest is None
+    assert len(off.it.coordinator.migrations) == 1
+    pins = VerifiedJob(
+        tmp_path / "pins", effect=+0.05, planner={"pins": [PinConfig(table="item", tier="NODE", rows=[1])]}
+    )
+    pins.tick(100)
+    assert pins.verifier.newest is None
