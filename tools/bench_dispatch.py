@@ -51,7 +51,7 @@ _FREE = {
     "view", "_unsafe_view", "reshape", "select", "slice", "expand", "t", "transpose", "detach", "alias", "as_strided",
     "unsqueeze", "squeeze", "unbind", "split", "split_with_sizes", "empty", "empty_like", "new_empty", "empty_strided",
     "new_empty_strided", "permute", "view_as_real", "_reshape_alias", "lift_fresh", "diagonal", "unfold", "chunk",
-    "is_pinned", "_has_compatible_shallow_copy_type", "narrow",
+    "is_pinned", "_has_compatible_shallow_copy_type", "narrow", "promote_types",
 }  # fmt: skip
 _WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}
 

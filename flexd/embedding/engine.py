@@ -384,7 +384,9 @@ class RowEngine:
                     self.stores, forward_pass.route.stations[0], self.router.wide, strict=True
                 )
             ]
-        return [grad * self._scale for grad in forward_pass.grads] if self._scale != 1.0 else forward_pass.grads
+        if self._scale == 1.0:
+            return forward_pass.grads
+        return list(torch._foreach_mul(forward_pass.grads, self._scale))
 
     def memory(self) -> RankMemory:
         """Return the bytes of this rank by part, now and at most. Not collective."""

@@ -105,10 +105,10 @@ class FeatureMap:
             first, last_row = known.bounds
             inside = ids.clamp(0, last_row)
             keys = inside + first
-        faults = [(inside != ids).any(), *self._length_faults(ordered, on_device)]
+        faults = [inside != ids, *self._length_faults(ordered, on_device)]
         ends = [0, *accumulate(sizes)]
         numbers = [ends[end] - ends[first] for first, end in pairwise(known.ends)]
-        return FeatureKeys(known.order, keys, torch.stack(faults).any(), numbers)
+        return FeatureKeys(known.order, keys, torch.cat(faults).any(), numbers)
 
     def _known(self, names: tuple[str, ...]) -> _Order:
         """Return what is known of features in the order of a batch.
@@ -141,8 +141,8 @@ class FeatureMap:
         return known
 
     def _length_faults(self, features: Sequence[Jagged], ids: torch.Tensor) -> list[torch.Tensor]:
-        """Return bool []: whether a length is negative, whether the lengths of a feature do not sum to its ids, and
-        whether offsets do not begin at 0.
+        """Return bool tensors, true where a length is negative, where the lengths of a feature do not sum to its ids,
+        and where offsets do not begin at 0.
 
         Args:
             ids: int64 [features], numbers of ids.
@@ -151,16 +151,16 @@ class FeatureMap:
         counts = [lengths.shape[0] for lengths in of_features]
         lengths = _joined(of_features)
         firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)]
-        faults = [(lengths < 0).any()]
+        faults = [lengths < 0]
         if len(set(counts)) == 1:
             sums = lengths.view(len(features), -1).sum(dim=1)
         else:
             ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
             places = self._on_device([0, *accumulate(counts)])
             sums = ends.index_select(0, places).diff()
-        faults.append((sums != ids).any())
+        faults.append(sums != ids)
         if firsts:
-            faults.append((_joined(firsts) != 0).any())
+            faults.append(_joined(firsts) != 0)
         return faults
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:

@@ -6,9 +6,8 @@ There is no SGD with momentum: momentum moves every row at every step, so a lazy
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -78,25 +77,96 @@ class _CommonSettings:
     stochastic_rounding: bool = True
 
 
-class _FusedRowOptimizer(_CommonSettings, ABC):
+@dataclass(frozen=True)
+class GroupUpdate:
+    """Rows of a dim-group that a step updates.
+
+    Attributes:
+        rows, state: as in ``RowOptimizer.update``.
+        parts: (index, grads), as there; parts share no row.
+        keys_of: keys of the rows at slots, for stochastic rounding; None: round to the nearest.
+    """
+
+    rows: torch.Tensor
+    state: torch.Tensor
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    keys_of: KeysOf | None = None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _joined_indices(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
+    """Return the slots of each dim-group, with one kernel."""
+    parts = [index for group in groups for index, _ in group.parts]
+    if len(parts) == 1:
+        return parts
+    sizes = [sum(index.shape[0] for index, _ in group.parts) for group in groups]
+    return list(torch.split(torch.cat(parts), sizes))
+
+
+def _joined_grads(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
+    """Return the gradients of each dim-group in the dtype of the update, with one kernel where all have one dtype."""
+    wide = [_wide(group.rows.dtype) for group in groups]
+    parts = [grads for group in groups for _, grads in group.parts]
+    if len(parts) == 1 or len({grads.dtype for grads in parts}) > 1 or len(set(wide)) > 1:
+        return [
+            (torch.cat([grads for _, grads in group.parts]) if len(group.parts) > 1 else group.parts[0][1]).to(dtype)
+            for group, dtype in zip(groups, wide, strict=True)
+        ]
+    sizes = [sum(grads.numel() for _, grads in group.parts) for group in groups]
+    pieces = torch.split(torch.cat([grads.reshape(-1) for grads in parts]).to(wide[0]), sizes)
+    return [piece.view(-1, group.rows.shape[1]) for piece, group in zip(pieces, groups, strict=True)]
+
+
+def _squared(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list(torch._foreach_mul(list(grads), list(grads)))
+
+
+def _mean_squares(grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return [n, 1] means of the squares of each row, part by part."""
+    means = []
+    for squares, of_parts in zip(_squared(grads), sizes, strict=True):
+        mean = squares.new_empty((squares.shape[0], 1))
+        for part, out in zip(squares.split(list(of_parts)), mean.split(list(of_parts)), strict=True):  # type: ignore[no-untyped-call]
+            torch.mean(part, dim=1, keepdim=True, out=out)
+        means.append(mean)
+    return means
+
+
+class _FusedRowOptimizer(_CommonSettings):
     """Shared part of all optimizers: widening, weight decay, reading and writing of the given rows."""
 
     lr: float
 
-    @abstractmethod
     def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         """Return [n, dim] to add to the rows. Changes ``state`` [n, s] in place, not ``grads``.
 
         Args:
             squares: what ``_squares`` returned.
         """
+        raise NotImplementedError
 
-    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
-        """Return the squares of [n, dim] gradients, or a number for each row that the optimizer needs of them.
+    def _changes(
+        self,
+        grads: Sequence[torch.Tensor],
+        squares: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        step: int,
+    ) -> list[torch.Tensor]:
+        """As ``_change``, for each dim-group."""
+        return [self._change(*of_group, step) for of_group in zip(grads, squares, states, strict=True)]
 
-        The only step of an update whose result for a row may depend on how many rows are given.
+    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return for each dim-group the squares of [n, dim] gradients, or a number a row that the optimizer needs.
+
+        Args:
+            sizes: of each dim-group the rows of each part. A result for a row may depend on the number of rows that a
+                kernel is given, so parts that another rank has alone do not share a reduction.
         """
-        return grads
+        del sizes
+        return list(grads)
 
     def update(
         self,
@@ -117,71 +187,58 @@ class _FusedRowOptimizer(_CommonSettings, ABC):
             _BLOCK_NUMBERS * torch.get_num_threads() // rows.shape[1] if devices.in_host_memory(rows) else len(index)
         )
         for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
-            self._update(rows, state, at, some, step, keys_of)
+            self._update([GroupUpdate(rows, state, [(at, some)], keys_of)], step)
 
-    def update_parts(
-        self,
-        rows: torch.Tensor,
-        state: torch.Tensor,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        step: int,
-        keys_of: KeysOf | None = None,
-    ) -> None:
-        """Apply one step to several parts (index, grads) that share no row, bit for bit as ``update`` of each.
+    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
+        """Apply one step to the rows of several dim-groups, bit for bit as ``update`` of each part.
 
-        On an accelerator the parts share their kernels.
+        On an accelerator all parts and dim-groups share their kernels where tensors of several shapes can.
         """
-        parts = [(index, grads) for index, grads in parts if len(index)]
-        if devices.in_host_memory(rows) or len(parts) < 2:
-            for index, grads in parts:
-                self.update(rows, state, index, grads, step, keys_of)
+        groups = [replace(group, parts=[part for part in group.parts if part[0].shape[0]]) for group in groups]
+        if all(devices.in_host_memory(group.rows) for group in groups):
+            for group in groups:
+                for index, grads in group.parts:
+                    self.update(group.rows, group.state, index, grads, step, group.keys_of)
         else:
-            index = torch.cat([index for index, _ in parts])
-            sizes = [len(part) for part, _ in parts]
-            self._update(rows, state, index, torch.cat([grads for _, grads in parts]), step, keys_of, sizes)
+            self._update([group for group in groups if group.parts], step)
 
-    def _update(
-        self,
-        rows: torch.Tensor,
-        state: torch.Tensor,
-        index: torch.Tensor,
-        grads: torch.Tensor,
-        step: int,
-        keys_of: KeysOf | None,
-        sizes: Sequence[int] = (),
-    ) -> None:
+    def _update(self, groups: Sequence[GroupUpdate], step: int) -> None:
         # In float32 or wider, with a rounding after each operation: fused and half-precision kernels of torch round the
         # end of a vector differently, so that a row's result would depend on its position.
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        grads = grads.to(wide)
-        decoupled = bool(self.weight_decay) and self.decoupled_weight_decay
-        # One kernel then adds to the rows where they are, instead of gather, addition and scatter.
-        in_place = rows.dtype == wide and not decoupled
-        if not in_place or self.weight_decay:
-            weights = rows.index_select(0, index).to(wide)
-            if not decoupled and self.weight_decay:
-                grads = weights.mul(self.weight_decay).add_(grads)
-        if not sizes:
-            squares = self._squares(grads)
-        else:
-            squares = torch.cat([self._squares(part) for part in torch.split(grads, list(sizes))])
-        if state.shape[1]:
-            kept = state.index_select(0, index)
-            change = self._change(grads, squares, kept, step)
-            devices.write_rows(state, index, kept)
-        else:
-            change = self._change(grads, squares, state, step)
-        if in_place:
-            rows.index_add_(0, index, change)
+        if not groups:
             return
-        if decoupled:
-            weights.mul_(1.0 - self.lr * self.weight_decay)
-        weights.add_(change)
-        if self.stochastic_rounding and keys_of is not None and rows.dtype in HALF_DTYPES:
-            rounded = round_stochastically(weights, rows.dtype, keys_of(index), step)
-        else:
-            rounded = weights.to(rows.dtype)
-        devices.write_rows(rows, index, rounded)
+        indices, all_grads = _joined_indices(groups), _joined_grads(groups)
+        decoupled = bool(self.weight_decay) and self.decoupled_weight_decay
+        weights: list[torch.Tensor | None] = []
+        for number, (group, index) in enumerate(zip(groups, indices, strict=True)):
+            # One kernel adds to the rows where they are, instead of gather, addition and scatter.
+            if group.rows.dtype == _wide(group.rows.dtype) and not self.weight_decay:
+                weights.append(None)
+                continue
+            weights.append(group.rows.index_select(0, index).to(_wide(group.rows.dtype)))
+            if not decoupled and self.weight_decay:
+                all_grads[number] = weights[-1].mul(self.weight_decay).add_(all_grads[number])  # type: ignore[union-attr]
+        squares = self._squares(all_grads, [[at.shape[0] for at, _ in group.parts] for group in groups])
+        states = [
+            group.state.index_select(0, index) if group.state.shape[1] else group.state
+            for group, index in zip(groups, indices, strict=True)
+        ]
+        changes = self._changes(all_grads, squares, states, step)
+        for group, index, change, kept, old in zip(groups, indices, changes, states, weights, strict=True):
+            rows = group.rows
+            if group.state.shape[1]:
+                devices.write_rows(group.state, index, kept)
+            if old is None or (rows.dtype == old.dtype and not decoupled):
+                rows.index_add_(0, index, change)
+                continue
+            if decoupled:
+                old.mul_(1.0 - self.lr * self.weight_decay)
+            old.add_(change)
+            if self.stochastic_rounding and group.keys_of is not None and rows.dtype in HALF_DTYPES:
+                rounded = round_stochastically(old, rows.dtype, group.keys_of(index), step)
+            else:
+                rounded = old.to(rows.dtype)
+            devices.write_rows(rows, index, rounded)
 
     def _check(self, **not_negative: float) -> None:
         for name, value in {"lr": self.lr, "weight_decay": self.weight_decay, **not_negative}.items():
@@ -209,9 +266,15 @@ class SGD(_FusedRowOptimizer):
     def __post_init__(self) -> None:
         self._check()
 
-    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        del squares, state, step
-        return grads.mul(-self.lr)
+    def _changes(
+        self,
+        grads: Sequence[torch.Tensor],
+        squares: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        step: int,
+    ) -> list[torch.Tensor]:
+        del squares, states, step
+        return list(torch._foreach_mul(list(grads), -self.lr))
 
 
 class _AdagradLike(_FusedRowOptimizer):
@@ -225,10 +288,23 @@ class _AdagradLike(_FusedRowOptimizer):
     def initial_state(self) -> float:
         return self.initial_accumulator_value
 
-    def _scaled(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Return the change; ``state`` is the accumulator, of the shape of ``squares``."""
-        state.add_(squares)
-        return grads.div(state.sqrt().add_(self.eps)).mul_(-self.lr)
+    def _changes(
+        self,
+        grads: Sequence[torch.Tensor],
+        squares: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        step: int,
+    ) -> list[torch.Tensor]:
+        """The states are the accumulators, of the shapes of ``squares``."""
+        del step
+        accumulators = list(states)
+        torch._foreach_add_(accumulators, list(squares))
+        divisors = torch._foreach_sqrt(accumulators)
+        torch._foreach_add_(divisors, self.eps)
+        # Not one kernel: those for many tensors do not divide a row by one number.
+        changes = [of_group.div(divisor) for of_group, divisor in zip(grads, divisors, strict=True)]
+        torch._foreach_mul_(changes, -self.lr)
+        return changes
 
 
 @dataclass(frozen=True)
@@ -246,12 +322,9 @@ class Adagrad(_AdagradLike):
     initial_accumulator_value: float = 0.0
     name: str = field(default="adagrad", init=False)
 
-    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
-        return grads.square()
-
-    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        del step
-        return self._scaled(grads, squares, state)
+    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        del sizes
+        return _squared(grads)
 
 
 @dataclass(frozen=True)
@@ -269,12 +342,8 @@ class RowWiseAdagrad(_AdagradLike):
     initial_accumulator_value: float = 0.0
     name: str = field(default="rowwise_adagrad", init=False)
 
-    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
-        return grads.square().mean(dim=1, keepdim=True)
-
-    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        del step
-        return self._scaled(grads, squares, state)
+    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return _mean_squares(grads, sizes)
 
 
 class _AdamLike(_FusedRowOptimizer):
@@ -314,8 +383,9 @@ class Adam(_AdamLike):
     name: str = field(default="adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
 
-    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
-        return grads.square()
+    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        del sizes
+        return _squared(grads)
 
     def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         return self._moments(grads, squares, state, step)
@@ -337,8 +407,8 @@ class RowWiseAdam(_AdamLike):
     name: str = field(default="rowwise_adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
 
-    def _squares(self, grads: torch.Tensor) -> torch.Tensor:
-        return grads.square().mean(dim=1, keepdim=True)
+    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return _mean_squares(grads, sizes)
 
     def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         return self._moments(grads, squares, state, step)

@@ -15,7 +15,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import OPTIMIZERS, DimGroup, TableSpec, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
-from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
+from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, GroupUpdate, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 from flexd.embedding.store.store import GroupStore
 
 
@@ -306,15 +306,25 @@ def test_initial_state_is_in_the_store() -> None:
 
 @pytest.mark.parametrize("optimizer", [SGD(), Adagrad(), RowWiseAdagrad(weight_decay=0.1), Adam(), RowWiseAdam()])
 @pytest.mark.parametrize("host", [True, False])
-def test_parts_are_updated_bit_for_bit_as_each_alone(optimizer: Any, host: bool) -> None:
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.float64, torch.bfloat16)])
+def test_parts_of_dim_groups_are_updated_bit_for_bit_as_each_alone(
+    optimizer: Any, host: bool, dtypes: tuple[torch.dtype, ...]
+) -> None:
     torch.manual_seed(0)
-    columns = sum(state_columns(optimizer.name, 7).values())
-    rows, state = torch.randn(30, 7), torch.rand(30, columns)
-    parts = [(torch.arange(at, at + n), torch.randn(n, 7)) for at, n in ((0, 5), (5, 1), (6, 0), (6, 20))]
-    expected = rows.clone(), state.clone()
-    for index, grads in parts:
-        optimizer.update(*expected, index, grads, 3)
+    groups, expected = [], []
+    for dim, dtype, sizes in zip((7, 64, 3), dtypes, ((5, 1, 0, 20), (11,), (0, 30)), strict=True):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        columns = sum(state_columns(optimizer.name, dim).values())
+        rows, state = torch.randn(30, dim).to(dtype), torch.rand(30, columns, dtype=wide)
+        index = torch.split(torch.randperm(30)[: sum(sizes)], sizes)
+        parts = [(at, torch.randn(len(at), dim, dtype=wide)) for at in index]
+        groups.append(GroupUpdate(rows, state, parts, lambda slots: slots * 5))
+        expected.append((rows.clone(), state.clone()))
+        for at, grads in parts:
+            optimizer.update(*expected[-1], at, grads, 3, lambda slots: slots * 5)
+    groups.append(GroupUpdate(torch.zeros(1, 2), torch.zeros(1, 1), []))
     with mock.patch.object(devices, "in_host_memory", return_value=host):
-        optimizer.update_parts(rows, state, parts, 3)
-    assert torch.equal(rows, expected[0])
-    assert torch.equal(state, expected[1])
+        optimizer.update_groups(groups, 3)
+    for group, (rows, state) in zip(groups, expected, strict=False):
+        assert torch.equal(group.rows, rows)
+        assert torch.equal(group.state, state)

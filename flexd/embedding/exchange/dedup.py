@@ -45,5 +45,7 @@ class Dedup:
             chosen = (table.index_select(0, at) == number).nonzero().view(-1)
             if len(chosen) == len(keys):
                 return keys, None
-            table.scatter_(0, at.index_select(0, chosen), number[: len(chosen)])
-            return keys.index_select(0, chosen), table.index_select(0, at)
+            distinct = keys.index_select(0, chosen)
+            of_distinct = distinct if at is keys else at.index_select(0, chosen)
+            table.scatter_(0, of_distinct, number[: len(chosen)])
+            return distinct, table.index_select(0, at)

@@ -30,7 +30,7 @@ from flexd.embedding.exchange.route import Route, StationRows
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.replica_sums import ReplicaSums
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
-from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.row_optimizers import GroupUpdate, RowOptimizer
 from flexd.embedding.store.store import GroupStore
 
 
@@ -137,14 +137,19 @@ class ReplicaSync:
     def update(self, summed: Sequence[RowGradients], optimizer: RowOptimizer, step: int) -> None:
         """Update the rows. ``step``: as in ``RowOptimizer.update``."""
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
-        together = getattr(optimizer, "update_parts", None)
-        for group, store in enumerate(self._stores):
-            parts = [(part.slots, part.grads) for part in summed if part.group == group]
-            if together is not None:
-                together(store.rows, store.state, parts, step, store.keys_at)
-                continue
-            for slots, grads in parts:
-                optimizer.update(store.rows, store.state, slots, grads, step)
+        groups = [
+            GroupUpdate(
+                store.rows, store.state, [(part.slots, part.grads) for part in summed if part.group == g], store.keys_at
+            )
+            for g, store in enumerate(self._stores)
+        ]
+        together = getattr(optimizer, "update_groups", None)
+        if together is not None:
+            together(groups, step)
+            return
+        for group in groups:
+            for slots, grads in group.parts:
+                optimizer.update(group.rows, group.state, slots, grads, step)
 
     def _send_up(self, route: Route) -> TouchedRows:
         touched = self.new_touched()
@@ -195,6 +200,7 @@ class ReplicaSync:
             for number, store in zip(numbers_distinct, self._stores, strict=True)
         ]
         totals = devices.zeros(shapes, self._router.wide, slots.device)
+        joined = [] if places is None or devices.in_host_memory(distinct) else self._joined(held, sizes)
         summed = []
         for g, own_slots in enumerate(torch.split(distinct, numbers_distinct)):
             grads = [grad[:size] for (_, grad), size in zip(held[g], sizes[g], strict=True)]
@@ -204,10 +210,26 @@ class ReplicaSync:
             else:
                 total = totals[g]
                 if not devices.in_host_memory(total):
-                    total.index_add_(0, at, torch.cat(grads))
+                    total.index_add_(0, at, joined[g])
                 else:
                     for place, grad in zip(torch.split(at, sizes[g]), grads, strict=True):
                         total.index_add_(0, place, grad)
             # Rounded like the sum that copies of a replicated row receive: training must not depend on the placement.
             summed.append(RowGradients(g, own_slots, total.to(self._router.wire[g]).to(total.dtype)))
         return summed
+
+    def _joined(
+        self, held: Sequence[Sequence[tuple[StationRows, torch.Tensor]]], sizes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Join the gradients of plain home rows of each dim-group, with one kernel for all of a dtype."""
+        parts = [
+            [grad[:size].view(-1) for (_, grad), size in zip(of_group, of_sizes, strict=True)]
+            for of_group, of_sizes in zip(held, sizes, strict=True)
+        ]
+        joined: dict[int, torch.Tensor] = {}
+        for dtype in dict.fromkeys(self._router.wide):
+            chosen = [g for g, wide in enumerate(self._router.wide) if wide == dtype]
+            flat = torch.cat([part for g in chosen for part in parts[g]])
+            numbers = [sum(part.shape[0] for part in parts[g]) for g in chosen]
+            joined |= dict(zip(chosen, torch.split(flat, numbers), strict=True))
+        return [joined[g].view(-1, store.rows.shape[1]) for g, store in enumerate(self._stores)]
