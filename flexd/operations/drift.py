@@ -17,10 +17,11 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor
+from flexd.operations.measured_exposure import priced_by
 from flexd.operations.plan_settings import running_exchange, training_shape
 from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
 from flexd.sketch.profile import Profile
-from flexd.topology.cluster import Cluster
+from flexd.topology.cluster import Cluster, Exposed
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +50,10 @@ class RunningMigrations(Protocol):
 class AccessRates(Protocol):
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known."""
+        ...
+
+    def exposed(self) -> Exposed | None:
+        """Return the measured exposure of the communication; None if not known."""
         ...
 
 
@@ -133,7 +138,7 @@ class DriftMonitor:
     def _price(self, profile: Profile, layout: RankLayout, placement: Placement) -> PlacementCommunication:
         settings = self._settings
         return placement_communication(
-            profile, self._keyspace, layout, self._cluster, placement,
+            profile, self._keyspace, layout, priced_by(self._cluster, self._training.exposed()), placement,
             training_shape(settings), running_exchange(settings),
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ from flexd.core.placement import Placement
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open
+from flexd.operations.measured_exposure import priced_by
 from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.training_monitor import TrainingMonitor
@@ -54,7 +55,7 @@ class Planning:
     ) -> None:
         self._config = config
         self._keyspace = keyspace
-        self.cluster = cluster
+        self._cluster = cluster
         self._profile = profile
         self._coordinator = coordinator
         self._training = training
@@ -72,6 +73,11 @@ class Planning:
         self.seconds = 0.0
         self._profiled_at = math.nan
         self.executions = executions
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that prices plans now, with the exposure that ranks have measured."""
+        return priced_by(self._cluster, self._training.exposed())
 
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""

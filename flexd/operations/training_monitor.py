@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flexd.control.protocol.report import StepReport
+from flexd.operations.measured_exposure import differs, exposure
 from flexd.operations.phase_averages import RECENT_STEPS, PhaseAverages, mean_phases
 from flexd.operations.step_times import StepTimes
 from flexd.operations.traffic_timeline import TrafficTimeline
+from flexd.topology.cluster import Exposed
 
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
 LINKS = ("intra", "inter")
@@ -117,6 +119,7 @@ class TrainingMonitor:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranks: dict[int, RankAverages] = {}
+        self._exposed: Exposed | None = None
         self.timeline = TrafficTimeline()
         self.step_times = StepTimes()
         self._totals = TrainingTotals(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
@@ -175,6 +178,19 @@ class TrainingMonitor:
         """Return the mean over the ranks of their steps by phase; None before any has reported phases."""
         with self._lock:
             return mean_phases(rank.phases for rank in self._ranks.values())
+
+    def exposed(self) -> Exposed | None:
+        """Return the measured exposure of the communication; None before any rank has reported phases.
+
+        It stays the same until it has changed by more than noise, because plans and drift are compared at equal prices.
+        """
+        with self._lock:
+            phases = mean_phases(rank.phases for rank in self._ranks.values())
+            if phases is not None:
+                measured = exposure(phases)
+                if self._exposed is None or differs(self._exposed, measured):
+                    self._exposed = measured
+            return self._exposed
 
     def versions(self) -> dict[int, int]:
         """Return the placement version that each rank reported last."""

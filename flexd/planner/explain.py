@@ -21,12 +21,14 @@ from flexd.core.placement import Placement
 from flexd.planner.explanation_types import RowExplanation, TableExplanation, TierReason, TierThreshold
 from flexd.planner.model.cost import LoadSums, step_latencies
 from flexd.planner.model.gains import migration_seconds, row_seconds, usable_tiers
-from flexd.planner.model.prices import exposed_share
+from flexd.planner.model.prices import exposed_share, linear_exposure
+from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import FREE, PlanLimits
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.cluster import Cluster
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -131,7 +133,13 @@ class _GroupPricing:
         for tier in (Tier.NODE, Tier.DEVICE):
             empty = sent[tier] == 0
             sent[tier][empty] = largest.max(initial=0.0)
-        return row_seconds(self.load, self.layout, self.plan.cluster, sent, self.plan.exchange)
+        return row_seconds(self.load, self.layout, self.cluster, sent, self.plan.exchange)
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster with the exposure by which the plan added up gains."""
+        name = "two_hop" if self.plan.exchange is Exchange.CHAIN else "row_wise_dedup"
+        return linear_exposure(self.plan.cluster, self.plan.baselines[name].phase_seconds.sum(axis=1))
 
     @cached_property
     def usable(self) -> tuple[Tier, ...]:
@@ -211,7 +219,7 @@ class _GroupPricing:
         with_sync, without = (
             step_latencies(sums, self.plan.cluster, self.plan.exchange, tiers) for tiers in (used, set())
         )
-        return float(exposed_share(self.plan.cluster) @ (with_sync - without).sum(axis=1))
+        return float(exposed_share(self.cluster) @ (with_sync - without).sum(axis=1))
 
     def thresholds(self) -> tuple[TierThreshold, ...]:
         world = self.layout.world_size

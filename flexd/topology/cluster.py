@@ -130,23 +130,30 @@ class LinkModel:
 
 @dataclass(frozen=True)
 class Exposed:
-    """Share (0-1) of each part of the communication that compute cannot hide and that a step therefore waits for.
+    """What a step waits for: a share (0-1) of each part of the communication, which cannot run beside compute, and of
+    the rest what is longer than the compute beside it.
+
+    The shares of a file hold until ranks have reported theirs (``flexd.operations.measured_exposure``).
 
     Attributes:
         forward: the forward exchange: 1, because compute needs the rows, unless rows are fetched ahead.
         backward: the exchange of gradients to the home ranks.
         sync: the replica synchronisation.
+        cover_seconds: compute of a step beside which the rest can run.
     """
 
     forward: float = 1.0
     backward: float = 1.0
     sync: float = 1.0
+    cover_seconds: float = math.inf
 
     def check(self, where: str) -> None:
         for key in ("forward", "backward", "sync"):
             value = getattr(self, key)
             if not (math.isfinite(value) and 0 <= value <= 1):
                 raise TopologyError(f"{where}.{key}: {value!r}", remedy="give a share between 0 and 1")
+        if not self.cover_seconds >= 0:
+            raise TopologyError(f"{where}.cover_seconds: {self.cover_seconds!r}", remedy="give seconds, at least 0")
 
 
 @dataclass(frozen=True)
@@ -191,9 +198,9 @@ class Cluster:
         """True if no bandwidth depends on the message size, so that prices are the same for every placement."""
         return all(self.curve(link, collective).is_affine for link in Link for collective in Collective)
 
-    def with_exposed(self, exposed: Exposed) -> Cluster:
-        """Return the same cluster with other exposed shares."""
-        return replace(self, exposed=exposed)
+    def with_exposed(self, exposed: Exposed, name: str = "") -> Cluster:
+        """Return the same cluster with other exposed shares, and another name if one is given."""
+        return replace(self, exposed=exposed, name=name or self.name)
 
     def bandwidth_only(self) -> Cluster:
         """Return the same cluster without latencies, for a small rehearsal of a job whose messages are large.

@@ -60,7 +60,7 @@ class DriftHarness:
         self.sketches = SketchSet(self.keyspace.tables, half_life_seconds=5.0)
         self.coordinator = FakeCoordinator()
         self.executions = SimpleNamespace(migrating=False)
-        self.training = SimpleNamespace(accesses_per_step=lambda world: PER_STEP)
+        self.training = SimpleNamespace(accesses_per_step=lambda world: PER_STEP, exposed=lambda: None)
         self.profile_rates: list[float] = []
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0

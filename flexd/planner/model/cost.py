@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.balance import RankBytes, rank_bytes, sums_by_home
-from flexd.planner.model.prices import exposed_share, latencies, prices, slower_link_only
+from flexd.planner.model.prices import exposed_seconds, exposed_share, latencies, prices, slower_link_only
 from flexd.planner.model.rank_memory import step_buffers
 from flexd.planner.model.row_bytes import (
     EXCHANGE_PHASES,
@@ -42,12 +43,13 @@ class CostBreakdown:
         bytes: float64[3, 6, 3], sent, by (tier, phase, link); link SELF holds the bytes of rows that a rank has itself.
         transfer_seconds: float64[3, 6, 3], those bytes at the bandwidth of their collective.
         latency_seconds: float64[6, 3], fixed cost of the collectives, by (phase, link).
-        exposed_share: float64[6], by phase, share that compute does not hide.
+        exposed_share: float64[6], by phase, share that cannot run beside compute.
         peak_bytes, peak_transfer_seconds: float64[3, 6, 3], the same of the rank that sends or receives most in each
             phase and on each link (not the same rank everywhere).
         buffer_bytes: float64[buffer, world], memory of each rank during a pass (``rank_memory.Buffer``).
         summed_at_home: copies are summed at their homes, because the gradients of all dim-groups travel narrower than
             they are added.
+        cover_seconds: compute beside which the rest can run.
     """
 
     rows: Float64Array
@@ -59,6 +61,7 @@ class CostBreakdown:
     peak_transfer_seconds: Float64Array
     buffer_bytes: Float64Array
     summed_at_home: bool = False
+    cover_seconds: float = math.inf
 
     @property
     def phase_seconds(self) -> Float64Array:
@@ -74,13 +77,13 @@ class CostBreakdown:
     @property
     def exposed_seconds(self) -> float:
         """Time that a step waits if all ranks are equally busy. The optimiser minimises it."""
-        return float(self.exposed_share @ self.phase_seconds.sum(axis=1))
+        return exposed_seconds(self.exposed_share, self.cover_seconds, self.phase_seconds.sum(axis=1))
 
     @property
     def peak_exposed_seconds(self) -> float:
         """Time that a step waits: every collective takes as long as its busiest rank."""
         seconds = self.peak_transfer_seconds.sum(axis=0) + self.latency_seconds
-        return float(self.exposed_share @ seconds.sum(axis=1))
+        return exposed_seconds(self.exposed_share, self.cover_seconds, seconds.sum(axis=1))
 
     @property
     def imbalance(self) -> float:
@@ -284,6 +287,7 @@ def cost_of_ranks(
         transfer_seconds=seconds,
         latency_seconds=step_latencies(sums, cluster, exchange, synced),
         exposed_share=exposed_share(cluster),
+        cover_seconds=cluster.exposed.cover_seconds,
         peak_bytes=peak,
         peak_transfer_seconds=peak_seconds,
         summed_at_home=all(group.load.narrow_wire for group in sums),

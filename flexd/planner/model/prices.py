@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
-from flexd.topology.cluster import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Exposed, Link
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -17,7 +19,7 @@ CLUSTER_LINKS = {TrafficLink.INTRA_NODE: Link.INTRA_NODE, TrafficLink.INTER_NODE
 
 
 def exposed_share(cluster: Cluster) -> Float64Array:
-    """Return float64[phase]: share of each phase that compute does not hide."""
+    """Return float64[phase]: share of each phase that cannot run beside compute."""
     exposed = cluster.exposed
     share = {
         Phase.FORWARD_IDS: exposed.forward,
@@ -25,6 +27,25 @@ def exposed_share(cluster: Cluster) -> Float64Array:
         Phase.BACKWARD_ROWS: exposed.backward,
     }
     return np.array([share.get(phase, exposed.sync) for phase in Phase])
+
+
+def exposed_seconds(share: Float64Array, cover_seconds: float, seconds: Float64Array) -> float:
+    """Return what a step waits for: of float64[phase] seconds the ``share`` that cannot run beside compute, and of the
+    rest what is longer than the compute beside it."""
+    return float(share @ seconds) + max(0.0, float((1.0 - share) @ seconds) - cover_seconds)
+
+
+def linear_exposure(cluster: Cluster, seconds: Float64Array) -> Cluster:
+    """Return the cluster with the exposure of a small change at float64[phase] seconds of communication.
+
+    Where compute covers all that runs beside it, a byte counts by the phase's share; beyond, every byte counts whole.
+    Exposed seconds are convex in the communication, so no change saves more than this says.
+    """
+    exposed = cluster.exposed
+    if math.isinf(exposed.cover_seconds):
+        return cluster
+    covered = float((1.0 - exposed_share(cluster)) @ seconds) <= exposed.cover_seconds
+    return cluster.with_exposed(replace(exposed, cover_seconds=math.inf) if covered else Exposed())
 
 
 def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Float64Array:

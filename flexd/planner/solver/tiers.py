@@ -12,6 +12,7 @@ hold the same copies, and NODE is used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost, step_latencies
 from flexd.planner.model.gains import canonical_tiers, decision_gains, usable_tiers
-from flexd.planner.model.prices import exposed_share
+from flexd.planner.model.prices import exposed_share, linear_exposure
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import Assignment
@@ -113,7 +114,9 @@ def choose_jointly(
         raise PlanError(f"horizon_steps: {horizon_steps}", remedy="give a number of steps above 0")
     layout = sums[0].layout
     live = [canonical_tiers(tiers, layout) for tiers in live_tiers]
-    problem = _Problem(tuple(sums), cluster, tuple(limits), tuple(live), horizon_steps, exchange)
+    home = joint_cost(sums, [np.zeros(len(group.load.keys), np.uint8) for group in sums], cluster, exchange)
+    linear = linear_exposure(cluster, home.phase_seconds.sum(axis=1))
+    problem = _Problem(tuple(sums), cluster, linear, tuple(limits), tuple(live), horizon_steps, exchange)
     sent = problem.first_sizes()
     best: JointChoice | None = None
     for _ in range(1 if cluster.is_affine else _PRICE_ROUNDS):
@@ -188,6 +191,8 @@ class _Group:
 class _Problem:
     sums: tuple[LoadSums, ...]
     cluster: Cluster
+    linear: Cluster
+    """Its exposure is that of small changes of all rows at HOME: gains are added up by it."""
     limits: tuple[GroupLimits, ...]
     live: tuple[UInt8Array, ...]
     horizon_steps: float
@@ -221,7 +226,7 @@ class _Problem:
             step_latencies(self.sums, self.cluster, self.exchange, {int(tier) for tier in tiers})
             for tiers in (synced, frozenset[Tier]())
         )
-        return float(exposed_share(self.cluster) @ (with_sync - without).sum(axis=1))
+        return float(exposed_share(self.linear) @ (with_sync - without).sum(axis=1))
 
     def sets_of_tiers(self, pinned: frozenset[Tier], frozen: bool) -> Iterator[frozenset[Tier]]:
         """Sets of tiers that may be synchronised; the empty one matters only to rows that are not."""
@@ -235,7 +240,7 @@ class _Problem:
         usable = usable_tiers(self.layout, self.exchange)
         result = []
         for sums, limits, live in zip(self.sums, self.limits, self.live, strict=True):
-            decision, plain = decision_gains(sums, live, self.cluster, sent, self.exchange, self.horizon_steps)
+            decision, plain = decision_gains(sums, live, self.linear, sent, self.exchange, self.horizon_steps)
             if limits.fixed is not None:
                 fixed = np.where(limits.fixed == FREE, FREE, canonical_tiers(limits.fixed % len(Tier), self.layout))
                 limits = GroupLimits(limits.slots, fixed.astype(np.uint8), limits.budget, limits.budgets)
@@ -265,6 +270,8 @@ class _Problem:
                 synced = frozenset[Tier]().union(*(g.synced(t) for g, t in zip(groups, tiers, strict=True)))
                 best_value = decided - (self.fixed_seconds(synced | pinned) - pinned_seconds)
                 best_tiers, best_cost, best_objective = tiers, cost, objective
+        if not math.isinf(self.cluster.exposed.cover_seconds):
+            best_value = home.exposed_seconds - best_objective  # at most the sum of the gains
         gains = [
             np.take_along_axis(group.plain, tiers[None, :].astype(np.int64), axis=0)[0]
             for group, tiers in zip(groups, best_tiers, strict=True)

@@ -136,3 +136,14 @@ def test_exposed_shares() -> None:
     assert part.exposed_seconds == pytest.approx(
         full.forward_seconds + 0.5 * full.backward_seconds + 0.25 * full.sync_seconds
     )
+
+
+def test_what_can_run_beside_compute_is_exposed_beyond_it() -> None:
+    problem, tiers = load(np.full(4, A)), np.array([0, 1, 2, 2], np.uint8)
+    beside = Exposed(1.0, 0.5, 0.25)
+    all_hidden = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=beside))
+    hidden = 0.5 * all_hidden.backward_seconds + 0.75 * all_hidden.sync_seconds
+    for cover in (0.0, 0.25 * hidden, hidden, 2 * hidden):
+        exposed = replace(beside, cover_seconds=cover)
+        cost = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=exposed))
+        assert cost.exposed_seconds == pytest.approx(all_hidden.exposed_seconds + max(0.0, hidden - cover))

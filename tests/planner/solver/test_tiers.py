@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
-from flexd.planner.solver.tiers import choose_tiers
+from flexd.planner.solver.tiers import TierChoice, choose_tiers
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 from tests.support.planner_cases import cluster, load, zipf
 
@@ -196,3 +196,27 @@ def test_an_upper_bound_never_keeps_a_placement_that_the_estimate_prices_above_h
     fresh = choose_tiers(load(np.array([4.0] * 8 + [0.3])), layout, cluster(), 9, no_live(9), NONE)
     assert kept.tiers[8] == Tier.NODE
     assert fresh.tiers.tolist() == [Tier.NODE] * 8 + [Tier.HOME]
+
+
+def test_compute_beside_the_exchange_limits_what_copies_save() -> None:
+    """Everything runs beside compute: copies save what is longer than compute, and nothing where compute covers all."""
+    problem = load(zipf(2000, 1.2, 4000.0), np.random.default_rng(0).permutation(2000).astype(np.int64))
+
+    def chosen(cover_seconds: float) -> TierChoice:
+        machine = cluster(exposed=Exposed(0.0, 0.0, 0.0, cover_seconds))
+        return choose_tiers(problem, LAYOUT, machine, 500, no_live(2000), NONE)
+
+    home = group_cost(problem, no_live(2000), LAYOUT, cluster()).total_seconds
+    best = chosen(0.0)
+    saved = home - best.cost.exposed_seconds
+    assert saved > 0.1 * home
+    covered = chosen(home * 1.01)
+    assert not covered.tiers.any()
+    assert covered.cost.exposed_seconds == 0
+    part = chosen(home - saved / 2)
+    assert part.tiers.any()
+    assert part.cost.exposed_seconds == 0
+    assert part.lower_bound_seconds <= part.objective_seconds
+    whole = chosen(home - 2 * saved)
+    assert np.array_equal(whole.tiers, best.tiers)
+    assert whole.cost.exposed_seconds == pytest.approx(saved)
