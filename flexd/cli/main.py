@@ -9,6 +9,7 @@ import traceback
 import typer
 
 from flexd.cli import (
+    advise_command,
     attempt_commands,
     config_commands,
     daemon_commands,
@@ -67,6 +68,7 @@ app.add_typer(config_commands.app, name="config")
 app.add_typer(state_commands.app, name="state")
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
+app.command("advise")(advise_command.advise)
 app.command("probe")(probe_command.probe)
 app.command("doctor")(doctor_command.doctor)
 app.command("produce")(produce_command.produce)

@@ -143,15 +143,15 @@ def simulate(
         horizon_steps=horizon_steps,
         budgets=fractions,
     )
-    cluster = _cluster(preset, topology, scale)
+    cluster = make_cluster(preset, topology, scale)
     row_format = RowFormat(dim, dtype.value, optimizer.value)
     if zipf is not None:
         accesses: Accesses = _zipf(zipf, layout, row_format, rows, drift, batch * (history + 1), steps, seed)
     elif profile is not None:
         accesses = _of_profile(profile, layout, row_format, batch * (history + 1), steps, seed)
     else:
-        accesses = _of_trace(trace, layout, row_format, batch, history, steps, seed)
-    simulation = simulate(accesses, layout, cluster, settings, progress=_progress(steps))
+        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed)
+    simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
     summary = summarise(simulation)
     blocks = simulate_blocks(summary)
     if html is not None:
@@ -186,7 +186,7 @@ def _fractions(text: str) -> tuple[float, ...]:
     return fractions
 
 
-def _cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
+def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
     from flexd.topology.files import load_cluster, load_preset
     from flexd.topology.scale import scale_model
 
@@ -225,7 +225,7 @@ def _of_profile(
     return ProfileAccesses(path.stem, read, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed)
 
 
-def _of_trace(
+def make_trace_accesses(
     path: Path | None, layout: RankLayout, row_format: RowFormat, batch: int, history: int, steps: int, seed: int
 ) -> Accesses:
     from flexd.simulate.accesses import TraceAccesses
@@ -244,7 +244,7 @@ def _check_matplotlib() -> None:
         raise ConfigError("--html and --plots need matplotlib", remedy="pip install 'flexd[plot]'")
 
 
-def _progress(steps: int) -> Callable[[int], None] | None:
+def show_progress(steps: int) -> Callable[[int], None] | None:
     """Return a callback that shows progress on a terminal; None in a pipe."""
     if not sys.stderr.isatty():
         return None

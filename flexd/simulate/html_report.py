@@ -46,20 +46,35 @@ class ReportTable:
 
 def write_html_report(simulation: Simulation, words: Sequence[str], tables: Sequence[ReportTable], path: Path) -> None:
     """Raises ConfigError without matplotlib, or if the file cannot be written."""
-    text = html_report(simulation, words, tables)
+    _write(path, html_report(simulation, words, tables))
+
+
+def write_page(title: str, words: Sequence[str], tables: Sequence[ReportTable], path: Path) -> None:
+    """Write sentences and tables. Raises ConfigError if the file cannot be written."""
+    _write(path, _document(html.escape(title), _text(title, words, tables)))
+
+
+def html_report(simulation: Simulation, words: Sequence[str], tables: Sequence[ReportTable]) -> str:
+    """Return the whole document. Raises ConfigError without matplotlib."""
+    light, dark = render(simulation, LIGHT, "svg"), render(simulation, DARK, "svg")
+    title = f"flexd simulate: {simulation.accesses_name}"
+    body = _text(title, words, tables) + [_figure(name, light[name], dark[name]) for name in light]
+    return _document(html.escape(title), body)
+
+
+def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--html {path}: {error}", remedy="give a file that can be written") from error
 
 
-def html_report(simulation: Simulation, words: Sequence[str], tables: Sequence[ReportTable]) -> str:
-    """Return the whole document. Raises ConfigError without matplotlib."""
-    light, dark = render(simulation, LIGHT, "svg"), render(simulation, DARK, "svg")
-    title = html.escape(f"flexd simulate: {simulation.accesses_name}")
-    body = [f"<h1>{title}</h1>", *(f"<p>{html.escape(line)}</p>" for line in words)]
-    body += [_table(table) for table in tables]
-    body += [_figure(name, light[name], dark[name]) for name in light]
+def _text(title: str, words: Sequence[str], tables: Sequence[ReportTable]) -> list[str]:
+    paragraphs = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in words)]
+    return paragraphs + [_table(table) for table in tables]
+
+
+def _document(title: str, body: Sequence[str]) -> str:
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

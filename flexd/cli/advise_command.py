@@ -1,0 +1,272 @@
+"""``advise``: is flexd worth it for a training, before anything is installed."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flexd.cli.blocks import Block, Facts, Sentences, Table
+from flexd.cli.options import OutputOption, check_file
+from flexd.cli.simulate_command import RowDType, RowOptimizer, make_cluster, make_trace_accesses, show_progress
+from flexd.cli.view import OutputFormat, emit
+from flexd.core import units
+from flexd.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flexd.core.layout import RankLayout
+    from flexd.simulate.accesses import Accesses, RowFormat
+    from flexd.simulate.advice import Advice, Prediction, Range
+
+
+class Now(StrEnum):
+    """The names of ``flexd.simulate.advice.NOW``."""
+
+    ROW_WISE = "row_wise"
+    DEDUP = "dedup"
+    TWO_HOPS = "two_hops"
+
+
+def advise(
+    step_ms: Annotated[
+        float, typer.Option("--step-ms", metavar="MS", help="Measured time of a training step today.", min=1e-3)
+    ],
+    now: Annotated[Now, typer.Option("--now", help="Exchange of that training.")] = Now.ROW_WISE,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE.npz", exists=True, dir_okay=False, help="Events (docs/demo.md)."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile",
+            metavar="FILE.npz",
+            exists=True,
+            dir_okay=False,
+            help="Profile, from simulate --save-profile.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", metavar="FILE", help="Read the stream of this daemon's YAML file.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
+    ] = 60.0,
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)] = 2,
+    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)] = 2,
+    preset: Annotated[str | None, typer.Option("--preset", help="Cluster that prices the exchange.")] = None,
+    topology: Annotated[
+        Path | None, typer.Option("--topology", metavar="FILE.yaml", help="Topology file, from flexd probe.")
+    ] = None,
+    scale: Annotated[
+        float, typer.Option("--scale", help="Batch of the job over --batch, where a trace is too small for it.")
+    ] = 1.0,
+    batch: Annotated[int, typer.Option("--batch", help="Samples of each rank in a step.", min=1)] = 512,
+    history: Annotated[int, typer.Option("--history", help="Rows that a sample looks up.", min=1)] = 32,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps to replay.", min=8, max=1_000_000)] = 80,
+    dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64,
+    dtype: Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")] = RowDType.FLOAT32,
+    optimizer: Annotated[
+        RowOptimizer, typer.Option("--optimizer", help="Optimizer, whose state a copy has too.")
+    ] = RowOptimizer.ROWWISE_ADAGRAD,
+    replica_fraction: Annotated[
+        float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
+    ] = 0.05,
+    price_error: Annotated[
+        float, typer.Option("--price-error", help="Relative error of the cluster's prices; widens the ranges.")
+    ] = 0.15,
+    worth: Annotated[float, typer.Option("--worth", help="Share of the step below which nothing is advised.")] = 0.02,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers.", min=0)] = 0,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the answer to one file.")] = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Predict what flexd would save: milliseconds a step, GPU-hours a day, and the memory it takes.
+
+    Needs no daemon and no GPU. Give one of --trace, --profile or --config, and the step time of your training.
+
+    Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8 --topology cluster.yaml
+    """
+    if sum(given is not None for given in (trace, profile, config)) != 1:
+        raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile and --config")
+    check_file("--html", html)
+    from flexd.core.layout import RankLayout
+    from flexd.simulate.accesses import RowFormat
+    from flexd.simulate.advice import NOW
+    from flexd.simulate.advice import advise as advise_on
+    from flexd.simulate.simulation import SimulationSettings
+
+    layout = RankLayout(nodes, local_ranks)
+    cluster = make_cluster(preset, topology, scale)
+    row_format = RowFormat(dim, dtype.value, optimizer.value)
+    accesses: Accesses
+    if trace is not None:
+        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed)
+    else:
+        accesses = _of_profile(profile, config, seconds, layout, row_format, batch * history, steps, seed)
+    found = advise_on(
+        accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
+        now=NOW[now.value], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
+    )  # fmt: skip
+    answer, blocks = document(found), advice_blocks(found)
+    if html is not None:
+        from flexd.simulate.html_report import ReportTable, write_page
+
+        tables = [ReportTable(b.title, b.columns, b.rows, b.right) for b in blocks if isinstance(b, Table)]
+        write_page(f"flexd advise: {accesses.name}", answer["words"], tables, html)
+    emit(answer, blocks, output)
+
+
+def _of_profile(
+    path: Path | None, config: Path | None, seconds: float, layout: RankLayout, row_format: RowFormat, accesses: int,
+    steps: int, seed: int,
+) -> Accesses:  # fmt: skip
+    """Draw from a saved profile, or from that of the configured stream and tables."""
+    from flexd.simulate.accesses import ProfileAccesses
+
+    if config is None:
+        from flexd.sketch.profile_file import read_profile
+
+        assert path is not None  # noqa: S101
+        name, found = path.stem, read_profile(path)
+        tables = [row_format.table(table.table, table.rows) for table in found.tables]
+    else:
+        from flexd.config.load import load_config
+        from flexd.daemon.stream_sample import read_sample
+
+        loaded = load_config(config)
+        name, found = loaded.job, read_sample(loaded, seconds).profile
+        tables = list(loaded.keyspace().tables)
+    return ProfileAccesses(name, found, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed)
+
+
+def document(advice: Advice) -> dict[str, Any]:
+    """Return the answer, JSON-able, with units in the names."""
+    simulation = advice.simulation
+    return {
+        "accesses": simulation.accesses_name,
+        "nodes": simulation.layout.nodes,
+        "local_ranks": simulation.layout.local_ranks,
+        "cluster": simulation.cluster.name,
+        "accesses_per_step": simulation.accesses_per_step,
+        "now": advice.now.name,
+        "step_seconds": advice.step_seconds,
+        "exchange_seconds": advice.exchange_seconds,
+        "reused_share": advice.reused_share,
+        "price_error": advice.price_error,
+        "worth": advice.worth,
+        "options": {name: _prediction(found) for name, found in advice.predictions.items()},
+        "best": None if advice.best is None else advice.best.option.name,
+        "words": words(advice),
+    }
+
+
+def _prediction(found: Prediction) -> dict[str, Any]:
+    def three(given: Range) -> dict[str, float]:
+        return {"expected": given.expected, "low": given.low, "high": given.high}
+
+    return {
+        "title": found.option.title,
+        "step_seconds": three(found.step_seconds),
+        "saved_seconds": three(found.saved_seconds),
+        "saved_share": three(found.saved_share),
+        "gpu_hours_per_day": three(found.gpu_hours_per_day),
+        "inter_node_bytes": found.inter_node_bytes,
+        "extra_memory_bytes": found.extra_memory_bytes,
+        "pays": found.pays,
+    }
+
+
+def words(advice: Advice) -> list[str]:
+    """Return the answer in sentences, the verdict first."""
+    said = []
+    if not advice.prices_fit:
+        said.append(
+            f"The prices do not fit: they give today's exchange {units.seconds(advice.exchange_seconds)}, more than "
+            f"the whole step of {units.seconds(advice.step_seconds)}. Measure them with flexd probe, check --now and "
+            "--scale; until then nothing is advised."
+        )
+    elif advice.best is None:
+        share = advice.exchange_seconds / advice.step_seconds
+        said.append(
+            f"Not here: no option saves {units.share(advice.worth)} of a step for certain. The exchange is "
+            f"{units.seconds(advice.exchange_seconds)} ({units.share(share)}) of a step of "
+            f"{units.seconds(advice.step_seconds)}."
+        )
+    else:
+        best = advice.best
+        said.append(
+            f"Worth it: {best.option.title} takes {units.seconds(best.step_seconds.expected)} a step instead of "
+            f"{units.seconds(advice.step_seconds)}, {_range(best.saved_share, units.share)} less, which is "
+            f"{_range(best.gpu_hours_per_day, _hours)} GPU-hours a day for the job."
+        )
+        copies = advice.predictions["copies_run_ahead" if best.option.run_ahead else "copies"]
+        plain = "two_hops_run_ahead" if best.option.run_ahead else "two_hops"
+        if best is not copies and plain in advice.predictions:
+            gain = advice.predictions[plain].step_seconds.expected - copies.step_seconds.expected
+            if gain < advice.worth * advice.step_seconds:
+                said.append(
+                    f"Copies of hot rows, which the daemon plans, {_change(gain)} a step beside the same without them: "
+                    "the trainer's side alone does it here."
+                )
+    said.append(
+        f"Of a batch's rows {units.share(advice.reused_share)} were touched by the step before; run-ahead fetches the "
+        f"others beside computing. Ranges: steps that differ, and prices wrong by {units.share(advice.price_error)}."
+    )
+    return said
+
+
+def _change(seconds: float) -> str:
+    return f"save {units.seconds(seconds)}" if seconds > 0 else f"cost {units.seconds(-seconds)}"
+
+
+def _hours(value: float) -> str:
+    return f"{value:.3g}" if math.isfinite(value) else units.UNKNOWN
+
+
+def _range(given: Range, form: Any) -> str:
+    return f"{form(given.expected)} ({form(given.low)} to {form(given.high)})"
+
+
+def advice_blocks(advice: Advice) -> list[Block]:
+    """Return the verdict, the facts and the options."""
+    simulation = advice.simulation
+    facts = Facts(
+        "",
+        (
+            ("accesses", f"{simulation.accesses_name}, {units.count(simulation.accesses_per_step)} a step of the job"),
+            (
+                "cluster",
+                f"{simulation.layout.nodes} nodes x {simulation.layout.local_ranks} ranks, priced as "
+                f"{simulation.cluster.name}",
+            ),
+            (
+                "today",
+                f"{advice.now.title}: {units.seconds(advice.step_seconds)} a step, of it exchange "
+                f"{units.seconds(advice.exchange_seconds)} by the prices",
+            ),
+        ),
+    )
+    columns = ("option", "step", "saved a step", "of a step", "GPU-hours a day", "memory a rank", "inter-node bytes")
+    rows = tuple(
+        (
+            found.option.title,
+            units.seconds(found.step_seconds.expected),
+            _range(found.saved_seconds, _signed),
+            units.share(found.saved_share.expected),
+            _hours(found.gpu_hours_per_day.expected),
+            units.size(found.extra_memory_bytes),
+            units.size(found.inter_node_bytes),
+        )
+        for found in advice.predictions.values()
+    )
+    spare = ("inter-node bytes", "memory a rank")
+    return [
+        Sentences("", tuple(words(advice))), facts, Table("predicted", columns, rows, frozenset(columns[1:]), spare)
+    ]  # fmt: skip
+
+
+def _signed(seconds: float) -> str:
+    return units.seconds(seconds) if seconds >= 0 else f"-{units.seconds(-seconds)}"

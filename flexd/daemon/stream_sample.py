@@ -1,0 +1,82 @@
+"""Read a stream for a bounded time and return its profile, without a daemon and without disturbing one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flexd.config.model import Config
+from flexd.config.stream import KafkaSource, TapSource
+from flexd.control.protocol.network import new_token
+from flexd.core.errors import ConfigError, StreamError
+from flexd.daemon import factory
+from flexd.ingest.ingestor import Ingestor
+from flexd.ingest.stats import IngestStats
+from flexd.sketch.profile import Profile
+
+CLOSE_SECONDS = 20.0
+_LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class StreamSample:
+    """Attributes:
+    profile: of what was read.
+    stats: of the reading, with what was refused.
+    """
+
+    profile: Profile
+    stats: IngestStats
+
+
+def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> StreamSample:
+    """Read the configured source for so long, or to its present end if that comes first.
+
+    A topic is read in a consumer group of its own, so that no partition is taken from a daemon, and nothing is
+    committed or saved.
+
+    Args:
+        progress: called with the present statistics five times a second.
+
+    Raises:
+        ConfigError: the source is a tap, which only a daemon receives, or a file of options cannot be read.
+        StreamError: nothing could be read in that time.
+    """
+    source = config.stream.source
+    if isinstance(source, TapSource):
+        raise ConfigError(
+            "stream.source.kind tap: only the daemon of a running job receives its counts",
+            remedy="ask that daemon (flexd plan), or give a topic or a trace",
+        )
+    if isinstance(source, KafkaSource):
+        apart = source.model_copy(update={"group_id": f"{source.group_id}-advise-{new_token()}"})
+        config = config.model_copy(update={"stream": config.stream.model_copy(update={"source": apart})})
+    ingestor = Ingestor(
+        factory.make_source(config), config.keyspace().tables, factory.sketch_settings(config), None,
+        poll_seconds=config.stream.poll_seconds, max_message_bytes=config.stream.max_message_bytes,
+    )  # fmt: skip
+    ingestor.start()
+    try:
+        stats = _wait(ingestor, seconds, progress)
+        profile = ingestor.profile()
+    finally:
+        ingestor.stop(CLOSE_SECONDS)
+    if not stats.accesses:
+        raise StreamError(
+            f"no access was read in {seconds:g} s: {stats.problem or 'the stream has no messages'}",
+            remedy="check stream.source, or read for longer",
+        )
+    return StreamSample(profile, stats)
+
+
+def _wait(ingestor: Ingestor, seconds: float, progress: Callable[[IngestStats], None] | None) -> IngestStats:
+    deadline = time.monotonic() + seconds
+    while True:
+        stats = ingestor.stats()
+        if progress is not None:
+            progress(stats)
+        # ``idle_seconds`` is above 0 only when the stream has been read to its end.
+        if time.monotonic() >= deadline or (stats.accesses and stats.idle_seconds > 0):
+            return stats
+        time.sleep(_LOOK_SECONDS)

@@ -1,0 +1,268 @@
+"""Predict the step time of a training with each exchange that flexd offers, from one measured step time.
+
+The step is taken apart into computing and the exchange of rows: ``computing = step - exchange``, where the exchange is
+that of the strategy in use, counted on the given accesses and priced on the given cluster. Another strategy then takes
+``computing + what of its exchange computing does not cover``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import ConfigError
+from flexd.core.layout import RankLayout
+from flexd.simulate.accesses import Accesses
+from flexd.simulate.byte_counter import INTER, StepPart
+from flexd.simulate.simulation import Simulation, SimulationSettings, StrategyRun, simulate
+from flexd.simulate.strategies import REPLANNED, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, Strategy
+from flexd.simulate.summary import compared_steps
+from flexd.topology.cluster import Cluster
+
+Float64Array = npt.NDArray[np.float64]
+
+HOURS_PER_DAY = 24
+MAX_PRICE_ERROR = 0.9
+STEP_PERCENTILES = (5, 95)
+"""Of the steps' predicted savings; with the error of the prices they make the range of an answer."""
+_AHEAD = (StepPart.IDS, StepPart.FORWARD, StepPart.BACKWARD)
+"""Parts that run-ahead moves beside computing."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to run the exchange.
+
+    Attributes:
+        name: key in the results.
+        strategy: whose bytes it sends.
+        run_ahead: rows that the step before does not touch are fetched during it (``flexd.prefetch``).
+    """
+
+    name: str
+    title: str
+    strategy: Strategy
+    run_ahead: bool = False
+
+
+OPTIONS = (
+    Option("row_wise", "row-wise, no dedup (TorchRec row-wise)", ROW_WISE),
+    Option("dedup", "dedup (exchange: direct)", ROW_WISE_DEDUP),
+    Option("two_hops", "two hops (exchange: chain)", TWO_HOP),
+    Option("dedup_run_ahead", "dedup, run-ahead", ROW_WISE_DEDUP, run_ahead=True),
+    Option("two_hops_run_ahead", "two hops, run-ahead", TWO_HOP, run_ahead=True),
+    Option("copies", "two hops, copies of hot rows", REPLANNED),
+    Option("copies_run_ahead", "two hops, copies, run-ahead", REPLANNED, run_ahead=True),
+)
+NOW = {option.name: option for option in OPTIONS[:3]}
+"""Exchanges that a training may use today."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A predicted figure, and what it may be."""
+
+    expected: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One option.
+
+    Attributes:
+        step_seconds, saved_seconds: a step, and by how much less than today's.
+        saved_share: of today's step.
+        gpu_hours_per_day: that the whole job saves.
+        inter_node_bytes: of the whole job a step.
+        extra_memory_bytes: of a rank: replica slots with optimizer state, and rows fetched ahead.
+    """
+
+    option: Option
+    step_seconds: Range
+    saved_seconds: Range
+    saved_share: Range
+    gpu_hours_per_day: Range
+    inter_node_bytes: float
+    extra_memory_bytes: int
+
+    @property
+    def pays(self) -> bool:
+        """True if even the low end of the range saves time."""
+        return self.saved_seconds.low > 0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Answer to: is flexd worth it for this training.
+
+    Attributes:
+        step_seconds: as measured today.
+        exchange_seconds: of it the predicted exchange; more than ``step_seconds`` where the prices do not fit.
+        reused_share: share of a batch's distinct rows that the step before touches on any rank.
+        predictions: by name, in the order of ``OPTIONS``.
+        best: the option whose low end saves most; None if none pays by ``worth``.
+        worth: least share of the step that an option must save to be advised.
+    """
+
+    now: Option
+    step_seconds: float
+    exchange_seconds: float
+    price_error: float
+    reused_share: float
+    predictions: Mapping[str, Prediction]
+    best: Prediction | None
+    worth: float
+    simulation: Simulation
+
+    @property
+    def prices_fit(self) -> bool:
+        return self.exchange_seconds < self.step_seconds
+
+
+def advise(
+    accesses: Accesses,
+    layout: RankLayout,
+    cluster: Cluster,
+    settings: SimulationSettings,
+    *,
+    step_seconds: float,
+    now: Option = OPTIONS[0],
+    scale: float = 1.0,
+    price_error: float = 0.15,
+    worth: float = 0.02,
+    progress: Callable[[int], None] | None = None,
+) -> Advice:
+    """Replay the accesses with every option and predict their step times.
+
+    Args:
+        step_seconds: measured, with the exchange ``now``.
+        scale: bytes of a step of the job over those of the replay, for which ``cluster`` is a scale model
+            (``flexd.topology.scale``). Larger batches share more rows than this allows for.
+        price_error: the relative error of the cluster's prices, which widens the ranges.
+        worth: see ``Advice``.
+
+    Raises:
+        ConfigError: a number is out of range, or fewer than 4 steps.
+    """
+    if not (math.isfinite(step_seconds) and step_seconds > 0):
+        raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
+    if not (math.isfinite(scale) and scale > 0):
+        raise ConfigError(f"scale {scale}", remedy="give a number above 0")
+    if not 0 <= price_error <= MAX_PRICE_ERROR:
+        raise ConfigError(f"price error {price_error}", remedy=f"a share of 0 to {MAX_PRICE_ERROR}")
+    if not 0 <= worth < 1:
+        raise ConfigError(f"worth {worth}", remedy="a share of the step, 0 to 1")
+    strategies = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, REPLANNED)
+    simulation = simulate(accesses, layout, cluster, settings, strategies, progress)
+    steps = compared_steps(simulation.steps)
+    reused = reused_share(accesses, steps)
+    model = _StepModel(simulation, steps, now, step_seconds, reused, scale)
+    predictions = {option.name: _predict(model, option, price_error) for option in OPTIONS if option != now}
+    fits = float(model.exchange(now).mean()) < step_seconds
+    worthwhile = [
+        found for found in predictions.values() if found.pays and found.saved_share.expected >= worth and fits
+    ]
+    return Advice(
+        now, step_seconds, float(model.exchange(now).mean()), price_error, reused, predictions,
+        max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), worth, simulation,
+    )  # fmt: skip
+
+
+def reused_share(accesses: Accesses, steps: slice, samples: int = 8) -> float:
+    """Return the mean share of a rank's distinct rows that any rank touched in the step before.
+
+    Args:
+        samples: pairs of steps that are looked at, spread over ``steps``.
+    """
+    shares = []
+    for step in np.unique(np.linspace(max(1, steps.start), steps.stop - 1, samples).astype(np.int64)):
+        before = np.unique(np.concatenate(accesses.keys(int(step) - 1)))
+        for mine in map(np.unique, accesses.keys(int(step))):
+            shares.append(np.isin(mine, before, assume_unique=True).mean() if len(mine) else 0.0)
+    return float(np.mean(shares))
+
+
+@dataclass(frozen=True)
+class _StepModel:
+    """Step times of the options, by step of the replay."""
+
+    simulation: Simulation
+    steps: slice
+    now: Option
+    step_seconds: float
+    reused: float
+    scale: float
+
+    def seconds(self, option: Option) -> Float64Array:
+        """float64 [steps, parts]: of the job; latencies of a scale model are divided by the scale already."""
+        seconds: Float64Array = self.scale * self.run(option).seconds[self.steps]
+        return seconds
+
+    def run(self, option: Option) -> StrategyRun:
+        return self.simulation.runs[option.strategy.name]
+
+    def exchange(self, option: Option) -> Float64Array:
+        """float64 [steps]: seconds of the whole exchange, nothing hidden."""
+        seconds: Float64Array = self.seconds(option).sum(axis=1)
+        return seconds
+
+    def step(self, option: Option, price_factor: float) -> Float64Array:
+        """float64 [steps]: predicted seconds of a step, where prices are so many times those of the cluster."""
+        today = price_factor * self.exchange(self.now).mean()
+        computing = max(0.0, self.step_seconds - today)
+        exchange = price_factor * self.exchange(option)
+        result: Float64Array = computing + exchange
+        if option.run_ahead:
+            parts = price_factor * self.seconds(option)
+            ahead = (1 - self.reused) * parts[:, list(_AHEAD)].sum(axis=1)
+            result -= np.minimum(ahead, computing)
+        return result
+
+    def today(self, price_factor: float) -> Float64Array:
+        """float64 [steps]: today's steps, of which the mean is what was measured (if the prices fit)."""
+        return self.step(self.now, price_factor)
+
+
+def _predict(model: _StepModel, option: Option, price_error: float) -> Prediction:
+    expected = model.step(option, 1.0)
+    saved = model.today(1.0) - expected
+    saved_by_price = [model.today(1 + error) - model.step(option, 1 + error) for error in (-price_error, price_error)]
+    low = min(float(np.percentile(saved, STEP_PERCENTILES[0])), *(float(s.mean()) for s in saved_by_price))
+    high = max(float(np.percentile(saved, STEP_PERCENTILES[1])), *(float(s.mean()) for s in saved_by_price))
+    seconds = Range(float(saved.mean()), low, high)
+    today = float(model.today(1.0).mean())
+    share = _scaled(seconds, 1 / today)
+    ranks = model.simulation.layout.world_size
+    run = model.run(option)
+    return Prediction(
+        option,
+        Range(today - seconds.expected, today - seconds.high, today - seconds.low),
+        seconds, share, _scaled(share, HOURS_PER_DAY * ranks),
+        model.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
+        _extra_memory_bytes(model, option),
+    )  # fmt: skip
+
+
+def _scaled(given: Range, factor: float) -> Range:
+    return replace(given, expected=factor * given.expected, low=factor * given.low, high=factor * given.high)
+
+
+def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
+    simulation, total = model.simulation, 0
+    groups = simulation.keyspace.groups
+    if option.strategy is REPLANNED:
+        slots = simulation.settings.slots(simulation.keyspace, simulation.settings.replica_fraction)
+        for group, count in zip(groups, slots, strict=True):
+            spec = simulation.keyspace.tables[group.tables[0]]
+            total += count * (spec.row_bytes + spec.state_bytes)
+    if option.run_ahead:
+        # What a rank receives in a step waits a step longer: the rows of its forward exchange.
+        forward = model.run(option).sent[model.steps, :, StepPart.FORWARD, :].sum(axis=2)
+        total += int(model.scale * forward.max(initial=0))
+    return total

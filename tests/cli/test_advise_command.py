@@ -1,0 +1,97 @@
+"""``flexd advise``: the verdict, its sources, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from flexd.cli.exit_codes import ExitCode
+from flexd.stream.codecs.codec import encode_arrow
+from flexd.stream.file_log.log import FileLogSink
+from flexd.stream.trace import synthetic_trace
+from flexd.stream.types import AccessBatch
+
+SMALL = ("--steps", 8, "--batch", 16, "--history", 4, "--dim", 8)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "events.npz"
+    events = synthetic_trace(4_000, 0)
+    arrays = {"row": events.row, "ts": events.seconds, "table": events.table, "user": events.user}
+    np.savez(path, table_rows=events.table_rows, table_names=np.array(events.table_names), **arrays)
+    return path
+
+
+def configured(tmp_path: Path, source: dict[str, object]) -> Path:
+    file = tmp_path / "flexd.yaml"
+    tables = [{"name": "item", "rows": 3_000, "dim": 8}]
+    file.write_text(yaml.safe_dump({"job": "shop", "tables": tables, "stream": {"source": source}}))
+    return file
+
+
+def test_a_trace(flexd_command, trace: Path):
+    done = flexd_command("advise", "--step-ms", 50, "--trace", trace, *SMALL, "-o", "json", "--now", "dedup")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["options"]) == {
+        "row_wise", "two_hops", "dedup_run_ahead", "two_hops_run_ahead", "copies", "copies_run_ahead"
+    }  # fmt: skip
+    for option in found["options"].values():
+        assert option["step_seconds"]["expected"] + option["saved_seconds"]["expected"] == pytest.approx(0.05)
+
+
+def test_a_stream_is_read_to_its_end_and_nothing_is_written(flexd_command, tmp_path: Path):
+    log = FileLogSink(tmp_path / "log", "p0")
+    rows = np.random.default_rng(0).zipf(1.3, 5_000) % 3_000
+    log.send(encode_arrow([AccessBatch("item", rows.astype(np.int64), 0, 1.7e9)]))
+    log.close()
+    file = configured(tmp_path, {"kind": "file_log", "path": str(tmp_path / "log")})
+    before = sorted(tmp_path.rglob("*"))
+    done = flexd_command("advise", "--step-ms", 5, "-c", file, "--scale", 1000, *SMALL, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["accesses"] == "shop"
+    assert found["accesses_per_step"] == 4 * 16 * 4
+    assert found["options"]["two_hops"]["saved_seconds"]["expected"] > 0
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_stream_without_messages_and_a_tap_are_named(flexd_command, tmp_path: Path):
+    (tmp_path / "log").mkdir()
+    empty = configured(tmp_path, {"kind": "file_log", "path": str(tmp_path / "log")})
+    done = flexd_command("advise", "--step-ms", 5, "-c", empty, "--for", 1, *SMALL)
+    assert done.returncode == ExitCode.FAILED
+    assert "no access was read in 1 s" in done.stderr
+    done = flexd_command("advise", "--step-ms", 5, "-c", configured(tmp_path, {"kind": "tap"}), *SMALL)
+    assert done.returncode == ExitCode.USAGE
+    assert "only the daemon of a running job" in done.stderr
+
+
+def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, tmp_path: Path):
+    profile = tmp_path / "p.npz"
+    made = flexd_command(
+        "simulate", "--zipf", 1.05, "--rows", 600, *SMALL, "--interval-steps", 2, "--save-profile", profile
+    )
+    assert made.returncode == 0, made.stderr
+    page = tmp_path / "answer.html"
+    done = flexd_command("advise", "--step-ms", 1000, "--profile", profile, *SMALL, "--html", page)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Not here: no option saves 2.00% of a step for certain.")
+    assert "GPU-hours" in page.read_text()
+    assert "Not here" in page.read_text()
+    wins = flexd_command("advise", "--step-ms", 30, "--profile", profile, "--scale", 100_000, *SMALL)
+    assert wins.stdout.startswith("Worth it: "), wins.stdout
+
+
+@pytest.mark.parametrize("given", [(), ("--trace", "t.npz", "--profile", "t.npz")])
+def test_one_source_is_needed(flexd_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]):
+    monkeypatch.chdir(tmp_path)
+    Path("t.npz").touch()
+    done = flexd_command("advise", "--step-ms", 5, *given)
+    assert done.returncode == ExitCode.USAGE
+    assert "give one of --trace, --profile and --config" in done.stderr

@@ -1,0 +1,135 @@
+"""Advice: predicted steps follow from the measured step, the prices and the bytes; it says "not here" where it must."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import ConfigError
+from flexd.core.layout import RankLayout
+from flexd.simulate.accesses import Accesses, RowFormat, ZipfAccesses
+from flexd.simulate.advice import NOW, OPTIONS, Advice, advise, reused_share
+from flexd.simulate.simulation import SimulationSettings
+from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
+
+LAYOUT = RankLayout(2, 2)
+
+
+def cluster(inter_bytes_per_second: float, latency_seconds: float = 0.0) -> Cluster:
+    def link(bytes_per_second: float) -> LinkModel:
+        curve = CollectiveCurve(latency_seconds, ((1.0, bytes_per_second),))
+        return LinkModel(bytes_per_second, curve, curve, curve)
+
+    return Cluster("given", "test", link(1e10), link(inter_bytes_per_second))
+
+
+def zipf(rows: int = 20_000, exponent: float = 1.05, seed: int = 0) -> Accesses:
+    return ZipfAccesses(
+        LAYOUT, RowFormat(dim=16), table_rows=rows, exponent=exponent, drift_rows=0.0, accesses_per_rank=2_000,
+        steps=16, seed=seed,
+    )  # fmt: skip
+
+
+def advice(step_seconds: float = 0.1, bytes_per_second: float = 1e7, **options: object) -> Advice:
+    return advise(zipf(), LAYOUT, cluster(bytes_per_second), SimulationSettings(), step_seconds=step_seconds, **options)  # type: ignore[arg-type]
+
+
+def test_a_slow_network_is_worth_it_and_a_fast_one_is_not_here() -> None:
+    slow, fast = advice(), advice(bytes_per_second=1e12)
+    assert slow.best is not None
+    assert slow.best.saved_share.low > 0.02
+    assert fast.best is None
+    # Also where even a certain saving is too small to act on.
+    small = advice(step_seconds=100.0)
+    assert small.predictions["two_hops"].pays
+    assert small.best is None
+
+
+def test_a_step_is_computing_and_exchange() -> None:
+    found = advice()
+    for option in OPTIONS[1:3]:
+        run = found.simulation.runs[option.strategy.name]
+        exchange = run.seconds[-4:].sum(axis=1).mean()
+        expected = found.step_seconds - found.exchange_seconds + exchange
+        assert found.predictions[option.name].step_seconds.expected == pytest.approx(expected)
+    two_hops = found.predictions["two_hops"]
+    assert two_hops.saved_seconds.expected == pytest.approx(0.1 - two_hops.step_seconds.expected)
+    assert two_hops.gpu_hours_per_day.expected == pytest.approx(24 * 4 * two_hops.saved_share.expected)
+
+
+def test_run_ahead_hides_behind_computing_only_and_only_rows_that_the_step_before_did_not_touch() -> None:
+    much, none = advice(step_seconds=10.0), advice(step_seconds=advice().exchange_seconds * 1.000001)
+    hidden = [
+        found.predictions["two_hops"].step_seconds.expected
+        - found.predictions["two_hops_run_ahead"].step_seconds.expected
+        for found in (much, none)
+    ]
+    run = much.simulation.runs["two_hop"]
+    moved = run.seconds[-4:, :3].sum(axis=1).mean()
+    assert hidden[0] == pytest.approx((1 - much.reused_share) * moved)
+    assert hidden[1] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_range_holds_the_figure_and_widens_with_the_error_of_the_prices() -> None:
+    widths = []
+    for error in (0.0, 0.15, 0.5):
+        found = advice(price_error=error).predictions["two_hops"].saved_seconds
+        assert found.low <= found.expected <= found.high
+        widths.append(found.high - found.low)
+    assert widths[0] < widths[1] < widths[2]
+    assert widths[0] > 0, "steps differ"
+
+
+def test_prices_that_do_not_fit_the_step_advise_nothing() -> None:
+    found = advice(step_seconds=1e-4)
+    assert not found.prices_fit
+    assert found.best is None
+
+
+def test_savings_are_against_the_exchange_in_use() -> None:
+    row_wise, two_hops = advice(), advice(now=NOW["two_hops"])
+    assert "two_hops" not in two_hops.predictions
+    assert two_hops.predictions["row_wise"].saved_seconds.expected < 0
+    assert (
+        two_hops.predictions["two_hops_run_ahead"].saved_seconds.expected
+        < row_wise.predictions["two_hops_run_ahead"].saved_seconds.expected
+    )
+
+
+def test_a_larger_job_takes_bytes_and_seconds_in_proportion() -> None:
+    one, three = advice(), advice(scale=3.0, step_seconds=0.3)
+    assert three.exchange_seconds == pytest.approx(3 * one.exchange_seconds)
+    for name, found in one.predictions.items():
+        assert three.predictions[name].step_seconds.expected == pytest.approx(3 * found.step_seconds.expected)
+        assert three.predictions[name].inter_node_bytes == pytest.approx(3 * found.inter_node_bytes)
+
+
+def test_the_reused_share_is_that_of_the_rows_of_two_steps() -> None:
+    class Two:
+        name, steps = "two", 2
+
+        def keys(self, step: int) -> tuple[np.ndarray, ...]:
+            return ((np.array([1, 2, 2]), np.array([3])), (np.array([2, 3, 9, 9]), np.array([7, 8])))[step]
+
+    # Of the first rank's rows 2, 3 and 9 two were touched; of the second's none.
+    assert reused_share(Two(), slice(1, 2)) == pytest.approx((2 / 3 + 0) / 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"step_seconds": 0.0}, {"step_seconds": float("nan")}, {"price_error": 1.0}, {"worth": 1.0}, {"scale": 0.0}],
+)
+def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError):
+        advice(**wrong)
+
+
+def test_memory_of_copies_is_that_of_their_slots() -> None:
+    found = advice()
+    settings = found.simulation.settings
+    spec = found.simulation.keyspace.tables[0]
+    expected = settings.slots(found.simulation.keyspace, settings.replica_fraction)[0] * (
+        spec.row_bytes + spec.state_bytes
+    )
+    assert found.predictions["copies"].extra_memory_bytes == expected
+    assert found.predictions["two_hops"].extra_memory_bytes == 0
