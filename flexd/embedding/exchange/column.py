@@ -1,7 +1,7 @@
 """Rows of several kinds in one message to each peer: packed before a collective and unpacked after it.
 
 In host memory rows are written straight into the message, peer by peer. On an accelerator one kernel gathers the rows
-of a column, and one more joins the parts of all columns and peers.
+of a column, and one more joins the parts of all columns and peers, before the collective and after it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ReceivedRows:
 
 @dataclass(frozen=True)
 class PackedRows(ReceivedRows):
-    """Received rows as bytes of a message, joined by one kernel when they are used.
+    """Received rows as bytes of a message, joined by one kernel for all columns when they are used.
 
     Attributes:
         received: number of rows from each peer.
@@ -114,46 +114,120 @@ class PackedRows(ReceivedRows):
     def counts(self) -> list[int]:
         return list(self.received)
 
+    @property
+    def width(self) -> int:
+        return self.by_peer[self.me].shape[1]
+
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._joined(self.by_peer, self.me).to(dtype)
+        return joined_columns([self])[0].to(dtype)
 
     def write_to(self, rows: torch.Tensor) -> None:
-        mine = self.by_peer[self.me]
-        if mine.dtype == self.wire == rows.dtype:
-            torch.cat([*self.by_peer[: self.me], _as_bytes(mine), *self.by_peer[self.me + 1 :]], out=_as_bytes(rows))
-        elif rows.shape[0]:
-            rows.copy_(self._joined(self.by_peer, self.me))
+        rows.copy_(self.whole(rows.dtype))
 
     def add_to(self, total: torch.Tensor, places: torch.Tensor) -> None:
         """As ``ReceivedRows.add_to``, with one kernel: ``torch.use_deterministic_algorithms`` fixes its order."""
-        if not places.shape[0]:
-            return
-        mine = self.by_peer[self.me]
-        others = [*self.by_peer[: self.me], *self.by_peer[self.me + 1 :]]
-        first = sum(self.received[: self.me])
-        end = first + self.received[self.me]
-        if mine.shape[0] and end < places.shape[0]:
-            places = torch.cat([places[:first], places[end:], places[first:end]])
-        total.index_add_(0, places, self._joined([*others, mine], len(others)).to(total.dtype))
+        add_columns([self], [total], [places])
 
     def copy_to(self, rows: torch.Tensor, places: torch.Tensor) -> None:
-        if places.shape[0]:
-            rows.index_copy_(0, places, self.whole(rows.dtype))
+        copy_columns([self], [rows], [places])
 
-    def _joined(self, parts: Sequence[torch.Tensor], at: int) -> torch.Tensor:
-        """Join the parts in this order; ``parts[at]`` is this rank's own."""
-        mine = parts[at]
-        width = mine.shape[1]
-        if mine.dtype == self.wire:
-            if len(parts) == 1 or mine.shape[0] == sum(self.received):
-                return mine
-            flat = torch.cat([*parts[:at], _as_bytes(mine), *parts[at + 1 :]])
-            return flat.view(self.wire).view(-1, width)
+    def as_bytes(self, *, own_last: bool) -> list[torch.Tensor]:
+        """Return the bytes of each peer, in their order. This rank's own rows have the dtype of the wire."""
+        before, after = self.by_peer[: self.me], self.by_peer[self.me + 1 :]
+        own = _as_bytes(self.by_peer[self.me])
+        return [*before, *after, own] if own_last else [*before, own, *after]
+
+    def as_rows(self, *, own_last: bool) -> list[torch.Tensor]:
+        """Return the rows of the peers before this rank, of this rank, and of the peers after it."""
+        mine = self.by_peer[self.me]
+        none = mine.new_empty(0, dtype=torch.uint8)
         before, after = (
-            torch.cat([mine.new_empty(0, dtype=torch.uint8), *some]).view(self.wire).view(-1, width)
-            for some in (parts[:at], parts[at + 1 :])
+            torch.cat([none, *some]).view(self.wire).view(-1, self.width)
+            for some in (self.by_peer[: self.me], self.by_peer[self.me + 1 :])
         )
-        return torch.cat([before, mine, after])
+        return [before, after, mine] if own_last else [before, mine, after]
+
+
+def whole_columns(arrived: Sequence[ReceivedRows], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Return the rows of all peers of each column, in their order, as ``ReceivedRows.whole``."""
+    if all(isinstance(rows, PackedRows) for rows in arrived):
+        return [rows.to(dtype) for rows, dtype in zip(joined_columns(packed_of(arrived)), dtypes, strict=True)]
+    return [rows.whole(dtype) for rows, dtype in zip(arrived, dtypes, strict=True)]
+
+
+def add_columns(
+    arrived: Sequence[ReceivedRows], totals: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
+) -> None:
+    """Add received rows of each column to its total, as ``ReceivedRows.add_to``."""
+    if not all(isinstance(rows, PackedRows) for rows in arrived):
+        for rows, total, at in zip(arrived, totals, places, strict=True):
+            rows.add_to(total, at)
+        return
+    used = [number for number, at in enumerate(places) if at.shape[0]]
+    if not used:
+        return
+    packed = packed_of([arrived[number] for number in used])
+    ordered = [places[number] for number in used]
+    pieces: list[torch.Tensor] = []
+    moved = False
+    for rows, at in zip(packed, ordered, strict=True):
+        first = sum(rows.received[: rows.me])
+        end = first + rows.received[rows.me]
+        moved = moved or first < end < at.shape[0]
+        pieces += [at[:first], at[end:], at[first:end]]
+    if moved:
+        ordered = list(torch.split(torch.cat(pieces), [at.shape[0] for at in ordered]))
+    for number, at, joined in zip(used, ordered, joined_columns(packed, own_last=True), strict=True):
+        totals[number].index_add_(0, at, joined.to(totals[number].dtype))
+
+
+def copy_columns(arrived: Sequence[ReceivedRows], rows: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
+    """Write received rows of each column to their places, as ``ReceivedRows.copy_to``."""
+    if not all(isinstance(received, PackedRows) for received in arrived):
+        for received, into, at in zip(arrived, rows, places, strict=True):
+            received.copy_to(into, at)
+        return
+    used = [number for number, at in enumerate(places) if at.shape[0]]
+    for number, joined in zip(used, joined_columns(packed_of([arrived[n] for n in used])), strict=True):
+        rows[number].index_copy_(0, places[number], joined.to(rows[number].dtype))
+
+
+def packed_of(arrived: Sequence[ReceivedRows]) -> list[PackedRows]:
+    """Return the columns that are bytes of a message."""
+    return [rows for rows in arrived if isinstance(rows, PackedRows)]
+
+
+def joined_columns(
+    arrived: Sequence[PackedRows], *, own_last: bool = False, ahead: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """Return the rows of all peers of each column, in their order. One kernel joins all columns of a dtype.
+
+    Rows from this rank itself that do not have the dtype of the wire make their column wider.
+
+    Args:
+        own_last: this rank's rows after those of all other peers.
+        ahead: of each column rows that are put before them, in the dtype of the wire.
+    """
+    joined: dict[int, torch.Tensor] = {}
+    together: dict[torch.dtype, list[int]] = {}
+    for number, rows in enumerate(arrived):
+        mine = rows.by_peer[rows.me]
+        if mine.dtype != rows.wire:
+            joined[number] = torch.cat([*ahead[number : number + 1], *rows.as_rows(own_last=own_last)])
+        elif not ahead and mine.shape[0] == sum(rows.received):
+            joined[number] = mine
+        else:
+            together.setdefault(rows.wire, []).append(number)
+    for wire, numbers in together.items():
+        parts: list[torch.Tensor] = []
+        sizes = []
+        for number in numbers:
+            rows, before = arrived[number], ahead[number : number + 1]
+            parts += [*map(_as_bytes, before), *rows.as_bytes(own_last=own_last)]
+            sizes.append((sum(len(some) for some in before) + sum(rows.received)) * rows.width)
+        for number, part in zip(numbers, torch.split(torch.cat(parts).view(wire), sizes), strict=True):
+            joined[number] = part.view(-1, arrived[number].width)
+    return [joined[number] for number in range(len(arrived))]
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:

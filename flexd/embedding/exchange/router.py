@@ -24,7 +24,15 @@ from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.column import Column, ReceivedRows
+from flexd.embedding.exchange.column import (
+    Column,
+    PackedRows,
+    ReceivedRows,
+    add_columns,
+    joined_columns,
+    packed_of,
+    whole_columns,
+)
 from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords
 from flexd.embedding.exchange.merge import merge_passes
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
@@ -236,34 +244,41 @@ class Router:
                 if piggyback is not None and words is not None:
                     words_back = words.words if words.empty else arrived.pop().whole(torch.int64).view(-1)
                     piggyback.recv_down(station, words_back)
-            found = [
-                self._rows_at(group, at_station, None if arrived is None else arrived[group], expand or station > 0)
-                for group, at_station in enumerate(route.stations[station])
-            ]
+            found = self._rows_at(route.stations[station], arrived, expand or station > 0)
         return [
             (rows if index is None else rows.index_select(0, index)).to(store.dtype)
             for (rows, index), store in zip(found, self._stores, strict=True)
         ]
 
     def _rows_at(
-        self, group: int, at_station: StationRows, arrived: ReceivedRows | None, expand: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ([m, dim] rows in the dtype of the wire, int64 [requests] index of each requested row or None if they
-        are in the order of the requests). Without ``expand`` the distinct rows are meant."""
-        source, wire = self._stores[group].rows, self.wire[group]
-        index = at_station.expand if expand else None
-        if at_station.held == at_station.rows:
-            if source.dtype == wire:  # expanded when they are read: the distinct rows are not made
-                return source, at_station.slots if index is None else at_station.slots.index_select(0, index)
-            return source.index_select(0, at_station.slots).to(wire), index
-        rows = source.new_empty((at_station.rows, source.shape[1]), dtype=wire)
-        if source.dtype == wire:
-            torch.index_select(source, 0, at_station.slots, out=rows[: at_station.held])
-        else:
-            rows[: at_station.held].copy_(source.index_select(0, at_station.slots))
-        if arrived is not None:
-            arrived.write_to(rows[at_station.held :])
-        return rows, index
+        self, station: Sequence[StationRows], arrived: Sequence[ReceivedRows] | None, expand: bool
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return per dim-group ([m, dim] rows in the dtype of the wire, int64 [requests] index of each requested row or
+        None if they are in the order of the requests). Without ``expand`` the distinct rows are meant."""
+        found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        joined: list[int] = []
+        for group, (rows, wire) in enumerate(zip(station, self.wire, strict=True)):
+            source, index = self._stores[group].rows, rows.expand if expand else None
+            if rows.held == rows.rows and source.dtype == wire:
+                # Expanded when they are read: the distinct rows are not made.
+                found.append((source, rows.slots if index is None else rows.slots.index_select(0, index)))
+                continue
+            if rows.held == rows.rows or arrived is None or isinstance(arrived[group], PackedRows):
+                found.append((source.index_select(0, rows.slots).to(wire), index))
+                joined += [] if rows.held == rows.rows else [group]
+                continue
+            made = source.new_empty((rows.rows, source.shape[1]), dtype=wire)
+            if source.dtype == wire:
+                torch.index_select(source, 0, rows.slots, out=made[: rows.held])
+            else:
+                made[: rows.held].copy_(source.index_select(0, rows.slots))
+            arrived[group].write_to(made[rows.held :])
+            found.append((made, index))
+        if joined and arrived is not None:
+            received = packed_of([arrived[group] for group in joined])
+            for group, whole in zip(joined, joined_columns(received, ahead=[found[g][0] for g in joined]), strict=True):
+                found[group] = whole.to(self.wire[group]), found[group][1]
+        return found
 
     @in_phase(StepPhase.PUSH)
     def reduce(self, route: Route, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -322,14 +337,17 @@ class Router:
         row is the sum of a rank's own and of all received ones, so that every placement rounds alike.
         """
         totals = self._zeros([0 if rows.expand is None else rows.rows for rows in station])
-        summed = []
-        for received, rows, wide, total in zip(arrived, station, self.wide, totals, strict=True):
-            if rows.expand is None:
-                summed.append(received.whole(wide))
-            else:
-                received.add_to(total, rows.expand)
-                summed.append(total)
-        return summed
+        added = [group for group, rows in enumerate(station) if rows.expand is not None]
+        add_columns(
+            [arrived[group] for group in added],
+            [totals[group] for group in added],
+            [rows.expand for rows in station if rows.expand is not None],
+        )
+        kept = [group for group, rows in enumerate(station) if rows.expand is None]
+        wholes = whole_columns([arrived[group] for group in kept], [self.wide[group] for group in kept])
+        for group, whole in zip(kept, wholes, strict=True):
+            totals[group] = whole
+        return totals
 
     def merge(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
         """Merge passes with their gradients into one route; see ``merge_passes``."""

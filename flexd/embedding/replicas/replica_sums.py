@@ -10,7 +10,7 @@ import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
-from flexd.embedding.exchange.column import Column, ReceivedRows
+from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, copy_columns
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import StationRows
 from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows
@@ -157,11 +157,12 @@ class ReplicaSums:
         several = [sum(count > 0 for count in rows.counts) > 1 for rows in arrived]
         shapes = [(len(s) if many else 0, s.shape[1]) for s, many in zip(self.sums, several, strict=True)]
         totals = devices.zeros(shapes, self._wide, self._rows.device)
-        for sums, rows, total, many, (places, _) in zip(self.sums, arrived, totals, several, received, strict=True):
-            # Received gradients are added up before they join those of this rank: as ``Router`` adds them.
-            rows.add_to(total if many else sums, places)
-            if many:
-                sums += total
+        # Received gradients are added up before they join those of this rank: as ``Router`` adds them.
+        targets = [total if many else sums for sums, total, many in zip(self.sums, totals, several, strict=True)]
+        add_columns(arrived, targets, [places for places, _ in received])
+        both = [(sums, total) for sums, total, many in zip(self.sums, totals, several, strict=True) if many]
+        if both:
+            torch._foreach_add_([sums for sums, _ in both], [total for _, total in both])
 
     def spread(self, hops: Sequence[Hop]) -> None:
         """Collective. Give every holder the sum, rounded to the wire's dtype on all of them."""
@@ -175,8 +176,7 @@ class ReplicaSums:
                 continue
             arrived = hops[hop].exchange(self._columns(hop, _DOWN_SENT, _DOWN_RECEIVED))
             received = self._parts[_LISTS * hop + _DOWN_RECEIVED]
-            for sums, rows, (places, _) in zip(self.sums, arrived, received, strict=True):
-                rows.copy_to(sums, places)
+            copy_columns(arrived, self.sums, [places for places, _ in received])
 
     def by_tier(self, group: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (int64 [n] slots, [n, dim] sums) of the touched rows of a dim-group: at NODE, at DEVICE."""

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding import devices
-from flexd.embedding.exchange.column import Column, PackedRows, ReceivedRows, pack, unpack
+from flexd.embedding.exchange.column import (
+    Column,
+    PackedRows,
+    ReceivedRows,
+    add_columns,
+    copy_columns,
+    joined_columns,
+    pack,
+    unpack,
+    whole_columns,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -60,6 +70,10 @@ def test_each_peer_receives_the_rows_that_were_sent_to_it(
         arrived = torch.cat([messages[rank] for _, _, messages in packed])
         with mock.patch.object(devices, "in_host_memory", return_value=receiver_host):
             received = unpack(columns, own, arrived, rank)
+        together = whole_columns(received, [torch.float64] * len(received))
+        totals = [torch.zeros(3, width, dtype=torch.float64) for width in widths]
+        places = [torch.from_numpy(rng.integers(0, 3, sum(rows.counts))) for rows in received]
+        add_columns(received, totals, places)
         for c, rows in enumerate(received):
             whole = []
             for peer in range(peers):
@@ -72,7 +86,15 @@ def test_each_peer_receives_the_rows_that_were_sent_to_it(
             rows.write_to(written)
             assert rows.counts == [len(part) for part in whole]
             assert torch.equal(rows.whole(torch.float64), joined)
+            assert torch.equal(together[c], joined)
+            assert torch.equal(totals[c], torch.zeros_like(totals[c]).index_add_(0, places[c], joined))
             assert torch.equal(written.double(), joined)
+            copied = torch.zeros_like(joined)
+            copy_columns([rows], [copied], [torch.arange(len(joined)).flip(0)])
+            assert torch.equal(copied.flip(0), joined)
+            if isinstance(rows, PackedRows):
+                ahead = torch.ones(2, widths[c], dtype=wires[c])
+                assert torch.equal(joined_columns([rows], ahead=[ahead])[0].double()[2:], joined)
 
 
 @pytest.mark.parametrize("host", [True, False])
