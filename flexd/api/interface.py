@@ -224,7 +224,7 @@ class DaemonApi(Protocol):
         """Plan now and start the migration; wait at most ``wait_seconds`` for its end.
 
         Args:
-            force: plan from a profile that is too thin as well; recorded.
+            force: carry it out although a gate is closed; recorded.
             who: the person or program that requests it; recorded.
 
         Returns early when the daemon shuts down. A deadline that passes is no error: the outcome is ``timed_out``

@@ -156,6 +156,10 @@ class OperatorCommands:
         if gates:
             self._record("override", who, reason, f"plan {plan_id} in spite of {', '.join(gates)}")
 
+    def record_withheld(self, who: str, reason: str) -> None:
+        """Record that a plan was withheld because it saves too little."""
+        self._record("withhold", who, reason)
+
     def record_attempt(self, kind: Literal["prefer", "forget"], who: str, reason: str, attempt: str) -> None:
         """Record a command about an attempt of the job."""
         self._record(kind, who, reason, f"attempt {attempt}")

@@ -190,7 +190,14 @@ class PlanReport(Model):
     lower_bound_seconds: FiniteOrNone = None
     """No plan within the replica slots has a smaller objective."""
     gap: FiniteOrNone = None
-    """Largest distance of the plan above the lower bound, as a share of the objective."""
+    """Largest share that the plan may miss of what any plan could save: 0 is proven best, 1 an empty plan where one
+    could save."""
+    saved_seconds: FiniteOrNone = None
+    """Predicted saving of a step against the live placement, exposed seconds."""
+    saved_share: FiniteOrNone = None
+    """The saving as a share of the measured step; null if that is not known."""
+    step_seconds: FiniteOrNone = None
+    """Measured wall time of a step; null if it is not known."""
     before: CostReport = CostReport()
     """The live placement under the profile as it is now."""
     after: CostReport = CostReport()
@@ -228,6 +235,15 @@ def plan_metrics(newest: PlanReport | None) -> Iterator[Metric]:
         "flexd_plan_predicted_saving_ratio",
         "Of a step's communication, by the newest plan, 0-1; NaN before the first.",
         1 - after / before if before and after is not None else None,
+    )
+    yield gauge(
+        "flexd_plan_predicted_saving_seconds", "Of a step, by the newest plan; NaN before the first.",
+        None if newest is None else newest.saved_seconds,
+    )  # fmt: skip
+    yield gauge(
+        "flexd_plan_predicted_step_saving_ratio",
+        "Of a step's measured wall time, by the newest plan, 0-1; NaN if either is not known.",
+        None if newest is None else newest.saved_share,
     )
     created = None if newest is None else newest.created_unix_seconds
     yield gauge("flexd_plan_age_seconds", "Since the newest plan.", None if created is None else time.time() - created)

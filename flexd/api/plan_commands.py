@@ -87,7 +87,7 @@ class PlanCommands:
         """Implement ``DaemonApi.replan``."""
         self._check_running()
         proposal = self._planning.propose(_manual_trigger(reason, who), force=force)
-        execution = self._planning.execute(proposal)
+        execution = self._planning.execute(proposal, force=force)
         return self._report(proposal, execution, wait_seconds)
 
     def apply(
@@ -128,6 +128,8 @@ class PlanCommands:
             trigger = execution.trigger
             self._operator.record_override(trigger.who, trigger.reason, proposal.plan.plan_id, execution.overridden)
         report = proposal_report(proposal)
+        if execution is None and len(proposal.plan.delta):
+            return self._result("withheld", report, f"{proposal.withheld}: nothing is moved")
         if execution is None:
             return self._result("unchanged", report, "the live placement is as good as the plan: nothing to move")
         deadline = time.monotonic() + wait_seconds

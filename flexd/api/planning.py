@@ -27,11 +27,11 @@ class GateReport(Model):
     """One measure that must be good enough before a plan is made."""
 
     gate: str
-    """``samples``, ``coverage``, ``window``, ``lag`` or ``sketch_error``."""
+    """``samples``, ``coverage``, ``window``, ``lag``, ``sketch_error`` or ``saving`` (of the plan itself)."""
     key: str
     """Key of the configuration."""
     measured: FiniteOrNone = None
-    """Accesses, share, seconds, messages or share, by the gate."""
+    """Accesses, share, seconds, messages, share or seconds a step, by the gate."""
     required: FiniteOrNone = None
     """The bound."""
     at_most: bool = False
@@ -63,6 +63,8 @@ class ProposalReport(Model):
     """Row values and optimizer state that it would copy."""
     saved_seconds: FiniteOrNone = None
     """Predicted saving of a step's exposed communication."""
+    saved_share: FiniteOrNone = None
+    """The saving as a share of the measured step; null if that is not known."""
     closed_gates: tuple[str, ...] = ()
     """Gates that only ``--force`` overrides."""
     outdated: str | None = None
@@ -93,6 +95,9 @@ class PlanningStatus(Model):
     """The trigger that fires when the window opens."""
     refused: str | None = None
     """Reason why the newest attempt made no plan; null if it did."""
+    withheld: str | None = None
+    """Reason why the newest plan moved nothing although the placement differs: it would save too little; null if it was
+    not withheld."""
     gates: tuple[GateReport, ...] = ()
     """Gates of the newest profile; empty before the first."""
     gates_overridden: dict[str, int] = Field(default_factory=dict)
@@ -100,7 +105,7 @@ class PlanningStatus(Model):
     triggers: dict[TriggerName, int] = Field(default_factory=dict)
     """Plans requested, by trigger."""
     plans: dict[str, int] = Field(default_factory=dict)
-    """Plans requested, by outcome: ``changed``, ``unchanged``, ``refused``."""
+    """Plans requested, by outcome: ``changed``, ``unchanged``, ``withheld``, ``refused``."""
     planning_seconds: float = 0.0
     """Wall time of all planning."""
     proposals: tuple[ProposalReport, ...] = ()
@@ -167,6 +172,7 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
         window_changes_unix_seconds=settings.calendar.next_change(now),
         waiting_for_window=None if waiting is None else waiting.reason,
         refused=auto.refusal or None,
+        withheld=planning.withheld or None,
         gates=tuple(gate_report(gate) for gate in planning.last_gates),
         gates_overridden=with_zeros(GATE_NAMES, planning.overridden),
         triggers={kind.value: triggers.fired[kind] for kind in TriggerKind},
@@ -184,7 +190,6 @@ def _proposal_report(proposal: Proposal, outdated: str) -> ProposalReport:
         trigger=proposal.trigger.kind.value,
         reason=proposal.trigger.reason,
         dry_run=proposal.dry_run,
-        saved_seconds=plan.before.exposed_seconds - plan.after.exposed_seconds,
         closed_gates=tuple(gate.name for gate in proposal.closed_gates),
         outdated=outdated or None,
     )

@@ -21,7 +21,7 @@ class ReplanRequest(CommandRequest):
     wait_seconds: WaitSeconds = 0.0
     """Time to wait for the migration to end; 0 returns as soon as the plan is made."""
     force: bool = False
-    """Plan from a profile that is too thin (a closed gate) as well; recorded."""
+    """Carry it out although a gate is closed: the profile is too thin, or it saves too little; recorded."""
 
 
 class ApplyRequest(CommandRequest):
@@ -32,18 +32,21 @@ class ApplyRequest(CommandRequest):
     wait_seconds: WaitSeconds = 0.0
     """Time to wait for the migration to end; 0 returns as soon as it is started."""
     force: bool = False
-    """Carry the plan out although its profile was too thin; recorded."""
+    """Carry the plan out although a gate was closed; recorded."""
 
 
-ReplanOutcome = Literal["unchanged", "accepted", "committed", "superseded", "aborted", "failed", "timed_out"]
+ReplanOutcome = Literal[
+    "unchanged", "withheld", "accepted", "committed", "superseded", "aborted", "failed", "timed_out"
+]
 
 
 class ReplanResult(Model):
     """The result of a re-plan."""
 
     outcome: ReplanOutcome
-    """``unchanged``: nothing to move. ``accepted``: the migration runs (no wait was requested). ``committed``: every
-    rank has applied it. ``timed_out``: still running at the end of the wait; it goes on."""
+    """``unchanged``: nothing to move. ``withheld``: it would save less than ``planner.min_saving``, and nothing moves.
+    ``accepted``: the migration runs (no wait was requested). ``committed``: every rank has applied it. ``timed_out``:
+    still running at the end of the wait; it goes on."""
     plan: PlanReport | None = None
     """The plan."""
     migration: MigrationReport | None = None

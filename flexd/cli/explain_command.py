@@ -66,7 +66,7 @@ def explain_blocks(answer: Explanation, *, single: bool) -> list[Block]:
 
 def _thin(answer: Explanation) -> list[Block]:
     words = gate_sentences(answer.gates)
-    return [Sentences("too little is known: no such plan is carried out without --force", words)] if words else []
+    return [Sentences("a gate is closed: no such plan is carried out without --force", words)] if words else []
 
 
 def _row_facts(answer: Explanation, row: RowReport) -> Facts:

@@ -13,7 +13,8 @@ from flexd.cli.plan_view import plan_blocks, proposal_blocks, replan_blocks, wou
 from flexd.cli.view import OutputFormat, emit
 
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Ignore closed gates (too little data); recorded with your name.")
+    bool,
+    typer.Option("--force", help="Ignore closed gates (too little data, too small a saving); recorded with your name."),
 ]
 
 

@@ -28,7 +28,18 @@ def plan_facts(plan: PlanReport) -> tuple[tuple[str, str], ...]:
             "predicted",
             f"{units.seconds(before)} -> {units.seconds(after)} a step exposed ({units.change(before, after)})",
         ),
+        *saving_fact(plan),
     )
+
+
+def saving_fact(plan: PlanReport) -> list[tuple[str, str]]:
+    """Return the predicted saving in time, and as a share of the measured step; nothing if it is not known."""
+    if plan.saved_seconds is None:
+        return []
+    text = f"{units.seconds(plan.saved_seconds)} a step"
+    if plan.saved_share is not None:
+        text += f", {units.share(plan.saved_share)} of {units.seconds(plan.step_seconds)}"
+    return [("saves", text)]
 
 
 def would_move(plan: PlanReport) -> str:
@@ -65,7 +76,8 @@ def _head(plan: PlanReport) -> Facts:
             ("replica slots", f"{slots} a rank"),
             ("memory of a rank", _memory(plan.memory)),
             ("changes", _changes(plan)),
-            *([("gap", f"at most {units.share(plan.gap)} above the lower bound")] if plan.gap is not None else []),
+            *saving_fact(plan),
+            *([("gap", f"at most {units.share(plan.gap)} of what a plan could save")] if plan.gap is not None else []),
         ),
     )
 
@@ -166,9 +178,7 @@ def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
 
 def _why(plan: PlanReport) -> list[Block]:
     thin = gate_sentences(plan.gates)
-    blocks: list[Block] = (
-        [Sentences("too little is known: flexd apply takes it with --force only", thin)] if thin else []
-    )
+    blocks: list[Block] = [Sentences("a gate is closed: flexd apply takes it with --force only", thin)] if thin else []
     return blocks + _words(plan)
 
 
@@ -209,7 +219,7 @@ def proposal_blocks(proposals: ProposalList) -> list[Block]:
 def _applicable(proposal: ProposalReport) -> str:
     if proposal.outdated:
         return f"no: {proposal.outdated}"
-    return f"with --force: {', '.join(proposal.closed_gates)} too thin" if proposal.closed_gates else "yes"
+    return f"with --force: closed gates {', '.join(proposal.closed_gates)}" if proposal.closed_gates else "yes"
 
 
 def gate_sentences(gates: tuple[GateReport, ...]) -> tuple[str, ...]:
@@ -235,7 +245,10 @@ def planning_block(planning: PlanningStatus) -> Facts:
         facts.append(("waits", planning.waiting_for_window))
     if planning.refused:
         facts.append(("no plan", planning.refused))
-    facts += [("too thin", words) for words in gate_sentences(planning.gates) if words not in (planning.refused or "")]
+    if planning.withheld:
+        facts.append(("withheld", f"{planning.withheld} ({units.count(planning.plans.get('withheld', 0))} so far)"))
+    said = f"{planning.refused} {planning.withheld}"
+    facts += [("gate closed", words) for words in gate_sentences(planning.gates) if words not in said]
     own = [each for each in planning.proposals if not each.dry_run]
     if own:
         facts.append(("proposal", f"{own[0].plan_id} ({own[0].reason}): {_applicable(own[0])}"))

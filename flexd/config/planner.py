@@ -121,6 +121,18 @@ class VerifyConfig(Section):
         return value
 
 
+class MinSavingConfig(Section):
+    """The smallest predicted saving of a step for which rows are moved; both bounds count. A plan below it is withheld:
+    it is counted and reported, and nothing moves. Pins, excluded tables and replica slots that the live placement does
+    not keep to are enforced in any case."""
+
+    seconds: Annotated[Float, Field(ge=0)] = 1e-5
+    """Exposed seconds a step. The default is about the latency of one collective: prices are not known more exactly."""
+    share: Annotated[Float, Field(ge=0, lt=1)] = 0.002
+    """Share of the measured step, as far as that is known. The default is what 10,000 steps can show, whose wall time
+    has a standard deviation of 5 %, at two standard errors of the difference between two halves of them."""
+
+
 class PlannerConfig(Section):
     """Triggers, gates and options of planning."""
 
@@ -135,6 +147,8 @@ class PlannerConfig(Section):
     """Least time between two attempts of automatic planning; it does not delay ``flexd replan``."""
     horizon_steps: Annotated[Float, Field(gt=0)] = 10_000
     """Steps over which a migration must pay for itself (hysteresis)."""
+    min_saving: MinSavingConfig = MinSavingConfig()
+    """The smallest saving of a step for which rows are moved."""
     min_samples: Annotated[Int, Field(ge=0)] = 10_000
     """No plan is made from fewer accesses than this."""
     min_coverage: Annotated[Float, Field(ge=0, le=1)] = 0.5

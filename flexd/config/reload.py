@@ -14,6 +14,7 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.interval_seconds",
     "planner.min_spacing_seconds",
     "planner.horizon_steps",
+    "planner.min_saving",
     "planner.min_samples",
     "planner.min_coverage",
     "planner.min_window_seconds",

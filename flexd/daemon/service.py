@@ -163,7 +163,7 @@ class Daemon:
         )  # fmt: skip
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training, executions,
-            self._drift.set_reference,
+            self._drift.set_reference, self._operator.record_withheld,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)

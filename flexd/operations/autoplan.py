@@ -90,13 +90,13 @@ class AutoPlanner:
         try:
             proposal = self._planning.propose(due.trigger)
             held = self._held_back(proposal.plan)
-            if held:
+            if held and not proposal.withheld:
                 if held != self._logged:
                     logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.trigger.reason, held)
                 self._logged, self.refusal = held, ""
                 self.triggers.plan_made(due, live.generation)
                 return
-            if due.held and len(proposal.plan.delta):
+            if due.held and len(proposal.plan.delta) and not proposal.withheld:
                 logger.info("plan %s (%s) is proposed only: %s", proposal.plan.plan_id, due.trigger.reason, due.held)
             else:
                 self._planning.execute(proposal)

@@ -1,4 +1,7 @@
-"""Gates: refuse to plan from a profile that is too thin, since such a plan would move rows because of noise."""
+"""Gates: refuse plans from a profile that is too thin, and withhold plans that save too little to be measured.
+
+Either kind of plan would move rows because of noise.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexd.config.planner import PlannerConfig
+from flexd.config.planner import MinSavingConfig, PlannerConfig
 from flexd.core.errors import PlanError
+from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 
-GATE_NAMES = ("samples", "coverage", "window", "lag", "sketch_error")
+SAVING = "saving"
+"""The gate that is measured on the plan; the others are measured on its profile."""
+GATE_NAMES = ("samples", "coverage", "window", "lag", "sketch_error", SAVING)
 
 
 @dataclass(frozen=True)
@@ -21,7 +27,7 @@ class Gate:
     Attributes:
         name: one of ``GATE_NAMES``.
         key: configuration key of the bound.
-        measured: accesses, share, seconds, messages or share, in the order of ``GATE_NAMES``.
+        measured: accesses, share, seconds, messages, share or seconds, in the order of ``GATE_NAMES``.
         required: the bound.
         at_most: whether the bound is an upper one.
         problem: description of the fault if the gate is closed.
@@ -42,7 +48,7 @@ class Gate:
 
 
 def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...]:
-    """Return all gates, open and closed, in the order of ``GATE_NAMES``."""
+    """Return the gates of a profile, open and closed, in the order of ``GATE_NAMES``."""
     seen = [table for table in profile.tables if table.weight > 0]
     weight = sum(table.weight for table in seen)
     coverage = sum(table.coverage * table.weight for table in seen) / weight if weight else 0.0
@@ -76,6 +82,22 @@ def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...
             f"{settings.max_sketch_error:.0%}",
             "raise sketch.memory_bytes, lower sketch.max_hot_rows, or raise planner.max_sketch_error",
         ),
+    )  # fmt: skip
+
+
+def saving_gate(plan: Plan, settings: MinSavingConfig) -> Gate:
+    """Return the gate of ``planner.min_saving``.
+
+    Open for a plan that changes nothing, and for one that is needed because the live placement breaks a limit."""
+    required = max(settings.seconds, settings.share * (plan.step_seconds or 0.0))
+    if len(plan.delta) == 0 or not plan.live_fits:
+        required = min(required, plan.saved_seconds)
+    share = "" if plan.saved_share is None else f" ({plan.saved_share:.3%} of it)"
+    return Gate(
+        SAVING, "planner.min_saving", plan.saved_seconds, required, False,
+        f"the plan would save {1e6 * plan.saved_seconds:.3f} us a step{share}, planner.min_saving asks for "
+        f"{1e6 * required:.3f} us",
+        "nothing to do: the live placement stays; lower planner.min_saving to move rows for less",
     )  # fmt: skip
 
 

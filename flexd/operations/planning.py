@@ -17,7 +17,7 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
-from flexd.operations.gates import Gate, evaluate_gates, require_open
+from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
 from flexd.operations.measured_exposure import priced_by
 from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
@@ -30,7 +30,8 @@ from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 
-PLAN_OUTCOMES = ("changed", "unchanged", "refused")
+PLAN_OUTCOMES = ("changed", "unchanged", "withheld", "refused")
+"""``withheld``: the plan would have saved less than ``planner.min_saving``."""
 
 
 class Planning:
@@ -40,6 +41,10 @@ class Planning:
         executions: starts the migrations of plans.
         on_executed: called with the cost of a plan's target under its profile whenever the plan is executed or turns
             out to change nothing.
+        on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
+
+    Attributes:
+        withheld: why the newest plan was withheld; empty if it was not.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Planning:
         training: TrainingMonitor,
         executions: Executions,
         on_executed: Callable[[PlacementCommunication], None] = lambda reference: None,
+        on_withheld: Callable[[str, str], None] = lambda who, reason: None,
     ) -> None:
         self._config = config
         self._keyspace = keyspace
@@ -60,6 +66,9 @@ class Planning:
         self._coordinator = coordinator
         self._training = training
         self._on_executed = on_executed
+        self._on_withheld = on_withheld
+        self._withheld_said = False
+        self.withheld = ""
         self.check(config)
         self._making = threading.Lock()
         self._serial = 0
@@ -147,7 +156,7 @@ class Planning:
             require_open(proposal.gates)
         with self._making:
             require_current(self._drifted(proposal), plan_id)
-        return proposal, self.execute(proposal, trigger)
+        return proposal, self.execute(proposal, trigger, force=force)
 
     def outdated(self, proposal: Proposal) -> str:
         """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
@@ -234,20 +243,29 @@ class Planning:
             shape=training_shape(settings),
             limits=plan_limits(settings),
             exchange=running_exchange(settings),
+            step_seconds=self._training.step_seconds(),
         )
+        self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout
 
-    def execute(self, proposal: Proposal, trigger: Trigger | None = None) -> Execution | None:
-        """Start the plan's migration, which supersedes a running one. Returns None if the plan changes nothing.
+    def execute(self, proposal: Proposal, trigger: Trigger | None = None, *, force: bool = False) -> Execution | None:
+        """Start the plan's migration, which supersedes a running one.
+
+        Returns None if nothing is moved: the plan changes nothing, or it is withheld.
 
         Args:
             trigger: the trigger of the migration; by default that of the plan.
+            force: execute it even if it saves less than ``planner.min_saving``.
 
         Raises:
             PlanError: not all ranks are ready.
             ControlError: the coordinator is stopping.
         """
         plan, trigger = proposal.plan, trigger or proposal.trigger
+        if proposal.withheld and not force:
+            self._withhold(proposal, trigger)
+            return None
+        self.withheld = ""
         if len(plan.delta) == 0:
             self.proposals.remove(plan.plan_id)
             self._on_executed(proposal.traffic)
@@ -259,4 +277,15 @@ class Planning:
         self._on_executed(proposal.traffic)
         self.outcomes["changed"] += 1
         self.overridden.update(overridden)
+        self._withheld_said = False
         return execution
+
+    def _withhold(self, proposal: Proposal, trigger: Trigger) -> None:
+        self.withheld = proposal.withheld
+        self.proposals.remove(proposal.plan.plan_id)
+        if self.last_profile is not None:
+            self._on_executed(self._price(self.last_profile, proposal.live, self.live_topology().layout))
+        self.outcomes["withheld"] += 1
+        if not self._withheld_said:
+            self._withheld_said = True
+            self._on_withheld(trigger.who, f"{trigger.reason}: {proposal.withheld}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
-from flexd.operations.gates import Gate
+from flexd.operations.gates import SAVING, Gate
 from flexd.operations.triggers import Trigger
 from flexd.planner.drift import PlacementCommunication
 from flexd.planner.plan import Plan
@@ -41,6 +41,11 @@ class Proposal:
     @property
     def closed_gates(self) -> tuple[Gate, ...]:
         return tuple(gate for gate in self.gates if not gate.open)
+
+    @property
+    def withheld(self) -> str:
+        """Why the plan saves too little to be executed; empty if it does not."""
+        return next((gate.problem for gate in self.closed_gates if gate.name == SAVING), "")
 
 
 class Proposals:

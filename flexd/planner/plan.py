@@ -22,13 +22,15 @@ from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
 from flexd.planner.replication_summary import summarise_replication
-from flexd.planner.solver.limits import PlanLimits, SlotBudgets, slots_of_ranks
+from flexd.planner.solver.limits import FREE, PlanLimits, SlotBudgets, slots_of_ranks
 from flexd.planner.solver.tiers import choose_jointly
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
+
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Plan:
         exchange: under which the plan is priced: what the job runs, or the cheaper one if that was left open.
         budgets: slots of ranks and tables, as the plan keeps to them.
         memory: of each rank with the target placement.
+        home_seconds: objective of the placement with every row at HOME that is not pinned elsewhere.
+        live_fits: whether the live placement keeps to slots, budgets, pins and excluded tables. If not, the plan is
+            needed whatever it saves.
+        step_seconds: measured wall time of a step; None if it is not known.
     """
 
     plan_id: str
@@ -77,6 +83,19 @@ class Plan:
     exchange: Exchange
     budgets: SlotBudgets
     memory: RankMemory
+    home_seconds: float
+    live_fits: bool
+    step_seconds: float | None = None
+
+    @property
+    def saved_seconds(self) -> float:
+        """Exposed seconds that a step would take less than at the live placement."""
+        return self.before.exposed_seconds - self.after.exposed_seconds
+
+    @property
+    def saved_share(self) -> float | None:
+        """The saving as a share of the measured step; None if that is not known."""
+        return self.saved_seconds / self.step_seconds if self.step_seconds else None
 
     @property
     def recommended_exchange(self) -> Exchange:
@@ -86,10 +105,13 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """Largest possible distance of the objective from the lower bound, as a share of the objective."""
-        if self.objective_seconds <= 0:
-            return 0.0
-        return max(0.0, 1.0 - self.lower_bound_seconds / self.objective_seconds)
+        """Largest share that the plan may miss of what any plan could save against every row at HOME, 0 to 1.
+
+        An empty plan has 1 where some plan could save anything, and 0 where none can."""
+        missed = max(0.0, self.objective_seconds - self.lower_bound_seconds)
+        possible = self.home_seconds - self.lower_bound_seconds
+        # Below the rounding of the sums.
+        return min(1.0, missed / possible) if possible > _ROUNDING * self.home_seconds else 0.0
 
     @property
     def promotions(self) -> int:
@@ -118,6 +140,9 @@ class Plan:
             "objective_seconds": self.objective_seconds,
             "lower_bound_seconds": self.lower_bound_seconds,
             "gap": self.gap,
+            "saved_seconds": self.saved_seconds,
+            "saved_share": self.saved_share,
+            "step_seconds": self.step_seconds,
             "before": self.before.to_dict(),
             "after": self.after.to_dict(),
             "memory": self.memory.to_dict(),
@@ -155,6 +180,7 @@ def make_plan(
     shape: TrainingShape | None = None,
     limits: PlanLimits | None = None,
     exchange: Exchange | None = Exchange.CHAIN,
+    step_seconds: float | None = None,
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
@@ -167,6 +193,7 @@ def make_plan(
         limits: pins, excluded tables, budgets of tables.
         exchange: what the job runs, which cannot change while it runs. None: the cheaper of chain and direct with
             dedup; such a plan costs no more than either of them without replicas.
+        step_seconds: measured wall time of a step, of which the plan states its saving as a share.
 
     Raises:
         PlanError: the profile is empty, is of other tables or does not know the accesses of a step; the slots are not
@@ -217,7 +244,21 @@ def make_plan(
         exchange=exchange,
         budgets=budgets,
         memory=placement_memory(keyspace, layout, slots, target, choice.cost.buffer_bytes),
+        home_seconds=choice.home.exposed_seconds,
+        live_fits=_fits(live, limits, keyspace, layout, budgets),
+        step_seconds=step_seconds,
     )
+
+
+def _fits(live: Placement, limits: PlanLimits, keyspace: KeySpace, layout: RankLayout, budgets: SlotBudgets) -> bool:
+    """Return whether a placement keeps to slots, budgets of tables, pins and excluded tables."""
+    if bool((budgets.used(live.keys, live.tiers) > budgets.limits).any()):
+        return False
+    keys = np.union1d(live.keys, limits.replicated_keys(keyspace))
+    fixed = limits.fixed_tiers(keys, keyspace)
+    pinned = fixed != FREE
+    wanted = canonical_tiers(fixed[pinned], layout)
+    return bool((canonical_tiers(live.tiers_of(keys[pinned]), layout) == wanted).all())
 
 
 def placement_cost(

@@ -14,7 +14,7 @@ from flexd.core.supervision import Supervisor
 from flexd.daemon import Daemon
 from flexd.daemon.scale_out import remote_follower
 from flexd.ingest.stats import IngestStats
-from flexd.operations.gates import GATE_NAMES, evaluate_gates
+from flexd.operations.gates import GATE_NAMES, SAVING, evaluate_gates
 from flexd.scaleout.delta_sender import FAILURE_REASONS
 from flexd.scaleout.follower import Follower, FollowerStats
 from flexd.server.metrics import Metrics
@@ -69,8 +69,9 @@ def test_what_has_come_up_is_kept_whether_it_was_expected_or_not():
 
 def test_the_gates_are_those_that_are_named():
     assert (
-        tuple(gate.name for gate in evaluate_gates(Profile((), generation=1, samples=0), PlannerConfig())) == GATE_NAMES
-    )
+        *(gate.name for gate in evaluate_gates(Profile((), generation=1, samples=0), PlannerConfig())),
+        SAVING,
+    ) == GATE_NAMES
 
 
 def test_a_follower_shows_every_reason_of_a_failed_push(tmp_path, monkeypatch):

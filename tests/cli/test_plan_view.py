@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parent / "golden"
 def test_a_plan_with_closed_gates_reports_them():
     gate = GateReport(gate="samples", key="planner.min_samples", open=False, words="the profile is thin: 3 accesses")
     blocks = plan_blocks(PlanReport(plan_id="p", who="ann@host", reason="why", gates=(gate,)))
-    assert Sentences("too little is known: flexd apply takes it with --force only", (gate.words,)) in blocks
+    assert Sentences("a gate is closed: flexd apply takes it with --force only", (gate.words,)) in blocks
     assert ("reason", "why, requested by ann@host") in blocks[0].pairs
     assert "--force" not in str(plan_blocks(PlanReport(plan_id="p", gates=(GateReport(gate="lag", key="k"),))))
 
@@ -55,8 +55,8 @@ def test_the_status_reports_what_holds_planning_back():
     assert (shown["held"], shown["waits"], shown["no plan"]) == (
         "planner.auto is false", "interval", "the profile is thin",
     )  # fmt: skip
-    assert shown["too thin"] == gate.words
-    assert shown["proposal"] == "own (interval): with --force: lag too thin"
+    assert shown["gate closed"] == gate.words
+    assert shown["proposal"] == "own (interval): with --force: closed gates lag"
     assert planning_block(PlanningStatus()).pairs == (("mode", "automatic"),)
 
 

@@ -153,6 +153,17 @@ def test_presets_with_a_large_job(name: str, rows: int) -> None:
     assert made.gap < 1e-3
 
 
+def test_the_gap_is_a_share_of_the_saving() -> None:
+    """An empty plan is no good plan because the part of the cost that no plan changes is large."""
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800))
+    assert made.gap < 0.01
+    empty = dataclasses.replace(made, objective_seconds=made.home_seconds)
+    assert 1 - empty.lower_bound_seconds / empty.objective_seconds < 0.5
+    assert empty.gap == pytest.approx(1.0)
+    hopeless = dataclasses.replace(empty, lower_bound_seconds=made.home_seconds)
+    assert hopeless.gap == 0.0
+
+
 def test_a_preset_keeps_small_messages_at_home() -> None:
     """Synchronising a few rows costs more latency than it saves: the plan says so instead of replicating."""
     made = plan(profile(KEYSPACE, ACCESSES, hot=800), machine=load_preset("azure-a100-200g"))

@@ -21,6 +21,7 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
 from tests.support.fake_coordinator import FakeCoordinator
+from tests.support.planning_harness import ANY_SAVING
 
 ROWS = 4_000
 PER_STEP = 40_000.0
@@ -39,7 +40,7 @@ def config_of(directory: Path, **planner: Any) -> Any:
             "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 3600.0},
             "planner": {
                 "min_samples": 1_000, "horizon_steps": 1e9, "batch_accesses_per_step": PER_STEP,
-                "drift_threshold": 1.03, "interval_seconds": 3600.0, **planner,
+                "drift_threshold": 1.03, "interval_seconds": 3600.0, "min_saving": ANY_SAVING, **planner,
             },
         }
     )  # fmt: skip

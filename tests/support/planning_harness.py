@@ -26,11 +26,15 @@ from flexd.topology.scale import scale_model
 from tests.support.fake_coordinator import FakeCoordinator
 
 ROWS = 2_000
+ANY_SAVING = {"seconds": 0.0, "share": 0.0}
+"""``planner.min_saving`` under which every plan that pays by the model is made."""
 
 
 class PlanningHarness:
     def __init__(self, directory: Path, **planner: Any) -> None:
-        settings = {"min_samples": 1_000, "min_coverage": 0.5, "horizon_steps": 1_000_000, **planner}
+        settings = {
+            "min_saving": ANY_SAVING, "min_samples": 1_000, "min_coverage": 0.5, "horizon_steps": 1_000_000, **planner
+        }  # fmt: skip
         self.config: Config = parse_config(
             {
                 "job": "j",
@@ -57,8 +61,9 @@ class PlanningHarness:
         self.profiles.append(self.profile(per_step))
         return self.profiles[-1]
 
-    def see(self, accesses: int, seed: int = 0) -> None:
-        rng = np.random.default_rng(seed)
+    def see(self, accesses: int, seed: int = 0, draw: int = 0) -> None:
+        """Count look-ups; ``seed`` also chooses which rows are hot, ``draw`` only draws anew."""
+        rng = np.random.default_rng([seed, draw] if draw else seed)
         weights = np.arange(1, ROWS + 1) ** -1.2
         rows = rng.choice(ROWS, accesses, p=weights / weights.sum())
         self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed)

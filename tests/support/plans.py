@@ -21,7 +21,10 @@ FULL_PLAN = PlanReport.model_validate(
         "migration_bytes": 87380816,
         "migration_seconds": 0.001034,
         "lower_bound_seconds": 0.008365,
-        "gap": 1.07e-05,
+        "gap": 0.0107,
+        "saved_seconds": 0.000368,
+        "saved_share": 0.0046,
+        "step_seconds": 0.08,
         "memory": {
             "total_bytes": 843500000.0,
             "home_bytes": 20480000.0,

@@ -8,7 +8,7 @@ from typing import Literal
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import Transition
 
-ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "prefer", "forget", "verify"]
+ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "withhold", "prefer", "forget", "verify"]
 MAX_DETAIL_CHARACTERS = 2_000
 
 
@@ -18,7 +18,8 @@ class ActionRecord:
 
     Attributes:
         kind: an ``ActionKind``; ``override`` is a plan executed although gates were closed,
-            ``prefer`` and ``forget`` are about an attempt of the job.
+            ``withhold`` the first of the plans that save less than ``planner.min_saving``, ``prefer`` and ``forget``
+            are about an attempt of the job.
         who: the user.
         reason: the user's reason.
         detail: the outcome, truncated to ``MAX_DETAIL_CHARACTERS``.

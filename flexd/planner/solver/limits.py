@@ -79,6 +79,16 @@ class PlanLimits:
         ]
         return np.unique(np.concatenate([np.empty(0, np.int64), *keys]))
 
+    def fixed_tiers(self, keys: Int64Array, keyspace: KeySpace) -> UInt8Array:
+        """Return uint8[n]: the tier that pins and excluded tables give each of the ascending keys, else FREE."""
+        fixed = np.full(len(keys), FREE, np.uint8)
+        for pin in self._all_pins():
+            fixed[_of_rows(keys, keyspace, keyspace.index[pin.table], pin.rows)] = pin.tier
+        return fixed
+
+    def _all_pins(self) -> list[RowPin]:
+        return [RowPin(name, Tier.HOME) for name in sorted(self.exclude_tables)] + list(self.pins)
+
     def of_group(self, load: GroupLoad, keyspace: KeySpace, slots: Int64Array) -> GroupLimits:
         """Return the limits of one dim-group. ``slots`` int64[world]."""
         first, end = self._range(keyspace, load.group)
@@ -86,8 +96,7 @@ class PlanLimits:
         budget: Int64Array | None = None
         budgets: list[int] = []
         members = set(keyspace.groups[load.group].tables)
-        pins = [RowPin(name, Tier.HOME) for name in sorted(self.exclude_tables)] + list(self.pins)
-        for pin in pins:
+        for pin in self._all_pins():
             table = keyspace.index[pin.table]
             if table not in members:
                 continue
