@@ -170,8 +170,8 @@ class ActionEntry(Model):
     unix_seconds: FiniteOrNone = None
     """When."""
     kind: str
-    """``pause``, ``resume``, ``throttle``, ``reload``, ``override`` of gates that were closed, ``withhold`` of plans that
-    save too little, or ``verify``, the measured effect of the migration that is named as the reason."""
+    """``pause``, ``resume``, ``throttle``, ``reload``, ``override`` of gates that were closed, ``withhold`` of
+    plans that save too little, or ``verify``, the measured effect of the migration that is named as the reason."""
     who: str = ""
     """The person or program that gave it."""
     reason: str = ""
