@@ -191,3 +191,13 @@ def test_progress_is_final_after_the_last_chunk(tmp_path: Path) -> None:
     assert (settled.migration, settled.transition, older.progress.rows_applied) == (older, None, 30)
     harness.pusher.stop("the end")
     assert not [event for event in harness.pusher.drain_events() if event.migration is older]
+
+
+@pytest.mark.parametrize("end", ["new_generation", "stop"])
+def test_what_was_under_way_fails_with_the_reason_that_was_given(tmp_path: Path, end: str) -> None:
+    harness = PusherHarness(tmp_path)
+    migration = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
+    harness.pusher.submit(migration)
+    harness.push_all()
+    getattr(harness.pusher, end)("other ranks")
+    assert (migration.state, migration.reason) == (MigrationState.FAILED, "other ranks")
