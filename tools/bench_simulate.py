@@ -2,7 +2,8 @@
 
     python tools/bench_simulate.py --trace online_retail.npz --trace orm_night.npz [--quick] [--json]
 
-Every trace is replayed as ``flexd simulate`` does it, on 2 nodes x 2 ranks priced as a scale model of a common cluster.
+Every trace is replayed as ``flexd simulate`` does it, on 2 nodes x 2 ranks priced as a scale model of a common cluster:
+latencies are divided by the bytes that a rank looks up in a production step over those of the replay.
 Checks, over the last quarter of the run, migrations included:
 
 - the re-planned placement's inter-node traffic and exposed time are within 5 % of the oracle's, which knows the next
@@ -26,11 +27,14 @@ from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import RowFormat, TraceAccesses
 from flexd.simulate.simulation import SimulationSettings, simulate
 from flexd.simulate.summary import summarise
+from flexd.simulate.touches import touches_in_words
+from flexd.stream.samples import SampleKind, SampleLengths
 from flexd.stream.trace import load_trace
 from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.scale import PRODUCTION_RANK_BYTES, scale_model
 
-PRESET, SCALE = "azure-a100-200g", 5_000
+PRESET = "azure-a100-200g"
+DIM, HISTORY = 16, 32
 ORACLE_LIMIT, STATIC_LIMIT = 1.05, 1.5
 SWEEP_INTERVALS, SWEEP_HALF_LIVES = (2, 5, 10, 20), (5.0, 10.0, 20.0, 50.0, float("inf"))
 
@@ -39,10 +43,13 @@ def measure(path: Path, arguments: argparse.Namespace, **changes: Any) -> dict[s
     layout = RankLayout(2, 2)
     settings = SimulationSettings(replica_fraction=arguments.replica_fraction, horizon_steps=arguments.steps, **changes)
     accesses = TraceAccesses(
-        path.stem, load_trace(path), layout, RowFormat(dim=16), batch_size=512, steps=arguments.steps, history=32
-    )
+        path.stem, load_trace(path), layout, RowFormat(dim=DIM), batch_size=None, steps=arguments.steps,
+        history=HISTORY, kind=SampleKind(arguments.samples), lengths=SampleLengths(arguments.lengths),
+    )  # fmt: skip
+    scale = max(1.0, PRODUCTION_RANK_BYTES / (accesses.batches.batch_size * (HISTORY + 1) * DIM * 4))
     started = time.perf_counter()
-    summary = summarise(simulate(accesses, layout, scale_model(load_preset(PRESET), SCALE), settings))
+    summary = summarise(simulate(accesses, layout, scale_model(load_preset(PRESET), scale), settings))
+    summary["scale"] = scale
     summary["wall_seconds"] = time.perf_counter() - started
     return summary
 
@@ -63,6 +70,9 @@ def checks(trace: str, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 def show(summary: dict[str, Any]) -> None:
     print(f"\n{summary['accesses']}: {summary['steps']} steps, replayed in {summary['wall_seconds']:.0f} s")
+    print(f"  {summary['samples']}")
+    print(f"  {touches_in_words(summary['touches'], summary['nodes'], summary['local_ranks'])}")
+    print(f"  latencies divided by {summary['scale']:,.0f}")
     for figures in summary["strategies"].values():
         inter = figures["bytes"]["inter_node"]
         print(
@@ -100,6 +110,8 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, action="append", required=True, metavar="FILE.npz")
     parser.add_argument("--quick", action="store_true", help="60 steps instead of 300: figures only, no checks")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--samples", choices=[kind.value for kind in SampleKind], default=SampleKind.SEQUENCES.value)
+    parser.add_argument("--lengths", choices=[kind.value for kind in SampleLengths], default=SampleLengths.FIXED.value)
     parser.add_argument("--replica-fraction", type=float, default=SimulationSettings.replica_fraction)
     parser.add_argument("--sweep", action="store_true", help="also sweep interval and half-life (minutes)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")

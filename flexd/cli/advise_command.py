@@ -11,10 +11,19 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.simulate_command import RowDType, RowOptimizer, make_cluster, make_trace_accesses, show_progress
+from flexd.cli.sample_options import LengthsOption, SamplesOption
+from flexd.cli.simulate_command import (
+    DRAWN_BATCH,
+    RowDType,
+    RowOptimizer,
+    make_cluster,
+    make_trace_accesses,
+    show_progress,
+)
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
+from flexd.stream.samples import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
@@ -64,8 +73,13 @@ def advise(
     scale: Annotated[
         float, typer.Option("--scale", help="Batch of the job over --batch, where a trace is too small for it.")
     ] = 1.0,
-    batch: Annotated[int, typer.Option("--batch", help="Samples of each rank in a step.", min=1)] = 512,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", help="Samples of each rank in a step. [default: 512, or what the trace has]", min=1),
+    ] = None,
     history: Annotated[int, typer.Option("--history", help="Rows that a sample looks up.", min=1)] = 32,
+    samples: SamplesOption = SampleKind.SEQUENCES,
+    lengths: LengthsOption = SampleLengths.FIXED,
     steps: Annotated[int, typer.Option("--steps", help="Training steps to replay.", min=8, max=1_000_000)] = 80,
     dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64,
     dtype: Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")] = RowDType.FLOAT32,
@@ -103,9 +117,11 @@ def advise(
     row_format = RowFormat(dim, dtype.value, optimizer.value)
     accesses: Accesses
     if trace is not None:
-        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed)
+        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed, samples, lengths)
     else:
-        accesses = _of_profile(profile, config, seconds, layout, row_format, batch * history, steps, seed)
+        accesses = _of_profile(
+            profile, config, seconds, layout, row_format, (batch or DRAWN_BATCH) * history, steps, seed
+        )
     found = advise_on(
         accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
         now=NOW[now.value], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from flexd.cli.options import OutputOption
+from flexd.cli.sample_options import LengthsOption, SamplesOption
 from flexd.cli.view import OutputFormat
 from flexd.demo.options import DemoOptions
 
@@ -56,8 +57,11 @@ def demo(
     ] = None,
     dtype: Annotated[DType, typer.Option("--dtype", help="Type of the rows.")] = DType(DemoOptions.dtype),
     batch_size: Annotated[
-        int, typer.Option("--batch-size", help="Samples of each rank in a step.")
-    ] = DemoOptions.batch_size,
+        int | None,
+        typer.Option("--batch-size", help="Samples of each rank in a step. [default: 512, or what the trace has]"),
+    ] = None,
+    samples: SamplesOption = DemoOptions.samples,
+    lengths: LengthsOption = DemoOptions.lengths,
     seed: Annotated[int, typer.Option("--seed", help="Seed of data and initial rows.")] = DemoOptions.seed,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Keep logs, stream and snapshots in this folder.")
@@ -85,6 +89,8 @@ def demo(
         restart_daemon_after=restart_daemon_after,
         dtype=dtype.value,
         batch_size=batch_size,
+        samples=samples,
+        lengths=lengths,
         seed=seed,
         out_dir=out,
     )

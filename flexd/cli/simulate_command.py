@@ -13,9 +13,11 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file, check_folder
+from flexd.cli.sample_options import LengthsOption, SamplesOption
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
+from flexd.stream.samples import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
 
 
 DEFAULT_PRESET = "azure-a100-200g"
-SYNTHETIC_EVENTS = 600_000
+DRAWN_BATCH = 512
+"""Samples of a rank and step where look-ups are drawn."""
 
 
 class RowDType(StrEnum):
@@ -84,10 +87,15 @@ def simulate(
     replica_fraction: Annotated[
         float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
     ] = 0.05,
-    batch: Annotated[int, typer.Option("--batch", help="Samples of each rank in a step.", min=1)] = 512,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", help="Samples of each rank in a step. [default: 512, or what the trace has]", min=1),
+    ] = None,
     history: Annotated[
         int, typer.Option("--history", help="Rows that a sample looks up, besides its target.", min=1)
     ] = 32,
+    samples: SamplesOption = SampleKind.SEQUENCES,
+    lengths: LengthsOption = SampleLengths.FIXED,
     steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=4, max=1_000_000)] = 300,
     dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64,
     dtype: Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")] = RowDType.FLOAT32,
@@ -145,12 +153,13 @@ def simulate(
     )
     cluster = make_cluster(preset, topology, scale)
     row_format = RowFormat(dim, dtype.value, optimizer.value)
+    drawn = (batch or DRAWN_BATCH) * (history + 1)
     if zipf is not None:
-        accesses: Accesses = _zipf(zipf, layout, row_format, rows, drift, batch * (history + 1), steps, seed)
+        accesses: Accesses = _zipf(zipf, layout, row_format, rows, drift, drawn, steps, seed)
     elif profile is not None:
-        accesses = _of_profile(profile, layout, row_format, batch * (history + 1), steps, seed)
+        accesses = _of_profile(profile, layout, row_format, drawn, steps, seed)
     else:
-        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed)
+        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed, samples, lengths)
     simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
     summary = summarise(simulation)
     blocks = simulate_blocks(summary)
@@ -226,14 +235,24 @@ def _of_profile(
 
 
 def make_trace_accesses(
-    path: Path | None, layout: RankLayout, row_format: RowFormat, batch: int, history: int, steps: int, seed: int
+    path: Path | None,
+    layout: RankLayout,
+    row_format: RowFormat,
+    batch: int | None,
+    history: int,
+    steps: int,
+    seed: int,
+    samples: SampleKind = SampleKind.SEQUENCES,
+    lengths: SampleLengths = SampleLengths.FIXED,
 ) -> Accesses:
     from flexd.simulate.accesses import TraceAccesses
-    from flexd.stream.trace import load_trace, synthetic_trace
+    from flexd.stream.trace import built_in_trace, load_trace
 
-    events = synthetic_trace(SYNTHETIC_EVENTS, seed) if path is None else load_trace(path)
+    events = built_in_trace(seed) if path is None else load_trace(path)
     name = "built-in trace" if path is None else path.stem
-    return TraceAccesses(name, events, layout, row_format, batch_size=batch, steps=steps, history=history)
+    return TraceAccesses(
+        name, events, layout, row_format, batch_size=batch, steps=steps, history=history, kind=samples, lengths=lengths
+    )
 
 
 def _check_matplotlib() -> None:
@@ -265,12 +284,16 @@ def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
 
 
 def _facts(summary: dict[str, Any]) -> Facts:
+    from flexd.simulate.touches import touches_in_words
+
     settings = summary["settings"]
     half_life = settings["half_life_steps"]
     return Facts(
         "",
         (
             ("accesses", f"{summary['accesses']}, {units.count(summary['accesses_per_step'])} a step of the job"),
+            ("samples", summary["samples"]),
+            ("a step", touches_in_words(summary["touches"], summary["nodes"], summary["local_ranks"])),
             ("tables", f"{summary['tables']} with {units.count(summary['rows'])} rows"),
             (
                 "cluster",

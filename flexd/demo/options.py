@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexd.core.errors import ConfigError
+from flexd.stream.samples import SampleKind, SampleLengths
+
+LEAST_BATCH_SIZE = 2
+"""The model tells a sample's next item from those of the others."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """``flexd demo --help`` explains each; ``replica_budget`` is a fraction of all rows, per rank.
+    """``flexd demo --help`` explains each; ``replica_budget`` is a fraction of all rows, per rank. Without a
+    batch size, it is what the trace has samples for.
 
     Raises:
         ConfigError: a value is out of range, or two options contradict each other.
@@ -28,18 +33,21 @@ class DemoOptions:
     kill_daemon_at: int | None = None
     restart_daemon_after: int | None = None
     dtype: str = "float64"
-    batch_size: int = 512
+    batch_size: int | None = None
+    samples: SampleKind = SampleKind.SEQUENCES
+    lengths: SampleLengths = SampleLengths.FIXED
     seed: int = 0
     out_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        checks = {
+        checks: dict[str, tuple[float, float, float]] = {
             "--nodes": (self.nodes, 1, 16),
             "--local-ranks": (self.local_ranks, 1, 16),
             "--steps": (self.steps, 20, 1_000_000),
-            "--batch-size": (self.batch_size, 2, 65_536),
             "--replica-budget": (self.replica_budget, 0.0, 1.0),
         }
+        if self.batch_size is not None:
+            checks["--batch-size"] = (self.batch_size, LEAST_BATCH_SIZE, 65_536)
         for name, (value, lowest, highest) in checks.items():
             if not lowest <= value <= highest:
                 raise ConfigError(f"{name} {value}", remedy=f"{lowest} to {highest}")

@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import flexd
 from flexd.demo.accesses import accesses_of
 from flexd.demo.model import NextItem, right_aligned
-from flexd.stream.trace import Batch, Batches, load_trace
+from flexd.stream.batches import Batch, Batches
+from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.trace import load_trace
 
 ADAGRAD_EPS = 1e-4
 """Row-wise Adagrad divides a row's first gradient by its own size; gradients that cancel to rounding noise would become
@@ -46,6 +48,8 @@ class RunSetup:
     steps: int
     batch_size: int
     history: int
+    samples: str
+    lengths: str
     dim: int
     dtype: str
     learning_rate: float
@@ -79,7 +83,8 @@ class RunSetup:
             batch_size=self.batch_size,
             steps=self.steps,
             history=self.history,
-            min_history=self.history,
+            kind=SampleKind(self.samples),
+            lengths=SampleLengths(self.lengths),
         )
 
     def tables(self, batches: Batches) -> list[flexd.EmbeddingTable]:

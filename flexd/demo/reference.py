@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -17,9 +18,12 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.demo.rank import ADAGRAD_EPS, RunSetup, features_of, loss_of
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.stream.trace import Batch, Batches
+from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.touches import TouchCounter
+from flexd.stream.batches import Batch, Batches
 
 ID_BYTES = 8
+Int64Array = npt.NDArray[np.int64]
 
 
 class RowWiseBaseline:
@@ -28,6 +32,9 @@ class RowWiseBaseline:
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self._keyspace = keyspace
         self._layout = layout
+
+    def keys_of(self, batch: Batch) -> Int64Array:
+        return np.concatenate([self._keyspace.keys(table, ids) for table, ids in enumerate(batch.ids)])
 
     def bytes_of(self, batch: Batch, rank: int, *, dedup: bool) -> int:
         """Return the bytes of id, row and gradient for every (distinct) id whose home is in another node."""
@@ -84,16 +91,19 @@ def run(setup: RunSetup) -> dict[str, Any]:
     training = PlainTraining(setup, batches)
     layout = RankLayout(setup.nodes, setup.local_ranks)
     baseline = RowWiseBaseline(training.keyspace, layout)
-    losses, row_wise, row_wise_dedup = [], [], []
+    losses, row_wise, row_wise_dedup, touches = [], [], [], TouchCounter(layout)
     for step in range(setup.steps):
         losses.append(training.step(step))
         shards = [(batches.batch(step, rank), rank) for rank in range(setup.world_size)]
+        touches.see(StepKeys.of([baseline.keys_of(batch) for batch, _ in shards], layout))
         row_wise.append(sum(baseline.bytes_of(batch, rank, dedup=False) for batch, rank in shards))
         row_wise_dedup.append(sum(baseline.bytes_of(batch, rank, dedup=True) for batch, rank in shards))
     return {
         "loss": np.array(losses),
         "row_wise": np.array(row_wise),
         "row_wise_dedup": np.array(row_wise_dedup),
+        "samples": np.array(batches.describe()),
+        **{f"touches/{name}": np.array(value) for name, value in touches.figures().items() if value is not None},
         **{f"table/{name}": table.weight.detach().numpy() for name, table in training.tables.items()},
         **{f"dense/{name}": value.numpy() for name, value in training.dense.state_dict().items()},
     }

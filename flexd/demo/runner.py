@@ -16,25 +16,23 @@ import numpy as np
 import yaml
 from rich.console import Console
 
-from flexd.core.errors import FlexdError
-from flexd.demo.options import DemoOptions
+from flexd.core.errors import ConfigError, FlexdError
+from flexd.core.keyspace import DTYPE_BYTES
+from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 from flexd.demo.plot import plot_run
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
 from flexd.demo.rank import RunSetup
 from flexd.demo.screen import LiveView, print_summary
 from flexd.demo.summary import RunRecord, summarise, tolerance
-from flexd.stream.trace import Batches, Trace, load_trace, synthetic_trace
+from flexd.stream.batches import Batches
+from flexd.stream.trace import Trace, built_in_trace, load_trace
 from flexd.topology.files import load_preset, write_cluster
-from flexd.topology.scale import scale_model
+from flexd.topology.scale import PRODUCTION_RANK_BYTES, scale_model
 
 HISTORY = 32
 DIM = 16
 PRESET = "azure-a100-200g"
-SCALE = 5_000
-"""A production step looks up about 15.5M rows of 256 bytes a rank (TorchRec's 1,935-table example), the demo's about
-10,000 of 128: three orders of magnitude less. Latencies are scaled down like the bytes, so that the plan weighs them as
-it would there."""
 PLAN_SECONDS = 2.0
 STEP_SECONDS_LIMIT = 5.0
 
@@ -57,7 +55,17 @@ class Demo:
         self._directory = directory
         self.trace_file = options.trace or directory / "synthetic.npz"
         if options.trace is None:
-            _write_trace(synthetic_trace(600_000, options.seed), self.trace_file)
+            _write_trace(built_in_trace(options.seed), self.trace_file)
+        trace = load_trace(self.trace_file)
+        batches = Batches(
+            trace, world_size=options.world_size, batch_size=options.batch_size, steps=options.steps, history=HISTORY,
+            kind=options.samples, lengths=options.lengths,
+        )  # fmt: skip
+        if batches.batch_size < LEAST_BATCH_SIZE:
+            raise ConfigError(
+                f"{self.trace_file.name} has samples for {options.steps} steps of {batches.batch_size} a rank",
+                remedy="fewer steps or ranks, or --samples impressions",
+            )
         store_port, control_port, http_port = free_ports(3)
         self.setup = RunSetup(
             trace=str(self.trace_file.resolve()),
@@ -65,8 +73,10 @@ class Demo:
             nodes=options.nodes,
             local_ranks=options.local_ranks,
             steps=options.steps,
-            batch_size=options.batch_size,
+            batch_size=batches.batch_size,
             history=HISTORY,
+            samples=options.samples.value,
+            lengths=options.lengths.value,
             dim=DIM,
             dtype=options.dtype,
             learning_rate=0.05,
@@ -85,17 +95,14 @@ class Demo:
         self.setup_file = directory / "setup.json"
         self.setup.save(self.setup_file)
         self.state = directory / "state"
-        config_file = self._write_config(load_trace(self.trace_file), control_port, http_port)
+        config_file = self._write_config(batches, control_port, http_port)
         self.daemon = DaemonProcess(config_file, f"http://127.0.0.1:{http_port}", directory)
 
-    def _write_config(self, trace: Trace, control_port: int, http_port: int) -> Path:
-        setup = self.setup
-        batches = Batches(
-            trace, world_size=setup.world_size, batch_size=setup.batch_size, steps=setup.steps, history=HISTORY,
-            min_history=HISTORY,
-        )  # fmt: skip
+    def _write_config(self, batches: Batches, control_port: int, http_port: int) -> Path:
+        setup, trace = self.setup, batches.trace
         topology = self._directory / "topology.yaml"
-        write_cluster(scale_model(load_preset(PRESET), SCALE), topology)
+        look_up_bytes = setup.batch_size * (HISTORY + 1) * DIM * DTYPE_BYTES[setup.dtype]
+        write_cluster(scale_model(load_preset(PRESET), max(1.0, PRODUCTION_RANK_BYTES / look_up_bytes)), topology)
         source: dict[str, Any] = {"kind": "file_log", "path": setup.file_log}
         if setup.kafka:
             source = {

@@ -8,6 +8,8 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flexd.simulate.touches import touches_in_words
+
 KINDS = ("all_to_all", "sync", "migration", "total")
 STRATEGIES = {
     "row_wise": "row-wise, no dedup (sharded modules today)",
@@ -84,6 +86,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         f"[bold]{summary['trace']}[/]: {summary['ranks']} ranks on {summary['nodes']} nodes, {summary['steps']} steps, "
         f"{summary['dtype']}, replica budget {summary['replica_budget']:.0%} of the rows per rank"
     )
+    console.print(summary["samples"])
+    console.print(f"{touches_in_words(summary['touches'], summary['nodes'], summary['local_ranks'])}\n")
     traffic = summary["inter_node_bytes_per_step"]
     table = Table(title="inter-node MB per step, whole job (counted where it is sent)", title_justify="left")
     table.add_column("strategy")

@@ -128,8 +128,16 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "trace": Path(setup.trace).name,
         "ranks": setup.world_size,
         "nodes": setup.nodes,
+        "local_ranks": setup.local_ranks,
         "steps": setup.steps,
         "dtype": setup.dtype,
+        "batch_size": setup.batch_size,
+        "samples": str(record.reference["samples"]),
+        "touches": {
+            name.removeprefix("touches/"): float(value)
+            for name, value in record.reference.items()
+            if name.startswith("touches/")
+        },
         "replica_budget": setup.replica_budget,
         "plans": len(record.plans_applied()),
         "migrated_rows": sum(int(plan["rows_applied"]) for plan in record.plans),

@@ -14,7 +14,9 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.stream.trace import Batches, Trace
+from flexd.stream.batches import Batches
+from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.trace import Trace
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
 Int64Array = npt.NDArray[np.int64]
@@ -29,6 +31,11 @@ class Accesses(Protocol):
     @property
     def name(self) -> str:
         """Name in titles."""
+        ...
+
+    @property
+    def made_of(self) -> str:
+        """How the batches are made, in words."""
         ...
 
     @property
@@ -65,30 +72,43 @@ class RowFormat:
 
 
 class TraceAccesses:
-    """A trace as a next-item model reads it (``flexd.stream.trace.Batches``), spread over all of it.
+    """A trace as a next-item model reads it (``flexd.stream.batches``).
+
+    Args:
+        batch_size, steps: see ``Batches``.
 
     Raises:
         ConfigError: a step is too large.
-        StreamError: the trace has no histories that long.
+        StreamError: the trace has too few samples, or none of that kind.
     """
 
     def __init__(
-        self, name: str, trace: Trace, layout: RankLayout, rows: RowFormat, *, batch_size: int, steps: int, history: int
+        self,
+        name: str,
+        trace: Trace,
+        layout: RankLayout,
+        rows: RowFormat,
+        *,
+        batch_size: int | None,
+        steps: int | None,
+        history: int,
+        kind: SampleKind = SampleKind.SEQUENCES,
+        lengths: SampleLengths = SampleLengths.FIXED,
     ) -> None:
-        check_size(layout, batch_size, history + 1)
+        check_size(layout, batch_size or 1, history + 1)
         self.name = name
         self.keyspace = KeySpace(
             [rows.table(table, int(count)) for table, count in zip(trace.table_names, trace.table_rows, strict=True)]
         )
-        self.steps = steps
-        self._world_size = layout.world_size
-        self._batches = Batches(
-            trace, world_size=layout.world_size, batch_size=batch_size, steps=steps, history=history,
-            min_history=history,
+        self.batches = Batches(
+            trace, world_size=layout.world_size, batch_size=batch_size, steps=steps, history=history, kind=kind,
+            lengths=lengths,
         )  # fmt: skip
+        self.steps = self.batches.steps
+        self.made_of = self.batches.describe()
 
     def keys(self, step: int) -> tuple[Int64Array, ...]:
-        batches = [self._batches.batch(step, rank) for rank in range(self._world_size)]
+        batches = [self.batches.batch(step, rank) for rank in range(self.batches.world_size)]
         return tuple(
             np.concatenate([self.keyspace.keys(table, ids) for table, ids in enumerate(batch.ids)]) for batch in batches
         )
@@ -122,6 +142,7 @@ class ZipfAccesses:
             )
         check_size(layout, accesses_per_rank, 1)
         self.name = f"Zipf {exponent:g}"
+        self.made_of = f"independent draws, {accesses_per_rank:,} a rank and step"
         self.keyspace = KeySpace([rows.table("rows", table_rows)])
         self.steps = steps
         self._world_size = layout.world_size
@@ -165,6 +186,7 @@ class ProfileAccesses:
         if not weights.sum() > 0:
             raise ConfigError(f"{name}: the profile has seen no access", remedy="make it from a stream")
         self.name, self.keyspace, self.steps = name, KeySpace(tables), steps
+        self.made_of = f"independent draws, {accesses_per_rank:,} a rank and step"
         self._world_size, self._count, self._seed = layout.world_size, accesses_per_rank, seed
         self._shares = weights / weights.sum()
         self._draws = [_TableDraw(table) if table.weight > 0 else None for table in profile.tables]

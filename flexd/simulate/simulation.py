@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.flexshard_placement import flexshard_placement
 from flexd.simulate.step_keys import StepKeys
 from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
+from flexd.simulate.touches import TouchCounter
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.topology.cluster import Cluster
@@ -119,9 +121,16 @@ class StrategyRun:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A finished simulation: runs by name of the strategy, and the re-planned one by budget."""
+    """A finished simulation: runs by name of the strategy, and the re-planned one by budget.
+
+    Attributes:
+        made_of: how the batches are made, in words.
+        touches: means over all steps (``TouchCounter``).
+    """
 
     accesses_name: str
+    made_of: str
+    touches: dict[str, Any]
     keyspace: KeySpace
     layout: RankLayout
     cluster: Cluster
@@ -288,7 +297,7 @@ def simulate(
         knowledge: [runner for runner in (*runners, *sweep) if runner.strategy.knowledge is knowledge]
         for knowledge in Knowledge
     }
-    daemon = _SimulatedDaemon(shared)
+    daemon, touches = _SimulatedDaemon(shared), TouchCounter(layout)
     profile: Profile | None = None
     due: list[tuple[_StrategyRunner, Profile]] = []
     for step in range(steps):
@@ -299,6 +308,7 @@ def simulate(
                 runner.plan(coming)
         keys = accesses.keys(step)
         step_keys = StepKeys.of(keys, layout)
+        touches.see(step_keys)
         for runner in (*runners, *sweep):
             runner.step(step, step_keys)
         # Plans of the step before arrive while this one runs.
@@ -315,7 +325,8 @@ def simulate(
         if progress is not None:
             progress(step)
     return Simulation(
-        accesses.name, accesses.keyspace, layout, cluster, settings, steps, daemon.accesses_per_step,
+        accesses.name, accesses.made_of, touches.figures(), accesses.keyspace, layout,
+        cluster, settings, steps, daemon.accesses_per_step,
         {runner.strategy.name: runner.run() for runner in runners},
         tuple(runner.run() for runner in sweep), profile,
     )  # fmt: skip

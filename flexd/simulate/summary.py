@@ -42,6 +42,8 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
     )
     summary: dict[str, Any] = {
         "accesses": simulation.accesses_name,
+        "samples": simulation.made_of,
+        "touches": simulation.touches,
         "tables": len(simulation.keyspace.tables),
         "rows": simulation.keyspace.total_rows,
         "nodes": simulation.layout.nodes,

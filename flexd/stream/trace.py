@@ -1,12 +1,10 @@
-"""Traces of (table, row) events, and the batches that a next-item sequence model trains on."""
+"""Traces of (table, row) events in order of time."""
 
 from __future__ import annotations
 
-import itertools
 import zipfile
 import zlib
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -121,84 +119,6 @@ def synthetic_trace(
     return Trace(np.zeros(events, np.int64), row, seconds, user, np.array([rows]), ("item",))
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One rank's samples of one step: for each sample a history and, as its last element, the item to predict.
-
-    Attributes:
-        ids: by table, int64 row ids, sample by sample.
-        lengths: by table, int64 [samples].
-        order: int64 [elements], the index of each element of each sequence (sample by sample, in time order) in the
-            concatenated ids of the tables.
-        sequence_lengths: int64 [samples], length of history and target.
-        seconds: event time of the last sample.
-    """
-
-    ids: tuple[Int64Array, ...]
-    lengths: tuple[Int64Array, ...]
-    order: Int64Array
-    sequence_lengths: Int64Array
-    seconds: float
-
-
-class Batches:
-    """``steps`` batches for every rank, spread evenly over the whole trace to include its drift.
-
-    A sample is an event with at least ``min_history`` earlier events: of the same user, or, in a trace without users,
-    of the stream itself. Consecutive samples go to the ranks in turn, as with a distributed sampler.
-    """
-
-    def __init__(
-        self, trace: Trace, *, world_size: int, batch_size: int, steps: int, history: int, min_history: int
-    ) -> None:
-        self.trace = trace
-        self.history = history
-        self._world_size = world_size
-        self._batch_size = batch_size
-        events = len(trace)
-        if trace.user is None:
-            self._order = np.arange(events)
-            position, start = self._order, np.zeros(events, dtype=np.int64)
-        else:
-            self._order = np.argsort(trace.user, kind="stable")
-            users = trace.user[self._order]
-            firsts = np.flatnonzero(np.concatenate([[True], users[1:] != users[:-1]]))
-            position = np.empty(events, dtype=np.int64)
-            position[self._order] = np.arange(events)
-            start = np.empty(events, dtype=np.int64)
-            start[self._order] = np.repeat(firsts, np.diff(np.append(firsts, events)))
-        usable = np.flatnonzero(position - start >= min_history)
-        wanted = steps * batch_size * world_size
-        if len(usable) == 0:
-            raise StreamError(
-                f"the trace has no event with {min_history} earlier events of its user",
-                remedy="use a trace with longer histories",
-            )
-        picks = usable[np.linspace(0, len(usable) - 1, wanted).astype(np.int64)]
-        self._last = position[picks].reshape(steps, batch_size, world_size)
-        self._first = np.maximum(start[picks], position[picks] - history).reshape(self._last.shape)
-        self._seconds = trace.seconds[picks].reshape(self._last.shape)
-
-    @cached_property
-    def span_seconds(self) -> float:
-        """Event time between the first and the last sample."""
-        return float(self._seconds[-1].max() - self._seconds[0].min())
-
-    def batch(self, step: int, rank: int) -> Batch:
-        first, last = self._first[step, :, rank], self._last[step, :, rank]
-        lengths = last - first + 1
-        ends = np.cumsum(lengths)
-        elements = np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1])
-        events = self._order[elements]
-        table, row = self.trace.table[events], self.trace.row[events]
-        sample = np.repeat(np.arange(len(lengths)), lengths)
-        by_table = np.argsort(table, kind="stable")
-        order = np.empty(len(table), dtype=np.int64)
-        order[by_table] = np.arange(len(table))
-        ids, counts = [], []
-        bounds = np.searchsorted(table[by_table], np.arange(len(self.trace.table_rows) + 1))
-        for low, high in itertools.pairwise(bounds):
-            chosen = by_table[low:high]
-            ids.append(row[chosen])
-            counts.append(np.bincount(sample[chosen], minlength=len(lengths)))
-        return Batch(tuple(ids), tuple(counts), order, lengths, float(self._seconds[step, -1, rank]))
+def built_in_trace(seed: int = 0) -> Trace:
+    """Return the synthetic trace that ``flexd demo`` and ``flexd simulate`` use where none is given."""
+    return synthetic_trace(2_000_000, seed, users=4_000)

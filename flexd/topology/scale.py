@@ -7,6 +7,10 @@ from dataclasses import replace
 from flexd.core.errors import TopologyError
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkModel
 
+PRODUCTION_RANK_BYTES = 15.5e6 * 256
+"""Bytes that a rank looks up in a production step: about 15.5M rows of 256 bytes (TorchRec's 1,935-table example). Over
+those of a rehearsal's step they are the factor at which plans weigh latencies as they would there."""
+
 
 def scale_model(cluster: Cluster, factor: float) -> Cluster:
     """Return the same cluster with latencies divided by ``factor``, which keeps the ratio of bytes and latencies.

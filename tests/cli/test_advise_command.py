@@ -21,7 +21,7 @@ SMALL = ("--steps", 8, "--batch", 16, "--history", 4, "--dim", 8)
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "events.npz"
-    events = synthetic_trace(4_000, 0)
+    events = synthetic_trace(12_000, 0)
     arrays = {"row": events.row, "ts": events.seconds, "table": events.table, "user": events.user}
     np.savez(path, table_rows=events.table_rows, table_names=np.array(events.table_names), **arrays)
     return path

@@ -8,7 +8,7 @@ import pytest
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.demo.reference import ID_BYTES, RowWiseBaseline
-from flexd.stream.trace import Batch
+from flexd.stream.batches import Batch
 
 
 @pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 1), RankLayout(1, 4), RankLayout(2, 3)])

@@ -17,8 +17,9 @@ from flexd.demo.summary import RunRecord, inter_node_bytes, summarise, tolerance
 
 STEPS = 40
 SETUP = RunSetup(
-    trace="somewhere/trace.npz", job="j", nodes=2, local_ranks=1, steps=STEPS, batch_size=4, history=3, dim=2,
-    dtype="float64", learning_rate=0.1, dense_learning_rate=0.1, replica_budget=0.05, seed=0, store_port=1,
+    trace="somewhere/trace.npz", job="j", nodes=2, local_ranks=1, steps=STEPS, batch_size=4, history=3,
+    samples="sequences", lengths="fixed", dim=2, dtype="float64", learning_rate=0.1, dense_learning_rate=0.1,
+    replica_budget=0.05, seed=0, store_port=1,
     control="127.0.0.1:1", directory="d", file_log="l", kafka=None, tap=False, topic="t", check_every=5,
 )  # fmt: skip
 STEP = np.arange(STEPS)
@@ -51,6 +52,7 @@ def _record() -> RunRecord:
     reference = {
         "loss": np.stack([first["loss"], second["loss"]], axis=1) + 1e-12,
         "row_wise": np.full(STEPS, 1000), "row_wise_dedup": np.full(STEPS, 300),
+        "samples": np.array("pieces"), "touches/rows_of_rank": np.array(7.5),
         "table/item": np.array([[1.0, 2.0 + 1e-13]]), "dense/w": np.array([5.0]),
     }  # fmt: skip
     return RunRecord(SETUP, (first, second), reference, (_plan(1, 1, 60), _plan(2, 2, 40), _plan(3, 3, 0)))

@@ -16,6 +16,7 @@ import yaml
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
+from flexd.stream.samples import SampleKind
 from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.stopped import stop
 from tests.support.until import until
@@ -30,7 +31,9 @@ class LiveJob:
     """The processes of a demo, which run on by themselves. The daemon plans only on request."""
 
     def __init__(self, directory: Path) -> None:
-        self._demo = Demo(DemoOptions(steps=STEPS, batch_size=24, out_dir=directory), directory)
+        self._demo = Demo(
+            DemoOptions(steps=STEPS, batch_size=24, samples=SampleKind.IMPRESSIONS, out_dir=directory), directory
+        )
         config_file = directory / "flexd.yaml"
         config = yaml.safe_load(config_file.read_text())
         config["planner"] |= {"interval_seconds": 3600.0, "min_samples": 20_000}

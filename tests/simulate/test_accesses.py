@@ -31,7 +31,7 @@ def profile_of(weight: float = 1.0) -> Profile:
 
 
 def test_a_trace_is_simulated_and_its_profile_is_drawn_from(tmp_path) -> None:
-    trace = synthetic_trace(20_000, rows=900, active=300, users=50)
+    trace = synthetic_trace(20_000, rows=900, active=300, users=200)
     accesses = TraceAccesses("t", trace, LAYOUT, RowFormat(), batch_size=16, steps=8, history=8)
     assert sum(len(mine) for mine in accesses.keys(0)) == 4 * 16 * 9
     seen = simulate(

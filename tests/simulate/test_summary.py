@@ -39,8 +39,8 @@ def simulated(replanned: tuple[int, float], static: tuple[int, float], rows: int
         ORACLE.name: run_of(ORACLE, 500, 0.5),
     }
     return Simulation(
-        "made up", KeySpace([TableSpec("t", 100, 4)]), LAYOUT, load_preset("azure-a100-200g"), SimulationSettings(),
-        STEPS, 10.0, runs, (), None,
+        "made up", "drawn", {}, KeySpace([TableSpec("t", 100, 4)]), LAYOUT, load_preset("azure-a100-200g"),
+        SimulationSettings(), STEPS, 10.0, runs, (), None,
     )  # fmt: skip
 
 

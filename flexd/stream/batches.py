@@ -1,0 +1,210 @@
+"""Batches of a next-item sequence model, by step, rank and micro-batch, from the samples of a trace."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import StreamError
+from flexd.stream.samples import SampleKind, SampleLengths, Samples, group_by_user, make_samples
+from flexd.stream.trace import Trace
+
+Int64Array = npt.NDArray[np.int64]
+
+MAX_BATCH_SIZE = 512
+"""Samples of a rank and micro-batch where none is given, at most."""
+
+
+_WORDS = {
+    SampleKind.SEQUENCES: "pieces of histories that do not overlap, at most one of a user in a step",
+    SampleKind.IMPRESSIONS: "a sample for every event, given to the ranks in turn: samples of a user overlap",
+    SampleKind.IMPRESSIONS_BY_USER: "a sample for every event, all of a user on one rank: samples of a user overlap",
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's samples of one micro-batch: for each a history and, as its last element, the item to predict.
+
+    Attributes:
+        ids: by table, int64 row ids, sample by sample.
+        lengths: by table, int64 [samples].
+        order: int64 [elements], the index of each element of each sequence (sample by sample, in time order) in the
+            concatenated ids of the tables.
+        sequence_lengths: int64 [samples], length of history and target.
+        seconds: event time of the newest sample of the step.
+    """
+
+    ids: tuple[Int64Array, ...]
+    lengths: tuple[Int64Array, ...]
+    order: Int64Array
+    sequence_lengths: Int64Array
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UsedEvents:
+    """Events of the trace, by what became of them. They add up to all.
+
+    Attributes:
+        used: in a sample that is trained.
+        too_short: in no sample: the rest of a history, or a history, is shorter than a sample.
+        user_in_batch: in samples left out because their user was in every batch that they could have been in.
+        other_steps: in samples of batches that no step trains, or too few at the end to fill one.
+    """
+
+    used: int
+    too_short: int
+    user_in_batch: int
+    other_steps: int
+
+    def describe(self) -> str:
+        """Return the counts in words."""
+        left = {
+            "of histories too short": self.too_short,
+            "of users already in every batch": self.user_in_batch,
+            "in no step's batch": self.other_steps,
+        }
+        parts = [f"{count:,} {why}" for why, count in left.items() if count]
+        words = f"{self.used:,} events used"
+        return words if not parts else f"{words}, left out: {', '.join(parts)}"
+
+
+class Batches:
+    """Batches for every step, rank and micro-batch, in order of time and spread evenly over the whole trace.
+
+    A global batch is what all ranks train in all micro-batches of one optimizer step.
+
+    Args:
+        batch_size: samples of a rank and micro-batch. None: as many as the trace has for that many steps, at most
+            ``MAX_BATCH_SIZE``.
+        steps: None: as many as the trace has samples for, none left out between two.
+        history: events that a sample looks up, besides the one that it predicts.
+
+    Raises:
+        StreamError: the trace has too few samples, or none of that kind.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        world_size: int,
+        batch_size: int | None,
+        steps: int | None,
+        history: int,
+        kind: SampleKind = SampleKind.SEQUENCES,
+        lengths: SampleLengths = SampleLengths.FIXED,
+        micro_batches: int = 1,
+    ) -> None:
+        self.trace, self.history, self.kind, self.lengths = trace, history, kind, lengths
+        self.world_size, self.micro_batches = world_size, micro_batches
+        made = make_samples(trace, kind, lengths, history)
+        each = world_size * micro_batches
+        user_in_batch = 0
+        if kind is SampleKind.SEQUENCES:
+            groups, user_in_batch = _sequences(made, each, batch_size, steps)
+        else:
+            groups = _impressions(made, kind, world_size, micro_batches, batch_size or MAX_BATCH_SIZE, steps)
+        self.steps, self.batch_size = len(groups), groups.shape[1] // each
+        self._samples = made.select(groups.reshape(-1))
+        shape = (self.steps, micro_batches, self.batch_size, world_size)
+        self._first, self._length = self._samples.first.reshape(shape), self._samples.length.reshape(shape)
+        newest = trace.seconds[made.events[self._samples.first + self._samples.length - 1]].reshape(self.steps, -1)
+        self.seconds: npt.NDArray[np.float64] = np.maximum.accumulate(newest.max(axis=1))
+        """[steps]: event time of the newest sample up to each step."""
+        self.span_seconds = float(self.seconds[-1] - newest[0].min())
+        """Event time between the first and the last sample."""
+        used, in_samples = self._samples.events_in(), made.events_in()
+        self.events = UsedEvents(
+            used=used,
+            too_short=len(trace) - in_samples,
+            user_in_batch=user_in_batch,
+            other_steps=in_samples - used - user_in_batch,
+        )
+
+    def batch(self, step: int, rank: int, micro_batch: int = 0) -> Batch:
+        first, lengths = self._first[step, micro_batch, :, rank], self._length[step, micro_batch, :, rank]
+        ends = np.cumsum(lengths)
+        elements = np.repeat(first - (ends - lengths), lengths) + np.arange(ends[-1])
+        events = self._samples.events[elements]
+        table, row = self.trace.table[events], self.trace.row[events]
+        sample = np.repeat(np.arange(len(lengths)), lengths)
+        by_table = np.argsort(table, kind="stable")
+        order = np.empty(len(table), dtype=np.int64)
+        order[by_table] = np.arange(len(table))
+        ids, counts = [], []
+        bounds = np.searchsorted(table[by_table], np.arange(len(self.trace.table_rows) + 1))
+        for low, high in itertools.pairwise(bounds):
+            chosen = by_table[low:high]
+            ids.append(row[chosen])
+            counts.append(np.bincount(sample[chosen], minlength=len(lengths)))
+        return Batch(tuple(ids), tuple(counts), order, lengths, float(self.seconds[step]))
+
+    def describe(self) -> str:
+        """Return what the batches are made of, in words."""
+        sizes = f"{self.batch_size:,} samples a rank" + (
+            f" and micro-batch, {self.micro_batches} micro-batches a step" if self.micro_batches > 1 else " and step"
+        )
+        full = f"{self.history + 1} events"
+        of = (
+            full
+            if self.lengths is SampleLengths.FIXED
+            else f"2 to {full}, {self._samples.length.mean():.1f} on average"
+        )
+        return f"{_WORDS[self.kind]}; {sizes}, of {of}; {self.events.describe()}"
+
+    def events_of(self, step: int, rank: int, micro_batch: int = 0) -> list[Int64Array]:
+        """Return the indices of each sample's events."""
+        first, length = self._first[step, micro_batch, :, rank], self._length[step, micro_batch, :, rank]
+        return [self._samples.events[low : low + count] for low, count in zip(first, length, strict=True)]
+
+
+def _sequences(made: Samples, each: int, batch_size: int | None, steps: int | None) -> tuple[Int64Array, int]:
+    """Return int64 [steps, global batch] indices, and the number of events in samples that waited too long.
+
+    ``each``: samples of a global batch over ``batch_size``.
+    """
+    size = batch_size
+    if size is None:
+        size = min(MAX_BATCH_SIZE, max(1, len(made) // (each * (steps or 1))), max(1, made.users // each))
+    while True:
+        grouping = group_by_user(made.user, size * each)
+        found = len(grouping.samples)
+        if found >= (steps or 1):
+            break
+        if batch_size is not None or size == 1:
+            raise StreamError(
+                f"the trace has {len(made):,} samples that do not overlap, of {made.users:,} users: {found:,} batches "
+                f"of {size * each:,}, at most one of a user in each",
+                remedy="fewer steps, smaller batches or shorter histories, or samples that overlap (impressions)",
+            )
+        size = max(1, min(size - 1, size * found // (steps or 1)))
+    return grouping.samples[_spread(found, steps or found)], int(made.length[grouping.waited_too_long].sum())
+
+
+def _impressions(
+    made: Samples, kind: SampleKind, world_size: int, micro_batches: int, batch_size: int, steps: int | None
+) -> Int64Array:
+    """Return int64 [steps, global batch] indices; where there are too few samples, some are repeated."""
+    of_rank = micro_batches * batch_size
+    if kind is SampleKind.IMPRESSIONS:
+        count = steps or max(1, len(made) // (of_rank * world_size))
+        return _spread(len(made), count * of_rank * world_size).reshape(count, -1)
+    by_rank = [np.flatnonzero(made.user % world_size == rank) for rank in range(world_size)]
+    fewest = min(len(mine) for mine in by_rank)
+    if not fewest:
+        raise StreamError(
+            f"{made.users} users for {world_size} ranks: a rank has no sample",
+            remedy="use a trace with more users, or fewer ranks",
+        )
+    count = steps or max(1, fewest // of_rank)
+    picks = [mine[_spread(len(mine), count * of_rank)].reshape(count, of_rank) for mine in by_rank]
+    return np.stack(picks, axis=2).reshape(count, -1)
+
+
+def _spread(available: int, wanted: int) -> Int64Array:
+    return np.linspace(0, available - 1, wanted).astype(np.int64)
