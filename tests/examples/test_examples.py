@@ -12,12 +12,15 @@ import pytest
 import yaml
 
 from flexd.demo.ports import free_ports
-from flexd.demo.runner import PRESET, SCALE
+from flexd.demo.runner import PRESET
 from flexd.topology.cluster import Collective
 from flexd.topology.files import load_cluster, load_preset
 from flexd.topology.scale import scale_model
 from tests.support.flexd_processes import RunningDaemon, saved_sketches
 from tests.support.repository import ROOT
+
+SCALE = 5_000
+"""Factor of examples/rehearsal_cluster.yaml: its latencies are divided by it."""
 
 pytestmark = pytest.mark.slow
 
