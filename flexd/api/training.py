@@ -62,6 +62,9 @@ class TrainingStatus(Model):
     """The newest step that any rank reported."""
     exchange: str = ""
     """The exchange that the ranks use; several while it changes, empty until a rank has reported."""
+    exchange_reason: str = ""
+    """Why: ``configured`` by the trainer; or chosen by it (``auto``): ``start``, ``priced`` by the daemon,
+    ``measured``, or in a ``trial``; empty until a rank has reported."""
     phases: tuple[PhaseStatus, ...] = ()
     """A step by phase; empty until a rank has reported."""
     cover_seconds: FiniteOrNone = None
@@ -90,6 +93,10 @@ class TrainingStatus(Model):
             "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", self.apply_seconds
         )
         yield gauge("flexd_training_step", "The newest step that any rank reported.", self.newest_step)
+        yield gauges_by(
+            "flexd_training_exchange", "1 for the exchange that the ranks use, and why they do.",
+            ("exchange", "reason"), {(self.exchange, self.exchange_reason): 1.0} if self.exchange else {},
+        )  # fmt: skip
         known = {phase.phase: phase for phase in self.phases}
         phases = {phase.value: known.get(phase.value, PhaseStatus(phase=phase.value)) for phase in StepPhase}
         yield gauges_by(
@@ -131,6 +138,7 @@ def training_status(
         accesses={"HOME": home, "NODE": node, "DEVICE": device},
         sent_bytes={kind: {link: totals.sent_bytes[kind, link] for link in LINKS} for kind in TRAFFIC_KINDS},
         exchange=", ".join(sorted({rank.exchange for rank in ranks.values() if rank.exchange})),
+        exchange_reason=next((rank.exchange_reason for rank in ranks.values() if rank.exchange_reason), ""),
         cover_seconds=None if phases is None else phases.cover_seconds,
         phases=()
         if phases is None

@@ -230,7 +230,9 @@ def _phases(status: Status) -> Table:
         )
         for phase in status.training.phases
     )  # fmt: skip
-    exchange = f", exchange {status.training.exchange}" if status.training.exchange else ""
+    used = status.training
+    reason = f" ({used.exchange_reason})" if used.exchange_reason else ""
+    exchange = f", exchange {used.exchange}{reason}" if used.exchange else ""
     return Table(f"a step by phase{exchange}", columns, rows, frozenset(columns[1:]), ("intra", "sent intra"))
 
 

@@ -79,6 +79,7 @@ class Connection:
                 migration_intra_bytes=since["migration_intra_bytes"],
                 migration_inter_bytes=since["migration_inter_bytes"],
                 exchange=collection.exchange,
+                exchange_reason=collection.engine.exchange.reason or "",
                 unused_prefetches=max(0, unused - self._last_unused),
                 phases=phases,
                 phase_steps=phase_steps,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from flexd.control.agent.inbox import ChunkInbox, Prepared
-from flexd.control.protocol.report import StepPhase
+from flexd.control.protocol.report import ExchangeReason, StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
@@ -176,10 +176,14 @@ class RowEngine:
             for group, slots in zip(keyspace.groups, replica_slots, strict=True)
         ]
         automatic = exchange == "auto"
-        self.exchange = ExchangeChoice("chain" if automatic else exchange)
+        self.exchange = ExchangeChoice(
+            "chain" if automatic else exchange, None if automatic else ExchangeReason.CONFIGURED
+        )
         # With one node, or one rank in each, both exchanges are the same.
         chooses = automatic and groups.rank == 0 and min(groups.layout.nodes, groups.layout.local_ranks) > 1
         self.trial = ExchangeTrial(self.exchange) if chooses else None
+        if chooses:
+            self.exchange.reason = ExchangeReason.START
         self._comm_dtype = comm_dtype
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
@@ -345,6 +349,7 @@ class RowEngine:
         with self._calling():
             updated = self._push(optimizer)
         if updated and self.trial is not None:
+            self.trial.begin_with(self.inbox.priced_exchange)
             self.trial.step()
         if updated and self.after_step is not None:
             self.after_step()

@@ -6,8 +6,10 @@ import numpy as np
 
 from flexd.config.planner import PlannerConfig
 from flexd.core.layout import Tier
+from flexd.planner.baselines import ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
 
 _EXCHANGES = {
@@ -20,6 +22,17 @@ _EXCHANGES = {
 def running_exchange(settings: PlannerConfig) -> Exchange:
     """Return the exchange that the trainers run, from its configured name."""
     return _EXCHANGES[settings.exchange]
+
+
+def cheaper_exchange(plan: Plan) -> str:
+    """Return the configured name of the cheaper of the chain, with the plan's copies if it is for the chain, and the
+    direct exchange with dedup."""
+    chain, direct = plan.baselines[TWO_HOP.name], plan.baselines[ROW_WISE_DEDUP.name]
+    if plan.exchange is Exchange.CHAIN:
+        chain = plan.after
+    elif plan.exchange is Exchange.DIRECT_DEDUP:
+        direct = plan.after
+    return "direct" if direct.exposed_seconds < chain.exposed_seconds else "chain"
 
 
 def training_shape(settings: PlannerConfig) -> TrainingShape:

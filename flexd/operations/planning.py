@@ -19,7 +19,7 @@ from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
 from flexd.operations.measured_exposure import priced_by
-from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
+from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
@@ -137,6 +137,7 @@ class Planning:
             self.proposals.add(proposal)
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
+                self._coordinator.set_priced_exchange(cheaper_exchange(plan))
             return proposal
 
     def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Execution | None]:

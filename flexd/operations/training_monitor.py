@@ -32,7 +32,7 @@ class RankAverages:
         intra_bytes: bytes of all kinds sent inside its node per step.
         inter_bytes: bytes of all kinds sent to other nodes per step.
         heard_at: time of its newest report, in monotonic seconds.
-        exchange: used after its newest step.
+        exchange, exchange_reason: used after its newest step, and why (``ExchangeReason``).
         phases: its steps by phase; None before it has reported any.
     """
 
@@ -45,6 +45,7 @@ class RankAverages:
     inter_bytes: float
     heard_at: float
     exchange: str = ""
+    exchange_reason: str = ""
     phases: PhaseAverages | None = None
 
     @staticmethod
@@ -69,6 +70,7 @@ class RankAverages:
             inter_bytes=average(inter, known.inter_bytes if known else 0.0),
             heard_at=time.monotonic(),
             exchange=report.exchange,
+            exchange_reason=report.exchange_reason,
             phases=PhaseAverages.of(report, known.phases if known else None),
         )
 

@@ -34,11 +34,27 @@ def test_phases_are_the_mean_over_the_ranks_and_unknown_before_any_report() -> N
     assert training_status(monitor.totals(), monitor.ranks(), monitor.phases()).phases == ()
     for rank, seconds in ((0, 0.2), (1, 0.6)):
         rows = PhaseReport("rows", exposed_seconds=seconds, inter_bytes=1000, inter_collectives=4)
-        monitor.add(rank, replace(report(3, steps=2), phases=(rows,), phase_steps=2, exchange="chain"))
+        monitor.add(
+            rank,
+            replace(
+                report(3, steps=2),
+                phases=(rows,),
+                phase_steps=2,
+                exchange="chain",
+                exchange_reason=("" if rank else "priced"),
+            ),
+        )
     shown = training_status(monitor.totals(), monitor.ranks(), monitor.phases())
     (rows_phase,) = (phase for phase in shown.phases if phase.phase == "rows")
     assert (rows_phase.exposed_seconds, rows_phase.inter_bytes, rows_phase.inter_collectives) == (0.2, 500, 2)
-    assert shown.exchange == "chain"
+    assert (shown.exchange, shown.exchange_reason) == ("chain", "priced")
+    labels = [
+        tuple(sample.labels.values())
+        for family in shown.metrics()
+        if family.name == "flexd_training_exchange"
+        for sample in family.samples
+    ]
+    assert labels == [("chain", "priced")]
     sample = {
         tuple(sample.labels.values()): sample.value
         for family in shown.metrics()

@@ -124,6 +124,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
     journal = PlacementJournal(tmp_path)
     coordinator = Coordinator(ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), journal)
+    coordinator.set_priced_exchange("direct")
     coordinator.start()
     layout, final = RankLayout(2, 2), random_placement(12)
     states: list[MigrationState] = []
@@ -147,6 +148,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     expected = connected_alone(4, steps)
     counted = 0
     for rank, result in enumerate(results):
+        assert result["priced"] == "direct"
         assert result["digest"] == final.digest(), result["state"]
         assert result["versions"] == results[0]["versions"]
         assert result["versions"][-1] >= 14, "two migrations of at least seven chunks each"

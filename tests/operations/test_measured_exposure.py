@@ -94,3 +94,12 @@ def test_plans_use_the_measured_exposure(tmp_path: Path) -> None:
     assert plan.before.exposed_seconds == 0
     assert "1e+06 ms cover the rest" in plan.cluster.name
     assert math.isfinite(plan.cluster.exposed.cover_seconds)
+
+
+def test_a_plan_tells_the_ranks_that_join_which_exchange_is_cheaper(tmp_path: Path) -> None:
+    harness = filled_harness(tmp_path)
+    harness.propose("rehearsal", dry_run=True)
+    assert harness.coordinator.priced_exchange == ""
+    plan = harness.propose("prices").plan
+    cheaper = plan.baselines["row_wise_dedup"].exposed_seconds < plan.after.exposed_seconds
+    assert harness.coordinator.priced_exchange == ("direct" if cheaper else "chain")

@@ -32,6 +32,7 @@ def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int)
             collection.engine.migrator.digest == digest
         )  # equal on all ranks: they apply chunks at the same step
     out = {
+        "priced": collection.engine.inbox.priced_exchange,
         "steps": step, "versions": versions, "bit_equal": equal, "digest": collection.engine.migrator.digest,
         "listed": collection.engine.migrator.placement(), "state": connection.agent.state,
         "tables": {name: collection.gather_table(name).numpy() for name in ROWS},

@@ -24,6 +24,7 @@ class FakeCoordinator:
     failure = ""
     outstanding_chunks = 0
     distrust = ""
+    priced_exchange = ""
 
     def __init__(self, generation: int = 1, *, obedient: bool = False, slots: int = 200) -> None:
         self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (slots,), True, "")
@@ -32,6 +33,9 @@ class FakeCoordinator:
         self.migrations: list[Migration] = []
         self.refuses = False
         self.obedient = obedient
+
+    def set_priced_exchange(self, name: str) -> None:
+        self.priced_exchange = name
 
     def listen(self) -> None:
         """Bind no address."""

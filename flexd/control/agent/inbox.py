@@ -118,6 +118,8 @@ class ChunkInbox:
         self._slots_used = np.zeros(len(replica_slots), dtype=np.int64)
         """In the placement that has every received chunk applied."""
         self._in_exchange = False
+        self.priced_exchange = ""
+        """The exchange that the daemon prices lower; empty before it has. Set by the agent's thread."""
         self.on_change: Callable[[], None] | None = None
         """Called by the training thread when the agreed or applied version has changed; must not block."""
 

@@ -227,6 +227,7 @@ class RankConnection:
         if isinstance(message, EpochEnd):
             self._end_epoch()
         elif isinstance(message, EpochGo):
+            self._inbox.priced_exchange = message.exchange
             self._join()
         elif not self._joined:
             raise StaleMessageError(f"a {message.kind} message before the ranks have joined the epoch")

@@ -178,6 +178,10 @@ class Coordinator:
             self._server.wake()
         return migration
 
+    def set_priced_exchange(self, name: str) -> None:
+        """Set the exchange with which trainers that choose it themselves begin when they join the next epoch."""
+        self._epochs.priced_exchange = name
+
     def current_migration(self) -> Migration | None:
         """Return the migration that is running, or else the one that waits."""
         return self._pusher.current

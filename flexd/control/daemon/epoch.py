@@ -74,8 +74,10 @@ class Epoch:
         timeout_seconds: float,
         total_rows: int,
         term: int = 0,
+        exchange: str = "",
     ) -> None:
         self._channels = channels
+        self._exchange = exchange
         self.topology = topology
         self.number = number
         self.peers = channels.peers_of(topology)
@@ -248,7 +250,7 @@ class Epoch:
             )
         self.version, self.digest = first.agreed_version, first.agreed_digest
         fault_point("epoch.settled")
-        self._channels.send(self.peers, EpochGo(**self._fence))
+        self._channels.send(self.peers, EpochGo(**self._fence, exchange=self._exchange))
         fault_point("epoch.go")
         self._joined = True
         fault_point("epoch.joined")

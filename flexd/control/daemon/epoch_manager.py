@@ -131,6 +131,8 @@ class EpochManager:
         self.refused: tuple[RefusedRank, ...] = ()
         self.reason = "no rank has registered"
         self.distrust = ""
+        self.priced_exchange = ""
+        """The exchange that the planner prices lower, for ranks that join; empty before a plan was made."""
         self._must_list = False
         """The next epoch starts from the lists of the ranks, not from the journal."""
         self._distrusted = 0
@@ -319,6 +321,7 @@ class EpochManager:
         self.epoch = Epoch(
             self._hosting.channels, topology, self._options.job, self._instance, self._generation, self._epochs,
             self._options.timeout_seconds, self._keyspace.total_rows, self._options.term,
+            self.priced_exchange,
         )  # fmt: skip
         self._hosting.tap.begin_epoch(self.epoch.fence, topology, self.epoch.peers)
         self.reason = "the ranks are settling"

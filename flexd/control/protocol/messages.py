@@ -137,9 +137,14 @@ class EpochMessage(Message):
 
 @dataclass(frozen=True)
 class EpochGo(EpochMessage):
-    """All ranks have settled on the same placement: chunks may follow."""
+    """All ranks have settled on the same placement: chunks may follow.
+
+    Attributes:
+        exchange: of chain and direct the one that the daemon prices lower; empty if it has not priced them.
+    """
 
     kind: ClassVar[str] = "go"
+    exchange: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,21 @@ class RankIdentity:
     tables: tuple[TableSpec, ...] = ()
 
 
+class ExchangeReason(StrEnum):
+    """Why a rank uses its exchange."""
+
+    CONFIGURED = "configured"
+    """The trainer names it."""
+    START = "start"
+    """``auto``, before prices or measurements."""
+    PRICED = "priced"
+    """``auto``: the daemon prices it lower."""
+    MEASURED = "measured"
+    """``auto``: its steps took less time."""
+    TRIAL = "trial"
+    """``auto``: its steps are being measured."""
+
+
 class StepPhase(StrEnum):
     """The parts of a training step, in the order in which a report lists them."""
 
@@ -119,6 +134,7 @@ class StepReport:
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
         unused_prefetches: batches that were located ahead and located again, because the loop copied their ids.
         exchange: used after the newest step.
+        exchange_reason: value of ``ExchangeReason``; empty on ranks that follow the one which decides.
         phases: the step by phase.
         phase_steps: steps summed in ``phases``; other ones than ``steps``, because phases are measured with a delay.
         cover_seconds: compute that could cover collectives beside the training thread, in these steps.
@@ -139,6 +155,7 @@ class StepReport:
     migration_inter_bytes: int = 0
     unused_prefetches: int = 0
     exchange: str = ""
+    exchange_reason: str = ""
     phases: tuple[PhaseReport, ...] = ()
     phase_steps: int = 0
     cover_seconds: float = 0.0
@@ -149,7 +166,15 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
     newer = replace(newer, step_seconds=_finite(newer.step_seconds), apply_seconds=_finite(newer.apply_seconds))
     if older is None:
         return newer
-    latest = {"step", "placement_version", "placement_digest", "accesses_by_tier", "exchange", "phases"}
+    latest = {
+        "step",
+        "placement_version",
+        "placement_digest",
+        "accesses_by_tier",
+        "exchange",
+        "exchange_reason",
+        "phases",
+    }
     sums = {
         item.name: getattr(older, item.name) + getattr(newer, item.name)
         for item in fields(StepReport)

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+from flexd.control.protocol.report import ExchangeReason
+
 _NAMES = ("chain", "direct")
 _MAX_PROPOSALS = 2**14
 """Proposals of a job that the message of sizes has room for (15 bits with the exchange)."""
@@ -18,8 +20,10 @@ class ExchangeChoice:
     know the newest one, and apply it before the next step that no route or gradient of an earlier one depends on.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, reason: ExchangeReason | None = None) -> None:
         self.name = name
+        self.reason = reason
+        """Why it is used; None on a rank that follows the proposals of others."""
         self._proposed = self._agreed = 0
 
     @property
@@ -77,6 +81,20 @@ class ExchangeTrial:
         self._times: list[float] = []
         self._before: tuple[str, float] | None = None
         """The exchange in use before the trial and its median step; None while it is measured."""
+        self._priced = ""
+
+    def begin_with(self, priced: str) -> None:
+        """Begin with the exchange that is priced lower. A price that is not the first, or that comes when steps have
+        been measured, changes nothing: what is measured counts more."""
+        if self._priced or priced not in _NAMES:
+            return
+        self._priced = priced
+        if self._choice.reason is not ExchangeReason.START:
+            return
+        self._choice.reason = ExchangeReason.PRICED
+        if priced != self._choice.next:
+            self._choice.propose(priced)
+            self._times = []
 
     def step(self) -> None:
         """Count a step; call it after each one."""
@@ -95,9 +113,11 @@ class ExchangeTrial:
         self._waits = 3
         if self._before is None:
             self._before = (self._choice.name, typical)
+            self._choice.reason = ExchangeReason.TRIAL
             self._choice.propose(_NAMES[1 - _NAMES.index(self._choice.name)])
             return
         (name, usual), self._before = self._before, None
+        self._choice.reason = ExchangeReason.MEASURED
         if typical >= usual * (1 - self._margin):
             self._choice.propose(name)
         self._waits = self._pause_steps

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flexd
+from flexd.control.protocol.report import ExchangeReason
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
@@ -87,3 +88,31 @@ def test_an_unknown_exchange_is_refused_and_auto_starts_with_the_chain() -> None
     with pytest.raises(EmbeddingError, match="one of auto, chain, direct, direct_no_dedup"):
         flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), exchange="star")
     assert flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), exchange="auto").exchange == "chain"
+
+
+def test_auto_begins_with_the_priced_exchange_and_keeps_the_measured_one() -> None:
+    choice, now = ExchangeChoice("chain", ExchangeReason.START), [0.0]
+    trial = ExchangeTrial(choice, steps=2, interval_steps=1000, clock=lambda: now[0])
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            choice.agreed(choice.proposed)
+            choice.name = choice.next
+            now[0] += 1.0 if choice.name == "chain" else 2.0
+            trial.step()
+
+    trial.begin_with("")
+    trial.begin_with("direct")
+    steps(1)
+    assert (choice.name, choice.reason) == ("direct", ExchangeReason.PRICED)
+    steps(20)
+    assert (choice.name, choice.reason) == ("chain", ExchangeReason.MEASURED)
+    trial.begin_with("direct")
+    steps(3)
+    assert choice.name == "chain", "only the first price counts"
+
+
+def test_a_price_after_the_first_measurement_changes_nothing() -> None:
+    choice = ExchangeChoice("chain", ExchangeReason.MEASURED)
+    ExchangeTrial(choice).begin_with("direct")
+    assert (choice.proposed, choice.reason) == (0, ExchangeReason.MEASURED)
