@@ -98,8 +98,9 @@ class EmbeddingCollection(nn.Module):
         replica_slots: replica slots of each rank, one number a dim-group, instead of ``replica_fraction``.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
         exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home), "auto" (the
-            one of these whose steps take less time, measured from time to time, beginning with the one that
-            the daemon prices lower; it changes between two steps and without any effect on the result) or "direct_no_dedup" (the default of sharded modules elsewhere).
+            one of these whose steps take less time, measured from time to time, beginning with the one that the daemon
+            prices lower; it changes between two steps and without any effect on the result) or "direct_no_dedup" (the
+            default of sharded modules elsewhere).
         comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
             table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
             does not depend on the placement. Set ``planner.comm_dtype`` of the daemon to the same value.

@@ -176,14 +176,12 @@ class RowEngine:
             for group, slots in zip(keyspace.groups, replica_slots, strict=True)
         ]
         automatic = exchange == "auto"
-        self.exchange = ExchangeChoice(
-            "chain" if automatic else exchange, None if automatic else ExchangeReason.CONFIGURED
-        )
+        self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
         chooses = automatic and groups.rank == 0 and min(groups.layout.nodes, groups.layout.local_ranks) > 1
         self.trial = ExchangeTrial(self.exchange) if chooses else None
-        if chooses:
-            self.exchange.reason = ExchangeReason.START
+        if chooses or not automatic:
+            self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
