@@ -23,6 +23,7 @@ from flexd.planner.model.cost import LoadSums, step_latencies
 from flexd.planner.model.gains import migration_seconds, row_seconds, usable_tiers
 from flexd.planner.model.prices import exposed_share, linear_exposure
 from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.touches import TouchRelation
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
 from flexd.planner.plan import Plan
@@ -195,6 +196,14 @@ class _GroupPricing:
             low, high = (middle, high) if bought(middle) > taken else (low, middle)
         return high
 
+    @cached_property
+    def relation(self) -> TouchRelation | None:
+        """Touches by accesses in the dim-group; None where nothing is measured."""
+        load = self.load
+        if load.touches is None:
+            return None
+        return TouchRelation.fit(load.accesses / load.micro_batches, load.touches, self.layout)
+
     def gains(self, statistics: Float64Array) -> Float64Array:
         """float64[statistic, n] -> float64[tier, n]: exposed seconds saved against HOME."""
         gains: Float64Array = (self.factors[Tier.HOME] - self.factors) @ statistics
@@ -202,9 +211,11 @@ class _GroupPricing:
 
     def gains_at(self, accesses: Float64Array) -> Float64Array:
         """float64[n] accesses per rank and step of an un-pooled row of the table -> float64[tier, n]."""
+        touches = None if self.relation is None else self.relation.touches(accesses / self.load.micro_batches)
         load = replace(
             self.load, keys=np.zeros(len(accesses), np.int64), accesses=accesses, accesses_lower=accesses,
             accesses_upper=accesses, trained=None if self.trained else np.zeros(len(accesses)), returned=None,
+            touches=touches,
         )  # fmt: skip
         return self.gains(load.listed_statistics(self.layout))
 

@@ -9,16 +9,22 @@ import numpy.typing as npt
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
-from flexd.sketch.profile import Profile, TableProfile
+from flexd.core.layout import RankLayout
+from flexd.simulate.step_keys import StepKeys
+from flexd.sketch.profile import Profile, RowTouches, TableProfile
 
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 
 
-def exact_profile(steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace) -> Profile:
+def exact_profile(
+    steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace, layout: RankLayout | None = None
+) -> Profile:
     """Return a profile that lists every row that was looked up, with its exact share.
 
     Args:
         steps: by step and rank, int64 [n] keys.
+        layout: of the ranks. With it the profile has the touches of every row, counted in these steps.
 
     Raises:
         PlanError: no steps, or no access in them.
@@ -29,6 +35,7 @@ def exact_profile(steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace) -> 
         raise PlanError("no accesses to count", remedy="replay more steps, or larger batches")
     rows, counts = np.unique(np.concatenate(keys), return_counts=True)
     table_of = keyspace.table_of(rows)
+    touches = None if layout is None else _touches(steps, rows, layout)
     made = []
     for index, table in enumerate(keyspace.tables):
         mine = np.flatnonzero(table_of == index)
@@ -49,6 +56,22 @@ def exact_profile(steps: Sequence[Sequence[Int64Array]], keyspace: KeySpace) -> 
                 bin_rows=np.empty(0),
                 distinct_rows=float(len(mine)),
                 coverage=1.0 if weight else 0.0,
+                touches=None
+                if layout is None or touches is None
+                else RowTouches(layout.nodes, layout.local_ranks, *touches[:, mine]),
             )
         )
     return Profile(tuple(made), samples=total)
+
+
+def _touches(steps: Sequence[Sequence[Int64Array]], rows: Int64Array, layout: RankLayout) -> Float64Array:
+    """Return float64[3, rows]: means a step over the ranks, over the nodes, and of the job."""
+    counts = np.zeros((3, len(rows)))
+    for ranks in steps:
+        keys = StepKeys.of(ranks, layout)
+        at = np.searchsorted(rows, keys.rows)
+        counts[0, at] += np.bincount(keys.pair_row, minlength=len(at))
+        counts[1, at] += np.bincount(keys.node_row, minlength=len(at))
+        counts[2, at] += 1
+    touches: Float64Array = counts / (len(steps) * np.array([[layout.world_size], [layout.nodes], [1]]))
+    return touches

@@ -303,7 +303,7 @@ def simulate(
     for step in range(steps):
         if step % settings.interval_steps == 0 and by_knowledge[Knowledge.NEXT_WINDOW]:
             window = range(step, min(steps, step + settings.interval_steps))
-            coming = exact_profile([accesses.keys(at) for at in window], accesses.keyspace)
+            coming = exact_profile([accesses.keys(at) for at in window], accesses.keyspace, layout)
             for runner in by_knowledge[Knowledge.NEXT_WINDOW]:
                 runner.plan(coming)
         keys = accesses.keys(step)
@@ -317,7 +317,7 @@ def simulate(
         due = []
         daemon.see(step, keys)
         if step + 1 == steps // STATIC_SHARE and by_knowledge[Knowledge.FIRST_QUARTER]:
-            quarter = exact_profile([accesses.keys(at) for at in range(step + 1)], accesses.keyspace)
+            quarter = exact_profile([accesses.keys(at) for at in range(step + 1)], accesses.keyspace, layout)
             due += [(runner, quarter) for runner in by_knowledge[Knowledge.FIRST_QUARTER]]
         if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.STREAM]:
             profile = daemon.profile()

@@ -16,6 +16,29 @@ Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class RowTouches:
+    """Measured touches of a table's listed rows: means a forward pass, NaN where unknown.
+
+    Attributes:
+        nodes, local_ranks: the layout under which they were measured.
+        per_rank: float64[h], share of the ranks that look the row up (u).
+        per_node: float64[h], share of the nodes of which any rank does (v).
+        anywhere: float64[h], share of the passes in which any rank does (w).
+    """
+
+    nodes: int
+    local_ranks: int
+    per_rank: Float64Array
+    per_node: Float64Array
+    anywhere: Float64Array
+
+    def __post_init__(self) -> None:
+        lengths = {len(values) for values in (self.per_rank, self.per_node, self.anywhere)}
+        if len(lengths) != 1 or self.nodes < 1 or self.local_ranks < 1:
+            raise SketchError("touches of a profile: the arrays differ in length, or the layout is empty")
+
+
+@dataclass(frozen=True)
 class TableProfile:
     """The accesses of one table as shares of the table's own accesses.
 
@@ -32,6 +55,7 @@ class TableProfile:
         distinct_rows: rows with at least one access (estimate).
         coverage: share of ``weight`` that hot rows and bins together explain, 0-1.
         sources: source nodes of the accesses, or None if the layout was not known.
+        touches: measured touches of the hot rows, or None if none were measured.
     """
 
     table: str
@@ -47,6 +71,7 @@ class TableProfile:
     distinct_rows: float
     coverage: float
     sources: TableSources | None = None
+    touches: RowTouches | None = None
 
     @property
     def source_node_share(self) -> Float32Array | None:
@@ -60,6 +85,8 @@ class TableProfile:
         listed = len(self.hot_rows)
         if not (len(self.hot_share) == len(self.hot_lower) == len(self.hot_upper) == listed):
             raise SketchError(f"profile of table {self.table!r}: hot row arrays differ in length")
+        if self.touches is not None and len(self.touches.per_rank) != listed:
+            raise SketchError(f"profile of table {self.table!r}: touches of another number of rows")
         if len(self.bin_share) != len(self.bin_rows):
             raise SketchError(f"profile of table {self.table!r}: bin arrays differ in length")
 

@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import SketchError
-from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.profile import Profile, RowTouches, TableProfile
 
 FORMAT = 1
 _SCALARS = ("weight", "accesses_per_step", "distinct_rows", "coverage")
 _HOT = ("hot_rows", "hot_share", "hot_lower", "hot_upper")
 _BINS = ("bin_share", "bin_rows")
+_TOUCHES = ("touch_per_rank", "touch_per_node", "touch_anywhere")
+"""Optional, by hot row; NaN where unknown. ``touch_layout`` has nodes and local ranks of each table, 0 for none."""
 _SPANS = ("window_seconds", "event_time_seconds", "half_life_seconds")
 
 
@@ -38,11 +40,27 @@ def write_profile(profile: Profile, path: Path) -> None:
     }
     arrays |= {name: np.array([getattr(table, name) for table in tables], dtype=np.float64) for name in _SCALARS}
     arrays |= {name: np.concatenate([getattr(table, name) for table in tables]) for name in (*_HOT, *_BINS)}
+    if any(table.touches is not None for table in tables):
+        arrays |= _touch_arrays(tables)
     try:
         with path.open("wb") as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
     except OSError as error:
         raise SketchError(f"profile {path}: cannot be written: {error}", remedy="give a writable path") from error
+
+
+def _touch_arrays(tables: tuple[TableProfile, ...]) -> dict[str, npt.NDArray[Any]]:
+    known = [table.touches or RowTouches(1, 1, *np.full((3, len(table.hot_rows)), np.nan)) for table in tables]
+    columns = ("per_rank", "per_node", "anywhere")
+    arrays: dict[str, npt.NDArray[Any]] = {
+        name: np.concatenate([getattr(touches, column) for touches in known])
+        for name, column in zip(_TOUCHES, columns, strict=True)
+    }
+    arrays["touch_layout"] = np.array(
+        [(0, 0) if table.touches is None else (table.touches.nodes, table.touches.local_ranks) for table in tables],
+        dtype=np.int64,
+    ).reshape(len(tables), 2)
+    return arrays
 
 
 def read_profile(path: Path) -> Profile:
@@ -83,6 +101,7 @@ def _profile(arrays: dict[str, npt.NDArray[Any]]) -> Profile:
     finite = (*_SCALARS, *_HOT, *_BINS)
     if not all(np.isfinite(arrays[name]).all() and (arrays[name] >= 0).all() for name in finite):
         raise ValueError("a number is negative or not finite")
+    layouts = _touch_layouts(arrays, len(names), len(arrays["hot_rows"]))
     made = []
     for index, name in enumerate(names):
         hot = slice(int(ends["hot"][index] - arrays["hot"][index]), int(ends["hot"][index]))
@@ -103,8 +122,31 @@ def _profile(arrays: dict[str, npt.NDArray[Any]]) -> Profile:
                 bin_rows=arrays["bin_rows"][bins],
                 distinct_rows=float(arrays["distinct_rows"][index]),
                 coverage=float(arrays["coverage"][index]),
+                touches=None
+                if layouts is None or not layouts[index].all()
+                else RowTouches(
+                    int(layouts[index][0]), int(layouts[index][1]), *(arrays[column][hot] for column in _TOUCHES)
+                ),
             )
         )
     generation, lag, samples = (int(count) for count in arrays["counts"])
     window, event_time, half_life = (float(span) for span in arrays["spans"])
     return Profile(tuple(made), generation, window, event_time, half_life, lag, samples)
+
+
+def _touch_layouts(arrays: dict[str, npt.NDArray[Any]], tables: int, hot: int) -> npt.NDArray[np.int64] | None:
+    """Return int64[tables, 2] of the layouts; None for a file without touches."""
+    if "touch_layout" not in arrays:
+        return None
+    layouts = arrays["touch_layout"]
+    if layouts.shape != (tables, 2) or layouts.dtype.kind != "i" or (layouts < 0).any():
+        raise ValueError("the layouts of its touches do not fit its tables")
+    for name in _TOUCHES:
+        column = arrays[name]
+        if (
+            column.shape != (hot,)
+            or column.dtype.kind != "f"
+            or not (np.isnan(column) | ((column >= 0) & (column <= 1))).all()
+        ):
+            raise ValueError("a touch is no share, or its arrays of touches differ in length")
+    return layouts

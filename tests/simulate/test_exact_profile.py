@@ -7,6 +7,7 @@ import pytest
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
 from flexd.simulate.exact_profile import exact_profile
 
 
@@ -27,3 +28,15 @@ def test_every_row_is_listed_with_its_share_of_its_table() -> None:
 def test_no_accesses_are_refused() -> None:
     with pytest.raises(PlanError, match="no accesses"):
         exact_profile([[np.empty(0, np.int64)]], KeySpace([TableSpec("t", 4, 4)]))
+
+
+def test_touches_are_means_over_ranks_nodes_and_steps() -> None:
+    keyspace = KeySpace([TableSpec("t", 4, 4)])
+    steps = [[[0, 0, 1], [0], [2], []], [[0], [], [], [1]]]
+    profile = exact_profile([[np.array(rank, np.int64) for rank in step] for step in steps], keyspace, RankLayout(2, 2))
+    (table,) = profile.tables
+    assert table.touches is not None
+    assert table.hot_rows.tolist() == [0, 1, 2]
+    assert table.touches.per_rank.tolist() == [3 / 8, 2 / 8, 1 / 8]
+    assert table.touches.per_node.tolist() == [2 / 4, 2 / 4, 1 / 4]
+    assert table.touches.anywhere.tolist() == [2 / 2, 2 / 2, 1 / 2]

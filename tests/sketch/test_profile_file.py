@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.profile import Profile
+from flexd.sketch.profile import Profile, RowTouches
 from flexd.sketch.profile_file import read_profile, write_profile
 from flexd.sketch.sketch_set import SketchSet
 
@@ -36,6 +37,41 @@ def test_a_file_restores_the_profile(profile: Profile, tmp_path: Path) -> None:
             assert getattr(mine, name) == getattr(theirs, name), name
         for name in FIELDS:
             np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name), err_msg=name)
+
+
+def with_touches(profile: Profile) -> Profile:
+    """Touches of the first table only, one of them unknown."""
+    first, *others = profile.tables
+    columns = np.random.default_rng(0).random((3, len(first.hot_rows)))
+    columns[1, 2] = np.nan
+    return replace(profile, tables=(replace(first, touches=RowTouches(2, 3, *columns)), *others))
+
+
+def test_touches_are_restored(profile: Profile, tmp_path: Path) -> None:
+    touched = with_touches(profile)
+    write_profile(touched, tmp_path / "p.npz")
+    first, second, _ = read_profile(tmp_path / "p.npz").tables
+    touches, expected = first.touches, touched.tables[0].touches
+    assert touches is not None
+    assert expected is not None
+    assert (touches.nodes, touches.local_ranks, second.touches) == (2, 3, None)
+    for name in ("per_rank", "per_node", "anywhere"):
+        np.testing.assert_array_equal(getattr(touches, name), getattr(expected, name), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("touch_layout", np.array([[2, -1], [0, 0], [0, 0]])), ("touch_per_rank", np.zeros(3)), ("touch_anywhere", None)],
+)
+def test_damaged_touches_are_refused(profile: Profile, tmp_path: Path, name: str, change: np.ndarray | None) -> None:
+    path = tmp_path / "p.npz"
+    write_profile(with_touches(profile), path)
+    with np.load(path) as file:
+        arrays = {key: file[key] for key in file.files}
+    arrays[name] = arrays[name] + 1 if change is None else change
+    np.savez(path, **arrays)
+    with pytest.raises(SketchError, match="touch"):
+        read_profile(path)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
+from flexd.planner.model.touches import TouchRelation, independent, measured_touches, rescaled
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.sketch.profile import Profile, TableProfile
 
@@ -56,6 +57,8 @@ class GroupLoad:
         trained, returned: float64[h], 0 for rows of frozen tables; rows that come back for a look-up (1 un-pooled).
             None: 1 for all.
         bin_trained, bin_returned: float64[k], the same for the bins.
+        touches: float64[3, h], touches of the listed rows in one forward pass (``touches``). None: independence.
+        bin_touches: float64[3, k], those of one row of each bin.
     """
 
     group: int
@@ -75,6 +78,8 @@ class GroupLoad:
     returned: Float64Array | None = None
     bin_trained: Float64Array | None = None
     bin_returned: Float64Array | None = None
+    touches: Float64Array | None = None
+    bin_touches: Float64Array | None = None
 
     @property
     def wire_bytes(self) -> int:
@@ -89,15 +94,24 @@ class GroupLoad:
 
     def listed_statistics(self, layout: RankLayout, accesses: Float64Array | None = None) -> Float64Array:
         """Return float64[STATISTICS, h] of the listed rows, with their estimates unless other accesses are given."""
-        return self._statistics(self.accesses if accesses is None else accesses, layout, self.trained, self.returned)
+        touches = self.touches
+        if accesses is None:
+            accesses = self.accesses
+        elif touches is not None:
+            passes = self.micro_batches
+            touches = rescaled(touches, self.accesses / passes, accesses / passes, layout)
+        return self._statistics(accesses, layout, self.trained, self.returned, touches)
 
     def bin_statistics(self, layout: RankLayout) -> Float64Array:
         """Return float64[STATISTICS, k] of one row of each bin."""
-        return self._statistics(self.bin_accesses, layout, self.bin_trained, self.bin_returned)
+        return self._statistics(self.bin_accesses, layout, self.bin_trained, self.bin_returned, self.bin_touches)
 
     def tail_statistics(self, layout: RankLayout) -> Float64Array:
         """Return float64[STATISTICS] of a trained row about which nothing else is known."""
-        return self._statistics(np.array([self.tail_accesses]), layout, None, None)[:, 0]
+        touches, rows = self.bin_touches, float(self.bin_rows.sum())
+        if touches is not None:
+            touches = (touches @ self.bin_rows / rows if rows > 0 else np.zeros(3))[:, None]
+        return self._statistics(np.array([self.tail_accesses]), layout, None, None, touches)[:, 0]
 
     def _statistics(
         self,
@@ -105,6 +119,7 @@ class GroupLoad:
         layout: RankLayout,
         trained: Float64Array | None,
         returned: Float64Array | None,
+        touches: Float64Array | None,
     ) -> Float64Array:
         return statistics(
             accesses,
@@ -113,6 +128,7 @@ class GroupLoad:
             merged_backward=self.merged_backward,
             trained=trained,
             returned=returned,
+            touches=touches,
         )
 
 
@@ -124,12 +140,17 @@ def statistics(
     merged_backward: bool = False,
     trained: Float64Array | None = None,
     returned: Float64Array | None = None,
+    touches: Float64Array | None = None,
 ) -> Float64Array:
     """Return float64[STATISTICS, n] of float64[n] accesses per rank and optimizer step.
 
-    A row that each of g ranks looks up Poisson(a) times is among their keys with probability 1 - exp(-g a): for one
-    rank (g = 1), the ranks of a node (g = L), all (g = W). In each of K micro-batches a / K of the look-ups happen. See
-    docs/cost-model.md.
+    In each of K micro-batches a / K of the look-ups happen. The passes of a step are taken as independent of each
+    other. See docs/cost-model.md.
+
+    Args:
+        touches: float64[3, n] of one forward pass. None: a row that each of g ranks looks up Poisson(a / K) times is
+            among their keys with probability 1 - exp(-g a / K): for one rank (g = 1), the ranks of a node (g = L), all
+            (g = W).
     """
     result = np.empty((STATISTICS, len(accesses)))
     result[ROWS] = result[SYNCED] = 1.0
@@ -137,14 +158,23 @@ def statistics(
     if returned is not None:
         result[RETURNED] *= returned
     result[BACK_RETURNED] = result[RETURNED]
-    for forward, backward, ranks in ((PER_RANK, BACK_PER_RANK, 1), (PER_NODE, BACK_PER_NODE, layout.local_ranks)):
-        result[forward] = -micro_batches * np.expm1(-ranks / micro_batches * accesses)
-        result[backward] = -np.expm1(-ranks * accesses) if merged_backward else result[forward]
-    result[ANYWHERE] = -np.expm1(-layout.world_size * accesses)
+    in_pass = independent(accesses / micro_batches, layout) if touches is None else touches
+    in_step = independent(accesses, layout) if touches is None else _in_any_pass(touches, micro_batches)
+    for at, (forward, backward) in enumerate(((PER_RANK, BACK_PER_RANK), (PER_NODE, BACK_PER_NODE))):
+        result[forward] = micro_batches * in_pass[at]
+        result[backward] = in_step[at] if merged_backward else result[forward]
+    result[ANYWHERE] = in_step[2]
     if trained is not None:
         for statistic in (ANYWHERE, SYNCED, BACK_RETURNED, BACK_PER_RANK, BACK_PER_NODE):
             result[statistic] *= trained
     return result
+
+
+def _in_any_pass(touches: Float64Array, passes: int) -> Float64Array:
+    if passes == 1:
+        return touches
+    untouched: Float64Array = np.power(1.0 - touches, passes)
+    return 1.0 - untouched
 
 
 def make_loads(
@@ -168,7 +198,7 @@ def make_loads(
     shape = shape or TrainingShape()
     parts = _table_loads(profile, keyspace, layout, shape, also_list)
     return tuple(
-        _load(index, [parts[table] for table in group.tables if table in parts], keyspace, shape)
+        _load(index, [parts[table] for table in group.tables if table in parts], keyspace, layout, shape)
         for index, group in enumerate(keyspace.groups)
     )
 
@@ -185,7 +215,7 @@ def make_table_loads(
     parts = _table_loads(profile, keyspace, layout, shape, None)
     group_of = {table: index for index, group in enumerate(keyspace.groups) for table in group.tables}
     return tuple(
-        _load(group_of[table], [parts[table]] if table in parts else [], keyspace, shape, table)
+        _load(group_of[table], [parts[table]] if table in parts else [], keyspace, layout, shape, table)
         for table in range(len(keyspace.tables))
     )
 
@@ -199,6 +229,9 @@ class _TableLoad:
     bin_rows: Float64Array
     trained: float
     returned: float
+    touches: Float64Array | None
+    """float64[3, h]."""
+    bin_touches: Float64Array | None
 
 
 def _table_loads(
@@ -252,6 +285,12 @@ def _table_load(
         bin_rows = bin_rows * max(1.0 - len(more) / unlisted, 0.0) if unlisted > 0 else bin_rows
     per_rank = table.accesses_per_step / layout.world_size
     bags = shape.bags_per_step.get(table.table)
+    touches = bin_touches = None
+    if (measured := measured_touches(table, layout)) is not None:
+        in_pass = per_rank / shape.micro_batches
+        measured = np.concatenate([measured, np.full((3, len(more)), np.nan)], axis=1)
+        relation = TouchRelation.fit(shares[0] * in_pass, measured, layout)
+        touches, bin_touches = relation.completed(shares[0] * in_pass, measured), relation.touches(bin_share * in_pass)
     return _TableLoad(
         keys=keyspace.keys(table_index, rows),
         hot=shares * per_rank,
@@ -259,6 +298,8 @@ def _table_load(
         bin_rows=bin_rows,
         trained=0.0 if table.table in shape.frozen_tables else 1.0,
         returned=1.0 if bags is None else _sums_per_access(per_rank, bags, layout.world_size),
+        touches=touches,
+        bin_touches=bin_touches,
     )
 
 
@@ -293,7 +334,12 @@ def _check_table(table: TableProfile, table_rows: int) -> None:
 
 
 def _load(
-    group_index: int, parts: list[_TableLoad], keyspace: KeySpace, shape: TrainingShape, table: int | None = None
+    group_index: int,
+    parts: list[_TableLoad],
+    keyspace: KeySpace,
+    layout: RankLayout,
+    shape: TrainingShape,
+    table: int | None = None,
 ) -> GroupLoad:
     spec = keyspace.tables[keyspace.groups[group_index].tables[0] if table is None else table]
     keys = np.concatenate([np.empty(0, np.int64), *(part.keys for part in parts)])
@@ -312,6 +358,15 @@ def _load(
         every = [np.full(len(part.bin_rows), getattr(part, name)) for part in parts]
         return np.concatenate([np.empty(0), *every])
 
+    def touches(accesses: list[Float64Array], known: list[Float64Array | None]) -> Float64Array:
+        passes = shape.micro_batches
+        every = [
+            independent(a / passes, layout) if measured is None else measured
+            for a, measured in zip(accesses, known, strict=True)
+        ]
+        return np.concatenate([np.empty((3, 0)), *every], axis=1)
+
+    all_independent = all(part.touches is None for part in parts)
     return GroupLoad(
         group=group_index,
         row_bytes=spec.row_bytes,
@@ -330,4 +385,10 @@ def _load(
         returned=None if unpooled else of_rows("returned"),
         bin_trained=None if plain else of_bins("trained"),
         bin_returned=None if unpooled else of_bins("returned"),
+        touches=None
+        if all_independent
+        else touches([part.hot[0] for part in parts], [part.touches for part in parts])[:, order],
+        bin_touches=None
+        if all_independent
+        else touches([part.bin_accesses for part in parts], [part.bin_touches for part in parts]),
     )

@@ -1,0 +1,173 @@
+"""Touches are measured where known, fitted to the measured rows elsewhere, and independent without any."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.planner.model.row_bytes import Exchange, TrafficLink
+from flexd.planner.model.touches import TouchRelation, bounded, independent, rescaled
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import (
+    ANYWHERE,
+    BACK_PER_NODE,
+    BACK_PER_RANK,
+    PER_NODE,
+    PER_RANK,
+    GroupLoad,
+    make_loads,
+)
+from flexd.planner.plan import placement_cost
+from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepByteCounter, sent_bytes
+from flexd.simulate.exact_profile import exact_profile
+from flexd.simulate.step_keys import StepKeys
+from flexd.sketch.profile import Profile
+from flexd.topology.files import load_preset
+
+LAYOUT = RankLayout(2, 3)
+ROWS = 400
+KEYSPACE = KeySpace([TableSpec("t", ROWS, 128)])
+
+
+def bursty_steps(steps: int = 30) -> list[list[np.ndarray]]:
+    """Each step's ranks draw from the step's own few rows, several times each: far from independent."""
+    rng = np.random.default_rng(3)
+    popularity = np.arange(1, ROWS + 1) ** -0.8
+    popularity /= popularity.sum()
+    made = []
+    for _ in range(steps):
+        of_step = rng.choice(ROWS, 40, p=popularity)
+        made.append([np.repeat(rng.choice(of_step, 25), 2) for _ in range(LAYOUT.world_size)])
+    return made
+
+
+def without_touches(profile: Profile) -> Profile:
+    return replace(profile, tables=tuple(replace(table, touches=None) for table in profile.tables))
+
+
+def load_of(profile: Profile, shape: TrainingShape | None = None) -> GroupLoad:
+    return make_loads(profile, KEYSPACE, LAYOUT, shape)[0]
+
+
+def assert_possible(touches: np.ndarray) -> None:
+    rank, node, anywhere = touches
+    assert (rank >= 0).all()
+    assert (anywhere <= 1).all()
+    assert (rank <= node).all()
+    assert (node <= anywhere).all()
+    assert (node <= LAYOUT.local_ranks * rank * (1 + 1e-12)).all()
+    assert (anywhere <= LAYOUT.nodes * node * (1 + 1e-12)).all()
+
+
+def test_measured_touches_are_the_statistics_of_the_listed_rows() -> None:
+    profile = exact_profile(bursty_steps(), KEYSPACE, LAYOUT)
+    touches, load = profile.tables[0].touches, load_of(profile)
+    assert touches is not None
+    by_key = np.argsort(profile.tables[0].hot_rows)
+    statistics = load.listed_statistics(LAYOUT)
+    for statistic, expected in (
+        (PER_RANK, touches.per_rank), (BACK_PER_RANK, touches.per_rank), (PER_NODE, touches.per_node),
+        (BACK_PER_NODE, touches.per_node), (ANYWHERE, touches.anywhere),
+    ):  # fmt: skip
+        np.testing.assert_allclose(statistics[statistic], expected[by_key], rtol=1e-12)
+    assert load_of(without_touches(profile)).listed_statistics(LAYOUT)[PER_RANK].sum() > 1.5 * touches.per_rank.sum()
+
+
+@pytest.mark.parametrize("device", [0, 60])
+@pytest.mark.parametrize("node", [0, 100])
+def test_bytes_of_bursty_batches_are_predicted(device: int, node: int) -> None:
+    steps = bursty_steps()
+    profile = exact_profile(steps, KEYSPACE, LAYOUT)
+    hottest = profile.tables[0].hot_rows[: device + node]
+    placement = Placement.of(hottest, np.repeat(np.array([2, 1], np.uint8), [device, node]), 0)
+    counter = StepByteCounter(KEYSPACE, LAYOUT)
+    sent = sum(
+        sent_bytes(counter.step(StepKeys.of(keys, LAYOUT), placement, Exchange.CHAIN), LAYOUT.world_size).mean(axis=0)
+        for keys in steps
+    ) / len(steps)  # fmt: skip
+    cluster = load_preset("azure-a100-200g")
+
+    def over_measured(of: Profile, link: TrafficLink, at: int) -> float:
+        cost = placement_cost(make_loads(of, KEYSPACE, LAYOUT), placement, KEYSPACE, LAYOUT, cluster)
+        return (cost.all_to_all_bytes(link) + cost.sync_bytes(link)) / float(
+            sent[[*ALL_TO_ALL_PARTS, *SYNC_PARTS], at].sum()
+        )
+
+    for link, at in ((TrafficLink.INTRA_NODE, INTRA), (TrafficLink.INTER_NODE, INTER)):
+        assert over_measured(profile, link, at) == pytest.approx(1, abs=0.03)
+        assert over_measured(without_touches(profile), link, at) > 1.15
+
+
+def test_unlisted_rows_follow_the_relation_of_the_listed_ones() -> None:
+    profile = exact_profile(bursty_steps(200), KEYSPACE, LAYOUT)
+    (table,) = profile.tables
+    assert table.touches is not None
+    known = np.arange(len(table.hot_rows)) % 2 == 0
+    columns = [np.where(known, column, np.nan) for column in (
+        table.touches.per_rank, table.touches.per_node, table.touches.anywhere)]  # fmt: skip
+    half = replace(table, touches=replace(
+        table.touches, per_rank=columns[0], per_node=columns[1], anywhere=columns[2]))  # fmt: skip
+    true, fitted = (load_of(Profile((each,))).listed_statistics(LAYOUT) for each in (table, half))
+    for statistic in (PER_RANK, PER_NODE, ANYWHERE):
+        assert fitted[statistic].sum() == pytest.approx(true[statistic].sum(), rel=0.02)
+    tail = replace(
+        half, hot_rows=table.hot_rows[:200], hot_share=table.hot_share[:200], hot_lower=table.hot_lower[:200],
+        hot_upper=table.hot_upper[:200], bin_share=table.hot_share[200:],
+        bin_rows=np.ones(len(table.hot_rows) - 200),
+        touches=replace(table.touches, **{name: getattr(table.touches, name)[:200] for name in (
+            "per_rank", "per_node", "anywhere")}),
+    )  # fmt: skip
+    load = load_of(Profile((tail,)))
+    assert load.bin_touches is not None
+    assert_possible(load.bin_touches)
+    mean = load.tail_statistics(LAYOUT)
+    assert mean[PER_RANK] == pytest.approx(load.bin_touches[0].mean(), rel=1e-9)
+
+
+def test_touches_stay_possible_whatever_is_measured() -> None:
+    rng = np.random.default_rng(5)
+    accesses = 10.0 ** rng.uniform(-6, 2, 500)
+    measured = rng.random((3, 500))
+    measured[rng.random((3, 500)) < 0.3] = np.nan
+    relation = TouchRelation.fit(accesses, measured, LAYOUT)
+    at = np.sort(10.0 ** rng.uniform(-8, 3, 500))
+    for touches in (
+        relation.completed(accesses, measured),
+        relation.touches(at),
+        rescaled(relation.completed(accesses, measured), accesses, 3 * accesses, LAYOUT),
+        bounded(np.nan_to_num(measured), accesses, LAYOUT),
+    ):
+        assert_possible(touches)
+        assert np.isfinite(touches).all()
+    assert (relation.touches(accesses)[0] <= accesses).all()
+
+
+def test_a_relation_of_independent_rows_is_independence() -> None:
+    accesses = np.logspace(-5, 1, 300)
+    relation = TouchRelation.fit(accesses, independent(accesses, LAYOUT), LAYOUT)
+    np.testing.assert_allclose(relation.touches(accesses), independent(accesses, LAYOUT), rtol=1e-9)
+
+
+def test_touches_of_another_layout_are_not_used() -> None:
+    profile = exact_profile(bursty_steps(3), KEYSPACE, LAYOUT)
+    (load,) = make_loads(profile, KEYSPACE, RankLayout(3, 2))
+    assert load.touches is None
+
+
+def test_micro_batches_repeat_the_touches_of_a_pass() -> None:
+    profile = exact_profile(bursty_steps(), KEYSPACE, LAYOUT)
+    (table,) = profile.tables
+    assert table.touches is not None
+    # Two passes of the measured kind in one optimizer step.
+    twice = Profile((replace(table, accesses_per_step=2 * table.accesses_per_step),))
+    statistics = load_of(twice, TrainingShape(micro_batches=2, merged_backward=True)).listed_statistics(LAYOUT)
+    rank = table.touches.per_rank[np.argsort(table.hot_rows)]
+    anywhere = table.touches.anywhere[np.argsort(table.hot_rows)]
+    np.testing.assert_allclose(statistics[PER_RANK], 2 * rank)
+    np.testing.assert_allclose(statistics[BACK_PER_RANK], 1 - (1 - rank) ** 2)
+    np.testing.assert_allclose(statistics[ANYWHERE], 1 - (1 - anywhere) ** 2)
