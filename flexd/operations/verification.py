@@ -44,6 +44,8 @@ from flexd.planner.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict
 
 logger = logging.getLogger("flexd")
 
+MAX_PAIRS = 32
+"""Pairs of blocks of a verification: more looks would make each of them less sensitive."""
 STALLED_SECONDS = 900.0
 """A verification without a complete block for so long is interrupted, so that planning does not wait for ever."""
 
@@ -208,14 +210,11 @@ class Verifier:
         if part == 0.0:
             return None
         settings = self.settings
+        pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))
+        rule = SwitchbackRule(max(FIRST_LOOK, pairs), settings.confidence, settings.resolution)
         run = _Run(
             execution, execution, plan_kind(plan), base, placement, without, live.generation, live.layout.world_size,
-            part,
-            SwitchbackRule(
-                max(FIRST_LOOK, settings.budget_steps // (2 * settings.block_steps)), settings.confidence,
-                settings.resolution,
-            ),
-            self._clock(), version=placement.version,
+            part, rule, self._clock(), version=placement.version,
         )  # fmt: skip
         self._blocks.clear()
         self._run = run

@@ -1,0 +1,100 @@
+"""Real ranks and a daemon that measures its plans: those that slow the job down do not stay, those that win do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
+from flexd.topology.files import write_cluster
+from tests.support.flexd_processes import RunningDaemon, flexd
+from tests.support.rank_pool import RankPool
+from tests.support.until import until
+from tests.support.verification_jobs import MICRO_BATCHES, ROWS
+
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(400)]
+
+SLOW_BYTE = 4e-6
+"""Seconds of a byte between nodes, in the prices."""
+
+
+def prices(path: Path) -> Path:
+    """Write the prices of a slow link without latency, with which copies pay."""
+    fast, slow = (CollectiveCurve(0.0, ((1.0, speed),)) for speed in (1e10, 1 / SLOW_BYTE))
+    write_cluster(
+        Cluster("test", "given", LinkModel(1e10, fast, fast, fast), LinkModel(1 / SLOW_BYTE, slow, slow, slow)), path
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_home_access", "seconds_with_copies", "verdict"),
+    [(4e-4, 0.0, "faster"), (0.0, 0.1, "slower")],
+    ids=["copies win", "copies lose"],
+)
+def test_the_ranks_decide_whether_a_plan_stays(
+    tmp_path: Path,
+    ranks: Callable[[int], RankPool],
+    seconds_per_home_access: float,
+    seconds_with_copies: float,
+    verdict: str,
+) -> None:
+    settings = {
+        "job": "verified",
+        "tables": [{"name": "item", "rows": ROWS, "dim": 16}],
+        "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
+        "topology": {"file": str(prices(tmp_path / "topology.yaml"))},
+        "planner": {
+            "interval_seconds": 5.0, "drift_threshold": None, "micro_batches": MICRO_BATCHES, "min_samples": 20_000,
+            "min_coverage": 0.1, "horizon_steps": 1e9, "verify": {"enabled": True, "block_steps": 4},
+        },
+    }  # fmt: skip
+    results: list[Any] = []
+    stop = tmp_path / "stop"
+    with RunningDaemon(tmp_path, settings) as daemon:
+        job = threading.Thread(
+            target=lambda: results.extend(
+                ranks(4).run(
+                    "verification_jobs:verified", daemon.config.control.listen_port, stop, seconds_per_home_access,
+                    seconds_with_copies, 50_000, timeout=380,
+                )
+            )
+        )  # fmt: skip
+        job.start()
+        try:
+
+            def ended() -> dict[str, Any] | None:
+                verification = daemon.status()["planning"]["verification"]
+                newest = verification["newest"]
+                return verification if newest is not None and newest["state"] != "running" else None
+
+            verification = until(ended, 240, what=lambda: daemon.status()["planning"])
+            newest = verification["newest"]
+            assert newest["state"] == verdict, verification
+            assert newest["rolled_back"] == (verdict == "slower")
+            migration_id = newest["migration_id"]
+            last = "rollback" if verdict == "slower" else "verify"
+            # The newest move ends after the verdict.
+            until(
+                lambda: daemon.status()["migration"]["state"] == "COMMITTED"
+                and f".{last}" in daemon.status()["migration"]["migration_id"],
+                60, what=lambda: daemon.status()["migration"],
+            )  # fmt: skip
+            shown = flexd("migrations", "show", migration_id, "--url", daemon.url)
+            assert f"{verdict}: " in shown.stdout, shown
+            assert "% interval" in shown.stdout.replace("\n", " ")
+            assert daemon.metrics()[f"flexd_verifications_total{{{verdict}}}"] == 1.0
+            assert bool(verification["held"]) == (verdict == "slower")
+        finally:
+            stop.touch()
+            job.join(60)
+    assert len(results) == 4
+    assert all(result["bit_equal"] for result in results)
+    if verdict == "slower":
+        assert [result["listed"] for result in results] == [0] * 4, "held back: no further plan was carried out"
+    else:
+        assert all(result["listed"] > 0 for result in results)
