@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from flexd import __version__
 from flexd.api.config import ConfigReport
 from flexd.api.drift import drift_status
-from flexd.api.migration import migration_counts, migration_report
+from flexd.api.migration import MigrationReport, migration_counts, migration_report
+from flexd.api.migration_effect import migration_effect
 from flexd.api.placement import placement_status
 from flexd.api.plan import plan_report
 from flexd.api.planning import planning_status
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from flexd.ingest import Ingestor
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.drift import DriftMonitor
+    from flexd.operations.executions import Execution
     from flexd.operations.history.history import MigrationHistory
     from flexd.operations.pacing import MigrationPacing
     from flexd.operations.plan_log import PlanLog
@@ -81,7 +83,7 @@ class Components:
                 "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
                 "training": training_status(self.training.totals(), self.training.ranks(), self.training.phases()),
                 "last_plan": None if last is None else plan_report(last, planning.last_live),
-                "migration": None if execution is None else migration_report(execution),
+                "migration": None if execution is None else self._migration(execution),
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
                 "planning": planning_status(planning, self.auto),
                 "throttle": throttle_status(self.pacing.snapshot()),
@@ -90,6 +92,10 @@ class Components:
                 "scale_out": None if self.leader is None else leader_status(self.leader),
             }
         )
+
+    def _migration(self, execution: Execution) -> MigrationReport:
+        effect = migration_effect(execution, self.training.step_times)
+        return migration_report(execution).model_copy(update={"effect": effect})
 
     def config(self) -> ConfigReport:
         return ConfigReport(version=__version__, config=self.settings.document())

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, Share
 from flexd.api.families import counter, counters, gauge, with_zeros
+from flexd.api.migration_effect import MigrationEffect
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -81,6 +82,8 @@ class MigrationReport(Model):
     """When it was started."""
     problem: str | None = None
     """Reason why it failed or is held up."""
+    effect: MigrationEffect | None = None
+    """Predicted saving of a step beside the measured one; null outside of the status."""
 
 
 class MigrationEntry(Model):
@@ -243,6 +246,7 @@ class MigrationCounts(Model):
             "flexd_migration_illegal_transitions", "Transitions that the state table refused: a fault of flexd.",
             self.illegal_transitions,
         )  # fmt: skip
+        yield from ((newest and newest.effect) or MigrationEffect()).metrics()
         history = self.history
         yield counter("flexd_history_entries", "Entries written to the history of migrations.", history.entries)
         yield counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", history.lost)
@@ -285,6 +289,7 @@ def ended_report(record: MigrationRecord) -> MigrationReport:
         chunks=record.chunks_pushed,
         bytes_applied=record.copied_bytes,
         started_unix_seconds=record.created_unix_seconds,
+        effect=None,
     )
 
 

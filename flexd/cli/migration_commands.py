@@ -17,6 +17,7 @@ from flexd.api.migration import (
     MigrationReport,
     TransitionReport,
 )
+from flexd.api.migration_effect import MigrationEffect
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.interactive import DryRunOption, YesOption, confirm, migration_progress, must_ask
@@ -281,6 +282,22 @@ def migration_facts(migration: MigrationReport) -> tuple[tuple[str, str], ...]:
         facts.append(("steps", steps))
     if migration.eta_seconds is not None:
         facts.append(("left", f"{units.age(migration.eta_seconds)} at the present rate"))
+    if migration.effect is not None:
+        facts += effect_fact(migration.effect)
     if migration.problem:
         facts.append(("problem", migration.problem))
     return tuple(facts)
+
+
+def effect_fact(effect: MigrationEffect) -> list[tuple[str, str]]:
+    """Return the predicted saving of a step beside the measured one; nothing if neither is known."""
+    words = []
+    if effect.predicted_saving_seconds is not None:
+        words.append(f"predicted {units.seconds(effect.predicted_saving_seconds)} a step")
+    if effect.measured_saving_seconds is not None and effect.before is not None and effect.after is not None:
+        error = "" if effect.measured_error_seconds is None else f" +- {units.seconds(effect.measured_error_seconds)}"
+        words.append(
+            f"measured {units.seconds(effect.measured_saving_seconds)}{error} "
+            f"({units.seconds(effect.before.mean_seconds)} before, {units.seconds(effect.after.mean_seconds)} after)"
+        )
+    return [("saves", ", ".join(words))] if words else []

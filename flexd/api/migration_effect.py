@@ -1,0 +1,93 @@
+"""The predicted saving of a migration beside the measured one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import gauges
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.operations.executions import Execution
+    from flexd.operations.step_times import StepSeconds, StepTimes
+
+
+class MeasuredSteps(Model):
+    """Steps at one placement version, without those that applied chunks."""
+
+    mean_seconds: FiniteOrNone = None
+    """Mean wall time of a step."""
+    error_seconds: FiniteOrNone = None
+    """Standard error of the mean; null if too few were reported."""
+    steps: int = 0
+    """Steps that were measured."""
+
+
+class MigrationEffect(Model):
+    """The saving of a step that a plan predicted, beside the steps before and after its migration. A load that changes
+    at the same time is in the difference; ``planner.verify`` separates the two."""
+
+    predicted_saving_seconds: FiniteOrNone = None
+    """Exposed seconds a step, by the plan; null for a rollback."""
+    measured_saving_seconds: FiniteOrNone = None
+    """Mean step before minus mean step after; null until both are measured."""
+    measured_error_seconds: FiniteOrNone = None
+    """Standard error of the measured saving."""
+    before: MeasuredSteps | None = None
+    """Steps at the placement that it started from; null if none was measured."""
+    after: MeasuredSteps | None = None
+    """Steps at the placement that it led to; null until it has committed and steps were measured."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the newest migration's effect."""
+        yield gauges(
+            "flexd_migration_saving_seconds",
+            "Of a step, by the newest migration: as its plan predicted, and as the steps before and after it differ; "
+            "NaN where it is not known.",
+            "kind",
+            {"predicted": self.predicted_saving_seconds, "measured": self.measured_saving_seconds},
+        )
+        yield gauges(
+            "flexd_migration_step_seconds",
+            "Mean wall time of the steps before and after the newest migration, without those that applied chunks; NaN "
+            "where none was measured.",
+            "placement",
+            {
+                "before": None if self.before is None else self.before.mean_seconds,
+                "after": None if self.after is None else self.after.mean_seconds,
+            },
+        )
+
+
+def migration_effect(execution: Execution, times: StepTimes) -> MigrationEffect:
+    """Return the predicted saving of a migration beside the step times at its first and last placement version."""
+    plan, progress = execution.plan, execution.migration.progress
+    predicted = None if plan is None else plan.saved_seconds
+    if progress.chunks_pushed == 0:
+        return MigrationEffect(predicted_saving_seconds=predicted)
+    before = times.at_version(progress.base_version)
+    after = times.at_version(progress.last_version) if execution.migration.done else None
+    saving = error = None
+    if before is not None and after is not None:
+        saving = before.mean_seconds - after.mean_seconds
+        error = _finite(math.hypot(before.error_seconds, after.error_seconds))
+    return MigrationEffect(
+        predicted_saving_seconds=predicted, measured_saving_seconds=saving, measured_error_seconds=error,
+        before=_steps(before), after=_steps(after),
+    )  # fmt: skip
+
+
+def _steps(measured: StepSeconds | None) -> MeasuredSteps | None:
+    if measured is None:
+        return None
+    return MeasuredSteps(
+        mean_seconds=measured.mean_seconds, error_seconds=_finite(measured.error_seconds), steps=measured.steps
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

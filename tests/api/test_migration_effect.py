@@ -1,0 +1,47 @@
+"""The predicted saving of a migration beside the measured one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flexd.api.migration_effect import migration_effect
+from flexd.cli.migration_commands import effect_fact
+from flexd.control.protocol.report import StepReport
+from tests.support.planning_harness import PlanningHarness, filled_harness
+
+
+def steps(it: PlanningHarness, version: int, *seconds: float, apply_seconds: float = 0.0) -> None:
+    for rank in range(4):
+        for each in seconds:
+            it.training.add(rank, StepReport(1, 1, version, 0, each, apply_seconds, (1, 0, 0)))
+
+
+def test_a_migration_has_its_predicted_saving_beside_the_steps_before_and_after(tmp_path: Path) -> None:
+    it = filled_harness(tmp_path)
+    steps(it, 0, 0.1, 0.12)
+    plan, execution = it.execute("first")
+    assert execution is not None
+    times = it.training.step_times
+    waiting = migration_effect(execution, times)
+    assert (waiting.predicted_saving_seconds, waiting.before, waiting.after) == (plan.saved_seconds, None, None)
+    it.coordinator.execute(execution.migration)
+    last = it.coordinator.now.version
+    steps(it, last, 5.0, apply_seconds=4.0)
+    effect = migration_effect(execution, times)
+    assert effect.after is effect.measured_saving_seconds is None
+    assert effect.before is not None
+    assert effect.before.mean_seconds == pytest.approx((0.1 + 0.12) / 2)
+    steps(it, last, 0.08, 0.06)
+    effect = migration_effect(execution, times)
+    assert effect.before is not None
+    assert effect.after is not None
+    assert (effect.after.mean_seconds, effect.after.steps) == (pytest.approx(0.07), 2)
+    assert effect.measured_saving_seconds == pytest.approx(0.04)
+    assert effect.measured_error_seconds is not None
+    assert effect.measured_error_seconds > 0
+    (words,) = (fact for _, fact in effect_fact(effect))
+    assert "predicted" in words
+    assert "measured 40 ms +-" in words
+    assert "110 ms before, 70 ms after" in words
