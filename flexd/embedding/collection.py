@@ -257,15 +257,11 @@ class EmbeddingCollection(nn.Module):
 
     def _check_agreed(self, route: Route, error: Exception | None, resolved: ResolvedInput | None) -> None:
         agreement = route.agreement
-        if agreement.diverged:
-            raise EmbeddingError(
-                f"ranks make different calls: {agreement.first}; {agreement.last}",
-                remedy="train() or eval(), backward passes and steps at the same points on every rank",
-            )
+        agreement.check_calls()
         if agreement.settings_differ:
             raise EmbeddingError(
-                f"ranks updated their rows with different optimizer settings; rank {self.rank}: {self.engine.settings}",
-                remedy="use equal settings and schedules on every rank, and start again from the last checkpoint: "
+                f"ranks updated their rows with different settings; rank {self.rank}: {self.engine.settings}",
+                remedy="use equal settings, clipping and schedules on every rank, and start again from the last checkpoint: "
                 "copies of a row have become unequal",
             )
         if route.agreement.fault:

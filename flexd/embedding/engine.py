@@ -23,7 +23,7 @@ from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
-from flexd.embedding.exchange.router import Router
+from flexd.embedding.exchange.router import LookupPiggyback, Router
 from flexd.embedding.exchange.step_guard import StepGuard
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
@@ -280,12 +280,50 @@ class RowEngine:
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         with self._calling():
             touched = self.sync.new_touched() if trains else None
-            version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
-            agreement = Agreement(version, fault, call, call, (self.settings_digest,) * 2, proposed)
-            route = self.router.find(keys, agreement, touched, faulty, numbers)
-            self.inbox.end_exchange(route.agreement.version)
-            self.exchange.agreed(route.agreement.exchange)
-            return ForwardPass(route, touched)
+            return ForwardPass(self._find(keys, call, self.settings_digest, fault, touched, faulty, numbers), touched)
+
+    def _find(
+        self,
+        keys: torch.Tensor,
+        call: CallSignature,
+        settings_digest: int,
+        fault: int = 0,
+        piggyback: LookupPiggyback | None = None,
+        faulty: torch.Tensor | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> Route:
+        version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
+        agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
+        route = self.router.find(keys, agreement, piggyback, faulty, numbers)
+        self.inbox.end_exchange(route.agreement.version)
+        self.exchange.agreed(route.agreement.exchange)
+        return route
+
+    def agree_on_loop(self, settings: str) -> None:
+        """Collective. Compare the settings with which ranks begin a loop of ``flexd.prefetch``.
+
+        It looks no row up, but its messages are those of a look-up, so that it meets the call of a rank that looks rows
+        up instead.
+
+        Raises:
+            EmbeddingError: on every rank, if settings differ or a rank makes another call.
+        """
+        self.groups.world.finish_on_device()
+        digest = _digest_of(settings)
+        no_keys = torch.empty(0, dtype=torch.int64, device=self.stores[0].rows.device)
+        call = CallSignature.of_loop(self.groups.rank, steps=self.steps)
+        with self._calling(), self.router.traffic.uncounted():
+            agreement = self._find(no_keys, call, digest, numbers=[0] * len(self.stores)).agreement
+            agreement.check_calls()
+            if not agreement.settings_differ:
+                return
+            everyone = self.groups.world.all_gather(no_keys.new_tensor([digest])).view(-1).tolist()
+        odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+        raise EmbeddingError(
+            f"ranks {odd} begin a loop of flexd.prefetch with other settings than rank 0; rank {self.groups.rank}: "
+            f"{settings}",
+            remedy="call flexd.prefetch with the same arguments on every rank",
+        )
 
     def open_pass(self, forward_pass: ForwardPass) -> None:
         """Let a pass wait for its backward pass and the next ``push``."""
@@ -360,9 +398,10 @@ class RowEngine:
             return False  # nothing was looked up for training on any rank
         self._summed = None
         self.steps += 1
-        self.settings = repr(optimizer)
-        self.settings_digest = zlib.crc32(self.settings.encode()) % 2**SETTINGS_BITS
-        self.sync.update(summed.scaled(), optimizer, self.steps)
+        factor = summed.factor
+        self.settings = repr(optimizer) if factor == 1.0 else f"{optimizer!r}, gradients times {factor!r}"
+        self.settings_digest = _digest_of(self.settings)
+        self.sync.update(summed.scaled(factor), optimizer, self.steps)
         self.hooks.after_update(optimizer, self.steps)
         return True
 
@@ -445,6 +484,10 @@ class LookupFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
         ctx.engine.reduce(ctx.forward_pass, grads, expanded=ctx.expand)
         return None, None, None, None
+
+
+def _digest_of(settings: str) -> int:
+    return zlib.crc32(settings.encode()) % 2**SETTINGS_BITS
 
 
 def _hops(exchange: str, groups: ChainGroups) -> list[Hop]:

@@ -42,9 +42,8 @@ class StepGradients:
     def factor(self) -> float:
         return self.clip if self._gate is None else self.clip * float(self._gate)
 
-    def scaled(self) -> list[RowGradients]:
-        """Return the gradients multiplied by ``factor``."""
-        factor = self.factor
+    def scaled(self, factor: float) -> list[RowGradients]:
+        """Return the gradients multiplied by ``factor``, whose value the caller has read from the property."""
         if factor == 1.0:
             return self._parts
         return [RowGradients(part.group, part.slots, part.grads * factor) for part in self._parts]

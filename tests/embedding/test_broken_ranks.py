@@ -65,10 +65,47 @@ def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Rank
     results = ranks(4).run("fault_jobs:other_settings", RankLayout(2, 2), 3, ahead)
     for rank, (steps, text) in enumerate(results):
         assert steps == 3 + ahead
-        assert text.startswith("EmbeddingError: ranks updated their rows with different optimizer settings")
+        assert text.startswith("EmbeddingError: ranks updated their rows with different settings")
         assert f"rank {rank}: SGD(" in text
         assert f"lr={0.005 if rank == 3 else 0.01}" in text
         assert "last checkpoint" in text
+
+
+def test_another_norm_to_clip_to_on_one_rank_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for rank, (steps, text) in enumerate(ranks(4).run("fault_jobs:other_clipping", RankLayout(2, 2), 1)):
+        assert steps == 3
+        assert text.startswith("EmbeddingError: ranks updated their rows with different settings")
+        assert f"rank {rank}: SGD(" in text
+        assert ", gradients times 0." in text
+
+
+@pytest.mark.parametrize(
+    ("odd", "arguments", "shown"),
+    [
+        (3, {"one_thread": True}, "one_thread=True, timeout_seconds=300, passes_per_step=1"),
+        (0, {"timeout_seconds": 7.0}, "one_thread=False, timeout_seconds=7, passes_per_step=1"),
+        (2, {"passes_per_step": 2}, "one_thread=False, timeout_seconds=300, passes_per_step=2"),
+    ],
+)
+def test_other_arguments_of_prefetch_on_one_rank_are_an_error_on_every_rank(
+    ranks: Ranks, odd: int, arguments: dict[str, object], shown: str
+) -> None:
+    """Below the 60 s of the process group, and training continues."""
+    results = ranks(4).run("fault_jobs:other_loop", RankLayout(2, 2), odd, arguments, timeout=50)
+    others = [rank for rank in range(4) if rank != odd] if odd == 0 else [odd]
+    for rank, (text, steps) in enumerate(results):
+        assert text.startswith(f"EmbeddingError: ranks {others} begin a loop of flexd.prefetch with other settings")
+        usual = "one_thread=False, timeout_seconds=300, passes_per_step=1"
+        assert f"rank {rank}: {shown if rank == odd else usual}" in text
+        assert steps == 3
+
+
+def test_a_loop_of_prefetch_that_one_rank_does_not_begin_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for text, steps in ranks(4).run("fault_jobs:other_loop", RankLayout(2, 2), 1, None, timeout=50):
+        assert text.startswith("EmbeddingError: ranks make different calls: rank ")
+        assert "begins a loop of flexd.prefetch" in text
+        assert "rank 1 looks rows up for training" in text
+        assert steps == 3
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,39 @@ def diverge(rank: int, layout: RankLayout, odd: int, fault: str, exchange: str) 
     return text, collection.replicas_bit_equal()
 
 
+def other_loop(rank: int, layout: RankLayout, odd: int, arguments: dict[str, Any] | None) -> tuple[str, int]:
+    """Begin a loop of ``prefetch`` with other arguments on one rank, or none (None); return the error of this rank, and
+    the steps of a loop with equal arguments after it."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    text = "no error"
+    try:
+        if rank == odd and arguments is None:
+            _step(collection)
+        else:
+            for ids in prefetch([IDS], collection, **((arguments or {}) if rank == odd else {})):
+                collection(ids)["item"].values.sum().backward()
+                collection.optimizer.step()
+    except FlexdError as error:
+        text = f"{type(error).__name__}: {error}"
+    for ids in prefetch([IDS] * 3, collection):
+        collection(ids)["item"].values.sum().backward()
+        collection.optimizer.step()
+    return text, collection.steps
+
+
+def other_clipping(rank: int, layout: RankLayout, odd: int) -> tuple[int, str]:
+    """Clip to another norm on one rank in step 2; return the steps done and the error of this rank."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    try:
+        for number in range(6):
+            collection(IDS)["item"].values.sum().backward()
+            collection.clip_grad_norm_(1.0 if number != 2 or rank != odd else 0.5)
+            collection.optimizer.step()
+    except FlexdError as error:
+        return collection.steps, f"{type(error).__name__}: {error}"
+    return collection.steps, "no error"
+
+
 def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tuple[int, str]:
     """Train with another learning rate on one rank from step 2 on; return the steps done and the error of this rank."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)

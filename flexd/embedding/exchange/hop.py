@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, pack, unpack
 
@@ -18,6 +19,8 @@ Counts = tuple[tuple[int, ...], ...]
 _RANK_BITS, _CALL_BITS = 20, 11
 _MAX_RANK = 2**_RANK_BITS - 1
 _PASSES = 128
+_BEGINS_LOOP = _PASSES - 1
+"""In place of the number of passes: the call is no look-up, but begins a loop of ``flexd.prefetch``."""
 SETTINGS_BITS = 24
 AGREEMENT_NUMBERS = 3
 """Numbers of an agreement in a message of sizes."""
@@ -28,7 +31,8 @@ class CallSignature:
     """The state of a rank at a look-up. ``code`` must be equal on all ranks.
 
     Attributes:
-        code: passes that wait for a step, steps so far (modulo 8), and whether the look-up is for training.
+        code: passes that wait for a step or ``_BEGINS_LOOP``, steps so far (modulo 8), and whether the look-up is for
+            training.
     """
 
     code: int
@@ -36,10 +40,17 @@ class CallSignature:
 
     @staticmethod
     def of(rank: int, *, trains: bool, passes: int, steps: int) -> CallSignature:
-        return CallSignature((steps % 8 * _PASSES + min(passes, _PASSES - 1)) * 2 + trains, rank)
+        return CallSignature((steps % 8 * _PASSES + min(passes, _BEGINS_LOOP - 1)) * 2 + trains, rank)
+
+    @staticmethod
+    def of_loop(rank: int, *, steps: int) -> CallSignature:
+        """Return the signature of a call that begins a loop of ``flexd.prefetch``."""
+        return CallSignature((steps % 8 * _PASSES + _BEGINS_LOOP) * 2, rank)
 
     def __str__(self) -> str:
         passes, steps = self.code // 2 % _PASSES, self.code // 2 // _PASSES
+        if passes == _BEGINS_LOOP:
+            return f"rank {self.rank} begins a loop of flexd.prefetch, after {steps} steps (modulo 8)"
         purpose = "looks rows up for training" if self.code % 2 else "only looks rows up"
         return f"rank {self.rank} {purpose}, with {passes} passes since its last step ({steps} modulo 8)"
 
@@ -60,7 +71,8 @@ class Agreement:
         version: the highest chunk received; combined by minimum.
         fault: 0, or 1 + the rank whose input cannot be looked up; combined by maximum.
         first, last: the signatures of the ranks: combined by minimum and maximum.
-        settings: lowest and highest digest (``SETTINGS_BITS``) of the optimizer settings of the last update.
+        settings: lowest and highest digest (``SETTINGS_BITS``) of the optimizer settings of the last update, or of
+            the settings of a loop that begins.
         exchange: ``ExchangeChoice.proposed``; combined by maximum.
     """
 
@@ -75,6 +87,15 @@ class Agreement:
     def diverged(self) -> bool:
         """True if ranks make different calls. Continuing this look-up would leave ranks waiting for each other."""
         return self.first.code != self.last.code
+
+    def check_calls(self) -> None:
+        """Raise EmbeddingError if ranks make different calls."""
+        if self.diverged:
+            raise EmbeddingError(
+                f"ranks make different calls: {self.first}; {self.last}",
+                remedy="train() or eval(), backward passes, steps and loops of flexd.prefetch at the same points on "
+                "every rank",
+            )
 
     @property
     def settings_differ(self) -> bool:

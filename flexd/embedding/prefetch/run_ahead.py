@@ -105,11 +105,11 @@ class RunAhead(StepHooks):
     def begin(
         engine: RowEngine, timeout_seconds: float, passes_per_step: int, one_thread: bool | None = None
     ) -> RunAhead:
-        """Begin a loop that announces its batches. Collective when the deadline or the mode differs from that of the
-        loop before.
+        """Collective. Begin a loop that announces its batches.
 
         Raises:
-            EmbeddingError: another loop has not ended, or a second thread is asked for on an accelerator.
+            EmbeddingError: another loop has not ended, or a second thread is asked for on an accelerator; on every
+                rank: ranks begin loops with different settings, or a rank begins none.
         """
         on_host = devices.in_host_memory(engine.stores[0].rows)
         if one_thread is False and not on_host:
@@ -124,6 +124,9 @@ class RunAhead(StepHooks):
                 "another loop over prefetched batches of this collection has not ended",
                 remedy="leave it first, or close() its iterator",
             )
+        engine.agree_on_loop(
+            f"one_thread={one_thread}, timeout_seconds={timeout_seconds:g}, passes_per_step={passes_per_step}"
+        )
         same = isinstance(hooks, RunAhead) and hooks.one_thread == one_thread
         if not isinstance(hooks, RunAhead) or not same or (hooks.timeout_seconds != timeout_seconds and not one_thread):
             engine.settle()
