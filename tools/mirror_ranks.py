@@ -103,6 +103,9 @@ class MirrorGroups:
         self.rail.served = (layout.world_size, 0)
         self.world.served = (layout.world_size, 0)
 
+    def close(self, *, destroy: bool = True) -> None:
+        pass
+
 
 def _served_ids(
     hop: hop_module.Hop, ids: torch.Tensor, requested: hop_module.Counts, served: hop_module.Counts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -261,8 +261,8 @@ class EmbeddingCollection(nn.Module):
         if agreement.settings_differ:
             raise EmbeddingError(
                 f"ranks updated their rows with different settings; rank {self.rank}: {self.engine.settings}",
-                remedy="use equal settings, clipping and schedules on every rank, and start again from the last checkpoint: "
-                "copies of a row have become unequal",
+                remedy="use equal settings, clipping and schedules on every rank, and start again from the last "
+                "checkpoint: copies of a row have become unequal",
             )
         if route.agreement.fault:
             if route.agreement.fault == self.rank + 1 and error is None and resolved is not None:
@@ -400,6 +400,25 @@ class EmbeddingCollection(nn.Module):
         self.engine.hooks.wait()
         with self.traffic.uncounted():
             return replicas_bit_equal(self._groups, self.engine.stores)
+
+    def close(self) -> None:
+        """Collective. End run-ahead and give the process groups back; the last collection of a job destroys them.
+
+        Deferred gradients and passes without a step are dropped, and every later look-up, step or read of the tables is
+        refused. Close the connection of ``flexd.connect`` before. A collection that is never closed keeps its groups
+        for later ones until the process ends.
+
+        Raises:
+            CollectiveError: another rank did not close it within the timeout of the process group.
+        """
+        self.engine.close(orderly=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        # After an error on one rank the others may not come here: groups are kept, and nothing waits.
+        self.engine.close(orderly=error_type is None)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EmbeddingCollection:
         """Refuse ``model.to(device)`` with another device at once: tables stay on their device. ``model.half()`` does

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
@@ -16,6 +15,7 @@ from flexd.control.protocol.report import PhaseReport, RankIdentity, StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.tap.tap import Tap
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def connect(
         raise ConfigError("the tap is of another collection", remedy="make it with flexd.Tap(collection)")
     identity = RankIdentity(
         job=job,
-        attempt=attempt or _agreed_attempt(collection.device),
+        attempt=attempt or _agreed_attempt(collection.engine.groups, collection.device),
         rank=collection.rank,
         world_size=collection.layout.world_size,
         nodes=collection.layout.nodes,
@@ -176,23 +176,14 @@ def _tls_files(*given: str | Path | None) -> TlsFiles | None:
     return files
 
 
-def _agreed_attempt(device: torch.device) -> str:
+def _agreed_attempt(groups: ChainGroups, device: torch.device) -> str:
     """Return a name for this launch that no other launch has, equal on all ranks.
 
     The random number travels over the training's own group, the only thing that all ranks of a launch share under every
     launcher: torchrun's run id and restart count repeat when a job is requeued, and a port may be used again.
     """
-    nonce = _agreed_nonce(device)
+    nonce = f"{groups.broadcast(int(os.urandom(7).hex(), 16), device, 'flexd.connect()'):014x}"
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if run == "none":  # torchrun's value at every launch without --rdzv-id
         return nonce
     return f"{run[:_MAX_RUN_ID_CHARACTERS]}-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')[:10]}-{nonce}"
-
-
-def _agreed_nonce(device: torch.device) -> str:
-    token = os.urandom(7).hex()
-    if dist.is_available() and dist.is_initialized():
-        number = torch.tensor([int(token, 16)], dtype=torch.int64, device=device)
-        dist.broadcast(number, src=0)
-        token = f"{int(number.item()):014x}"
-    return token

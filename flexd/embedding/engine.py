@@ -135,6 +135,10 @@ class StepHooks:
         del defer
         return None
 
+    def end(self) -> bool:
+        """End for good: no step follows, and deferred gradients are dropped. Returns whether all threads ended."""
+        return True
+
     def after_update(self, optimizer: RowOptimizer, step: int) -> None:
         """Run after a step has updated its rows; deferred gradients update theirs by this optimizer and step."""
 
@@ -445,6 +449,14 @@ class RowEngine:
         self.hooks.discard()
         self._stale_replicas = True
 
+    def close(self, *, orderly: bool) -> None:
+        """Collective if ``orderly``. End run-ahead and the use of the process groups; every later call is refused."""
+        if self.guard.closed:
+            return
+        self.guard.closed = True
+        ended = self.hooks.end()
+        self.groups.close(destroy=orderly and ended)
+
     def settle(self) -> None:
         """Collective with run-ahead. Bring the rows to the state in which every step pushed all of its gradients."""
         with self._calling():
@@ -487,7 +499,8 @@ class LookupFunction(torch.autograd.Function):
 
 
 def _digest_of(settings: str) -> int:
-    return zlib.crc32(settings.encode()) % 2**SETTINGS_BITS
+    digest: int = zlib.crc32(settings.encode()) % 2**SETTINGS_BITS
+    return digest
 
 
 def _hops(exchange: str, groups: ChainGroups) -> list[Hop]:

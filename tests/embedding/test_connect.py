@@ -19,7 +19,8 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.connect import Connection, _agreed_attempt
-from flexd.embedding.exchange.collectives import TrafficKind
+from flexd.embedding.exchange.collectives import Traffic, TrafficKind
+from flexd.embedding.exchange.process_groups import ChainGroups
 from tests.support.certificates import Authority
 from tests.support.collection_jobs import listed_by, random_placement, some, tables
 from tests.support.connection_jobs import connected_alone
@@ -93,17 +94,18 @@ def test_certificates_are_checked_at_once(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_each_launch_has_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun sets the run id "none" if there is no other."""
+    groups = ChainGroups(RankLayout(1, 1), Traffic(), torch.device("cpu"))
     for run in (None, "none"):
         if run is None:
             monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
         else:
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-        attempts = {_agreed_attempt(torch.device("cpu")) for _ in range(3)}
+        attempts = {_agreed_attempt(groups, torch.device("cpu")) for _ in range(3)}
         assert len(attempts) == 3
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     # A requeued job has the same run id, and its restarts count from 0 again.
-    attempts = {_agreed_attempt(torch.device("cpu")) for _ in range(3)}
+    attempts = {_agreed_attempt(groups, torch.device("cpu")) for _ in range(3)}
     assert len(attempts) == 3
     assert all(attempt.startswith("job-7-2-") for attempt in attempts)
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from flexd.embedding.exchange import collectives
+from flexd.embedding.exchange import collectives, job_groups
 from tests.support.exactness import Scenario
 from tests.support.run_ahead_jobs import Loop, train
 
@@ -29,18 +29,18 @@ def issued(rank: int, scenario: Scenario, loop: Loop) -> tuple[list[Issued], int
 
         return issue
 
-    new_group = dist.new_group
+    new_subgroup = job_groups.new_subgroup
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
         made += 1
-        return new_group(*args, **kwargs)
+        return new_subgroup(*args, **kwargs)
 
     with (
         mock.patch.object(dist, "all_to_all_single", recorded("all_to_all", dist.all_to_all_single)),
         mock.patch.object(dist, "all_reduce", recorded("all_reduce", dist.all_reduce)),
         mock.patch.object(collectives, "all_gather_flat", recorded("all_gather", collectives.all_gather_flat)),
-        mock.patch.object(dist, "new_group", counted),
+        mock.patch.object(job_groups, "new_subgroup", counted),
     ):
         train(rank, scenario, loop)
     return record, made

@@ -12,6 +12,8 @@ import flexd
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.connect import _agreed_attempt
+from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from tests.support.collection_jobs import ROWS, some, tables, train_step
 
@@ -61,9 +63,10 @@ def connected_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
 def attempts(rank: int, run_ids: list[str]) -> list[str]:
     """Return the default attempt of one launch for each torchrun run id ("": not launched by torchrun)."""
     found = []
+    groups = ChainGroups(RankLayout(1, 2), Traffic(), torch.device("cpu"))
     for run_id in run_ids:
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
         if run_id:
             os.environ.update(TORCHELASTIC_RUN_ID=run_id, TORCHELASTIC_RESTART_COUNT="1")
-        found.append(_agreed_attempt(torch.device("cpu")))
+        found.append(_agreed_attempt(groups, torch.device("cpu")))
     return found

@@ -46,9 +46,9 @@ def _end_groups_of_the_job() -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from flexd.embedding.exchange import process_groups as groups
+    from flexd.embedding.exchange.job_groups import JobGroups
 
-    kept_groups = [dist.group.WORLD, *groups._shared[1].values()]
+    kept_groups = [dist.group.WORLD, *JobGroups.current().groups]
     for group in [made for made in _world.pg_map if all(made is not keep for keep in kept_groups)]:
         dist.destroy_process_group(group)
 

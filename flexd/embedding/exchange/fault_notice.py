@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
 
-import torch
-import torch.distributed as dist
+from flexd.embedding.exchange.bounded_store import BoundedStore, Store
+from flexd.embedding.exchange.meeting import meet
 
 FIRST_LOOK = timedelta(seconds=1)
 """Time in a collective after which a rank looks for a notice; equal to the time between looks."""
-_STORE_SECONDS = 2.0
 _MAX_CHARACTERS = 500
 _numbers = count()
 
@@ -26,41 +23,27 @@ class FaultNotices:
     """
 
     def __init__(self) -> None:
-        self._live = dist.is_available() and dist.is_initialized()
-        self._key = f"flexd/fault/{next(_numbers)}" if self._live else ""
-        self._request: threading.Thread | None = None
+        self._store = BoundedStore()
+        self._key = f"flexd/fault/{next(_numbers)}" if self._store.live else ""
+        self._meetings = 0
 
     def publish(self, rank: int, error: BaseException) -> None:
         """Let the other ranks know why this one cannot continue. The first notice of a job stays."""
         lines = str(error).strip().splitlines() or [""]
         notice = f"rank {rank}: {type(error).__name__}: {lines[0][:_MAX_CHARACTERS]}"
-        self._bounded(lambda store: store.compare_set(self._key, "", notice))
+        self._store.request(lambda store: store.compare_set(self._key, "", notice))
+
+    def meet(self, rank: int, world_size: int, what: str, timeout_seconds: float) -> None:
+        """Wait until all ranks are in this call; see ``meeting.meet``."""
+        self._meetings += 1
+        if world_size > 1:
+            meet(self._store, f"{self._key}/meeting/{self._meetings}", rank, world_size, what, timeout_seconds)
 
     def find(self) -> str | None:
         """Return the notice of a rank that failed, or None."""
 
-        def read(store: torch._C._distributed_c10d.Store) -> bytes | None:
+        def read(store: Store) -> bytes | None:
             return store.get(self._key) if store.check([self._key]) else None
 
-        notice = self._bounded(read)
+        notice = self._store.request(read)
         return None if notice is None else notice.decode()
-
-    def _bounded(self, request: Callable[[torch._C._distributed_c10d.Store], bytes | None]) -> bytes | None:
-        """Return the result of a request to the store; None if it fails or takes long.
-
-        The host of the store may be the rank that has died or stopped, and requests have no deadline of their own.
-        """
-        if not self._live or (self._request is not None and self._request.is_alive()):
-            return None
-        results: list[bytes | None] = []
-
-        def run() -> None:
-            try:
-                results.append(request(dist.distributed_c10d._get_default_store()))
-            except Exception:  # the error of the collective itself is then all that is known
-                results.append(None)
-
-        self._request = threading.Thread(target=run, name="flexd-fault-notice", daemon=True)
-        self._request.start()
-        self._request.join(_STORE_SECONDS)
-        return results[0] if results else None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from flexd.embedding.exchange.collectives import Peers, Traffic, all_gather_flat
-from flexd.embedding.exchange.device_wait import DeviceWait
+from flexd.embedding.exchange.collectives import Peers, Traffic
+from flexd.embedding.exchange.device_wait import DEFAULT_TIMEOUT, DeviceWait
 from flexd.embedding.exchange.fault_notice import FaultNotices
+from flexd.embedding.exchange.job_groups import JobGroups
 
 
 class ChainGroups:
@@ -23,14 +26,16 @@ class ChainGroups:
 
     Args:
         device: device of the tensors in collectives.
-        deadline: timeout of every collective. If given, all process groups, the world included, are new: a second
-            thread needs groups of its own, because collectives of one group must not overtake each other. Without it
-            groups are shared by all collections and have the timeout of the default process group.
-        notices: of errors of ranks; by default new ones, in which the ranks of these groups share theirs.
+        deadline: timeout of every collective. If given, no other thread uses the process groups: a second thread needs
+            groups of its own, because collectives of one group must not overtake each other. Without it groups are
+            shared by all collections and have the timeout of the default process group.
+        notices: of errors of ranks; by default new ones, in which the ranks of these groups share theirs. With those of
+            other groups of the job, the layout is not compared again.
 
     Raises:
         TopologyError: on every rank, if the layout does not have as many ranks as the default process group, or the
             ranks were given different ones.
+        CollectiveError: some ranks did not construct it within the timeout of the default process group.
     """
 
     def __init__(
@@ -44,8 +49,17 @@ class ChainGroups:
         live = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if live else 1
         self.rank = dist.get_rank() if live else 0
-        if world_size > 1:
-            _check_same_layout(layout, world_size, device)
+        timeout = (_timeout(device) if live else None) or DEFAULT_TIMEOUT
+        self.notices = notices or FaultNotices()
+        self._job = JobGroups.current()
+        self._traffic = traffic
+        self._wait = DeviceWait(deadline or timeout, self.notices)
+        self._timeout_seconds = timeout.total_seconds()
+        if world_size > 1 and notices is None:
+            self.layout = RankLayout(1, world_size)
+            self._meet("flexd.EmbeddingCollection()")
+            everyone = self._peers(self._job.default, range(world_size))
+            JobGroups.number = _agree_on_layout(everyone, layout, device, JobGroups.number)
         if layout.world_size != world_size:
             raise TopologyError(
                 f"layout of {layout.nodes} nodes x {layout.local_ranks} local ranks, but the process group has "
@@ -53,45 +67,54 @@ class ChainGroups:
                 remedy="pass the layout of this job, or launch as many ranks as it has",
             )
         self.layout = layout
-        within = _timeout(device) if deadline is None and live else deadline
-        own = deadline is not None
-        nodes = [layout.node_ranks(node) for node in range(layout.nodes)]
-        rails = [layout.rail_ranks(local) for local in range(layout.local_ranks)]
-        node_groups = [self._new(ranks, live, within, shared=not own) for ranks in nodes]
-        rail_groups = [self._new(ranks, live, within, shared=not own) for ranks in rails]
-        node, local = layout.node_of(self.rank), layout.local_rank_of(self.rank)
-        everyone = list(range(world_size))
-        shared = dist.group.WORLD if live else None
-        world = shared if deadline is None else self._new(everyone, live, deadline)
-        self.notices = notices or FaultNotices()
-        wait = DeviceWait(within, self.notices)
-        self.world = Peers(world, everyone, self.rank, layout, traffic, self.notices, wait)
-        self.node = Peers(node_groups[node], layout.node_ranks(node), self.rank, layout, traffic, self.notices, wait)
-        self.rail = Peers(rail_groups[local], layout.rail_ranks(local), self.rank, layout, traffic, self.notices, wait)
+        self._own = deadline is not None
+        self._set = self._job.of_training(timeout) if deadline is None else self._job.of_second_thread(deadline)
+        self._counted = notices is None
+        if self._counted:
+            self._job.begin_use()
+        node_ranks = layout.node_ranks(layout.node_of(self.rank))
+        rail_ranks = layout.rail_ranks(layout.local_rank_of(self.rank))
+        self.node = self._peers(self._set.group("node", node_ranks), node_ranks)
+        self.rail = self._peers(self._set.group("rail", rail_ranks), rail_ranks)
 
-    @staticmethod
-    def _new(
-        ranks: list[int], live: bool, deadline: timedelta | None, shared: bool = False
-    ) -> dist.ProcessGroup | None:
-        if not live or len(ranks) < 2:
-            return None
-        made = _shared_groups() if shared else {}
-        if tuple(ranks) not in made:
-            made[tuple(ranks)] = dist.new_group(ranks, timeout=deadline)
-        return made[tuple(ranks)]
+    @cached_property
+    def world(self) -> Peers:
+        """All ranks. Collective at its first use in a second thread's groups, whose chain does not need it."""
+        everyone = range(self.layout.world_size)
+        return self._peers(self._set.group("world", everyone), everyone)
 
+    def broadcast(self, number: int, device: torch.device, what: str) -> int:
+        """Collective. Return the number of rank 0.
 
-_shared: tuple[object, dict[tuple[int, ...], dist.ProcessGroup]] = (None, {})
-"""The default process group, and the groups beside it that the training thread uses. A group has threads and
-connections of its own, and torch keeps it for ever, so all collections of a job share them. Every rank makes its
-collections in the same order, so either all ranks find a group here or none does."""
+        Args:
+            what: the call that ranks make here, for the error.
 
+        Raises:
+            CollectiveError: some ranks did not make it within the timeout of the default process group.
+        """
+        self._meet(what)
+        with self._traffic.uncounted():
+            everyone = self.world.all_gather(torch.tensor([number], dtype=torch.int64, device=device))
+        return int(everyone.view(-1)[0])
 
-def _shared_groups() -> dict[tuple[int, ...], dist.ProcessGroup]:
-    global _shared
-    if _shared[0] is not dist.group.WORLD:
-        _shared = (dist.group.WORLD, {})
-    return _shared[1]
+    def close(self, *, destroy: bool = True) -> None:
+        """End the use of the groups.
+
+        Collective with ``destroy`` for the last collection of a job: its groups are destroyed when no rank uses them.
+        """
+        if self._own:
+            self._job.give_back(self._set)
+        if not self._counted:
+            return
+        if destroy and self.layout.world_size > 1:
+            self._meet("EmbeddingCollection.close()")
+        self._job.end_use(destroy=destroy)
+
+    def _meet(self, what: str) -> None:
+        self.notices.meet(self.rank, self.layout.world_size, what, self._timeout_seconds)
+
+    def _peers(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> Peers:
+        return Peers(group, ranks, self.rank, self.layout, self._traffic, self.notices, self._wait)
 
 
 def _timeout(device: torch.device) -> timedelta | None:
@@ -101,11 +124,11 @@ def _timeout(device: torch.device) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def _check_same_layout(layout: RankLayout, world_size: int, device: torch.device) -> None:
-    mine = torch.tensor([layout.nodes, layout.local_ranks], dtype=torch.int64, device=device)
-    gathered = mine.new_empty(world_size * 2)
-    all_gather_flat(gathered, mine)
-    layouts = gathered.view(world_size, 2).tolist()
+def _agree_on_layout(world: Peers, layout: RankLayout, device: torch.device, number: int) -> int:
+    """Collective. Check that all ranks have the same layout; return the highest ``number`` of all ranks."""
+    mine = torch.tensor([layout.nodes, layout.local_ranks, number], dtype=torch.int64, device=device)
+    gathered = world.all_gather(mine).tolist()
+    layouts = [shape[:2] for shape in gathered]
     odd = [rank for rank, shape in enumerate(layouts) if shape != layouts[0]]
     if odd:
         raise TopologyError(
@@ -113,6 +136,7 @@ def _check_same_layout(layout: RankLayout, world_size: int, device: torch.device
             f"{layouts[0][0]} x {layouts[0][1]}",
             remedy="pass the same layout on every rank, or launch equally many ranks on every node",
         )
+    return max(int(shape[2]) for shape in gathered)
 
 
 def layout_from_environment() -> RankLayout:

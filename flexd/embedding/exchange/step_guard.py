@@ -19,6 +19,8 @@ class StepGuard:
         self._free = threading.Lock()
         self._inside: threading.Thread | None = None
         self._step_thread: threading.Thread | None = None
+        self.closed = False
+        """No call is allowed any more."""
 
     def begin_step(self) -> None:
         """Let the step in progress belong to this thread."""
@@ -32,8 +34,13 @@ class StepGuard:
             in_step: a step is in progress, which other threads must not use.
 
         Raises:
-            EmbeddingError: another thread is inside such a call, or the step in progress is of another thread.
+            EmbeddingError: another thread is inside such a call, the step in progress is of another thread, or the
+                collection is closed.
         """
+        if self.closed:
+            raise EmbeddingError(
+                f"rank {self._rank}: the collection is closed", remedy="read and save its tables before close()"
+            )
         me = threading.current_thread()
         if self._inside is me:
             yield

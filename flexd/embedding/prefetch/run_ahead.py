@@ -58,7 +58,8 @@ logger = logging.getLogger(__name__)
 class RunAhead(StepHooks):
     """Runs the jobs of an engine. Called by the training thread, at the same points on every rank.
 
-    Collective: without ``one_thread`` it makes process groups that no other thread uses. The traffic of a job moves to
+    Collective: without ``one_thread`` it takes process groups that no other thread uses, and makes them the first
+    time. The traffic of a job moves to
     the engine's when it is over, and is added up in ``overlapped`` unless the host waits for it: no step waits for that
     traffic unless the step is shorter than the job.
 
@@ -77,14 +78,13 @@ class RunAhead(StepHooks):
         self._traffic = Traffic()
         self._overlaps = not one_thread or self._device.type != "cpu"
         self._traffic.phases = engine.phases.beside = PhaseMeter(self._device, overlaps=self._overlaps)
-        with engine.router.traffic.uncounted():
-            groups = ChainGroups(
-                engine.groups.layout,
-                self._traffic,
-                self._device,
-                None if one_thread else timedelta(seconds=timeout_seconds),
-                engine.groups.notices,
-            )
+        self._groups = groups = ChainGroups(
+            engine.groups.layout,
+            self._traffic,
+            self._device,
+            None if one_thread else timedelta(seconds=timeout_seconds),
+            engine.groups.notices,
+        )
         router, sync = engine.new_exchange(groups, self._traffic)
         self.exchanges = ((groups, router),)
         self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, engine.exchange, self._rank)
@@ -130,6 +130,7 @@ class RunAhead(StepHooks):
         same = isinstance(hooks, RunAhead) and hooks.one_thread == one_thread
         if not isinstance(hooks, RunAhead) or not same or (hooks.timeout_seconds != timeout_seconds and not one_thread):
             engine.settle()
+            engine.hooks.end()
             engine.hooks = hooks = RunAhead(engine, timeout_seconds, one_thread=one_thread)
         hooks._looping = True
         hooks.passes_per_step = passes_per_step
@@ -191,6 +192,12 @@ class RunAhead(StepHooks):
         self._result = self._started = self._announced = None
         self._looping = False
         return self._thread.stop(self.timeout_seconds)
+
+    def end(self) -> bool:
+        ended = self.close()
+        if ended:
+            self._groups.close()
+        return ended
 
     @property
     def thread_alive(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -81,3 +82,52 @@ def test_different_arguments_are_refused_on_every_rank(
 def test_collections_of_a_job_share_their_process_groups(ranks: Ranks) -> None:
     """torch keeps every group and its threads: without sharing, a hundred collections would have a thousand threads."""
     assert ranks(4).run("collection_jobs:shared_groups", RankLayout(2, 2)) == [(True, True)] * 4
+
+
+def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) -> None:
+    """A rank makes its own node and rail, for the training threads and for each second thread, and no more for another
+    deadline; the world of a second thread only for the exchange that uses it."""
+    for rank, found in enumerate(ranks(4).run("collection_jobs:closed_groups", RankLayout(2, 2))):
+        for name in ("first", "again"):
+            assert found[f"{name}: collections"] == ["node", "rail"]
+            assert found[f"{name}: loops"] == ["node", "rail"] * 2
+            # The second collection with a loop has a thread of its own.
+            assert found[f"{name}: another collection"] == ["node", "rail"] * 3 + ["world"] * (name == "again")
+            assert found[f"{name}: left"] == 0
+        assert found["timeout"] == 51.0
+        assert f"rank {rank}: the collection is closed - read and save its tables before close()" in found["closed"]
+        assert set(found["kept"]) == {"item", "odd", "tiny"}
+
+
+def test_one_node_uses_the_default_group(ranks: Ranks) -> None:
+    for layout in (RankLayout(1, 2), RankLayout(2, 1)):
+        for found in ranks(2).run("collection_jobs:closed_groups", layout):
+            assert found["first: collections"] == []
+            assert found["again: another collection"] == ["world"] * 2
+
+
+@pytest.mark.parametrize(
+    ("where", "missing", "call"),
+    [
+        ("construct", [2], "flexd.EmbeddingCollection()"),
+        ("connect", [0, 3], "flexd.connect()"),
+        ("close", [1], "EmbeddingCollection.close()"),
+    ],
+)
+def test_ranks_that_do_not_come_are_named_within_the_deadline(
+    ranks: Ranks, where: str, missing: list[int], call: str
+) -> None:
+    for rank, text in enumerate(ranks(4).run("collection_jobs:late", RankLayout(2, 2), missing, where, 0.3)):
+        if rank not in missing:
+            found = re.match(rf"CollectiveError: rank {rank}: {re.escape(call)}: ranks \[(.*)\] did not call it", text)
+            assert found, text
+            # On a busy machine a rank that came late is named too.
+            assert set(missing) <= {int(other) for other in found[1].split(", ")} < set(range(4))
+
+
+def test_groups_made_without_new_group_are_groups_of_torch(ranks: Ranks) -> None:
+    """Their ranks and their name are known to ``torch.distributed``, and all of its collectives run on them."""
+    for rank, (members, total, name) in enumerate(ranks(4).run("collection_jobs:torch_sees", RankLayout(2, 2))):
+        assert members == [[0, 1], [2, 3]][rank // 2]
+        assert total == sum(members)
+        assert name.startswith("flexd/")

@@ -45,7 +45,7 @@ def test_one_thread_makes_no_process_groups_of_its_own(ranks: Ranks) -> None:
     pool.run("collective_order_jobs:issued", SCENARIO, Loop(ahead=False))
     assert [made for _, made in pool.run("collective_order_jobs:issued", SCENARIO, Loop(one_thread=True))] == [0] * 4
     two_threads = pool.run("collective_order_jobs:issued", SCENARIO, Loop(one_thread=False))
-    assert [made for _, made in two_threads] == [5] * 4, "two nodes, two rails and the world"
+    assert [made for _, made in two_threads] == [2] * 4, "this rank's node and rail"
     assert {thread for thread, _, _ in two_threads[0][0]} == {"training", "other"}
 
 
