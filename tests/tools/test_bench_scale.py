@@ -16,5 +16,10 @@ def test_the_tool_prints_its_figures_and_checks() -> None:
     )  # fmt: skip
     last = json.loads(run.stdout.splitlines()[-1])
     assert set(last["figures"]) >= {"start-up s", "entries of all ranks", "listing ms", "bits ms"}
+    assert {title: made for title, made in last["figures"].items() if title.startswith("groups")} == {
+        f"groups, {shape}: {made}": 2.0 * (1 + at)
+        for shape in ("2x2", "16x8")
+        for at, made in enumerate(("two collections", "and two loops"))
+    }
     assert {entry["name"] for entry in last["checks"]} >= {"128 ranks: listing ms"}
     assert run.returncode == (0 if all(entry["ok"] for entry in last["checks"]) else 1), run.stderr

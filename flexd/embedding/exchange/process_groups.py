@@ -59,7 +59,8 @@ class ChainGroups:
             self.layout = RankLayout(1, world_size)
             self._meet("flexd.EmbeddingCollection()")
             everyone = self._peers(self._job.default, range(world_size))
-            JobGroups.number = _agree_on_layout(everyone, layout, device, JobGroups.number)
+            with traffic.uncounted():
+                JobGroups.number = _agree_on_layout(everyone, layout, device, JobGroups.number)
         if layout.world_size != world_size:
             raise TopologyError(
                 f"layout of {layout.nodes} nodes x {layout.local_ranks} local ranks, but the process group has "
