@@ -289,6 +289,7 @@ class Rank:
             "direct, dedup": own(exchange="direct"),
             "chain": own(),
             "tiers": own(target=target),
+            "direct, dedup, run-ahead": own(no_ahead, exchange="direct", run_ahead=True),
             "chain, run-ahead": own(no_ahead, run_ahead=True),
             "tiers, run-ahead": own(no_ahead, target=target, run_ahead=True),
             "tiers, bf16": own(no_narrow, target=target, comm_dtype="bfloat16"),
