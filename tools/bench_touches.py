@@ -1,8 +1,8 @@
 """Predicted over measured bytes of planned placements: touches by independence and as measured.
 
-    python tools/bench_touches.py TRACE.npz... [--json] [--steps 200] [--nodes 2 --local-ranks 2]
+    python tools/bench_touches.py TRACE.npz... [--json] [--steps 120] [--nodes 2 --local-ranks 2]
 
-For each trace and kind of samples (sequences that do not overlap; impressions, whose histories do) a profile is counted
+For each trace and kind of samples (``flexd.stream.samples``: sequences, impressions) a profile is counted
 from the even steps, a plan is made from it, and real gloo ranks train the odd steps with the plan's placement. Their
 bytes are compared with those that the cost model predicts from the even steps: with the measured touches of every row
 (checked: within 3 %), with those of the more frequent half of the rows alone, the fitted relation for the others (the
@@ -34,7 +34,9 @@ from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
 from flexd.simulate.exact_profile import exact_profile
 from flexd.sketch.profile import Profile, RowTouches, TableProfile
-from flexd.stream.trace import Batches, Trace, load_trace
+from flexd.stream.batches import Batches
+from flexd.stream.samples import SampleKind
+from flexd.stream.trace import Trace, load_trace
 from flexd.topology.files import load_preset
 
 Int64Array = npt.NDArray[np.int64]
@@ -49,60 +51,24 @@ DEADLINE_SECONDS = 300
 LINKS = {"intra": TrafficLink.INTRA_NODE, "inter": TrafficLink.INTER_NODE}
 
 
-def sequences(trace: Trace, world_size: int, batch_size: int, keyspace: KeySpace) -> Steps:
-    """Pieces of a user's history that do not overlap, in order of time, at most one of a user in a step."""
-    user = np.zeros(len(trace), np.int64) if trace.user is None else trace.user
-    order = np.argsort(user, kind="stable")
-    of_user = user[order]
-    place = np.arange(len(order)) - np.searchsorted(of_user, of_user)
-    length = HISTORY + 1
-    whole = np.searchsorted(of_user, of_user, "right") - np.searchsorted(of_user, of_user)
-    pieces = order[place < whole // length * length].reshape(-1, length)
-    pieces = pieces[np.argsort(pieces[:, -1], kind="stable")]
-    batch: list[Int64Array] = []
-    users: set[int] = set()
-    waiting: list[Int64Array] = []
-    steps: Steps = []
-    for piece in pieces:
-        waiting.append(piece)
-        kept = []
-        for each in waiting:
-            of = int(user[each[0]])
-            if (of in users and trace.user is not None) or len(batch) == world_size * batch_size:
-                kept.append(each)
-                continue
-            users.add(of)
-            batch.append(each)
-        waiting = kept
-        if len(batch) == world_size * batch_size:
-            steps.append(
-                [_keys(np.concatenate(batch[rank::world_size]), trace, keyspace) for rank in range(world_size)]
-            )
-            batch, users = [], set()
-    return steps
-
-
-def impressions(trace: Trace, world_size: int, batch_size: int, steps: int, keyspace: KeySpace) -> Steps:
-    """A sample for every event of a span of events, dealt to the ranks in turn."""
-    batches = Batches(
-        trace, world_size=world_size, batch_size=batch_size, steps=steps, history=HISTORY, min_history=HISTORY
-    )
+def make_steps(trace: Trace, kind: SampleKind, world_size: int, batch_size: int, steps: int) -> Steps:
+    """Return the batches of a next-item model, spread evenly over the trace."""
+    keyspace = KeySpace(tables_of(trace))
+    batches = Batches(trace, world_size=world_size, batch_size=batch_size, steps=steps, history=HISTORY, kind=kind)
     return [
         [
             np.concatenate([keyspace.keys(table, ids) for table, ids in enumerate(batches.batch(step, rank).ids)])
             for rank in range(world_size)
         ]
-        for step in range(steps)
+        for step in range(batches.steps)
     ]
 
 
-def spread(steps: Steps, most: int) -> Steps:
-    """Return at most so many steps, spread evenly over all."""
-    return [steps[at] for at in np.unique(np.linspace(0, len(steps) - 1, most).astype(np.int64)).tolist()]
-
-
-def _keys(events: Int64Array, trace: Trace, keyspace: KeySpace) -> Int64Array:
-    return np.asarray(keyspace.first_key)[trace.table[events]] + trace.row[events]
+def tables_of(trace: Trace) -> tuple[TableSpec, ...]:
+    """Return the job's tables."""
+    return tuple(
+        TableSpec(name, int(rows), DIM) for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -270,27 +236,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a rank in a step")
-    parser.add_argument("--steps", type=int, default=200, help="most steps, half of them trained")
+    parser.add_argument("--steps", type=int, default=120, help="steps, half of them trained")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--local-ranks", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     layout = RankLayout(options.nodes, options.local_ranks)
-    world, batch_size = layout.world_size, options.batch_size
     made = {}
     for path in options.traces:
         trace = load_trace(path)
-        tables = tuple(
-            TableSpec(name, int(rows), DIM) for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
-        )
-        keyspace = KeySpace(tables)
-        of_kind = {
-            "sequences": spread(sequences(trace, world, batch_size, keyspace), options.steps),
-            "impressions": impressions(trace, world, batch_size, options.steps, keyspace),
-        }
-        for kind, steps in of_kind.items():
-            name = f"{path.stem} {kind}"
-            made[name] = plan_case(name, steps, tables, layout)
+        for kind in (SampleKind.SEQUENCES, SampleKind.IMPRESSIONS):
+            name = f"{path.stem} {kind.value}"
+            steps = make_steps(trace, kind, layout.world_size, options.batch_size, options.steps)
+            made[name] = plan_case(name, steps, tables_of(trace), layout)
     sent = measured([case for case, _, _ in made.values()], layout)
     figures: dict[str, Any] = {}
     checks = []
