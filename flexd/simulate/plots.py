@@ -196,7 +196,7 @@ def _over_time(simulation: Simulation, figure: Any, theme: Theme) -> None:
         effect(home - float(simulation.runs[s.name].exposed_seconds[steps].mean()), home, "exposed time")
         for s in (STATIC, REPLANNED)
     )
-    axis.set_title(f"{simulation.accesses_name}, last quarter: re-planning {again}, one plan {once}")
+    axis.set_title(f"{simulation.accesses_name}, last quarter: re-planning {again},\none plan {once}")
     axis.grid(visible=True)
     figure.legend(loc="outside lower center", ncols=3)
 
