@@ -23,7 +23,8 @@ from flexd.embedding.exchange import hop as hop_module
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.fault_notice import FaultNotices
 from flexd.embedding.exchange.route import COUNT_SHIFT
-from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows
+from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
+from flexd.embedding.store.directory import Directory
 
 COLLECTIVES: list[str] = []
 """Names of the collectives since the list was cleared."""
@@ -133,11 +134,26 @@ def _served_ids(
 def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
     """Return words of the size of ``words`` in which every third row of the list is touched, and no padding."""
     with _outside():
-        bits = torch.zeros(len(words) * 64, dtype=torch.uint8)
-        for (first, end), (start, stop) in rows._parts:
-            if end > first:
-                bits[start:stop:3] = 1
+        bits = _listed_bits[id(rows)].clone()
+        assert len(bits) == len(words) * 64
+        bits[1::3] = 0
+        bits[2::3] = 0
         return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64)).to(words.device)
+
+
+def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: RankLayout) -> SyncLists:
+    """``SyncLists.of``, with the bits of each list that stand for a row."""
+    lists = _sync_lists_of(directory, hops, layout)
+    with _outside():
+        listed = torch.zeros(directory.entries + 1, dtype=torch.uint8)
+        listed[directory.listed_entries()] = 1
+        _listed_bits.clear()
+        _listed_bits.update({id(rows): rows.gather(listed) for rows in (*lists.upstream, *lists.downstream)})
+    return lists
+
+
+_sync_lists_of = SyncLists.of
+_listed_bits: dict[int, torch.Tensor] = {}
 
 
 def _recv_up(touched: TouchedRows, hop: int, words: torch.Tensor) -> None:
@@ -163,6 +179,7 @@ def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
         mock.patch("flexd.embedding.prefetch.run_ahead.ChainGroups", MirrorGroups),
         mock.patch.object(hop_module.Hop, "exchange_ids", _served_ids),
         mock.patch.object(TouchedRows, "recv_up", _recv_up),
+        mock.patch.object(SyncLists, "of", staticmethod(_lists_of)),
         mock.patch.object(TouchedRows, "recv_down", _recv_down),
     ):
         yield

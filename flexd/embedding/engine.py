@@ -32,7 +32,7 @@ from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
-from flexd.embedding.store.store import GroupStore
+from flexd.embedding.store.store import make_stores
 
 MAX_PENDING_PASSES = 64
 
@@ -175,10 +175,7 @@ class RowEngine:
         self.keyspace = keyspace
         self.groups = groups
         self.guard = StepGuard(groups.rank, groups.notices)
-        self.stores = [
-            GroupStore(group, groups.layout, groups.rank, slots, device)
-            for group, slots in zip(keyspace.groups, replica_slots, strict=True)
-        ]
+        self.stores = make_stores(keyspace.groups, groups.layout, groups.rank, replica_slots, device)
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.

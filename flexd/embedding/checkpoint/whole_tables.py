@@ -36,9 +36,9 @@ def gather_rows(world: Peers, homes: TableHomes, held: torch.Tensor) -> torch.Te
 def replicas_bit_equal(groups: ChainGroups, stores: Sequence[GroupStore]) -> bool:
     """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
     equal = True
-    for store in stores:
+    for number, store in enumerate(stores):
         for tier, holders in ((Tier.NODE, groups.rail), (Tier.DEVICE, groups.world)):
-            slots = store.directory.slots_at(store.directory.at_tier(tier))
+            slots = store.directory.slots_at(store.directory.at_tier(number, tier))
             equal &= _equal_everywhere(store.pack(slots), holders)
     verdict = torch.tensor([int(equal)], device=stores[0].rows.device)
     groups.world.all_reduce(verdict, dist.ReduceOp.MIN)

@@ -38,7 +38,7 @@ from flexd.embedding.exchange.merge import merge_passes
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.station_lookup import StationLookup, regrouped, transposed
-from flexd.embedding.store.listed_rows import ListedRows
+from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 _KEY_MASK = (1 << COUNT_SHIFT) - 1
@@ -148,8 +148,8 @@ class Router:
         return self._lookup.working_bytes
 
     @property
-    def listed(self) -> ListedRows:
-        """The rows that this rank lists now."""
+    def listed(self) -> Directory:
+        """The rows that this rank lists."""
         return self._lookup.listed
 
     @in_phase(StepPhase.IDS)

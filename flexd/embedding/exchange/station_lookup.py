@@ -12,7 +12,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.dedup import Dedup
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import COUNT_SHIFT, StationRows
-from flexd.embedding.store.listed_rows import ListedRows
+from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import GroupStore
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
@@ -82,21 +82,17 @@ class StationLookup:
         self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
         self._first_turns = [(store.first_home_key - self._rank) // self._world_size for store in stores]
         self._cells: dict[Hop | None, torch.Tensor] = {}
-        self._listed: ListedRows | None = None
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of the table that finds distinct keys, of those of homes, and of the joined directories."""
-        listed = 0 if self._listed is None else self._listed.nbytes
+        """Bytes of the table that finds distinct keys, and of those of homes."""
         cells = sum(table.nbytes for table in self._cells.values())
-        return self._dedup.nbytes + self._inner_keys.nbytes + cells + listed
+        return self._dedup.nbytes + self._inner_keys.nbytes + cells
 
     @property
-    def listed(self) -> ListedRows:
-        """The rows that this rank lists now."""
-        if self._listed is None or not self._listed.is_of(self.stores):
-            self._listed = ListedRows(self.stores)
-        return self._listed
+    def listed(self) -> Directory:
+        """The rows that this rank lists."""
+        return self.stores[0].directory
 
     def by_group(self, keys: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Order int64 [n] keys by dim-group: (keys, numbers of each dim-group). Waits for the device."""
@@ -127,13 +123,14 @@ class StationLookup:
             accesses = devices.sum_by_place(expand, weights, len(keys))
         turns = torch.div(keys, self._world_size, rounding_mode="floor")
         cells = torch.sub(keys, turns, alpha=self._world_size)
-        if self.groups > 1:
-            cells = torch.add(cells, self._group_of(keys), alpha=self._world_size)
+        groups = None if self.groups == 1 else self._group_of(keys)
+        if groups is not None:
+            cells = torch.add(cells, groups, alpha=self._world_size)
         section, shifts, of_listed = self._of_cells(hop).index_select(1, cells)
         slots = turns + shifts
         listed = self.listed
         if len(listed):
-            found, at = listed.find(turns, cells)
+            found, at = listed.find(keys, groups)
             places = listed.places_at(at)
             section = torch.where(found, of_listed + (places < 0), section)
             slots = torch.where(found, torch.maximum(places, places.bitwise_not()), slots)

@@ -1,12 +1,13 @@
-"""Applies chunks: copies promoted rows from their homes, frees the slots of demoted ones, replaces the directories.
+"""Applies chunks: copies promoted rows from their homes, frees the slots of demoted ones, changes the directory.
 
-The agent's thread prepares the next directories, the slots, and the rows to copy. The training thread only swaps
-references and copies rows.
+The agent's thread checks a chunk and prepares its slots and the rows to copy, from the directory as it is applied and
+the chunks that were prepared before. The training thread changes the directory, which takes time in proportion to the
+chunk, and copies rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,22 +22,14 @@ from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Peers, Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.side_stream import SideStream, receive
-from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class _TierChanges:
-    """Rows of one dim-group that change tier: int64 [n] ``keys`` (ascending), uint8 [n] tiers before and after."""
-
-    store: GroupStore
-    keys: Int64Array
-    old: UInt8Array
-    new: UInt8Array
+_SlotsOf = Callable[[Int64Array], Int32Array]
+"""int64 [n] keys of listed rows -> int32 [n] slots."""
 
 
 _SlotsByPeer = list[tuple[torch.Tensor, ...]]
@@ -51,45 +44,54 @@ class _Block:
     in_node: _SlotsByPeer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class NextPlacement:
     """Everything that one rank needs to apply a chunk. Preparing it does not change the applied placement.
 
     Attributes:
         delta: the chunk.
-        base: directories of the placement before the chunk.
-        directories: directories of the placement after it.
+        version: ``Directory.version`` that it starts from.
+        keys: int64 [n] keys of the chunk, ascending.
+        was_listed: bool [n] rows that this rank lists before it.
+        tiers: uint8 [n] tier at which this rank lists the row after it; HOME: not listed.
+        slots: int32 [n] slots after it, of listed rows.
         free: replica slots that are free after it.
+        after: the prepared chunk before; None once that is applied.
+        applied: set by the training thread, after the directory has the chunk.
         blocks: the rows to copy.
         finished: event after the device has prepared all of it; None on a CPU.
     """
 
     delta: Delta
-    base: tuple[Directory, ...]
-    directories: tuple[Directory, ...]
+    version: int
+    keys: Int64Array
+    was_listed: BoolArray
+    tiers: UInt8Array
+    slots: Int32Array
     free: tuple[FreeSlots, ...]
-    blocks: tuple[_Block, ...]
+    after: NextPlacement | None
+    applied: bool = False
+    blocks: tuple[_Block, ...] = ()
     finished: torch.cuda.Event | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Tensors that training reads once the chunk is applied."""
-        for directory in self.directories:
-            yield directory.codes
-            yield directory.places
-            if directory.rail_device is not None:
-                yield directory.rail_device
         for block in self.blocks:
             yield from (slots for hop in (block.over_rail, block.in_node) for group in hop for slots in group)
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the directories of ``base``."""
-        fresh = [new for new, old in zip(self.directories, self.base, strict=True) if new is not old]
+        """Bytes beside the chunk."""
         slots = sum(
             column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
             for column in of
         )  # fmt: skip
-        return slots + sum(directory.nbytes for directory in fresh) + sum(free.released.nbytes for free in self.free)
+        columns = (self.keys, self.was_listed, self.tiers, self.slots)
+        return slots + sum(column.nbytes for column in columns) + sum(free.released.nbytes for free in self.free)
+
+    def slots_of(self, keys: Int64Array) -> Int32Array:
+        """int64 [m] keys of the chunk -> int32 [m] slots after it."""
+        return self.slots[np.searchsorted(self.keys, keys)]
 
 
 def _checked(prepared: Prepared) -> NextPlacement:
@@ -109,6 +111,7 @@ class Migrator:
         self._groups = groups
         self._layout = groups.layout
         self._stores = list(stores)
+        self._directory = self._stores[0].directory
         self._traffic = traffic
         self._buffer_bytes = buffer_bytes
         self._device = self._stores[0].rows.device
@@ -129,11 +132,8 @@ class Migrator:
 
         NODE rows of other rails are not listed here and count as HOME.
         """
-        right = np.ones(len(keys), dtype=np.bool_)
         with self._side_stream.work():
-            for store in self._stores:
-                mine = self._in_group(store, keys)
-                right[mine] = self._find_listed(store.directory, keys[mine], old[mine])[0]
+            right: BoolArray = self._directory.read(keys)[0] == self._listed_tiers(keys, old)
         return right
 
     def prepare(self, chunk: Delta, after: Prepared | None) -> NextPlacement:
@@ -146,19 +146,14 @@ class Migrator:
             PlacementError: rows of the chunk are at other tiers there. Applying it would assign slots of other rows
                 twice.
         """
-        base = tuple(store.directory for store in self._stores) if after is None else _checked(after).directories
-        free = tuple(store.free for store in self._stores) if after is None else _checked(after).free
+        before = None if after is None else _checked(after)
         delta = merge_deltas([chunk])
         self.max_chunk_rows = max(self.max_chunk_rows, len(delta))
         with self._side_stream.work():
-            following = [
-                self._next_directory(part, directory, slots)
-                for part, directory, slots in zip(self._by_group(delta), base, free, strict=True)
-            ]
-            directories = tuple(directory for directory, _ in following)
-            blocks = tuple(self._blocks(delta, directories))
-        next_free = tuple(slots for _, slots in following)
-        return NextPlacement(chunk, base, directories, next_free, blocks, self._side_stream.finished())
+            made = self._next(chunk, delta, before)
+            made.blocks = tuple(self._blocks(delta, made.slots_of))
+        made.finished = self._side_stream.finished()
+        return made
 
     def apply(self, chunks: Sequence[Prepared]) -> None:
         """Apply chunks as one: a row is copied at most once, and one all-gather a hop serves all chunks and
@@ -169,60 +164,52 @@ class Migrator:
         """
         prepared = [_checked(one) for one in chunks]
         last = prepared[-1]
-        applied = [tuple(store.directory for store in self._stores), *(one.directories for one in prepared)]
-        if any(a is not b for one, before in zip(prepared, applied, strict=False)
-               for a, b in zip(one.base, before, strict=True)):  # fmt: skip
+        directory = self._directory
+        if [one.version for one in prepared] != list(range(directory.version, directory.version + len(prepared))):
             raise PlacementError(
                 f"rank {self._groups.rank}: chunks were prepared for another placement than the one that is applied",
                 remedy="a fault of flexd: please report it",
             )
         for one in prepared:
+            stays = one.tiers != Tier.HOME
+            directory.change(one.keys[one.was_listed], one.keys[stays], one.slots[stays], one.tiers[stays])
+        for one in prepared:
+            one.applied, one.after = True, None
+        for one in prepared:
             receive(one.finished, one.tensors())
-        for store, directory, free in zip(self._stores, last.directories, last.free, strict=True):
-            store.directory = directory
+        for store, free in zip(self._stores, last.free, strict=True):
             store.free = free.compacted()
         deltas = [one.delta for one in prepared]
         for store in self._stores:
             if len(store.replica_keys):
                 keys = np.concatenate([delta.keys[self._in_group(store, delta.keys)] for delta in deltas])
                 store.record_keys(torch.from_numpy(keys).to(self._device))
-        for block in last.blocks if len(prepared) == 1 else self._blocks(merge_deltas(deltas), last.directories):
+        for block in last.blocks if len(prepared) == 1 else self._blocks(merge_deltas(deltas), self._applied_slots):
             self._copy(block)
         for delta in deltas:
             self.digest = (self.digest + delta.digest_change()) % 2**64
 
     def refresh(self) -> None:
         """Collective. Refresh every replica from its home, after the home rows were loaded."""
+        keys, tiers, _ = self._directory.rows()
         for store in self._stores:
-            keys = store.directory.keys.cpu().numpy()
             for tier in (Tier.NODE, Tier.DEVICE):
                 # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
-                at = keys[store.directory.at_tier(tier).cpu().numpy()]
+                at = keys[(tiers == tier) & self._in_group(store, keys)]
                 delta = Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8))
-                for block in self._blocks(delta, [store.directory for store in self._stores]):
+                for block in self._blocks(delta, self._applied_slots):
                     self._copy(block)
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
         """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows
         and all DEVICE rows. Any thread."""
-        directories = [store.directory for store in self._stores]
         with self._side_stream.work():
-            keys = np.concatenate([d.keys.cpu().numpy() for d in directories])
-            tiers = np.concatenate([d.tiers.cpu().numpy() for d in directories])
-        order = np.argsort(keys)
-        return keys[order], tiers[order]
+            return self._directory.rows()[:2]
 
     @staticmethod
     def _in_group(store: GroupStore, keys: Int64Array) -> BoolArray:
         inside: BoolArray = (keys >= store.group.first_key) & (keys < store.group.end_key)
         return inside
-
-    def _by_group(self, delta: Delta) -> list[_TierChanges]:
-        changes = []
-        for store in self._stores:
-            mine = self._in_group(store, delta.keys)
-            changes.append(_TierChanges(store, delta.keys[mine], delta.old_tiers[mine], delta.new_tiers[mine]))
-        return changes
 
     def _bytes_by_row(self, delta: Delta) -> Int64Array:
         """Return int64 [n] bytes of each row and state that is copied; equal on every rank."""
@@ -238,51 +225,59 @@ class Migrator:
         listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 
-    def _find_listed(self, directory: Directory, keys: Int64Array, old: UInt8Array) -> tuple[BoolArray, torch.Tensor]:
-        """Return (bool [n] whether the row is at tier ``old``, int64 positions of the rows listed here at ``old``)."""
-        was = self._listed(keys, old)
-        at, found = directory.find(torch.from_numpy(keys).to(self._device))
-        right = found.cpu().numpy() == was
-        listed = at[torch.from_numpy(was).to(at.device)]
-        if len(directory):
-            right[was] &= directory.tiers_at(listed).cpu().numpy() == old[was]
-        return right, listed
+    def _listed_tiers(self, keys: Int64Array, tiers: UInt8Array) -> UInt8Array:
+        """Return uint8 [n]: the tiers of the rows that this rank's directory lists, HOME for the others."""
+        return np.where(self._listed(keys, tiers), tiers, np.uint8(Tier.HOME)).astype(np.uint8)
 
-    def _next_directory(
-        self, changes: _TierChanges, directory: Directory, free: FreeSlots
-    ) -> tuple[Directory, FreeSlots]:
-        """Return the next directory and free slots. The new replicas are not copied yet."""
-        store, keys, old, new = changes.store, changes.keys, changes.old, changes.new
-        if len(keys) == 0:
-            return directory, free
-        right, removed = self._find_listed(directory, keys, old)
+    def _applied_slots(self, keys: Int64Array) -> Int32Array:
+        return self._directory.read(keys)[1]
+
+    def _read(self, keys: Int64Array, after: NextPlacement | None) -> tuple[UInt8Array, Int32Array]:
+        """Return what ``Directory.read`` returns once ``after`` and the chunks before it are applied."""
+        # First the chunks that are not applied, then the directory: one that is applied meanwhile is in both.
+        waiting: list[NextPlacement] = []
+        while after is not None and not after.applied:
+            waiting.append(after)
+            after = after.after
+        tiers, slots = self._directory.read(keys)
+        for one in reversed(waiting):
+            at = np.searchsorted(one.keys, keys).clip(max=max(len(one.keys) - 1, 0))
+            changed = one.keys[at] == keys if len(one.keys) else np.zeros(len(keys), dtype=np.bool_)
+            tiers[changed], slots[changed] = one.tiers[at[changed]], one.slots[at[changed]]
+        return tiers, slots
+
+    def _next(self, chunk: Delta, delta: Delta, after: NextPlacement | None) -> NextPlacement:
+        """Check a chunk, and assign its slots. The new replicas are not copied yet."""
+        keys, old, new = delta.keys, delta.old_tiers, delta.new_tiers
+        before, slots = self._read(keys, after)
+        right = before == self._listed_tiers(keys, old)
+        rank = self._groups.rank
         if not bool(right.all()):
             raise PlacementError(
-                f"rank {store.rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
+                f"rank {rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
                 f"that it states, key {int(keys[~right][0])} for one",
                 remedy="a fault of the daemon: please report it with the daemon's journal",
             )
-        rank = self._groups.rank
-        was, stays = self._listed(keys, old), self._listed(keys, new)
+        tiers = self._listed_tiers(keys, new)
         had_replica = self._layout.holds_replica(rank, keys, old)
         has_replica = self._layout.holds_replica(rank, keys, new)
-        slots = np.full(len(keys), -1, dtype=np.int32)
-        slots[was] = directory.slots_at(removed).cpu().numpy()
-        free = free.release(slots[had_replica & ~has_replica])
-        fresh = has_replica & ~had_replica
-        slots[fresh], free = free.allocate(int(fresh.sum()))
         at_home = self._layout.home_rank(keys) == rank
-        slots[at_home] = (keys[at_home] - store.first_home_key) // store.world_size
-        following = directory.replace(
-            removed,
-            torch.from_numpy(keys[stays]).to(self._device),
-            torch.from_numpy(slots[stays]).to(self._device),
-            torch.from_numpy(new[stays]).to(self._device),
-        )
-        return following, free
+        free = []
+        for number, store in enumerate(self._stores):
+            mine = self._in_group(store, keys)
+            slots_left = store.free if after is None else after.free[number]
+            if mine.any():
+                slots_left = slots_left.release(slots[mine & had_replica & ~has_replica])
+                fresh = mine & has_replica & ~had_replica
+                slots[fresh], slots_left = slots_left.allocate(int(fresh.sum()))
+                home = mine & at_home
+                slots[home] = (keys[home] - store.first_home_key) // store.world_size
+            free.append(slots_left)
+        version = self._directory.version if after is None else after.version + 1
+        return NextPlacement(chunk, version, keys, before != Tier.HOME, tiers, slots, tuple(free), after=after)
 
-    def _blocks(self, delta: Delta, directories: Sequence[Directory]) -> Iterator[_Block]:
-        """Divide the promoted rows of a delta into blocks that fit the buffer; ``directories`` list them already."""
+    def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[_Block]:
+        """Divide the promoted rows of a delta into blocks that fit the buffer."""
         travels = self._bytes_by_row(delta)
         before = np.cumsum(travels) - travels
         widest = max((store.row_bytes for store in self._stores), default=1)
@@ -290,30 +285,25 @@ class Migrator:
         bounds = np.searchsorted(before, np.arange(0, int(travels.sum()), room), side="left")
         for start, end in pairwise([*np.unique(bounds).tolist(), len(delta)]):
             if end > start:
-                yield self._block(delta.select(slice(start, end)), directories)
+                yield self._block(delta.select(slice(start, end)), slots_of)
 
-    def _block(self, block: Delta, directories: Sequence[Directory]) -> _Block:
+    def _block(self, block: Delta, slots_of: _SlotsOf) -> _Block:
         layout, peers = self._layout, self._groups
         over_rail, in_node = [], []
-        for part, directory in zip(self._by_group(block), directories, strict=True):
-            keys = part.keys
-            promoted = (part.old == Tier.HOME) & (part.new != Tier.HOME)
+        for store in self._stores:
+            mine = self._in_group(store, block.keys)
+            keys, old, new = block.keys[mine], block.old_tiers[mine], block.new_tiers[mine]
+            promoted = (old == Tier.HOME) & (new != Tier.HOME)
             rail_keys = keys[promoted & (keys % layout.local_ranks == self._local)]
-            over_rail.append(
-                self._slots(part.store, directory, rail_keys, layout.home_node(rail_keys), peers.rail.size)
-            )
-            node_keys = keys[(part.old != Tier.DEVICE) & (part.new == Tier.DEVICE)]
-            in_node.append(
-                self._slots(part.store, directory, node_keys, node_keys % layout.local_ranks, peers.node.size)
-            )
+            over_rail.append(self._slots(slots_of(rail_keys), layout.home_node(rail_keys), peers.rail.size))
+            node_keys = keys[(old != Tier.DEVICE) & (new == Tier.DEVICE)]
+            in_node.append(self._slots(slots_of(node_keys), node_keys % layout.local_ranks, peers.node.size))
         return _Block(over_rail, in_node)
 
-    def _slots(
-        self, store: GroupStore, directory: Directory, keys: Int64Array, owner: Int64Array, peers: int
-    ) -> tuple[torch.Tensor, ...]:
-        """Return the slots here of int64 [n] keys, by the peer that sends each."""
-        ordered = torch.from_numpy(keys[np.argsort(owner, kind="stable")]).to(self._device)
-        return torch.split(store.locate(ordered, directory)[1], np.bincount(owner, minlength=peers).tolist())
+    def _slots(self, slots: Int32Array, owner: Int64Array, peers: int) -> tuple[torch.Tensor, ...]:
+        """Order int32 [n] slots by the peer that sends each row, and split them."""
+        ordered = torch.from_numpy(slots[np.argsort(owner, kind="stable")].astype(np.int64)).to(self._device)
+        return torch.split(ordered, np.bincount(owner, minlength=peers).tolist())
 
     def _copy(self, block: _Block) -> None:
         with self._traffic.kind(TrafficKind.MIGRATION):

@@ -235,7 +235,11 @@ class RunAheadJob:
             # All requests for a row without replicas arrive here; for the others ranks have agreed on touched rows.
             slots = torch.cat(
                 [at_station[group].slots for other, _ in others for at_station in other.stations]
-                + [store.directory.slots_at(touched.positions(group)) for _, touched in others if touched is not None]
+                + [
+                    store.directory.slots_at(touched.entries_of_group(group))
+                    for _, touched in others
+                    if touched is not None
+                ]
             )
             marks.index_fill_(0, slots, True)
             for station in stations:

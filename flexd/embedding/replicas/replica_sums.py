@@ -13,8 +13,8 @@ from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, copy_columns
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import StationRows
-from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows
-from flexd.embedding.store.listed_rows import ListedRows
+from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows, entries_at
+from flexd.embedding.store.directory import Directory
 
 
 class ReplicaSums:
@@ -32,7 +32,7 @@ class ReplicaSums:
     def __init__(
         self,
         touched: TouchedRows,
-        listed: ListedRows,
+        listed: Directory,
         dims: Sequence[int],
         wire: Sequence[torch.dtype],
         wide: Sequence[torch.dtype],
@@ -105,9 +105,9 @@ class ReplicaSums:
             size = len(_none(rows))
             of_list, counts = counts[:size], counts[size:]
             if not len(bits):
-                parts.append([(self._rows[:0], [0] * len(rows.spans))] * self._groups)
+                parts.append([(self._rows[:0], [0] * len(rows.blocks))] * self._groups)
                 continue
-            pieces = torch.split(self._places(rows.entries_of(bits, of_list)), list(of_list))
+            pieces = torch.split(self._places(rows.entries_of(bits)), list(of_list))
             parts.append(
                 [(torch.cat(pieces[g :: self._groups]), list(of_list[g :: self._groups])) for g in range(self._groups)]
             )
@@ -119,8 +119,8 @@ class ReplicaSums:
         total = sum(counts)
         # The number of ones is known: ``nonzero`` would wait for it again.
         at = torch.nonzero_static(joined, size=total).view(-1)
-        index = torch.cat([rows.index for rows, bits in lists if len(bits)] or [at.to(torch.int32)])
-        places = self._places(index.index_select(0, at).to(torch.int64))
+        blocks = torch.cat([rows.index for rows, bits in lists if len(bits)] or [at])
+        places = self._places(entries_at(blocks, at))
         pieces = torch.split(places, list(counts))
         by_group: list[torch.Tensor] = []
         sizes: list[int] = []
@@ -241,4 +241,4 @@ _Part = list[tuple[torch.Tensor, list[int]]]
 
 def _none(rows: SyncList) -> list[int]:
     """Return zero for each peer and dim-group."""
-    return [0] * (len(rows.spans) * len(rows.spans[0]))
+    return [0] * (len(rows.blocks) * len(rows.blocks[0]))

@@ -66,7 +66,7 @@ class ReplicaSync:
         """Number of home rows of the dim-groups before each, and of all."""
         self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device)
         self._lists: SyncLists | None = None
-        self._listed: list[object] = []
+        self._version = -1
         self._hops = router.hops
 
     @property
@@ -82,12 +82,12 @@ class ReplicaSync:
 
     def new_touched(self) -> TouchedRows | None:
         """Return what collects the replicated rows that a pass touches; None if no hop has any. Equal on all ranks."""
-        directories: list[object] = [store.directory for store in self._stores]
+        directory = self._stores[0].directory
         if self._router.hops is not self._hops:
             self._lists, self._hops = None, self._router.hops
-        if self._lists is None or any(a is not b for a, b in zip(directories, self._listed, strict=True)):
-            self._lists = SyncLists.of(self._stores, self._router.hops, self._layout)
-            self._listed = directories
+        if self._lists is None or directory.version != self._version:
+            self._lists = SyncLists.of(directory, self._router.hops, self._layout)
+            self._version = directory.version
         return TouchedRows(self._lists, self._stores[0].rows.device) if any(self._lists.used) else None
 
     @in_phase(StepPhase.SYNC)

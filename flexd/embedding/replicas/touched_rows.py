@@ -1,8 +1,8 @@
 """Which replicated rows a step touches on any rank, agreed by one bit a listed row.
 
-Ranks that hold copies of the same rows list them in the same order, so they exchange bits of their directories instead
-of ids. The bits of the rows that a pass reads go up the hops with its ids; the union over all ranks returns with
-its rows (``LookupPiggyback``).
+Ranks that hold copies of the same rows have them in the same blocks of entries, in the same order, so they exchange
+bits of these blocks instead of ids. The bits of the rows that a pass reads go up the hops with its ids; the union over
+all ranks returns with its rows (``LookupPiggyback``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, cycle
+from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,7 @@ from flexd.core.layout import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
 from flexd.embedding.store.directory import Directory
-from flexd.embedding.store.store import GroupStore
-
-_WORD_BITS = 64
+from flexd.embedding.store.entry_pool import BLOCK, Int64Array
 
 Span = tuple[int, int]
 """First and end."""
@@ -32,112 +30,73 @@ Span = tuple[int, int]
 class SyncList:
     """Listed rows that this rank and its peers of one hop exchange bits or gradients of, in one direction.
 
-    Their bits are ordered by peer and dim-group, and padded for each peer to whole words.
+    Their bits are ordered by peer and dim-group, a word a block of entries.
 
     Attributes:
-        spans: ``[peer][group]`` ranges of the entries, which are the rows of all directories one after another; or
-            ranges of ``chosen``.
-        chosen: int32 [m] entries; None: all of them.
-        padded: whether the bits of each peer are padded to whole words.
-        nowhere: the entry that does not exist, which stands for padding.
+        blocks: ``[peer][group]`` int64 blocks of ``BLOCK`` entries; each once a peer.
+        nowhere: the entry that does not exist.
         device: where the bits are.
     """
 
-    spans: list[list[Span]]
-    chosen: torch.Tensor | None
-    padded: bool
+    blocks: list[list[Int64Array]]
     nowhere: int
     device: torch.device
 
     @cached_property
     def words(self) -> list[int]:
         """Number of 64-bit words of each peer."""
-        return [-(-sum(end - first for first, end in of_peer) // _WORD_BITS) for of_peer in self.spans]
-
-    @cached_property
-    def _parts(self) -> list[tuple[Span, Span]]:
-        """Of each peer and dim-group: the span of entries, and the span of their bits."""
-        parts: list[tuple[Span, Span]] = []
-        for start, of_peer in zip(accumulate(self.words, initial=0), self.spans, strict=False):
-            at = start * _WORD_BITS if self.padded else (parts[-1][1][1] if parts else 0)
-            for first, end in of_peer:
-                parts.append(((first, end), (at, at + end - first)))
-                at += end - first
-        return parts
-
-    @property
-    def _length(self) -> int:
-        if self.padded:
-            return sum(self.words) * _WORD_BITS
-        return self._parts[-1][1][1] if self._parts else 0
+        return [sum(map(len, of_peer)) for of_peer in self.blocks]
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """int32 [n] entry of each bit, for accelerators: one kernel for any number of peers and dim-groups."""
-        at = np.full(self._length, -1, dtype=np.int32)
-        for (first, end), (start, stop) in self._parts:
-            at[start:stop] = np.arange(first, end)
-        index = torch.from_numpy(at).to(self.device)
-        if self.chosen is not None and len(self.chosen):
-            index = torch.where(index < 0, -1, self.chosen.index_select(0, index.clamp(min=0)))
-        return torch.where(index < 0, self.nowhere, index)
+        """int64 [words] block of each word."""
+        parts = [of_group for of_peer in self.blocks for of_group in of_peer]
+        return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts])).to(self.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of ``chosen`` and ``index``, where they exist."""
-        held = (self.chosen, vars(self).get("index"))
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        """Bytes of ``blocks`` and ``index``."""
+        return 16 * sum(self.words)
 
     def gather(self, entries: torch.Tensor) -> torch.Tensor:
-        """uint8 [entries] -> uint8 [n] bits of the listed rows."""
-        if not devices.in_host_memory(entries):
-            return entries.index_select(0, self.index)
-        of = entries if self.chosen is None else entries.index_select(0, self.chosen)
-        bits = entries.new_zeros(self._length)
-        for (first, end), (start, stop) in self._parts:
-            if end > first:
-                bits[start:stop] = of[first:end]
-        return bits
+        """uint8 [entries + 1] -> uint8 [n] bits of the listed rows."""
+        return entries[:-1].view(-1, BLOCK).index_select(0, self.index).view(-1)
 
     def scatter(self, bits: torch.Tensor, entries: torch.Tensor) -> None:
         """Set the ``entries`` whose bit is set for any peer; the inverse of ``gather``."""
         if not devices.in_host_memory(entries):
-            # The bits of padding are 0, so the entry that does not exist stays 0.
-            entries.scatter_reduce_(0, self.index.to(torch.int64), bits, "amax")
+            # A block is in the lists of several peers: their bits are united.
+            table = entries[:-1].view(-1, BLOCK)
+            table.scatter_reduce_(0, self.index.unsqueeze(1).expand(-1, BLOCK), bits.view(-1, BLOCK), "amax")
             return
-        into = entries if self.chosen is None else entries.new_zeros(len(self.chosen))
-        for (first, end), (start, stop) in self._parts:
-            if end > first:
-                into[first:end] |= bits[start:stop]
-        if self.chosen is not None:
-            entries.scatter_reduce_(0, self.chosen.to(torch.int64), into, "amax")
+        table = entries[:-1].view(-1, BLOCK)
+        of_peers = zip(torch.split(self.index, self.words), torch.split(bits.view(-1, BLOCK), self.words), strict=True)
+        for blocks, part in of_peers:
+            if len(blocks):
+                table.index_copy_(0, blocks, table.index_select(0, blocks) | part)
 
     def counts(self, bits: torch.Tensor) -> list[int]:
         """uint8 [n] bits in host memory -> numbers of set ones by peer and dim-group."""
         ones = bits.numpy()  # a hundredth of the time of torch's sum
-        return [int(np.count_nonzero(ones[start:stop])) for _, (start, stop) in self._parts]
+        return [int(np.count_nonzero(ones[start:stop])) for start, stop in self.bounds]
 
     @cached_property
     def bounds(self) -> npt.NDArray[np.int64]:
         """int64 [peers x dim-groups, 2], first and end bit of each peer and dim-group."""
-        return np.array([span for _, span in self._parts], dtype=np.int64).reshape(-1, 2)
+        ends = np.cumsum([0, *(BLOCK * len(of_group) for of_peer in self.blocks for of_group in of_peer)])
+        return np.stack([ends[:-1], ends[1:]], axis=1)
 
     def of_groups(self, groups: Sequence[bool], bits: torch.Tensor) -> tuple[SyncList, torch.Tensor]:
-        """Return the list of some dim-groups, without padding, and their part of its ``bits`` uint8 [n]."""
-        spans = [
-            [(first, end if keep else first) for keep, (first, end) in zip(groups, of_peer, strict=True)]
-            for of_peer in self.spans
+        """Return the list of some dim-groups, and their part of its ``bits`` uint8 [n]."""
+        blocks = [
+            [part if keep else part[:0] for keep, part in zip(groups, of_peer, strict=True)] for of_peer in self.blocks
         ]
-        kept = [bits[start:stop] for keep, (_, (start, stop)) in zip(cycle(groups), self._parts, strict=False) if keep]
-        return replace(self, spans=spans, padded=False), torch.cat(kept) if kept else bits[:0]
+        kept = [bits[start:stop] for keep, (start, stop) in zip(cycle(groups), self.bounds, strict=False) if keep]
+        return replace(self, blocks=blocks), torch.cat(kept) if kept else bits[:0]
 
-    def entries_of(self, bits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """uint8 [n] bits with ``counts`` set ones in each part -> int64 entries whose bit is set, part after part."""
-        shifts = torch.tensor([first - start for (first, _), (start, _) in self._parts], device=bits.device)
-        at = positions_of(bits)
-        of_parts = torch.tensor(list(counts), dtype=torch.int64, device=bits.device)
-        at = at + shifts.repeat_interleave(of_parts, output_size=sum(counts))
-        return at if self.chosen is None else self.chosen.index_select(0, at).to(torch.int64)
+    def entries_of(self, bits: torch.Tensor) -> torch.Tensor:
+        """uint8 [n] bits -> int64 entries whose bit is set, in the order of the bits."""
+        return entries_at(self.index, positions_of(bits))
 
 
 @dataclass(frozen=True)
@@ -169,17 +128,14 @@ class SyncLists:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the lists: 4 for each row with direct exchange, or with NODE and DEVICE rows on a rail, else 0; 4
-        more for each row of each list on an accelerator."""
+        """Bytes of the lists: 16 for each block of entries in each of them."""
         return sum(rows.nbytes for lists in (self.upstream, self.downstream, self.reduced) for rows in lists)
 
     @staticmethod
-    def of(stores: Sequence[GroupStore], hops: Sequence[Hop], layout: RankLayout) -> SyncLists:
-        """Build the lists of the directories as they are now."""
-        directories = [store.directory for store in stores]
-        firsts = [0, *accumulate(len(directory) for directory in directories)]
-        based = list(zip(directories, firsts, strict=False))
-        device = stores[0].rows.device
+    def of(directory: Directory, hops: Sequence[Hop], layout: RankLayout) -> SyncLists:
+        """Build the lists of a directory as it is now, in time proportional to its blocks."""
+        blocks = _BlocksByHome(directory)
+        device, nowhere = directory.device, directory.entries
         upstream, downstream, reduced, used = [], [], [], []
         for hop in hops:
             rank, peers = hop.peers.rank, hop.peers.ranks
@@ -189,28 +145,50 @@ class SyncLists:
             reached = hop.destination(homes).tolist()
             # Over a rail no other rows than its own are exchanged.
             over = [home for home in homes.tolist() if not all(on_my_rail) or home % layout.local_ranks == local]
-            away = [[home for home in over if reached[home] == p and home != rank] for p in range(hop.peers.size)]
+            away: list[list[int]] = [[] for _ in peers]
+            for home in over:
+                if home != rank:
+                    away[reached[home]].append(home)
             mine = [home for home in over if reached[home] == hop.peers.index]
-            upstream.append(
-                SyncList(
-                    [
-                        [_span(d, first, away[p] if p != hop.peers.index else []) for d, first in based]
-                        for p in range(hop.peers.size)
-                    ],
-                    None,
-                    True,
-                    firsts[-1],
-                    device,
-                )
-            )
-            downstream.append(_downstream(based, hop, mine, on_my_rail, firsts[-1]))
+            to_peers = [blocks.of(away[p] if p != hop.peers.index else []) for p in range(hop.peers.size)]
+            upstream.append(SyncList(to_peers, nowhere, device))
+            # A peer off the rail holds the DEVICE rows alone.
+            shared, on_rail, nothing = blocks.of(mine, device_only=True), blocks.of(mine), blocks.of([])
+            from_peers = [
+                nothing if p == hop.peers.index else on_rail if on_my_rail[p] else shared for p in range(hop.peers.size)
+            ]
+            downstream.append(SyncList(from_peers, nowhere, device))
             own = [home for home in homes.tolist() if home % layout.local_ranks == local] if hop.all_reduces else []
-            of_rail = [_span(directory, first, own) for directory, first in based]
-            reduced.append(SyncList([of_rail], None, False, firsts[-1], device))
+            reduced.append(SyncList([blocks.of(own)], nowhere, device))
             # Ranks of a rail or node have rows in common or none; a rank does not have the lists of other rails.
             alike = all(on_my_rail) or not any(hop.peers.far)
             used.append(not alike or any(upstream[-1].words) or any(downstream[-1].words))
-        return SyncLists(upstream, downstream, reduced, firsts, used)
+        return SyncLists(upstream, downstream, reduced, directory.first_entries, used)
+
+
+class _BlocksByHome:
+    """Blocks of entries by tier, dim-group and home: in the same order on all ranks that list their rows."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._pools = []
+        for pool, start in zip(directory.pools, directory.starts, strict=False):
+            order, bounds = pool.blocks_by_home()
+            self._pools.append((order + start // BLOCK, bounds.tolist()))
+
+    def of(self, homes: Sequence[int], *, device_only: bool = False) -> list[Int64Array]:
+        """Return the blocks of each dim-group whose rows have one of some homes, which are adjacent."""
+        places = sorted(self._directory.place_of(home) for home in homes) or [0, -1]
+        assert places[-1] - places[0] + 1 == len(homes)  # noqa: S101
+        found = []
+        for group in range(self._directory.groups):
+            parts = [
+                order[bounds[places[0]] : bounds[places[-1] + 1]]
+                for order, bounds in self._pools[2 * group + device_only : 2 * group + 2]
+            ]
+            parts = [part for part in parts if len(part)] or parts[:1]
+            found.append(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return found
 
 
 class TouchedRows:
@@ -222,7 +200,7 @@ class TouchedRows:
     def __init__(self, lists: SyncLists, device: torch.device) -> None:
         self.lists = lists
         self.entries = torch.zeros(lists.rows + 1, dtype=torch.uint8, device=device)
-        """uint8 [listed rows + 1], of all directories; the last is the entry that does not exist."""
+        """uint8 [entries + 1]; the last is the entry that does not exist."""
         self.up_sent: list[torch.Tensor] = []
         self.up_received: list[torch.Tensor] = []
         self.down_received: list[torch.Tensor | None] = [None] * len(lists.upstream)
@@ -273,13 +251,13 @@ class TouchedRows:
                 whole.down_received[hop], whole.down_sent[hop] = _union(received), _union(sent)
         return whole
 
-    def positions(self, group: int) -> torch.Tensor:
-        """Return int64 directory positions of the touched rows of a dim-group."""
+    def entries_of_group(self, group: int) -> torch.Tensor:
+        """Return int64 entries of the touched rows of a dim-group."""
         first, end = self.lists.first_entries[group : group + 2]
-        return positions_of(self.entries[first:end])
+        return positions_of(self.entries[first:end]) + first
 
     def all_positions(self) -> torch.Tensor:
-        """Return int64 touched entries of all directories."""
+        """Return int64 touched entries of all dim-groups."""
         return positions_of(self.entries[: self.lists.rows])
 
     def split(self, other: TouchedRows) -> tuple[TouchedRows, TouchedRows]:
@@ -312,43 +290,10 @@ def positions_of(bits: torch.Tensor) -> torch.Tensor:
     return bits.nonzero().view(-1)
 
 
-def _span(directory: Directory, base: int, homes: Sequence[int]) -> Span:
-    """Return the entries of the rows of some home ranks, which are adjacent."""
-    if not homes:
-        return base, base
-    places = sorted(directory.order.place_of(home) for home in homes)
-    assert places[-1] - places[0] + 1 == len(places)  # noqa: S101
-    return base + directory.bounds[places[0]], base + directory.bounds[places[-1] + 1]
-
-
-def _downstream(
-    based: Sequence[tuple[Directory, int]], hop: Hop, mine: Sequence[int], on_my_rail: Sequence[bool], nowhere: int
-) -> SyncList:
-    """List the rows of the homes ``mine`` that each peer holds: all of them on this rank's rail, else DEVICE rows."""
-    others = [p for p in range(hop.peers.size) if p != hop.peers.index]
-    whole = [_span(directory, base, mine) for directory, base in based]
-    several = any(directory.rail_device is not None for directory, _ in based)
-    if not several or all(on_my_rail[p] for p in others):
-        of_all = [whole if p in others else [(0, 0)] * len(based) for p in range(hop.peers.size)]
-        return SyncList(of_all, None, True, nowhere, based[0][0].codes.device)
-    # ``chosen`` holds both lists: all rows, then the DEVICE rows.
-    alls: list[Span] = []
-    devices: list[Span] = []
-    lists, at = [], 0
-    device = based[0][0].codes.device
-    for lists_all, spans in ((any(on_my_rail[p] for p in others), alls), (True, devices)):
-        for (directory, base), (first, end) in zip(based, whole, strict=True):
-            part = torch.arange(first, end if lists_all else first, dtype=torch.int32, device=device)
-            if spans is devices and directory.rail_device is not None:
-                rows = directory.rail_device
-                inside = torch.searchsorted(rows, torch.tensor([first - base, end - base], device=device)).tolist()
-                part = rows[inside[0] : inside[1]] + base
-            lists.append(part)
-            spans.append((at, at + len(part)))
-            at += len(part)
-    nothing = [(0, 0)] * len(based)
-    of_peers = [nothing if p not in others else alls if on_my_rail[p] else devices for p in range(hop.peers.size)]
-    return SyncList(of_peers, torch.cat(lists), True, nowhere, device)
+def entries_at(blocks: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """int64 [words] block of each word, int64 [n] numbers of bits -> int64 [n] their entries."""
+    word = torch.div(bits, BLOCK, rounding_mode="floor")
+    return blocks.index_select(0, word) * BLOCK + (bits - word * BLOCK)
 
 
 def _union(bits: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,234 +1,283 @@
-"""Lists the rows of a rank that have replicas: 8 to 12 bytes a listed row, nothing for plain home rows."""
+"""Lists the rows of a rank that have replicas. A chunk changes it in time proportional to the chunk."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
-from flexd.embedding import devices
+from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
+from flexd.embedding.store.entry_pool import BLOCK, EntryPool
 
-_POSITION_BLOCK = 2**20
+_TIERS = (Tier.NODE, Tier.DEVICE)
+_GROWTH = 8
+"""A pool's part of the entries grows by an eighth."""
 
-
-@dataclass(frozen=True)
-class HomeOrder:
-    """The order in which a rank lists the rows of a dim-group: by rail, node and number of the home rank, then by key.
-
-    So the rows that two ranks synchronise (those of one home, or of one rail) are adjacent and in the same order on
-    both, and need no list of their own.
-
-    Attributes:
-        first_key, rows: keys lie in [first_key, first_key + rows).
-        local_rank: local rank of the rank whose order it is.
-    """
-
-    first_key: int
-    rows: int
-    layout: RankLayout
-    local_rank: int
-
-    @property
-    def homed_rows(self) -> int:
-        """Number of codes of each home rank."""
-        world = self.layout.world_size
-        return (self.first_key + max(self.rows, 1) - 1) // world - self.first_key // world + 1
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the codes: int32, or int64 in a group of more than about 2^31 rows."""
-        return torch.int32 if self.homed_rows * self.layout.world_size <= 2**31 else torch.int64
-
-    def place_of(self, home: int) -> int:
-        """Return the place of a home rank among all of them."""
-        return self.layout.local_rank_of(home) * self.layout.nodes + self.layout.node_of(home)
-
-    def codes(self, keys: torch.Tensor) -> torch.Tensor:
-        """int64 [n] keys of the group -> [n] codes, ascending in this order, of ``dtype``."""
-        layout = self.layout
-        turn = torch.div(keys, layout.world_size, rounding_mode="floor")
-        home = keys - turn * layout.world_size
-        node = torch.div(home, layout.local_ranks, rounding_mode="floor")
-        place = (home - node * layout.local_ranks) * layout.nodes + node
-        return (place * self.homed_rows + (turn - self.first_key // layout.world_size)).to(self.dtype)
-
-    def keys(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return int64 [n] keys; the inverse of ``codes``."""
-        layout = self.layout
-        wide = codes.to(torch.int64)
-        place = torch.div(wide, self.homed_rows, rounding_mode="floor")
-        local = torch.div(place, layout.nodes, rounding_mode="floor")
-        home = (place - local * layout.nodes) * layout.local_ranks + local
-        turn = wide - place * self.homed_rows + self.first_key // layout.world_size
-        return turn * layout.world_size + home
-
-    def bounds(self, codes: torch.Tensor) -> tuple[int, ...]:
-        """Ascending codes -> [world_size + 1] positions at which the rows of each home rank begin, and the end."""
-        starts = torch.arange(self.layout.world_size + 1, dtype=torch.int64, device=codes.device) * self.homed_rows
-        if self.dtype == torch.int32:
-            starts = starts.clamp_(max=2**31 - 1)  # the end of the last may be one beyond, and no code is that large
-            found = torch.searchsorted(codes, starts.to(torch.int32)).tolist()
-            found[-1] = len(codes)
-        else:
-            found = torch.searchsorted(codes, starts).tolist()
-        return tuple(found)
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+BoolArray = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
 class Directory:
-    """The NODE rows of this rank's rail and all DEVICE rows, of one dim-group, home copies included.
+    """The NODE rows of a rank's rail and all DEVICE rows, of all dim-groups, home copies included.
 
-    Two holders list the rows that they have in common in the same order, so that replica synchronisation can use
-    positions instead of ids. Immutable: a chunk makes the next directory, so other threads may read this one, and
-    prepare the next.
+    A row's *entry* is the number of a place in arrays over all listed rows: each dim-group has a range of entries, its
+    NODE rows before its DEVICE rows. Each of these is an ``EntryPool``, so ranks that list the same rows have them in
+    the same order, and in blocks by home. Entries are valid until the next ``change``.
 
-    Attributes:
-        codes: [n], ``HomeOrder.codes``, ascending.
-        places: int32 [n], the slot of a NODE row in the group's store, -1 - slot of a DEVICE row.
-        bounds: [world_size + 1] positions at which the rows of each home begin, in the order of ``HomeOrder.place_of``.
-        rail_device: int32, ascending: positions of the DEVICE rows of this rank's rail; None if there are no other rows
-            of the rail.
+    ``change`` belongs to the training thread, while no other looks rows up. ``read`` may run beside it.
+
+    Args:
+        groups: the dim-groups, in the order of their keys.
+        max_rows: rows for which memory is allocated at once; with more it grows, which takes long.
     """
 
-    order: HomeOrder
-    codes: torch.Tensor
-    places: torch.Tensor
-    bounds: tuple[int, ...] = field(repr=False)
-    rail_device: torch.Tensor | None
+    def __init__(self, groups: Sequence[DimGroup], layout: RankLayout, max_rows: int, device: torch.device) -> None:
+        self.layout = layout
+        self.groups = len(groups)
+        self.device = device
+        self._first_keys = np.array([group.first_key for group in groups], dtype=np.int64)
+        self._table = BucketTable(max_rows, groups[-1].end_key, device)
+        self.pools = [EntryPool(layout.world_size) for _ in range(2 * self.groups)]
+        """Of each dim-group: NODE rows, DEVICE rows."""
+        self.starts = [0] * (2 * self.groups + 1)
+        """Entry at which each pool's range begins, and the number of entries."""
+        self._starts = torch.zeros((2, self.groups), dtype=torch.int64, device=device)
+        self._places = torch.empty(0, dtype=torch.int32, device=device)
+        """Slot of a NODE row in its dim-group's store, -1 - slot of a DEVICE row; 0 for a free entry."""
+        self._places_by_home: list[int] = self._places_of(np.arange(layout.world_size)).tolist()
+        self._lock = threading.RLock()
+        self._changed: torch.cuda.Event | None = None
+        """After the last change; None on a CPU."""
+        self.version = 0
+        """Number of changes so far."""
 
     def __len__(self) -> int:
-        return len(self.codes)
-
-    @staticmethod
-    def empty(order: HomeOrder, device: torch.device) -> Directory:
-        none = torch.empty(0, dtype=torch.int32, device=device)
-        return Directory(order, none.to(order.dtype), none, (0,) * (order.layout.world_size + 1), None)
+        return len(self._table)
 
     @property
-    def keys(self) -> torch.Tensor:
-        """int64 [n] keys in the order of the positions. A copy."""
-        return self.order.keys(self.codes)
-
-    @property
-    def tiers(self) -> torch.Tensor:
-        """uint8 [n] tiers. A copy."""
-        return _tiers(self.places)
+    def entries(self) -> int:
+        """Number of entries, free ones included."""
+        return self.starts[-1]
 
     @property
     def nbytes(self) -> int:
         """Bytes held between steps."""
-        held = (self.codes, self.places, *([] if self.rail_device is None else [self.rail_device]))
-        return sum(tensor.nbytes for tensor in held)
+        return self._table.nbytes + self._places.nbytes + sum(pool.nbytes for pool in self.pools)
 
     @property
-    def rail(self) -> tuple[int, int]:
-        """First and end position of the rows of this rank's rail."""
-        nodes, local = self.order.layout.nodes, self.order.local_rank
-        return self.bounds[local * nodes], self.bounds[(local + 1) * nodes]
+    def first_entries(self) -> list[int]:
+        """Entry at which each dim-group begins, and the number of entries."""
+        return self.starts[::2]
 
-    def at_tier(self, tier: Tier) -> torch.Tensor:
-        """Return int64 positions of the rows at NODE or DEVICE, in the same order on all ranks that list them."""
-        return ((self.places < 0) == (tier == Tier.DEVICE)).nonzero().view(-1)
+    def place_of(self, home: int) -> int:
+        """Return the place of a home rank among all of them: those of a rail are adjacent, by node."""
+        return self._places_by_home[home]
 
-    def slots_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """int32 or int64 [m] positions -> int64 [m] slots."""
-        places = self.places.index_select(0, positions).to(torch.int64)
-        return torch.where(places < 0, -1 - places, places)
+    def _places_of(self, homes: Int64Array) -> Int64Array:
+        nodes = homes // self.layout.local_ranks
+        return (homes - nodes * self.layout.local_ranks) * self.layout.nodes + nodes
 
-    def tiers_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """int32 or int64 [m] positions -> uint8 [m] tiers, NODE or DEVICE."""
-        return _tiers(self.places.index_select(0, positions))
+    def number_of(self, group: DimGroup) -> int:
+        """Return the number of a dim-group."""
+        return int(np.searchsorted(self._first_keys, group.first_key))
 
-    def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [m] keys of the group -> (int64 [m] positions, bool [m] found); positions are valid where found."""
-        if len(self.codes) == 0:
-            return torch.zeros_like(keys), torch.zeros_like(keys, dtype=torch.bool)
-        codes = self.order.codes(keys)
-        at = torch.searchsorted(self.codes, codes).clamp_(max=len(self.codes) - 1)
-        return at, self.codes.index_select(0, at) == codes
-
-    def replace(self, removed: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, tiers: torch.Tensor) -> Directory:
-        """Return the directory without the ``removed`` positions and with the given rows.
-
-        Linear in the directory, with one pass over each column; both directories and one column exist at the same
-        time.
+    def find(self, keys: torch.Tensor, groups: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find rows: (bool [n] is listed, int64 [n] entry; some entry where it is not). There are listed rows. The host
+        waits for nothing.
 
         Args:
-            removed: int64 [r] positions, each once.
-            keys: int64 [m], each once, not listed otherwise.
+            keys: int64 [n].
+            groups: int64 [n] dim-group of each key; None if there is one.
+        """
+        found, cells = self._table.find(keys)
+        # A free cell keeps the value that it had.
+        return found, self._entries(self._table.values_at(cells), groups).clamp_(max=self.entries - 1)
+
+    def places_at(self, entries: torch.Tensor) -> torch.Tensor:
+        """int64 [m] entries -> int32 [m] slots of NODE rows, -1 - slots of DEVICE rows."""
+        return self._places.index_select(0, entries)
+
+    def slots_at(self, entries: torch.Tensor) -> torch.Tensor:
+        """int64 [m] entries -> int64 [m] slots in the store of their dim-group."""
+        places = self._places.index_select(0, entries).to(torch.int64)
+        return torch.where(places < 0, -1 - places, places)
+
+    def on_device_tier(self, entries: torch.Tensor) -> torch.Tensor:
+        """int64 [m] entries -> bool [m]: DEVICE rows; the others are NODE rows."""
+        return self._places.index_select(0, entries) < 0
+
+    def read(self, keys: Int64Array) -> tuple[UInt8Array, Int32Array]:
+        """int64 [n] keys -> (uint8 [n] tiers, HOME for a row that is not listed; int32 [n] slots). Any thread."""
+        tiers, slots = np.zeros(len(keys), dtype=np.uint8), np.full(len(keys), -1, dtype=np.int32)
+        with self._lock:
+            if len(self) == 0 or len(keys) == 0:
+                return tiers, slots
+            if self._changed is not None:
+                torch.cuda.current_stream(self.device).wait_event(self._changed)
+            found, entries = self.find(torch.from_numpy(keys).to(self.device), self._groups_on_device(keys))
+            # On the host before the lock is released: the training thread must not change what is still read.
+            places = self.places_at(entries).cpu().numpy()
+            listed = found.cpu().numpy()
+        tiers[listed] = np.where(places[listed] < 0, Tier.DEVICE, Tier.NODE)
+        slots[listed] = np.where(places[listed] < 0, -1 - places[listed], places[listed])
+        return tiers, slots
+
+    def rows(self) -> tuple[Int64Array, UInt8Array, Int32Array]:
+        """Return all rows: int64 [n] keys, ascending, uint8 [n] tiers and int32 [n] slots. Any thread.
+        Linear in the directory."""
+        with self._lock:
+            if self._changed is not None:
+                torch.cuda.current_stream(self.device).wait_event(self._changed)
+            keys = self._table.items()[0].cpu().numpy()
+            keys.sort()
+            return keys, *self.read(keys)
+
+    def listed_entries(self) -> torch.Tensor:
+        """Return int64 [n] entries of all rows, ascending. Linear in the directory."""
+        keys = self._table.items()[0]
+        groups = self._groups_on_device(keys.cpu().numpy())
+        return self.find(keys, groups)[1].sort().values if len(keys) else keys
+
+    def at_tier(self, group: int, tier: Tier) -> torch.Tensor:
+        """Return int64 entries of the rows of a dim-group at NODE or DEVICE, in the same order on all ranks that list
+        them."""
+        pool = 2 * group + (tier == Tier.DEVICE)
+        entries = self.listed_entries()
+        return entries[(entries >= self.starts[pool]) & (entries < self.starts[pool + 1])]
+
+    def change(self, removed: Int64Array, keys: Int64Array, slots: Int32Array, tiers: UInt8Array) -> None:
+        """Unlist rows and list others. The host waits for the device once.
+
+        Args:
+            removed: int64 [r] keys, each once, all of them listed.
+            keys: int64 [m], each once, not listed unless removed.
             slots: int32 [m].
             tiers: uint8 [m], NODE or DEVICE.
         """
-        codes, order = torch.sort(self.order.codes(keys))
-        places = torch.where(tiers == Tier.DEVICE, -1 - slots, slots).to(torch.int32).index_select(0, order)
-        in_host_memory = devices.in_host_memory(self.codes)
-        merged = (_merged_on_cpu if in_host_memory else _merged)(self.codes, self.places, removed, codes, places)
-        made = Directory(self.order, *merged, self.order.bounds(merged[0]), None)
-        first, end = made.rail
-        device_rows = merged[1][first:end] < 0
-        several = end > first and not bool(device_rows.all())
-        return Directory(made.order, *merged, made.bounds, _positions(device_rows, first) if several else None)
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            self.version += 1
+            self._unlist(removed)
+            groups = self._groups_of(keys)
+            of_pools = 2 * groups + (tiers == Tier.DEVICE)
+            numbers = np.empty(len(keys), dtype=np.int32)
+            places_of_homes = self._places_of(self.layout.home_rank(keys))
+            for pool in np.unique(of_pools).tolist():
+                mine = of_pools == pool
+                numbers[mine] = self.pools[pool].allocate(places_of_homes[mine])
+            self._make_room()
+            entries = np.array(self.starts, dtype=np.int64)[of_pools] + numbers
+            on_device = of_pools % 2 == 1
+            places = np.where(on_device, -1 - slots, slots).astype(np.int32)
+            values = np.where(on_device, -1 - numbers, numbers).astype(np.int32)
+            self._table.insert(self._to_device(keys), self._to_device(values))
+            self._places.index_copy_(0, self._to_device(entries), self._to_device(places))
+            self._compact()
+            if self.device.type == "cuda":
+                self._changed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._changed.record()
+
+    def _unlist(self, removed: Int64Array) -> None:
+        if len(removed) == 0:
+            return
+        cells = self._table.find(self._to_device(removed))[1]
+        values = self._table.values_at(cells).cpu().numpy()
+        of_pools = 2 * self._groups_of(removed) + (values < 0)
+        numbers = np.where(values < 0, -1 - values, values)
+        for pool in np.unique(of_pools).tolist():
+            self.pools[pool].release(numbers[of_pools == pool])
+        self._table.remove(cells)
+
+    def _make_room(self) -> None:
+        """Give every pool as many entries as it has numbers, and some more."""
+        sizes = [end - first for first, end in zip(self.starts, self.starts[1:], strict=False)]
+        needed = [pool.blocks * BLOCK for pool in self.pools]
+        if all(has >= needs for has, needs in zip(sizes, needed, strict=True)):
+            return
+        grown = [
+            has if has >= needs else needs + needs // _GROWTH // BLOCK * BLOCK
+            for has, needs in zip(sizes, needed, strict=True)
+        ]
+        parts = torch.split(self._places, sizes)
+        self._lay_out(grown, list(parts))
+
+    def _lay_out(self, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
+        places = self._places.new_zeros(sum(sizes))
+        first = 0
+        self.starts = [0]
+        for size, part in zip(sizes, parts, strict=True):
+            kept = min(size, len(part))
+            places[first : first + kept] = part[:kept]
+            first += size
+            self.starts.append(first)
+        self._places = places
+        self._starts = torch.tensor([self.starts[:-1:2], self.starts[1::2]], dtype=torch.int64, device=self.device)
+
+    def _compact(self) -> None:
+        """Renumber the rows of pools that have become mostly empty. Rare, and linear in the directory."""
+        for number, pool in enumerate(self.pools):
+            moved = pool.compact()
+            if moved is None:
+                continue
+            keys, values = self._table.items()
+            host = values.cpu().numpy()
+            of_pools = 2 * self._groups_of(keys.cpu().numpy()) + (host < 0)
+            mine = of_pools == number
+            before = np.where(host[mine] < 0, -1 - host[mine], host[mine])
+            after = moved[before]
+            cells = self._table.find(keys[torch.from_numpy(mine).to(self.device)])[1]
+            self._table.set_values(cells, self._to_device((-1 - after if number % 2 else after).astype(np.int32)))
+            sizes = [end - first for first, end in zip(self.starts, self.starts[1:], strict=False)]
+            parts = list(torch.split(self._places, sizes))
+            sizes[number] = pool.blocks * BLOCK
+            own = parts[number].new_zeros(sizes[number])
+            own[self._to_device(after.astype(np.int64))] = parts[number][self._to_device(before.astype(np.int64))]
+            parts[number] = own
+            self._lay_out(sizes, parts)
+
+    def _entries(self, values: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
+        """int32 [n] values of the table -> int64 [n] entries."""
+        wide = values.to(torch.int64)
+        if groups is None:
+            return torch.where(wide < 0, self.starts[1] - 1 - wide, wide)
+        node, device = self._starts[0].index_select(0, groups), self._starts[1].index_select(0, groups)
+        return torch.where(wide < 0, device - 1 - wide, node + wide)
+
+    def _groups_of(self, keys: Int64Array) -> Int64Array:
+        groups: Int64Array = np.searchsorted(self._first_keys, keys, side="right") - 1
+        return groups
+
+    def _groups_on_device(self, keys: Int64Array) -> torch.Tensor | None:
+        return None if self.groups == 1 else self._to_device(self._groups_of(keys))
+
+    def _to_device(self, column: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
 
 
-def _tiers(places: torch.Tensor) -> torch.Tensor:
-    return (places < 0).to(torch.uint8) + int(Tier.NODE)
+def max_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:
+    """Return the upper bound of the rows in a rank's directory, with ``replica_slots`` for the dim-group on every rank.
+
+    A NODE row uses a slot on all but one of the N ranks of its rail. A DEVICE row uses one on all but one rank of the
+    world, so on at least N - 1 ranks of a rail; with one node on all but one of the L ranks.
+    """
+    holders = layout.nodes if layout.nodes > 1 else layout.local_ranks
+    return 0 if holders == 1 else min(group.rows, replica_slots * holders // (holders - 1))
 
 
-def _merged(
-    codes: torch.Tensor, places: torch.Tensor, removed: torch.Tensor, new_codes: torch.Tensor, new_places: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two sorted lists in linear time."""
-    device = codes.device
-    keep = torch.ones(len(codes), dtype=torch.bool, device=device)
-    keep[removed] = False
-    kept = codes[keep]
-    target = torch.searchsorted(kept, new_codes) + torch.arange(len(new_codes), device=device)
-    stays = torch.ones(len(kept) + len(new_codes), dtype=torch.bool, device=device)
-    stays[target] = False
-    merged = []
-    for before, new in ((kept, new_codes), (places[keep], new_places)):
-        column = torch.empty(len(stays), dtype=before.dtype, device=device)
-        column[stays] = before
-        column[target] = new
-        merged.append(column)
-    return merged[0], merged[1]
+def max_directory_bytes(max_rows: int, homes: int, groups: int, *, wide: bool) -> int:
+    """Return the upper bound of ``Directory.nbytes``.
 
-
-def _merged_on_cpu(
-    codes: torch.Tensor, places: torch.Tensor, removed: torch.Tensor, new_codes: torch.Tensor, new_places: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge as ``_merged`` does. numpy's masks take a tenth of the time of torch's on a CPU."""
-    keep = np.ones(len(codes), dtype=np.bool_)
-    keep[removed.numpy()] = False
-
-    def kept(column: torch.Tensor) -> npt.NDArray[Any]:
-        whole: npt.NDArray[Any] = column.numpy()
-        return whole[keep] if len(removed) else whole
-
-    before = kept(codes)
-    target = np.searchsorted(before, new_codes.numpy()) + np.arange(len(new_codes))
-    stays = np.ones(len(before) + len(new_codes), dtype=np.bool_)
-    stays[target] = False
-
-    def merged(before: npt.NDArray[Any], new: npt.NDArray[Any]) -> torch.Tensor:
-        column = np.empty(len(stays), dtype=before.dtype)
-        column[stays] = before
-        column[target] = new
-        return torch.from_numpy(column)
-
-    all_codes = merged(before, new_codes.numpy())
-    del before
-    return all_codes, merged(kept(places), new_places.numpy())
-
-
-def _positions(chosen: torch.Tensor, first: int) -> torch.Tensor:
-    """bool [n] -> int32 ``first`` + positions of True; in blocks, because torch's indices are twice as wide."""
-    blocks = torch.split(chosen, _POSITION_BLOCK)
-    starts = range(first, first + len(chosen), _POSITION_BLOCK)
-    return torch.cat(
-        [(block.nonzero().view(-1) + start).to(torch.int32) for block, start in zip(blocks, starts, strict=True)]
-    )
+    Args:
+        max_rows: the argument of the directory, of which no more rows are listed.
+        wide: keys beyond 2^31.
+    """
+    cells = int(max_rows / MAX_LOAD) + 4 * 8
+    # Each pool has at most twice the blocks that its rows fill, and a few.
+    numbers = 2 * (max_rows + 2 * groups * homes * BLOCK) + 2 * groups * 17 * BLOCK
+    return cells * (12 if wide else 8) + numbers * (4 + 4 + 1)

@@ -8,25 +8,19 @@ from dataclasses import dataclass, fields, is_dataclass
 import torch
 
 from flexd.control.agent.inbox import PREPARED_BYTES, PREPARED_CHUNKS
-from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout
-from flexd.embedding import devices
+from flexd.embedding.store.directory import max_directory_bytes, max_listed_rows
+from flexd.embedding.store.entry_pool import BLOCK
 from flexd.embedding.store.store import GroupStore
 
-DIRECTORY_BYTES_PER_ROW = 12
-DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP = 16
-"""For a dim-group of more than 2^31 rows, whose keys need 8 bytes."""
-_LISTING_BYTES_PER_ROW = 8
-"""For a row whose tier differs from that of its neighbours, in the trainer's exchange and in the run-ahead exchange."""
-_JOINED_BYTES_PER_ROW = 24
-"""Joined directories of several dim-groups (``ListedRows``), in the same two exchanges."""
-_INDEX_BYTES_PER_ROW = 48
-"""Entries by bit on an accelerator (``SyncList.index``): three lists of each of two hops, in both exchanges."""
-_MERGE_BYTES_PER_ROW = 2
-"""Two masks over the rows of a directory while a chunk is merged into it, beside the next directory."""
+_LIST_BYTES_PER_BLOCK = 32
+"""Of a block of entries in a list of rows that are synchronised (``SyncList``), in two exchanges: the trainer's and
+that of run-ahead."""
+_COMPACTION_BYTES_PER_ROW = 64
+"""Keys and numbers of all rows while a directory that has become mostly empty is renumbered."""
 _SECTION_BYTES = 32
 """Rounding of the two sections of a dim-group in a block."""
-_SLOT_BYTES_PER_ROW = 32
+_SLOT_BYTES_PER_ROW = 48
 """Source and target slots of the rows of a prepared chunk: 8 bytes on each hop, and as much for its own columns."""
 _CHUNK_BYTES_PER_ROW = 256
 """Keys, tiers, orders, slots and masks of the rows of a chunk while it is applied."""
@@ -40,20 +34,20 @@ class RankMemory:
         home_bytes: home rows with optimizer state; allocated once.
         replica_bytes: all replica slots with optimizer state; allocated once.
         free_list_bytes: free lists of the replica slots, in host memory; allocated once.
-        directory_bytes: directories of the listed rows, now.
-        max_directory_bytes: directories with every replica slot of the job in use, joined if there are several, and the
-            lists by which replicas are synchronised.
+        directory_bytes: the directory of the listed rows, now; most of it is allocated once.
+        max_directory_bytes: the directory with every replica slot of the job in use, and the lists by which replicas
+            are synchronised.
         working_bytes: tables that find distinct rows without sorting, keys of the replica slots of half-precision
-            tables and the marks of ``flexd.prefetch``, which are allocated once; and joined directories and lists for
-            the synchronisation of replicas, now.
-        prepared_bytes: next directories and slots of the chunks that are prepared and not applied, now.
+            tables and the marks of ``flexd.prefetch``, which are allocated once; and lists for the synchronisation of
+            replicas, now.
+        prepared_bytes: slots and tiers of the chunks that are prepared and not applied, now.
         max_prepared_bytes: the same for as many chunks as are prepared ahead, with every replica slot in use.
         pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and those of
             ``flexd.prefetch``, now.
         waiting_bytes: chunks received and not applied, in host memory, now; the daemon sends at most
             ``control.window_chunks`` of ``control.chunk_rows``.
-        max_migration_bytes: while chunks are applied, the next directory and the buffers of one block of copied rows,
-            if all of them have one home. For evenly spread homes the buffers take two blocks.
+        max_migration_bytes: while chunks are applied, the renumbering of the directory and the buffers of one block of
+            copied rows, if all of them have one home. For evenly spread homes the buffers take two blocks.
     """
 
     home_bytes: int
@@ -95,16 +89,6 @@ class RankMemory:
         return named | {"stored_bytes": self.stored_bytes, "budget_bytes": self.budget_bytes}
 
 
-def max_listed_rows(group: DimGroup, layout: RankLayout, replica_slots: int) -> int:
-    """Return the upper bound of the rows in a rank's directory, with ``replica_slots`` for the dim-group on every rank.
-
-    A NODE row uses a slot on all but one of the N ranks of its rail. A DEVICE row uses one on all but one rank of the
-    world, so on at least N - 1 ranks of a rail; with one node on all but one of the L ranks.
-    """
-    holders = layout.nodes if layout.nodes > 1 else layout.local_ranks
-    return 0 if holders == 1 else min(group.rows, replica_slots * holders // (holders - 1))
-
-
 def iterate_tensors(held: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested sequences, mappings, dataclasses and plain objects of this package."""
     if isinstance(held, torch.Tensor):
@@ -137,21 +121,13 @@ def rank_memory(
         working_bytes, prepared_bytes: see ``RankMemory``.
         pending: objects that waiting passes hold; a storage that occurs twice is counted once.
     """
-    directory = at_most = lists = merge = given = 0
-    for store in stores:
-        listed = max_listed_rows(store.group, layout, store.replica_slots)
-        wide = store.group.rows > 2**31
-        row = DIRECTORY_BYTES_PER_ROW_OF_LARGE_GROUP if wide else DIRECTORY_BYTES_PER_ROW
-        directory += store.directory.nbytes
-        at_most += listed * row
-        lists += listed * (
-            _LISTING_BYTES_PER_ROW
-            + (_JOINED_BYTES_PER_ROW if len(stores) > 1 else 0)
-            + (0 if devices.in_host_memory(store.rows) else _INDEX_BYTES_PER_ROW)
-        )
-        given += 4 * store.replica_slots
-        # One dim-group after another makes its next directory, with one column of the old one beside it.
-        merge = max(merge, listed * (row + (8 if wide else 4) + _MERGE_BYTES_PER_ROW))
+    max_rows = sum(max_listed_rows(store.group, layout, store.replica_slots) for store in stores)
+    world, groups = layout.world_size, len(stores)
+    at_most = max_directory_bytes(max_rows, world, groups, wide=stores[-1].group.end_key > 2**31)
+    blocks = 2 * (max_rows // BLOCK + 2 * groups * (world + 17))
+    # One list upwards and one across a hop has a row once, one downwards once a peer.
+    lists = _LIST_BYTES_PER_BLOCK * blocks * (4 + layout.nodes + layout.local_ranks) if max_rows else 0
+    given = sum(4 * store.replica_slots for store in stores)
     widest = max(store.row_bytes for store in stores)
     block = max(buffer_bytes, 2 * widest)
     # One rank's part of an all-gather and the parts of all ranks; a world of one rank copies nothing.
@@ -163,13 +139,15 @@ def rank_memory(
         home_bytes=sum(store.home_rows * store.row_bytes for store in stores),
         replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),
         free_list_bytes=sum(4 * store.replica_slots for store in stores),
-        directory_bytes=directory,
+        directory_bytes=stores[0].directory.nbytes,
         max_directory_bytes=at_most + lists,
         working_bytes=working_bytes,
         prepared_bytes=prepared_bytes,
-        max_prepared_bytes=max(PREPARED_CHUNKS * (at_most + given), PREPARED_BYTES)
+        max_prepared_bytes=max(PREPARED_CHUNKS * given, PREPARED_BYTES)
         + (PREPARED_CHUNKS + 1) * chunk_rows * _SLOT_BYTES_PER_ROW,
         pending_bytes=sum(storages.values()),
         waiting_bytes=waiting_bytes,
-        max_migration_bytes=merge + (block + _SECTION_BYTES * len(stores)) * parts + chunk_rows * _CHUNK_BYTES_PER_ROW,
+        max_migration_bytes=max_rows * _COMPACTION_BYTES_PER_ROW
+        + (block + _SECTION_BYTES * len(stores)) * parts
+        + chunk_rows * _CHUNK_BYTES_PER_ROW,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.rounding import HALF_DTYPES
-from flexd.embedding.store.directory import Directory, HomeOrder
+from flexd.embedding.store.directory import Directory, max_listed_rows
 
 TORCH_DTYPES = {
     "float64": torch.float64,
@@ -58,10 +59,19 @@ class GroupStore:
     """Rows [home_rows + replica_slots, dim] and their optimizer state, allocated once.
 
     A home row has slot ``(key - first_home_key) // world_size``; replica slot s has slot ``home_rows + s``.
+
+    Args:
+        directory: of all dim-groups; None: the dim-group has one of its own.
     """
 
     def __init__(
-        self, group: DimGroup, layout: RankLayout, rank: int, replica_slots: int, device: torch.device
+        self,
+        group: DimGroup,
+        layout: RankLayout,
+        rank: int,
+        replica_slots: int,
+        device: torch.device,
+        directory: Directory | None = None,
     ) -> None:
         self.group = group
         self.world_size = layout.world_size
@@ -75,9 +85,10 @@ class GroupStore:
         self.rows = torch.zeros((slots, group.dim), dtype=self.dtype, device=device)
         floats = sum(state_columns(group.optimizer, group.dim).values())
         self.state = torch.zeros((slots, floats), dtype=state_dtype, device=device)
-        self.directory = Directory.empty(
-            HomeOrder(group.first_key, group.rows, layout, layout.local_rank_of(rank)), device
-        )
+        if directory is None:
+            directory = Directory([group], layout, max_listed_rows(group, layout, replica_slots), device)
+        self.directory = directory
+        self._number = directory.number_of(group)
         self.replica_keys = torch.zeros(
             replica_slots if self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
         )
@@ -117,24 +128,18 @@ class GroupStore:
             replicas = held & (slots >= self.home_rows)
             self.replica_keys[slots[replicas] - self.home_rows] = keys[replicas]
 
-    def locate(
-        self, keys: torch.Tensor, directory: Directory | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map int64 [n] keys of the group to (bool [n] held here, int64 [n] slot, int64 [n] directory position or -1).
+    def locate(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Map int64 [n] keys of the group to (bool [n] held here, int64 [n] slot, int64 [n] directory entry or -1).
 
-        Slot and position are undefined where the row is not held.
-
-        Args:
-            directory: directory of another placement than the applied one.
+        The slot is undefined where the row is not held.
         """
-        directory = self.directory if directory is None else directory
         home = keys % self.world_size == self.rank
         slots = self.home_slots(keys)
-        at, found = directory.find(keys)
+        directory = self.directory
         if len(directory) == 0:
-            return home, slots, at - 1
-        slots = torch.where(found, directory.slots_at(at), slots)
-        return home | found, slots, torch.where(found, at, -1)
+            return home, slots, torch.full_like(keys, -1)
+        found, at = directory.find(keys, torch.full_like(keys, self._number) if directory.groups > 1 else None)
+        return home | found, torch.where(found, directory.slots_at(at), slots), torch.where(found, at, -1)
 
     def pack(self, slots: torch.Tensor) -> torch.Tensor:
         """Return uint8 [n, row_bytes]: rows and state, for copying to another rank."""
@@ -154,3 +159,15 @@ class GroupStore:
 def _aligned(columns: torch.Tensor) -> torch.Tensor:
     """Return a copy: ``contiguous()`` keeps a single row at its offset, which may be invalid for a wider dtype."""
     return columns.clone(memory_format=torch.contiguous_format)
+
+
+def make_stores(
+    groups: Sequence[DimGroup], layout: RankLayout, rank: int, replica_slots: Sequence[int], device: torch.device
+) -> list[GroupStore]:
+    """Make the stores of all dim-groups of a rank, with one directory."""
+    max_rows = sum(max_listed_rows(group, layout, slots) for group, slots in zip(groups, replica_slots, strict=True))
+    directory = Directory(groups, layout, max_rows, device)
+    return [
+        GroupStore(group, layout, rank, slots, device, directory)
+        for group, slots in zip(groups, replica_slots, strict=True)
+    ]

@@ -20,9 +20,10 @@ from flexd.planner.model.workload import BACK_PER_RANK, BACK_RETURNED, PER_RANK,
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
-DIRECTORY_BYTES = 12
-"""A row in a rank's directory, at most: its place in its dim-group 4 (8 beyond 2^31 rows), slot and tier 4, and 4 for a
-DEVICE row of the rank's own rail where NODE rows stand between them."""
+DIRECTORY_BYTES_PER_SLOT = 10
+"""A row for which a rank's directory has room: its key 4 (8 beyond 2^31 rows) and its number 4, four fifths full."""
+DIRECTORY_BYTES_PER_ROW = 8
+"""A listed row: its slot and tier 4, and as much for numbers that are free, at most."""
 
 
 class Buffer(IntEnum):
@@ -171,7 +172,12 @@ def placement_memory(
     # A directory has home copies too: all DEVICE rows, and the NODE rows of the rank's rail.
     device = int(np.count_nonzero(placement.tiers == Tier.DEVICE))
     rail = np.bincount(placement.keys[placement.tiers == Tier.NODE] % layout.local_ranks, minlength=layout.local_ranks)
-    directory = DIRECTORY_BYTES * (device + np.tile(rail, layout.nodes)).astype(np.float64)
+    directory = DIRECTORY_BYTES_PER_ROW * (device + np.tile(rail, layout.nodes)).astype(np.float64)
+    holders = layout.nodes if layout.nodes > 1 else layout.local_ranks
+    for group, of_ranks in zip(keyspace.groups, slots, strict=True):
+        if holders > 1:  # a row uses a slot on all but one of its holders
+            room = np.minimum(group.rows, of_ranks * holders // (holders - 1))
+            directory += DIRECTORY_BYTES_PER_SLOT * room
     return RankMemory(home, replicas, directory, buffers)
 
 

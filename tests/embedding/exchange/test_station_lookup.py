@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.station_lookup import StationLookup
-from flexd.embedding.store.store import GroupStore
+from flexd.embedding.store.store import GroupStore, make_stores
 
 LAYOUT, RANK = RankLayout(1, 3), 1
 GROUPS = KeySpace([TableSpec(f"t{dim}", 40, dim, "float32", "sgd") for dim in (4, 8, 16)]).groups
@@ -21,15 +22,10 @@ GROUPS = KeySpace([TableSpec(f"t{dim}", 40, dim, "float32", "sgd") for dim in (4
 
 def stores_of(groups: int, listed: list[int]) -> list[GroupStore]:
     """Return the stores of a rank that lists keys: even ones at NODE, odd ones at DEVICE, in slot key + 100."""
-    stores = []
-    for group in GROUPS[:groups]:
-        store = GroupStore(group, LAYOUT, RANK, 0, torch.device("cpu"))
-        keys = [key for key in listed if group.first_key <= key < group.end_key]
-        rows = torch.tensor(keys, dtype=torch.int64)
-        tiers = torch.tensor([int(Tier.DEVICE if key % 2 else Tier.NODE) for key in keys], dtype=torch.uint8)
-        none = torch.empty(0, dtype=torch.int64)
-        store.directory = store.directory.replace(none, rows, (rows + 100).to(torch.int32), tiers)
-        stores.append(store)
+    stores = make_stores(GROUPS[:groups], LAYOUT, RANK, [0] * groups, torch.device("cpu"))
+    keys = np.array(listed, dtype=np.int64)
+    tiers = np.where(keys % 2, Tier.DEVICE, Tier.NODE).astype(np.uint8)
+    stores[0].directory.change(np.empty(0, np.int64), keys, (keys + 100).astype(np.int32), tiers)
     return stores
 
 

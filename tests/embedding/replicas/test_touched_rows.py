@@ -17,7 +17,8 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows, positions_of
-from flexd.embedding.store.store import GroupStore
+from flexd.embedding.store.directory import Directory
+from flexd.embedding.store.store import GroupStore, make_stores
 
 CPU = torch.device("cpu")
 ROWS = 150
@@ -42,17 +43,12 @@ def hops_of(layout: RankLayout, rank: int, *, direct: bool) -> list[Hop]:
 
 
 def stores_of(layout: RankLayout, rank: int, tiers: np.ndarray) -> list[GroupStore]:
-    stores = [GroupStore(group, layout, rank, ROWS, CPU) for group in GROUPS]
-    for store in stores:
-        keys = np.arange(store.group.first_key, store.group.end_key)
-        on_rail = (tiers[keys] == Tier.NODE) & (keys % layout.local_ranks == layout.local_rank_of(rank))
-        listed = keys[(on_rail & (layout.nodes > 1)) | ((tiers[keys] == Tier.DEVICE) & (layout.world_size > 1))]
-        store.directory = store.directory.replace(
-            torch.empty(0, dtype=torch.int64),
-            torch.from_numpy(listed),
-            torch.arange(len(listed), dtype=torch.int32),
-            torch.from_numpy(tiers[listed].astype(np.uint8)),
-        )
+    stores = make_stores(GROUPS, layout, rank, [ROWS] * len(GROUPS), CPU)
+    keys = np.arange(ROWS)
+    on_rail = (tiers == Tier.NODE) & (keys % layout.local_ranks == layout.local_rank_of(rank))
+    listed = keys[(on_rail & (layout.nodes > 1)) | ((tiers == Tier.DEVICE) & (layout.world_size > 1))]
+    slots = np.arange(len(listed), dtype=np.int32)
+    stores[0].directory.change(np.empty(0, np.int64), listed, slots, tiers[listed].astype(np.uint8))
     return stores
 
 
@@ -62,29 +58,34 @@ class Rank:
         self.rank = rank
         self.stores = stores_of(layout, rank, tiers)
         self.hops = hops_of(layout, rank, direct=direct)
-        self.touched = TouchedRows(SyncLists.of(self.stores, self.hops, layout), CPU)
+        self.touched = TouchedRows(SyncLists.of(self.stores[0].directory, self.hops, layout), CPU)
         self.requested = requested
 
     def pass_station(self) -> None:
         """Add the requested rows that this rank holds, and keep the others."""
         missing: set[int] = set()
-        for group, store in enumerate(self.stores):
+        for store in self.stores:
             keys = torch.tensor(sorted(k for k in self.requested if store.group.first_key <= k < store.group.end_key))
-            held, _, positions = store.locate(keys.to(torch.int64))
-            listed = held & (positions >= 0)
-            self.touched.add(positions[listed] + self.touched.lists.first_entries[group])
+            held, _, entries = store.locate(keys.to(torch.int64))
+            listed = held & (entries >= 0)
+            self.touched.add(entries[listed])
             missing |= set(keys[~held].tolist())
         self.requested = missing
 
     def listed(self, keys: set[int]) -> set[int]:
-        return {key for store in self.stores for key in store.directory.keys.tolist()} & keys
+        return set(self.directory.rows()[0].tolist()) & keys
 
     def marked(self, touched: TouchedRows) -> set[int]:
-        return {
-            key
-            for group, store in enumerate(self.stores)
-            for key in store.directory.keys[touched.positions(group)].tolist()
-        }
+        keys = self.directory.rows()[0]
+        groups = torch.from_numpy((keys >= GROUPS[1].first_key).astype(np.int64))
+        of_entries = dict(zip(self.directory.find(torch.from_numpy(keys), groups).tolist(), keys.tolist(), strict=True))
+        found = {of_entries[entry] for group in range(2) for entry in touched.entries_of_group(group).tolist()}
+        assert found == {of_entries[entry] for entry in touched.all_positions().tolist()}
+        return found
+
+    @property
+    def directory(self) -> Directory:
+        return self.stores[0].directory
 
 
 def deliver(world: list[Rank], hop: int, words: list[PeerWords]) -> list[torch.Tensor]:
@@ -171,29 +172,24 @@ def test_every_rank_receives_the_rows_that_any_rank_touches(
 
 
 @pytest.mark.parametrize("host", [True, False])
-@pytest.mark.parametrize("chosen", [None, torch.tensor([2, 3, 4, 9, 10], dtype=torch.int32)])
-def test_a_list_gathers_and_scatters_its_rows(chosen: torch.Tensor | None, host: bool) -> None:
-    """Two peers and two dim-groups; the bits of each peer fill a word."""
-    rows = SyncList([[(0, 2), (4, 5)], [(1, 2), (5, 5)]], chosen, True, 11, CPU)
-    entries = torch.zeros(12, dtype=torch.uint8)
-    entries[[1, 2, 3, 4, 9, 10]] = 1
-    at = torch.arange(12) if chosen is None else chosen.to(torch.int64)
-    with mock.patch.object(devices, "in_host_memory", return_value=host):
-        bits = rows.gather(entries)
-    assert rows.words == [1, 1]
-    assert len(bits) == 128
-    requested = [[0, 1, 4], [1]]
-    for peer, of_peer in enumerate(requested):
-        part = bits[64 * peer : 64 * peer + 64]
-        assert part[: len(of_peer)].tolist() == entries[at[of_peer]].tolist()
-        assert not part[len(of_peer) :].any()
-    counts = rows.counts(bits)
-    assert sum(counts) == int(bits.sum())
-    expected = [int(at[place]) for of_peer in requested for place in of_peer if entries[at[place]]]
-    assert rows.entries_of(bits, counts).tolist() == expected
+def test_a_list_gathers_and_scatters_its_rows(host: bool) -> None:
+    """Two peers and two dim-groups, of blocks that lie anywhere; both peers have one of them."""
+    blocks = [[np.array([0, 2]), np.array([3])], [np.array([2]), np.array([], dtype=np.int64)]]
+    rows = SyncList(blocks, 5 * 64, CPU)
+    entries = torch.zeros(5 * 64 + 1, dtype=torch.uint8)
+    chosen = [1, 63, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 4 * 64]
+    entries[chosen] = 1
+    bits = rows.gather(entries)
+    assert rows.words == [3, 1]
+    assert rows.bounds == [(0, 128), (128, 192), (192, 256), (256, 256)]
+    assert rows.counts(bits) == [3, 2, 1, 0]
+    expected = [1, 63, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 2 * 64 + 5]
+    assert rows.entries_of(bits).tolist() == expected
     back = torch.zeros_like(entries)
+    back[4 * 64 + 9] = 1
     with mock.patch.object(devices, "in_host_memory", return_value=host):
         rows.scatter(bits, back)
-    assert positions_of(back).tolist() == sorted(set(expected))
+    assert positions_of(back).tolist() == sorted({*expected, 4 * 64 + 9})
     second, of_second = rows.of_groups([False, True], bits)
-    assert second.entries_of(of_second, second.counts(of_second)).tolist() == [int(at[4])] * int(entries[at[4]])
+    assert second.words == [1, 0]
+    assert second.entries_of(of_second).tolist() == [3 * 64, 3 * 64 + 63]

@@ -9,12 +9,12 @@ import torch
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.embedding.store.directory import Directory, HomeOrder
+from flexd.embedding.store.directory import Directory, max_listed_rows
 from flexd.embedding.store.store import GroupStore
 from flexd.planner.baselines import PlanningProblem
 from flexd.planner.baselines.all_baselines import ALL_BASELINES
 from flexd.planner.model.cost import group_cost
-from flexd.planner.model.rank_memory import DIRECTORY_BYTES, Buffer, home_rows, placement_memory
+from flexd.planner.model.rank_memory import Buffer, home_rows, placement_memory
 from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
@@ -52,16 +52,9 @@ def test_a_rank_allocates_what_is_said() -> None:
         listed = (placement.tiers == Tier.DEVICE) | (
             (placement.tiers == Tier.NODE) & (placement.keys % 2 == LAYOUT.local_rank_of(rank))
         )
-        count = int(listed.sum())
-        directory = Directory.empty(
-            HomeOrder(0, 1504, LAYOUT, LAYOUT.local_rank_of(rank)), torch.device("cpu")
-        ).replace(
-            torch.empty(0, dtype=torch.int64), torch.from_numpy(placement.keys[listed]),
-            torch.zeros(count, dtype=torch.int32), torch.from_numpy(placement.tiers[listed]),
-        )  # fmt: skip
         assert memory.home[rank] + memory.replicas[rank] == allocated
-        assert memory.directory[rank] == count * DIRECTORY_BYTES
-        assert count * 8 <= directory.nbytes <= memory.directory[rank], "at most, when tiers are mixed"
+        room = sum(min(group.rows, int(of[rank]) * 3 // 2) for group, of in zip(KEYSPACE.groups, slots, strict=True))
+        assert memory.directory[rank] == 10 * room + 8 * int(listed.sum())
         assert memory.total[rank] == memory.stored[rank] + buffers[:, rank].sum()
     told = memory.to_dict()
     fullest = int(memory.total.argmax())
@@ -70,6 +63,24 @@ def test_a_rank_allocates_what_is_said() -> None:
     assert told["total_bytes"] == sum(
         (told["home_bytes"], told["replica_bytes"], told["directory_bytes"], *told["buffer_bytes"].values())
     )
+
+
+def test_a_directory_takes_what_is_said() -> None:
+    """Beside a few blocks of entries for each home, which count among few rows only."""
+    keyspace = KeySpace([TableSpec("items", 400_000, 16)])
+    rng = np.random.default_rng(3)
+    keys = np.flatnonzero(rng.random(400_000) < 0.2).astype(np.int64)
+    placement = Placement.of(keys, rng.integers(1, 3, len(keys)).astype(np.uint8))
+    listed = (placement.tiers == Tier.DEVICE) | (placement.keys % 2 == 0)
+    slots = len(keys)
+    memory = placement_memory(keyspace, LAYOUT, [np.full(6, slots)], placement, np.zeros((4, 6)))
+    (group,) = keyspace.groups
+    directory = Directory([group], LAYOUT, max_listed_rows(group, LAYOUT, slots), torch.device("cpu"))
+    for part in np.array_split(np.flatnonzero(listed), 20):
+        at = placement.keys[part], np.zeros(len(part), np.int32), placement.tiers[part]
+        directory.change(np.empty(0, np.int64), *at)
+    assert 0.9 * memory.directory[0] < directory.nbytes + 4 * int(listed.sum())
+    assert directory.nbytes < memory.directory[0]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, RankLayout(1, 4), RankLayout(4, 1)], ids=["3x2", "1x4", "4x1"])

@@ -1,0 +1,172 @@
+"""A hash table from keys to numbers whose changes cost what they change, for any device.
+
+Open addressing in buckets of 8 cells. A key is in one of two buckets, so a look-up reads two short runs of memory and
+takes the same kernels for every key; the host reads nothing from the device. Changes are vectorised over their keys,
+and the host does read the device then.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BUCKET_CELLS = 8
+MAX_LOAD = 0.8
+"""Share of the cells that ``capacity`` keys fill. With two choices of 8 cells hardly a key finds both buckets full."""
+_FREE = -1
+_HASH_BITS = 31
+_HASH_SHIFT = 64 - _HASH_BITS
+_MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
+"""Odd 64-bit constants with well mixed bits, as signed numbers."""
+_MAX_MOVES = 500
+"""Keys moved to their other bucket for one key that finds both buckets full, before the table grows."""
+_MODULUS = 37
+"""2 generates every residue but 0, so the places 2**(8 c) and 2**(8 c + 1) of one set bit have distinct residues."""
+
+
+class BucketTable:
+    """Maps distinct keys to int32 values. Not thread-safe while it changes.
+
+    Args:
+        capacity: number of keys for which memory is allocated; with more the table grows, which takes time in
+            proportion to its size.
+        max_key: keys lie in [0, max_key].
+    """
+
+    def __init__(self, capacity: int, max_key: int, device: torch.device) -> None:
+        self._dtype = torch.int32 if max_key < 2**31 else torch.int64
+        self._device = device
+        places = torch.zeros(_MODULUS, dtype=torch.int64)
+        for choice in (0, 1):
+            for cell in range(BUCKET_CELLS):
+                places[pow(2, 8 * cell + choice, _MODULUS)] = choice * BUCKET_CELLS + cell
+        self._places = places.to(device)
+        self._multipliers = torch.tensor(_MULTIPLIERS, device=device).view(2, 1)
+        self._size = 0
+        self._keys = self._values = torch.empty(0, dtype=torch.int32, device=device)
+        self._allocate(capacity)
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cells."""
+        return self._keys.nbytes + self._values.nbytes
+
+    def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [n] keys -> (bool [n] is in the table, int64 [n] its cell; some cell where it is not)."""
+        buckets = self._buckets(keys)
+        held = self._keys.index_select(0, buckets.view(-1)).view(2, -1, BUCKET_CELLS)
+        # One byte a cell: as one number, a bucket without the key is 0, and one with it a power of two.
+        words = (held == keys.to(self._dtype).unsqueeze(1)).view(torch.int64).squeeze(2)
+        either = torch.add(words[0], words[1], alpha=2)
+        found = either.ne(0)
+        place = self._places.index_select(0, either.remainder_(_MODULUS))
+        bucket = torch.where(place < BUCKET_CELLS, buckets[0], buckets[1])
+        return found, torch.add(place.bitwise_and_(BUCKET_CELLS - 1), bucket, alpha=BUCKET_CELLS)
+
+    def values_at(self, cells: torch.Tensor) -> torch.Tensor:
+        """int64 [n] cells, none -1 -> int32 [n] values."""
+        return self._values.view(-1).index_select(0, cells)
+
+    def set_values(self, cells: torch.Tensor, values: torch.Tensor) -> None:
+        """Replace the values of int64 [n] distinct cells."""
+        self._values.view(-1).index_copy_(0, cells, values)
+
+    def items(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 [n] keys and int32 [n] values, in the order of the cells."""
+        used = (self._keys.view(-1) != _FREE).nonzero().view(-1)
+        return self._keys.view(-1).index_select(0, used).to(torch.int64), self.values_at(used)
+
+    def remove(self, cells: torch.Tensor) -> None:
+        """Remove the keys at int64 [n] distinct cells, as ``find`` returned them."""
+        self._keys.view(-1).index_fill_(0, cells, _FREE)
+        self._size -= len(cells)
+
+    def insert(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Insert int64 [n] keys, each once and none of them in the table, with int32 [n] values."""
+        if len(keys) == 0:
+            return
+        if self._size + len(keys) > self._capacity:
+            self._grow(self._size + len(keys))
+        # Keys of one batch choose between buckets by the same numbers: a batch is a small part of the table.
+        batch = max(64, len(self._keys) // 4)
+        for some, of_some in zip(torch.split(keys, batch), torch.split(values, batch), strict=True):
+            self._insert(some, of_some)
+
+    def _insert(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._size += len(keys)
+        tried_other = False
+        while True:
+            buckets = self._buckets(keys)
+            used = (self._keys.index_select(0, buckets.view(-1)) != _FREE).sum(dim=1).view(2, -1)
+            chosen = torch.where(used[1] < used[0], buckets[1], buckets[0])
+            ordered, order = torch.sort(chosen, stable=True)
+            runs = torch.unique_consecutive(ordered, return_counts=True)[1]
+            starts = runs.cumsum(0) - runs
+            number = torch.arange(len(keys), device=keys.device)
+            turn = number - starts.repeat_interleave(runs, output_size=len(keys))
+            free = self._keys.index_select(0, ordered) == _FREE
+            # The cell of the bucket's free cell number ``turn``; none if the bucket has fewer.
+            here = free & (free.cumsum(1) == turn.unsqueeze(1) + 1)
+            fits = here.any(dim=1)
+            cells = (ordered * BUCKET_CELLS + here.to(torch.uint8).argmax(dim=1))[fits]
+            placed = order[fits]
+            self._keys.view(-1).index_copy_(0, cells, keys.index_select(0, placed).to(self._dtype))
+            self.set_values(cells, values.index_select(0, placed))
+            if len(placed) == len(keys):
+                return
+            left = order[~fits].sort().values
+            keys, values = keys.index_select(0, left), values.index_select(0, left)
+            if len(placed) == 0:
+                if tried_other:
+                    break
+                tried_other = True
+            else:
+                tried_other = False
+        for key, value in zip(keys.tolist(), values.tolist(), strict=True):
+            self._insert_by_moving(key, value)
+
+    def _insert_by_moving(self, key: int, value: int) -> None:
+        """Insert a key whose buckets are full: another moves to its other bucket, and so on; or the table grows."""
+        keys, values = self._keys.view(-1), self._values.view(-1)
+        bucket = -1
+        for move in range(_MAX_MOVES):
+            both = self._buckets(torch.tensor([key], device=self._device)).view(2).tolist()
+            for one in both:
+                free = (self._keys[one] == _FREE).nonzero().view(-1)
+                if len(free):
+                    cell = one * BUCKET_CELLS + int(free[0])
+                    keys[cell], values[cell] = key, value
+                    return
+            bucket = both[1] if both[0] == bucket else both[0]
+            cell = bucket * BUCKET_CELLS + move * 5 % BUCKET_CELLS
+            moved = int(keys[cell]), int(values[cell])
+            keys[cell], values[cell] = key, value
+            key, value = moved
+        self._size -= 1
+        self._grow(2 * self._capacity)
+        self.insert(
+            torch.tensor([key], device=self._device), torch.tensor([value], dtype=torch.int32, device=self._device)
+        )
+
+    def _allocate(self, capacity: int) -> None:
+        half = -(-int(capacity / MAX_LOAD + 1) // (2 * BUCKET_CELLS))
+        buckets = 2 * half
+        self._capacity = capacity
+        # A hash is a signed number of 31 bits.
+        self._bases = torch.tensor([half << (_HASH_BITS - 1), 3 * half << (_HASH_BITS - 1)], device=self._device)
+        self._bases = self._bases.view(2, 1)
+        self._keys = torch.full((buckets, BUCKET_CELLS), _FREE, dtype=self._dtype, device=self._device)
+        self._values = torch.zeros((buckets, BUCKET_CELLS), dtype=torch.int32, device=self._device)
+
+    def _grow(self, capacity: int) -> None:
+        keys, values = self.items()
+        self._allocate(max(capacity, self._capacity + self._capacity // 2))
+        self._size = 0
+        self.insert(keys, values)
+
+    def _buckets(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return int64 [2, n], the two buckets of each key: one in either half of the table."""
+        hashes = (keys * self._multipliers) >> _HASH_SHIFT
+        return torch.add(self._bases, hashes, alpha=len(self._keys) // 2) >> _HASH_BITS

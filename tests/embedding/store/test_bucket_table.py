@@ -1,0 +1,113 @@
+"""The table of buckets compared with a dict: growth, full buckets, and values that stay with their keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.embedding.store.bucket_table import BUCKET_CELLS, BucketTable
+
+CPU = torch.device("cpu")
+
+
+def as_dict(table: BucketTable) -> dict[int, int]:
+    keys, values = table.items()
+    assert len(keys) == len(table)
+    return dict(zip(keys.tolist(), values.tolist(), strict=True))
+
+
+def insert(table: BucketTable, rows: dict[int, int]) -> None:
+    table.insert(torch.tensor(list(rows), dtype=torch.int64), torch.tensor(list(rows.values()), dtype=torch.int32))
+
+
+def lookup(table: BucketTable, keys: list[int]) -> list[int | None]:
+    found, cells = table.find(torch.tensor(keys, dtype=torch.int64))
+    values = table.values_at(cells).tolist()
+    return [value if known else None for known, value in zip(found.tolist(), values, strict=True)]
+
+
+def cells_of(table: BucketTable, keys: torch.Tensor) -> torch.Tensor:
+    found, cells = table.find(keys)
+    assert bool(found.all())
+    return cells
+
+
+@pytest.mark.parametrize("max_key", [60, 2**40])
+@settings(max_examples=60, deadline=None)
+@given(
+    capacity=st.sampled_from([0, 5, 64]), first=st.sampled_from([0, -60]), data=st.data(), changes=st.integers(1, 8),
+)  # fmt: skip
+def test_a_table_equals_a_dict(max_key: int, capacity: int, first: int, data: st.DataObject, changes: int) -> None:
+    """Keys lie at either end of the range; the table grows where it was made for fewer."""
+    first = max_key + first if first else 0
+    ids = st.integers(first, first + 60)
+    table, expected = BucketTable(capacity, max_key, CPU), dict[int, int]()
+    for _ in range(changes):
+        removed = data.draw(st.sets(st.sampled_from(sorted(expected)))) if expected else set()
+        table.remove(cells_of(table, torch.tensor(sorted(removed), dtype=torch.int64)))
+        for key in removed:
+            del expected[key]
+        drawn = data.draw(st.dictionaries(ids, st.integers(-(2**31), 2**31 - 1), max_size=40))
+        new = {key: value for key, value in drawn.items() if key not in expected}
+        insert(table, new)
+        expected |= new
+        assert as_dict(table) == expected
+        queried = data.draw(st.lists(ids, max_size=20))
+        assert lookup(table, queried) == [expected.get(key) for key in queried]
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 999), rows=st.sampled_from([300, 3000]))
+def test_a_table_filled_to_its_capacity_does_not_grow(seed: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randperm(20 * rows, generator=generator)[:rows]
+    table = BucketTable(rows, 20 * rows, CPU)
+    before = table.nbytes
+    values = torch.arange(rows, dtype=torch.int32)
+    for part, of_part in zip(torch.split(keys, 150), torch.split(values, 150), strict=True):
+        table.insert(part, of_part)
+    assert table.nbytes == before
+    assert before <= 10 * rows + 2 * 8 * BUCKET_CELLS, "8 bytes a cell, four fifths of them in use"
+    assert torch.equal(table.values_at(cells_of(table, keys)), values)
+
+
+def test_keys_of_full_buckets_move_others_and_then_the_table_grows() -> None:
+    """All keys share one of a few pairs of buckets, so that both of them are full long before the table is."""
+    table = BucketTable(200, 10**6, CPU)
+    candidates = torch.arange(10**6)
+    first, second = table._buckets(candidates)
+    assert bool((first != second).all())
+    crowded = candidates[(first < 2) & (second < 16 + 6)][:80]
+    assert len(crowded) == 80
+    values = torch.arange(80, dtype=torch.int32)
+    before = table.nbytes
+    for at in range(80):
+        table.insert(crowded[at : at + 1], values[at : at + 1])
+        assert torch.equal(table.values_at(cells_of(table, crowded[: at + 1])), values[: at + 1])
+    assert table.nbytes > before
+    assert as_dict(table) == dict(zip(crowded.tolist(), values.tolist(), strict=True))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 99))
+def test_a_key_stays_in_its_cell_while_others_come_and_go(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randperm(5000, generator=generator)
+    table = BucketTable(4000, 5000, CPU)
+    stay, come = keys[:1000], keys[1000:2000]
+    table.insert(stay, torch.arange(1000, dtype=torch.int32))
+    cells = cells_of(table, stay)
+    for _ in range(3):
+        table.insert(come, torch.zeros(1000, dtype=torch.int32))
+        assert torch.equal(cells_of(table, stay), cells)
+        table.remove(cells_of(table, come))
+        assert not table.find(come)[0].any()
+
+
+def test_values_are_replaced() -> None:
+    table = BucketTable(10, 100, CPU)
+    insert(table, {3: 0, 5: -2, 7: 1})
+    table.set_values(cells_of(table, torch.tensor([5])), torch.tensor([-1], dtype=torch.int32))
+    assert lookup(table, [3, 5, 7, 9]) == [0, -1, 1, None]
