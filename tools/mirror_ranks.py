@@ -145,10 +145,10 @@ def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: Rank
     """``SyncLists.of``, with the bits of each list that stand for a row."""
     lists = _sync_lists_of(directory, hops, layout)
     with _outside():
-        listed = torch.zeros(directory.entries + 1, dtype=torch.uint8)
+        listed = torch.zeros(directory.entries + 1, dtype=torch.uint8, device=directory.device)
         listed[directory.listed_entries()] = 1
         _listed_bits.clear()
-        _listed_bits.update({id(rows): rows.gather(listed) for rows in (*lists.upstream, *lists.downstream)})
+        _listed_bits.update({id(rows): rows.gather(listed).cpu() for rows in (*lists.upstream, *lists.downstream)})
     return lists
 
 

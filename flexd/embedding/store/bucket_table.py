@@ -50,12 +50,13 @@ class BucketTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cells."""
-        return self._keys.nbytes + self._values.nbytes
+        """Bytes of the cells, and of the numbers that place keys in them."""
+        of_cells = self._keys.nbytes + self._values.nbytes
+        return of_cells + self._places.nbytes + self._multipliers.nbytes + self._bases.nbytes
 
     def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [n] keys -> (bool [n] is in the table, int64 [n] its cell; some cell where it is not)."""
-        buckets = self._buckets(keys)
+        buckets = self._buckets_of(keys)
         held = self._keys.index_select(0, buckets.view(-1)).view(2, -1, BUCKET_CELLS)
         # One byte a cell: as one number, a bucket without the key is 0, and one with it a power of two.
         words = (held == keys.to(self._dtype).unsqueeze(1)).view(torch.int64).squeeze(2)
@@ -90,40 +91,33 @@ class BucketTable:
         if self._size + len(keys) > self._capacity:
             self._grow(self._size + len(keys))
         # Keys of one batch choose between buckets by the same numbers: a batch is a small part of the table.
-        batch = max(64, len(self._keys) // 4)
+        batch = max(64, self._half)
         for some, of_some in zip(torch.split(keys, batch), torch.split(values, batch), strict=True):
             self._insert(some, of_some)
 
     def _insert(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Insert keys, round by round; the host waits for the device once a round."""
         self._size += len(keys)
-        tried_other = False
-        while True:
-            buckets = self._buckets(keys)
+        nowhere = 2 * self._half * BUCKET_CELLS
+        stuck = 0
+        while stuck < 2:
+            buckets = self._buckets_of(keys)
             used = (self._keys.index_select(0, buckets.view(-1)) != _FREE).sum(dim=1).view(2, -1)
-            chosen = torch.where(used[1] < used[0], buckets[1], buckets[0])
-            ordered, order = torch.sort(chosen, stable=True)
-            runs = torch.unique_consecutive(ordered, return_counts=True)[1]
-            starts = runs.cumsum(0) - runs
-            number = torch.arange(len(keys), device=keys.device)
-            turn = number - starts.repeat_interleave(runs, output_size=len(keys))
+            ordered, order = torch.sort(torch.where(used[1] < used[0], buckets[1], buckets[0]), stable=True)
+            turn = torch.arange(len(keys), device=keys.device) - torch.searchsorted(ordered, ordered)
             free = self._keys.index_select(0, ordered) == _FREE
             # The cell of the bucket's free cell number ``turn``; none if the bucket has fewer.
             here = free & (free.cumsum(1) == turn.unsqueeze(1) + 1)
             fits = here.any(dim=1)
-            cells = (ordered * BUCKET_CELLS + here.to(torch.uint8).argmax(dim=1))[fits]
-            placed = order[fits]
-            self._keys.view(-1).index_copy_(0, cells, keys.index_select(0, placed).to(self._dtype))
-            self.set_values(cells, values.index_select(0, placed))
-            if len(placed) == len(keys):
-                return
+            cells = torch.where(fits, ordered * BUCKET_CELLS + here.to(torch.uint8).argmax(dim=1), nowhere)
+            placed = torch.where(fits, keys.index_select(0, order), _FREE).to(self._dtype)
+            self._keys.view(-1).index_copy_(0, cells, placed)
+            self.set_values(cells, values.index_select(0, order))
             left = order[~fits].sort().values
+            stuck = stuck + 1 if len(left) == len(keys) else 0
             keys, values = keys.index_select(0, left), values.index_select(0, left)
-            if len(placed) == 0:
-                if tried_other:
-                    break
-                tried_other = True
-            else:
-                tried_other = False
+            if len(left) == 0:
+                return
         for key, value in zip(keys.tolist(), values.tolist(), strict=True):
             self._insert_by_moving(key, value)
 
@@ -132,7 +126,7 @@ class BucketTable:
         keys, values = self._keys.view(-1), self._values.view(-1)
         bucket = -1
         for move in range(_MAX_MOVES):
-            both = self._buckets(torch.tensor([key], device=self._device)).view(2).tolist()
+            both = self._buckets_of(torch.tensor([key], device=self._device)).view(2).tolist()
             for one in both:
                 free = (self._keys[one] == _FREE).nonzero().view(-1)
                 if len(free):
@@ -151,14 +145,14 @@ class BucketTable:
         )
 
     def _allocate(self, capacity: int) -> None:
-        half = -(-int(capacity / MAX_LOAD + 1) // (2 * BUCKET_CELLS))
-        buckets = 2 * half
+        half = self._half = -(-int(capacity / MAX_LOAD + 1) // (2 * BUCKET_CELLS))
         self._capacity = capacity
         # A hash is a signed number of 31 bits.
-        self._bases = torch.tensor([half << (_HASH_BITS - 1), 3 * half << (_HASH_BITS - 1)], device=self._device)
-        self._bases = self._bases.view(2, 1)
-        self._keys = torch.full((buckets, BUCKET_CELLS), _FREE, dtype=self._dtype, device=self._device)
-        self._values = torch.zeros((buckets, BUCKET_CELLS), dtype=torch.int32, device=self._device)
+        bases = [half << (_HASH_BITS - 1), 3 * half << (_HASH_BITS - 1)]
+        self._bases = torch.tensor(bases, device=self._device).view(2, 1)
+        # One bucket more, which stays empty, for keys that find no cell in a round.
+        self._keys = torch.full((2 * half + 1, BUCKET_CELLS), _FREE, dtype=self._dtype, device=self._device)
+        self._values = torch.zeros((2 * half + 1, BUCKET_CELLS), dtype=torch.int32, device=self._device)
 
     def _grow(self, capacity: int) -> None:
         keys, values = self.items()
@@ -166,7 +160,7 @@ class BucketTable:
         self._size = 0
         self.insert(keys, values)
 
-    def _buckets(self, keys: torch.Tensor) -> torch.Tensor:
+    def _buckets_of(self, keys: torch.Tensor) -> torch.Tensor:
         """Return int64 [2, n], the two buckets of each key: one in either half of the table."""
         hashes = (keys * self._multipliers) >> _HASH_SHIFT
-        return torch.add(self._bases, hashes, alpha=len(self._keys) // 2) >> _HASH_BITS
+        return torch.add(self._bases, hashes, alpha=self._half) >> _HASH_BITS

@@ -48,7 +48,7 @@ class Directory:
         """Of each dim-group: NODE rows, DEVICE rows."""
         self.starts = [0] * (2 * self.groups + 1)
         """Entry at which each pool's range begins, and the number of entries."""
-        self._starts = torch.zeros((2, self.groups), dtype=torch.int64, device=device)
+        self._starts = torch.zeros(2 * self.groups, dtype=torch.int64, device=device)
         self._places = torch.empty(0, dtype=torch.int32, device=device)
         """Slot of a NODE row in its dim-group's store, -1 - slot of a DEVICE row; 0 for a free entry."""
         self._places_by_home: list[int] = self._places_of(np.arange(layout.world_size)).tolist()
@@ -69,7 +69,7 @@ class Directory:
     @property
     def nbytes(self) -> int:
         """Bytes held between steps."""
-        return self._table.nbytes + self._places.nbytes + sum(pool.nbytes for pool in self.pools)
+        return self._table.nbytes + self._starts.nbytes + self._places.nbytes + sum(pool.nbytes for pool in self.pools)
 
     @property
     def first_entries(self) -> list[int]:
@@ -175,7 +175,7 @@ class Directory:
             entries = np.array(self.starts, dtype=np.int64)[of_pools] + numbers
             on_device = of_pools % 2 == 1
             places = np.where(on_device, -1 - slots, slots).astype(np.int32)
-            values = np.where(on_device, -1 - numbers, numbers).astype(np.int32)
+            values = (2 * numbers + on_device).astype(np.int32)
             self._table.insert(self._to_device(keys), self._to_device(values))
             self._places.index_copy_(0, self._to_device(entries), self._to_device(places))
             self._compact()
@@ -188,8 +188,8 @@ class Directory:
             return
         cells = self._table.find(self._to_device(removed))[1]
         values = self._table.values_at(cells).cpu().numpy()
-        of_pools = 2 * self._groups_of(removed) + (values < 0)
-        numbers = np.where(values < 0, -1 - values, values)
+        of_pools = 2 * self._groups_of(removed) + values % 2
+        numbers = values // 2
         for pool in np.unique(of_pools).tolist():
             self.pools[pool].release(numbers[of_pools == pool])
         self._table.remove(cells)
@@ -217,7 +217,7 @@ class Directory:
             first += size
             self.starts.append(first)
         self._places = places
-        self._starts = torch.tensor([self.starts[:-1:2], self.starts[1::2]], dtype=torch.int64, device=self.device)
+        self._starts = torch.tensor(self.starts[:-1], dtype=torch.int64, device=self.device)
 
     def _compact(self) -> None:
         """Renumber the rows of pools that have become mostly empty. Rare, and linear in the directory."""
@@ -227,12 +227,12 @@ class Directory:
                 continue
             keys, values = self._table.items()
             host = values.cpu().numpy()
-            of_pools = 2 * self._groups_of(keys.cpu().numpy()) + (host < 0)
+            of_pools = 2 * self._groups_of(keys.cpu().numpy()) + host % 2
             mine = of_pools == number
-            before = np.where(host[mine] < 0, -1 - host[mine], host[mine])
+            before = host[mine] // 2
             after = moved[before]
             cells = self._table.find(keys[torch.from_numpy(mine).to(self.device)])[1]
-            self._table.set_values(cells, self._to_device((-1 - after if number % 2 else after).astype(np.int32)))
+            self._table.set_values(cells, self._to_device((2 * after + number % 2).astype(np.int32)))
             sizes = [end - first for first, end in zip(self.starts, self.starts[1:], strict=False)]
             parts = list(torch.split(self._places, sizes))
             sizes[number] = pool.blocks * BLOCK
@@ -242,12 +242,11 @@ class Directory:
             self._lay_out(sizes, parts)
 
     def _entries(self, values: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
-        """int32 [n] values of the table -> int64 [n] entries."""
-        wide = values.to(torch.int64)
-        if groups is None:
-            return torch.where(wide < 0, self.starts[1] - 1 - wide, wide)
-        node, device = self._starts[0].index_select(0, groups), self._starts[1].index_select(0, groups)
-        return torch.where(wide < 0, device - 1 - wide, node + wide)
+        """int32 [n] values of the table, 2 * number, odd at DEVICE -> int64 [n] entries."""
+        pools = values & 1
+        if groups is not None:
+            pools = torch.add(pools, groups, alpha=2)
+        return self._starts.index_select(0, pools) + (values >> 1)
 
     def _groups_of(self, keys: Int64Array) -> Int64Array:
         groups: Int64Array = np.searchsorted(self._first_keys, keys, side="right") - 1
@@ -280,4 +279,4 @@ def max_directory_bytes(max_rows: int, homes: int, groups: int, *, wide: bool) -
     cells = int(max_rows / MAX_LOAD) + 4 * 8
     # Each pool has at most twice the blocks that its rows fill, and a few.
     numbers = 2 * (max_rows + 2 * groups * homes * BLOCK) + 2 * groups * 17 * BLOCK
-    return cells * (12 if wide else 8) + numbers * (4 + 4 + 1)
+    return cells * (12 if wide else 8) + 8 * (37 + 4 + 2 * groups) + numbers * (4 + 4 + 1)

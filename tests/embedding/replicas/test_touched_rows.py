@@ -78,7 +78,9 @@ class Rank:
     def marked(self, touched: TouchedRows) -> set[int]:
         keys = self.directory.rows()[0]
         groups = torch.from_numpy((keys >= GROUPS[1].first_key).astype(np.int64))
-        of_entries = dict(zip(self.directory.find(torch.from_numpy(keys), groups).tolist(), keys.tolist(), strict=True))
+        of_entries = dict(
+            zip(self.directory.find(torch.from_numpy(keys), groups)[1].tolist(), keys.tolist(), strict=True)
+        )
         found = {of_entries[entry] for group in range(2) for entry in touched.entries_of_group(group).tolist()}
         assert found == {of_entries[entry] for entry in touched.all_positions().tolist()}
         return found
@@ -181,7 +183,7 @@ def test_a_list_gathers_and_scatters_its_rows(host: bool) -> None:
     entries[chosen] = 1
     bits = rows.gather(entries)
     assert rows.words == [3, 1]
-    assert rows.bounds == [(0, 128), (128, 192), (192, 256), (256, 256)]
+    assert rows.bounds.tolist() == [[0, 128], [128, 192], [192, 256], [256, 256]]
     assert rows.counts(bits) == [3, 2, 1, 0]
     expected = [1, 63, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 2 * 64 + 5]
     assert rows.entries_of(bits).tolist() == expected
