@@ -74,7 +74,8 @@ class Traffic:
         """Leave out collectives inside that are not part of training (checks, exports)."""
         before = self.totals()
         try:
-            yield
+            with self._phases.uncounted():
+                yield
         finally:
             for name, value in before.items():
                 setattr(self, name, value)

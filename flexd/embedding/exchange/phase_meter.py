@@ -76,6 +76,15 @@ class PhaseMeter:
         self._counts[at] += intra_bytes
         self._counts[at + 1] += inter_bytes
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out bytes and collectives inside; their time is counted."""
+        before = list(self._counts)
+        try:
+            yield
+        finally:
+            self._counts[:] = before
+
     def begin_job(self) -> None:
         """Count what is computed from now on as beside a job of run-ahead."""
         self._lap(self._phase)
