@@ -83,13 +83,13 @@ class GroupUpdate:
 
     Attributes:
         rows, state: as in ``RowOptimizer.update``.
-        parts: (index, grads), as there; parts share no row.
+        gradients: (index, grads), as there; no two of them share a row.
         keys_of: keys of the rows at slots, for stochastic rounding; None: round to the nearest.
     """
 
     rows: torch.Tensor
     state: torch.Tensor
-    parts: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
     keys_of: KeysOf | None = None
 
 
@@ -99,23 +99,27 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _joined_indices(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
     """Return the slots of each dim-group, with one kernel."""
-    parts = [index for group in groups for index, _ in group.parts]
+    parts = [index for group in groups for index, _ in group.gradients]
     if len(parts) == 1:
         return parts
-    sizes = [sum(index.shape[0] for index, _ in group.parts) for group in groups]
+    sizes = [sum(index.shape[0] for index, _ in group.gradients) for group in groups]
     return list(torch.split(torch.cat(parts), sizes))
 
 
 def _joined_grads(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
     """Return the gradients of each dim-group in the dtype of the update, with one kernel where all have one dtype."""
     wide = [_wide(group.rows.dtype) for group in groups]
-    parts = [grads for group in groups for _, grads in group.parts]
+    parts = [grads for group in groups for _, grads in group.gradients]
     if len(parts) == 1 or len({grads.dtype for grads in parts}) > 1 or len(set(wide)) > 1:
         return [
-            (torch.cat([grads for _, grads in group.parts]) if len(group.parts) > 1 else group.parts[0][1]).to(dtype)
+            (
+                torch.cat([grads for _, grads in group.gradients])
+                if len(group.gradients) > 1
+                else group.gradients[0][1]
+            ).to(dtype)
             for group, dtype in zip(groups, wide, strict=True)
         ]
-    sizes = [sum(grads.numel() for _, grads in group.parts) for group in groups]
+    sizes = [sum(grads.numel() for _, grads in group.gradients) for group in groups]
     pieces = torch.split(torch.cat([grads.reshape(-1) for grads in parts]).to(wide[0]), sizes)
     return [piece.view(-1, group.rows.shape[1]) for piece, group in zip(pieces, groups, strict=True)]
 
@@ -194,13 +198,13 @@ class _FusedRowOptimizer(_CommonSettings):
 
         On an accelerator all parts and dim-groups share their kernels where tensors of several shapes can.
         """
-        groups = [replace(group, parts=[part for part in group.parts if part[0].shape[0]]) for group in groups]
+        groups = [replace(group, gradients=[part for part in group.gradients if part[0].shape[0]]) for group in groups]
         if all(devices.in_host_memory(group.rows) for group in groups):
             for group in groups:
-                for index, grads in group.parts:
+                for index, grads in group.gradients:
                     self.update(group.rows, group.state, index, grads, step, group.keys_of)
         else:
-            self._update([group for group in groups if group.parts], step)
+            self._update([group for group in groups if group.gradients], step)
 
     def _update(self, groups: Sequence[GroupUpdate], step: int) -> None:
         # In float32 or wider, with a rounding after each operation: fused and half-precision kernels of torch round the
@@ -218,7 +222,7 @@ class _FusedRowOptimizer(_CommonSettings):
             weights.append(group.rows.index_select(0, index).to(_wide(group.rows.dtype)))
             if not decoupled and self.weight_decay:
                 all_grads[number] = weights[-1].mul(self.weight_decay).add_(all_grads[number])  # type: ignore[union-attr]
-        squares = self._squares(all_grads, [[at.shape[0] for at, _ in group.parts] for group in groups])
+        squares = self._squares(all_grads, [[at.shape[0] for at, _ in group.gradients] for group in groups])
         states = [
             group.state.index_select(0, index) if group.state.shape[1] else group.state
             for group, index in zip(groups, indices, strict=True)

@@ -148,7 +148,7 @@ class ReplicaSync:
             together(groups, step)
             return
         for group in groups:
-            for slots, grads in group.parts:
+            for slots, grads in group.gradients:
                 optimizer.update(group.rows, group.state, slots, grads, step)
 
     def _send_up(self, route: Route) -> TouchedRows:
