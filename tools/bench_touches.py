@@ -7,7 +7,8 @@ from the even steps, a plan is made from it, and real gloo ranks train the odd s
 bytes are compared with those that the cost model predicts from the even steps: with the measured touches of every row
 (checked: within 3 %), with those of the more frequent half of the rows alone, the fitted relation for the others (the
 profile lists half of them, the rest is in frequency bins), and with independence, as without measured touches.
-Steps alternate so that the popularity is the same in both halves. Latencies of the cluster are left out, so that plans
+Steps alternate so that the popularity is the same in both halves; what is left of their difference is part of the
+ratios, and on a bursty trace it depends on the choice of steps. Latencies of the cluster are left out, so that plans
 have copies at this size.
 """
 
