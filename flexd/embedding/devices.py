@@ -62,12 +62,14 @@ def ordered(section: torch.Tensor, sections: int) -> tuple[torch.Tensor, torch.T
             torch.from_numpy(np.bincount(narrow, minlength=sections)),
         )
     order = torch.sort(section, stable=True).indices
-    return order, section.new_zeros(sections).scatter_add_(0, section, torch.ones_like(section))
+    return order, section.new_zeros(sections).scatter_(0, section, 1, reduce="add")
 
 
 def sum_by_place(places: torch.Tensor, numbers: torch.Tensor | None, size: int) -> torch.Tensor:
     """Sum int64 [n] numbers (None: 1 each) by their place in 0..size - 1: int64 [size]."""
     if numbers is None and in_host_memory(places):
         return torch.bincount(places, minlength=size)
-    source = torch.ones_like(places) if numbers is None else numbers
-    return places.new_zeros(size).scatter_add_(0, places, source)
+    sums = places.new_zeros(size)
+    if numbers is None:
+        return sums.scatter_(0, places, 1, reduce="add")
+    return sums.scatter_add_(0, places, numbers)

@@ -181,12 +181,12 @@ class Hop:
         """
         size, groups = sizes.shape
         packed = agreement.pack()
-        extra = torch.tensor(packed, dtype=torch.int64, device=sizes.device)
-        if faulty is not None and not agreement.fault:
+        if faulty is None or agreement.fault:
+            extra = torch.tensor(packed, dtype=torch.int64, device=sizes.device)
+        else:
             with_fault = replace(agreement, fault=self.peers.rank + 1).pack()
-            extra += faulty * torch.tensor(
-                [b - a for a, b in zip(packed, with_fault, strict=True)], device=sizes.device
-            )
+            both = torch.tensor([packed, with_fault], dtype=torch.int64, device=sizes.device)
+            extra = torch.where(faulty, both[1], both[0])
         sent = torch.cat([sizes, extra.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
         width = groups + AGREEMENT_NUMBERS
         received = self.peers.all_to_all(sent, [width] * size, [width] * size)

@@ -181,7 +181,7 @@ class Router:
             if piggyback is not None:
                 piggyback.add(located.entries)
             if hop is None:
-                own = torch.cat([located.sections, *by_tier, _flag(faulty, ids)]).tolist()
+                own = torch.cat([located.sections, *by_tier, _flag(None if self.hops else faulty, ids)]).tolist()
                 sizes, accesses, fault = own[: len(located.sections)], own[len(located.sections) : -1], own[-1]
                 home, node, device = (sum(accesses[tier::3]) for tier in range(3))
                 _check_all_held(lookup.split_sections(sizes, 1).away)

@@ -16,6 +16,8 @@ from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import GroupStore
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
+_SIGN = 31
+"""Bit of the sign of a place in the directory."""
 _HELD = 3
 """Sections of a dim-group that are held: plain home rows, NODE and DEVICE rows."""
 
@@ -81,6 +83,7 @@ class StationLookup:
         self._world_size, self._rank = stores[0].world_size, stores[0].rank
         self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
         self._first_turns = [(store.first_home_key - self._rank) // self._world_size for store in stores]
+        self._nowhere = torch.full((), -1, device=device)
         self._cells: dict[Hop | None, torch.Tensor] = {}
 
     @property
@@ -132,13 +135,15 @@ class StationLookup:
         if len(listed):
             found, at = listed.find(keys, groups)
             places = listed.places_at(at)
-            section = torch.where(found, of_listed + (places < 0), section)
-            slots = torch.where(found, torch.maximum(places, places.bitwise_not()), slots)
-            entries = torch.where(found, at, -1)
+            at_device = places >> _SIGN  # -1 or 0
+            section = torch.where(found, of_listed - at_device, section)
+            slots = torch.where(found, places ^ at_device, slots)
+            entries = torch.where(found, at, self._nowhere)
         else:
             entries = torch.full_like(keys, -1)
         order, sections = devices.ordered(section, (_HELD + (1 if hop is None else hop.peers.size)) * self.groups)
-        accesses = accesses.clamp(max=_MAX_COUNT)
+        if hop is not None and expand is not None:  # they travel with the requests
+            accesses = accesses.clamp_(max=_MAX_COUNT)
         return LocatedRows(keys, expand, accesses, section, slots, entries, order, sections)
 
     def forget_hops(self) -> None:
@@ -234,13 +239,15 @@ def _numbered(located: LocatedRows, sizes: SectionSizes) -> torch.Tensor | None:
         return located.expand
     device, total = located.order.device, len(located.order)
     number = torch.arange(total, device=device)
+    numbers = torch.empty_like(number).scatter_(0, located.order, number)
     if len(sections) > 1:
         held, away = list(map(sum, sizes.held)), list(map(sum, sizes.away))
         ahead = [0, *accumulate([*held, *away])]
         shifts = [first - start for first, start in zip([*([0] * len(held)), *held], ahead, strict=False)]
-        both = torch.tensor([shifts, [*held, *away]], device=device)
-        number = number + both[0].repeat_interleave(both[1], output_size=total)
-    numbers = torch.empty_like(number).scatter_(0, located.order, number)
+        widths = [_HELD] * len(held) + [len(of_group) for of_group in sizes.away]
+        of_sections = [[shift] * width for shift, width in zip(shifts, widths, strict=True)]
+        of_section = torch.tensor([shift for some in of_sections for shift in some], device=device)
+        numbers += of_section.index_select(0, located.section)
     return numbers if located.expand is None else numbers.index_select(0, located.expand)
 
 

@@ -45,15 +45,16 @@ class ReplicaSums:
         self._all_reduced = list(all_reduced)
         self._rows = touched.all_positions()
         lists = [part for hop, reduces in enumerate(all_reduced) for part in self._lists(hop, reduces=reduces)]
-        tier = listed.on_device_tier(self._rows) * 1
+        tier = listed.on_device_tier(self._rows)
         if self._groups > 1:
             firsts = torch.tensor(touched.lists.first_entries[1:-1], device=tier.device)
-            tier = tier + 2 * torch.searchsorted(firsts, self._rows, right=True)
+            tier = torch.add(tier, torch.searchsorted(firsts, self._rows, right=True), alpha=2)
+        tier = tier.to(torch.int64)
         order, sections = devices.ordered(tier, 2 * self._groups)
         host = devices.in_host_memory(self._rows)
         sizes, counts = (self._sizes_on_host if host else self._sizes_on_device)(sections, lists)
         self._starts = [0, *accumulate(a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True))]
-        self._numbers = self._numbered(order)
+        self._numbers = self._numbered(order, tier)
         self._node_rows = sizes[::2]
         self._slots_by_tier = torch.split(listed.slots_at(self._rows.index_select(0, order)), sizes)
         shapes = [(end - start, dim) for (start, end), dim in zip(pairwise(self._starts), dims, strict=True)]
@@ -63,14 +64,14 @@ class ReplicaSums:
         self._held: list[list[torch.Tensor]] = []
         """``[station][group]``: the rows of ``sums`` of the replicated rows held at the station."""
 
-    def _numbered(self, order: torch.Tensor) -> torch.Tensor:
+    def _numbered(self, order: torch.Tensor, tier: torch.Tensor) -> torch.Tensor:
         """Return int64 [touched rows]: the row of each in the ``sums`` of its dim-group, NODE rows first."""
         number = torch.arange(order.shape[0], device=order.device)
+        numbers = torch.empty_like(number).scatter_(0, order, number)
         if self._groups > 1:
-            sizes = [end - start for start, end in pairwise(self._starts)]
-            both = torch.tensor([self._starts[:-1], sizes], device=order.device)
-            number = number - both[0].repeat_interleave(both[1], output_size=order.shape[0])
-        return torch.empty_like(number).scatter_(0, order, number)
+            starts = torch.tensor([start for start in self._starts[:-1] for _ in range(2)], device=order.device)
+            numbers -= starts.index_select(0, tier)
+        return numbers
 
     @staticmethod
     def _sizes_on_host(sections: torch.Tensor, lists: _Lists) -> tuple[list[int], list[int]]:

@@ -179,16 +179,17 @@ class ReplicaSync:
         slots = torch.cat([rows.slots[: rows.plain] for g in groups for rows, _ in held[g]])
         if len(groups) > 1:
             both = torch.tensor([self._first_slots[:-1], numbers], device=slots.device)
-            slots = slots + both[0].repeat_interleave(both[1], output_size=len(slots))
+            of_slots = torch.repeat_interleave(both[1], output_size=len(slots))
+            slots = slots + both[0].index_select(0, of_slots)
         distinct, places = self._dedup.unique(slots)
         if len(groups) > 1:
             bounds = torch.tensor(self._first_slots, device=slots.device)
-            of_distinct = torch.searchsorted(bounds, distinct, right=True) - 1
+            of_distinct = torch.searchsorted(bounds[1:-1], distinct, right=True)
             distinct = distinct - bounds.index_select(0, of_distinct)
             if places is not None:
                 counts = devices.sum_by_place(of_distinct, None, len(groups))
                 starts = counts.cumsum(0) - counts
-                places = places - starts.repeat_interleave(both[1], output_size=len(slots))
+                places = places - starts.index_select(0, of_slots)
                 numbers_distinct = counts.tolist()
             else:
                 numbers_distinct = numbers

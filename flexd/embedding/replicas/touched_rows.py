@@ -200,14 +200,14 @@ class TouchedRows:
     def __init__(self, lists: SyncLists, device: torch.device) -> None:
         self.lists = lists
         self.entries = torch.zeros(lists.rows + 1, dtype=torch.uint8, device=device)
-        """uint8 [entries + 1]; the last is the entry that does not exist."""
+        """uint8 [entries + 1]; the last stands for rows that are not listed, and is undefined."""
         self.up_sent: list[torch.Tensor] = []
         self.up_received: list[torch.Tensor] = []
         self.down_received: list[torch.Tensor | None] = [None] * len(lists.upstream)
         self.down_sent: list[torch.Tensor | None] = [None] * len(lists.upstream)
 
     def add(self, entries: torch.Tensor) -> None:
-        mark(self.entries, entries.remainder(self.lists.rows + 1))  # -1 becomes the entry that does not exist
+        mark(self.entries, entries)
 
     def up(self, hop: int) -> PeerWords:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
@@ -278,9 +278,8 @@ class TouchedRows:
 
 
 def mark(entries: torch.Tensor, at: torch.Tensor) -> None:
-    """Set uint8 ``entries`` at int [n] places; the last entry stays 0."""
+    """Set uint8 ``entries`` at int [n] places; -1 is the last."""
     entries.index_fill_(0, at.to(torch.int64), 1)
-    entries[-1:].zero_()
 
 
 def positions_of(bits: torch.Tensor) -> torch.Tensor:

@@ -107,7 +107,7 @@ class Directory:
     def slots_at(self, entries: torch.Tensor) -> torch.Tensor:
         """int64 [m] entries -> int64 [m] slots in the store of their dim-group."""
         places = self._places.index_select(0, entries).to(torch.int64)
-        return torch.where(places < 0, -1 - places, places)
+        return places ^ (places >> 63)  # -1 - place where it is negative
 
     def on_device_tier(self, entries: torch.Tensor) -> torch.Tensor:
         """int64 [m] entries -> bool [m]: DEVICE rows; the others are NODE rows."""
