@@ -46,9 +46,11 @@ class GroupSet:
             if self._world is not None:
                 return self._world
             kind = "world"
-        if kind not in self._made:
-            self._made[kind] = new_subgroup(ranks, f"{self._name}/{kind}/{ranks[0]}", self._timeout)
-        return self._made[kind]
+        # Collections of another layout have nodes and rails of another size, on every rank.
+        key = f"{kind} of {len(ranks)}"
+        if key not in self._made:
+            self._made[key] = new_subgroup(ranks, f"{self._name}/{key}/{ranks[0]}", self._timeout)
+        return self._made[key]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later collectives."""
