@@ -26,7 +26,7 @@ class GroupSet:
     def __init__(self, name: str, timeout: timedelta | None, world: dist.ProcessGroup | None = None) -> None:
         self._name = name
         self._timeout = timeout
-        self._made: dict[str, dist.ProcessGroup] = {}
+        self._made: dict[tuple[str, int], dist.ProcessGroup] = {}
         self._world = world
 
     @property
@@ -47,9 +47,10 @@ class GroupSet:
                 return self._world
             kind = "world"
         # Collections of another layout have nodes and rails of another size, on every rank.
-        key = f"{kind} of {len(ranks)}"
+        key = (kind, len(ranks))
         if key not in self._made:
-            self._made[key] = new_subgroup(ranks, f"{self._name}/{key}/{ranks[0]}", self._timeout)
+            name = f"{self._name}/{kind}/{ranks[0]} and {len(ranks) - 1} more"
+            self._made[key] = new_subgroup(ranks, name, self._timeout)
         return self._made[key]
 
     def set_timeout(self, timeout: timedelta) -> None:
