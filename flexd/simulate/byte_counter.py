@@ -21,6 +21,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange
 from flexd.planner.model.training_shape import TrainingShape
+from flexd.simulate.bit_words import BitWords
 from flexd.simulate.step_keys import StepKeys
 from flexd.topology.cluster import Collective
 
@@ -100,14 +101,21 @@ class StepByteCounter:
         self._farthest = INTER if layout.nodes > 1 else INTRA
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
 
-    def step(self, keys: StepKeys, placement: Placement, exchange: Exchange) -> list[CollectiveBytes]:
-        """Return the collectives of one training step, forward, backward and synchronisation, in the order they run."""
+    def step(
+        self, keys: StepKeys, placement: Placement, exchange: Exchange, words: BitWords | None = None
+    ) -> list[CollectiveBytes]:
+        """Return the collectives of one training step, forward, backward and synchronisation, in the order they run.
+
+        Args:
+            words: of the chunks that led to the placement; by default as if one chunk had.
+        """
+        words = words or BitWords.of(self._keyspace, self._layout, placement)
         tiers = placement.tiers_of(keys.rows)
         if exchange is Exchange.CHAIN:
             exchanged = self._chain(keys, tiers)
         else:
             exchanged = self._direct(keys, tiers, dedup=exchange is Exchange.DIRECT_DEDUP)
-        return [*exchanged, *self._sync(keys, tiers, placement)]
+        return [*exchanged, *self._sync(keys, tiers, placement, words)]
 
     def _chain(self, keys: StepKeys, tiers: UInt8Array) -> list[CollectiveBytes]:
         """``Router.find``, ``fetch`` and ``push`` over the hops to the node owner and to the home."""
@@ -203,18 +211,19 @@ class StepByteCounter:
         flat = np.bincount(rank * 2 + far, weights=size, minlength=2 * world)
         return flat.astype(np.int64).reshape(world, 2)
 
-    def _sync(self, keys: StepKeys, tiers: UInt8Array, placement: Placement) -> Iterator[CollectiveBytes]:
+    def _sync(
+        self, keys: StepKeys, tiers: UInt8Array, placement: Placement, words_of: BitWords
+    ) -> Iterator[CollectiveBytes]:
         """``ReplicaSums``: gradients of touched rows climb to the node owner, are all-reduced over its rail (or go to
         the home, and the sums come back), and the sums go to the copies in each node; before that, a bit a listed row
         climbs with the ids, and the union comes back with the rows. Bits and what climbs ride along."""
         layout = self._layout
         nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
-        listed_home = placement.keys % world
         on_device = placement.tiers == Tier.DEVICE
         device = (tiers == Tier.DEVICE) & (world > 1)
         if local > 1 and device.any() | on_device.any():
             # Inside the node: every rank and the owner of each DEVICE row, which all ranks list.
-            words = self._words(np.bincount(listed_home[on_device] % local, minlength=local))[self._local_of]
+            words = words_of.bytes_by_home(Tier.DEVICE).reshape(nodes, local).sum(axis=0)[self._local_of]
             yield self._masks(INTRA, words, words.reshape(nodes, local).sum(axis=1)[self._node_of] - words, local - 1)
             row = keys.pair_row
             owner = self._node_of[keys.rank] * local + keys.rows[row] % local
@@ -224,7 +233,7 @@ class StepByteCounter:
         on_rail = device | ((tiers == Tier.NODE) & (nodes > 1))
         listed = on_device | (placement.tiers == Tier.NODE)
         if nodes > 1 and listed.any():
-            words = self._words(np.bincount(listed_home[listed], minlength=world))
+            words = words_of.bytes_by_home(Tier.NODE, Tier.DEVICE)
             rail = words.reshape(nodes, local).sum(axis=0)[self._local_of]
             yield self._masks(INTER, words, rail - words, nodes - 1)
             narrow = on_rail & self._narrow[self._group_of(keys.rows)]
@@ -249,11 +258,6 @@ class StepByteCounter:
             sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
             sent[:, INTER] = (2 * of_rail * (nodes - 1) // nodes)[self._local_of]
             yield _even(StepPart.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
-
-    @staticmethod
-    def _words(rows: Int64Array) -> Int64Array:
-        """Bytes of a bit a row in whole 64-bit words."""
-        return -(-rows // 64) * 8
 
     def _masks(self, link: int, of_mine: Int64Array, of_others: Int64Array, peers: int) -> CollectiveBytes:
         """Touched bits go to the peers that serve the rows, and their union comes back to every peer."""

@@ -18,6 +18,7 @@ from flexd.core.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import Accesses
+from flexd.simulate.bit_words import BitWords
 from flexd.simulate.byte_counter import CollectiveBytes, StepByteCounter, StepPart, sent_bytes
 from flexd.simulate.collective_pricer import CollectivePricer
 from flexd.simulate.exact_profile import exact_profile
@@ -151,6 +152,7 @@ class _StrategyRunner:
         self._shared = shared
         self._slots = shared.settings.slots(shared.keyspace, fraction)
         self._placement = Placement.empty()
+        self._words = BitWords(shared.keyspace, shared.layout)
         self._pending_chunks: deque[Delta] = deque()
         self._new_plan = False
         steps, world = shared.steps, shared.layout.world_size
@@ -176,6 +178,7 @@ class _StrategyRunner:
             )  # fmt: skip
             if free:
                 self._placement = plan.target
+                self._words = BitWords.of(shared.keyspace, shared.layout, plan.target)
                 return
             delta = plan.delta
         self._pending_chunks = deque(
@@ -185,7 +188,7 @@ class _StrategyRunner:
 
     def step(self, step: int, keys: StepKeys) -> None:
         collectives = self._migrate(step)
-        collectives += self._shared.counter.step(keys, self._placement, self.strategy.exchange)
+        collectives += self._shared.counter.step(keys, self._placement, self.strategy.exchange, self._words)
         self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
         self._seconds[step] = self._shared.pricer.seconds(collectives)
         self._replicated[step] = len(self._placement)
@@ -201,6 +204,7 @@ class _StrategyRunner:
             chunk = self._pending_chunks.popleft()
             spent += cost
             self._placement = self._placement.apply(chunk)
+            self._words.apply(chunk)
             self._migrated[step] += len(chunk)
             found += counter.migration(chunk)
         if self._migrated[step] and self._new_plan:

@@ -10,6 +10,7 @@ import pytest
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.planner.model.row_bytes import Exchange
+from flexd.simulate.bit_words import BitWords
 from flexd.simulate.byte_counter import (
     ALL_TO_ALL_PARTS,
     INTER,
@@ -65,7 +66,7 @@ def test_bytes_equal_those_of_real_ranks(
     chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
     said = ranks(layout.world_size).run("simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks)
     counter = StepByteCounter(keyspace, layout)
-    placement = Placement.empty()
+    placement, words = Placement.empty(), BitWords(keyspace, layout)
     replicated = 0
     for step in range(STEPS):
         collectives = []
@@ -73,8 +74,9 @@ def test_bytes_equal_those_of_real_ranks(
         if arrived is not None:
             collectives += counter.migration(arrived)
             placement = placement.apply(arrived)
+            words.apply(arrived)
         keys = StepKeys.of(keys_of(kind, optimizer, seed, step, layout.world_size), layout)
-        collectives += counter.step(keys, placement, EXCHANGES[exchange])
+        collectives += counter.step(keys, placement, EXCHANGES[exchange], words)
         sent = sent_bytes(collectives, layout.world_size)
         for rank in range(layout.world_size):
             counted = {name: value for name, value in said[rank][step].items() if name.endswith("_bytes")}

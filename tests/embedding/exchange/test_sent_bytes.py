@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -61,11 +62,6 @@ def direct_bytes(layout: RankLayout, ids: list[list[int]], held: Callable[[int, 
     return sent
 
 
-def words(rows: int) -> int:
-    """Return the bytes of one bit a row."""
-    return -(-rows // 64) * 8
-
-
 def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], exchange: str) -> np.ndarray:
     """Return the bytes like ``chain_bytes``, for the synchronisation of replicas.
 
@@ -78,6 +74,12 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
     device = {key for key, tier in tier_of.items() if tier == Tier.DEVICE and world > 1}
     node = {key for key, tier in tier_of.items() if tier == Tier.NODE and nodes > 1}
     anywhere = set().union(*ids)
+
+    def words(rows: set[int]) -> int:
+        """Return the bytes of one bit a row; rows of each home and tier have words of their own."""
+        rows_of = Counter((key % world, tier_of[key]) for key in rows)
+        return sum(-(-count // 64) * 8 for count in rows_of.values())
+
     for rank in range(world):
         local, here = layout.local_rank_of(rank), layout.node_of(rank)
 
@@ -88,7 +90,7 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
             if peer == rank:
                 return
             link = int(layout.node_of(peer) != here)
-            sent[rank, link] += words(len(mine)) + words(len(its)) + ROW * (len(mine & up) + len(its & anywhere))
+            sent[rank, link] += words(mine) + words(its) + ROW * (len(mine & up) + len(its & anywhere))
 
         if exchange != "chain":
             for peer in range(world):
@@ -102,7 +104,7 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
             add_peer(peer, mine, its, ids[rank])
         for peer in layout.rail_ranks(local):
             if peer != rank:
-                bits = (sum(key % world == r for key in device | node) for r in (peer, rank))
+                bits = ({key for key in device | node if key % world == r} for r in (peer, rank))
                 sent[rank, 1] += sum(map(words, bits))
         # All of the rail hold the rows of its homes, so the sums are all-reduced.
         reduced = ROW * sum(key % local_ranks == local for key in (device | node) & anywhere)
