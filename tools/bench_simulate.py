@@ -28,7 +28,7 @@ from flexd.simulate.accesses import RowFormat, TraceAccesses
 from flexd.simulate.simulation import SimulationSettings, simulate
 from flexd.simulate.summary import summarise
 from flexd.simulate.touches import touches_in_words
-from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import load_trace
 from flexd.topology.files import load_preset
 from flexd.topology.scale import PRODUCTION_RANK_BYTES, scale_model

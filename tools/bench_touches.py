@@ -36,7 +36,7 @@ from flexd.planner.plan import make_plan, placement_cost
 from flexd.simulate.exact_profile import exact_profile
 from flexd.sketch.profile import Profile, RowTouches, TableProfile
 from flexd.stream.batches import Batches
-from flexd.stream.samples import SampleKind
+from flexd.stream.sample_kinds import SampleKind
 from flexd.stream.trace import Trace, load_trace
 from flexd.topology.files import load_preset
 

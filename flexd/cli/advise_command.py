@@ -23,7 +23,7 @@ from flexd.cli.simulate_command import (
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
-from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
@@ -101,7 +101,7 @@ def advise(
 
     Needs no daemon and no GPU. Give one of --trace, --profile or --config, and the step time of your training.
 
-    Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8 --topology cluster.yaml
+    Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8
     """
     if sum(given is not None for given in (trace, profile, config)) != 1:
         raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile and --config")

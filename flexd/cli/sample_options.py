@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 SamplesOption = Annotated[
     SampleKind,

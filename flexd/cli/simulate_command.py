@@ -17,7 +17,7 @@ from flexd.cli.sample_options import LengthsOption, SamplesOption
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
-from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexd.core.errors import ConfigError
-from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 LEAST_BATCH_SIZE = 2
 """The model tells a sample's next item from those of the others."""

@@ -24,7 +24,7 @@ import flexd
 from flexd.demo.accesses import accesses_of
 from flexd.demo.model import NextItem, right_aligned
 from flexd.stream.batches import Batch, Batches
-from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import load_trace
 
 ADAGRAD_EPS = 1e-4

@@ -15,7 +15,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.stream.batches import Batches
-from flexd.stream.samples import SampleKind, SampleLengths
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 

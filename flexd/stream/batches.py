@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import StreamError
-from flexd.stream.samples import SampleKind, SampleLengths, Samples, group_by_user, make_samples
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
+from flexd.stream.samples import Samples, group_by_user, make_samples
 from flexd.stream.trace import Trace
 
 Int64Array = npt.NDArray[np.int64]

@@ -9,12 +9,12 @@ How samples are made decides how many rows of a batch are distinct, and so what 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import StreamError
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 
 Int64Array = npt.NDArray[np.int64]
@@ -24,26 +24,6 @@ LEAST_EVENTS = 2
 MAX_WAIT_BATCHES = 8
 """Global batches that a sample waits while others of its user are trained; then it is left out, so that batches stay
 in order of time."""
-
-
-class SampleKind(StrEnum):
-    """How samples are made and given to ranks."""
-
-    SEQUENCES = "sequences"
-    """Pieces of a history that do not overlap, at most one of a user in a global batch, given to the ranks in turn."""
-    IMPRESSIONS = "impressions"
-    """A sample for every event, with the history before it; consecutive samples are given to the ranks in turn."""
-    IMPRESSIONS_BY_USER = "impressions-by-user"
-    """As impressions, but all samples of a user are given to the same rank."""
-
-
-class SampleLengths(StrEnum):
-    """Events of a sample."""
-
-    FIXED = "fixed"
-    """All samples have a full history; shorter ones are left out."""
-    REAL = "real"
-    """Samples are as long as the histories of their users, up to the full length."""
 
 
 @dataclass(frozen=True)

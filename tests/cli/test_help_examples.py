@@ -20,7 +20,10 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.repository import ROOT as REPOSITORY
 
-SMALLER = {"simulate": ["--steps", "8", "--batch", "4", "--history", "2"]}
+SMALLER = {
+    "simulate": ["--steps", "8", "--batch", "4", "--history", "2"],
+    "advise": ["--steps", "8", "--batch", "4", "--history", "2", "--nodes", "1", "--local-ranks", "2"],
+}
 """Options that make a long example short."""
 PARSED_ONLY = {
     "run": "runs until it is stopped: tests/e2e",

@@ -19,6 +19,7 @@ from flexd.demo.options import DemoOptions
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks
 from flexd.demo.runner import Demo
+from flexd.stream.sample_kinds import SampleKind
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.until import until
@@ -85,7 +86,12 @@ class Pair:
     """Two daemons and two ranks; migrations are so slow that each is met in the middle."""
 
     def __init__(self, directory: Path) -> None:
-        demo = Demo(DemoOptions(steps=STEPS, batch_size=24, nodes=2, local_ranks=1, out_dir=directory), directory)
+        demo = Demo(
+            DemoOptions(
+                steps=STEPS, batch_size=24, nodes=2, local_ranks=1, samples=SampleKind.IMPRESSIONS, out_dir=directory
+            ),
+            directory,
+        )
         config = yaml.safe_load((directory / "flexd.yaml").read_text())
         # Only what is pinned moves, and that slowly: thirty chunks, five a second.
         config["planner"] |= {"interval_seconds": 3600.0, "min_samples": 20_000, "drift_threshold": None}

@@ -16,7 +16,7 @@ import yaml
 from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
-from flexd.stream.samples import SampleKind
+from flexd.stream.sample_kinds import SampleKind
 from tests.support.flexd_processes import DAEMON_START_SECONDS, flexd
 from tests.support.stopped import stop
 from tests.support.until import until

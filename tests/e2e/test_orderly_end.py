@@ -18,6 +18,7 @@ from flexd.demo.options import DemoOptions
 from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
 from flexd.sketch.snapshot import SnapshotStore
+from flexd.stream.sample_kinds import SampleKind
 from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.until import until
 
@@ -31,7 +32,12 @@ class Job:
     """A daemon whose first plan moves what is pinned, so slowly that it is met in the middle; two ranks."""
 
     def __init__(self, directory: Path) -> None:
-        demo = Demo(DemoOptions(steps=6_000, batch_size=24, nodes=2, local_ranks=1, out_dir=directory), directory)
+        demo = Demo(
+            DemoOptions(
+                steps=6_000, batch_size=24, nodes=2, local_ranks=1, samples=SampleKind.IMPRESSIONS, out_dir=directory
+            ),
+            directory,
+        )
         self.config_file = directory / "flexd.yaml"
         config = yaml.safe_load(self.config_file.read_text())
         pins = [{"table": config["tables"][0]["name"], "tier": "NODE", "rows": list(range(PINNED_ROWS))}]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import StreamError
 from flexd.stream.batches import Batches
-from flexd.stream.samples import MAX_WAIT_BATCHES, SampleKind, SampleLengths, group_by_user
+from flexd.stream.sample_kinds import SampleKind, SampleLengths
+from flexd.stream.samples import MAX_WAIT_BATCHES, group_by_user
 from flexd.stream.trace import Trace
 
 

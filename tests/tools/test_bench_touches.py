@@ -10,7 +10,7 @@ from flexd.core.layout import RankLayout
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepKeys
-from flexd.stream.samples import SampleKind
+from flexd.stream.sample_kinds import SampleKind
 from flexd.stream.trace import synthetic_trace
 
 LAYOUT = RankLayout(2, 2)
