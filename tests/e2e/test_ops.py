@@ -19,6 +19,7 @@ from flexd.demo.processes import Ranks
 from flexd.demo.runner import Demo
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.topic_admin import ensure_topic
+from flexd.stream.sample_kinds import SampleKind
 from tests.support.dashboards import DASHBOARDS, load, queries
 from tests.support.flexd_processes import DAEMON_START_SECONDS
 from tests.support.ops_tools import tool
@@ -60,7 +61,13 @@ class Monitored:
 
     def _start(self, directory: Path) -> None:
         options = DemoOptions(
-            nodes=2, local_ranks=1, steps=4_000, batch_size=24, kafka=self.broker.bootstrap_servers, out_dir=directory
+            nodes=2,
+            local_ranks=1,
+            steps=4_000,
+            batch_size=24,
+            samples=SampleKind.IMPRESSIONS,
+            kafka=self.broker.bootstrap_servers,
+            out_dir=directory,
         )
         self._demo = Demo(options, directory)
         (metrics_port,) = free_ports(1)
