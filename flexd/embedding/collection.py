@@ -19,7 +19,7 @@ from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.local_state import load_local, save_local
 from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
 from flexd.embedding.devices import allocated_device
-from flexd.embedding.engine import ForwardPass, LookupFunction, RowEngine
+from flexd.embedding.engine import LookupFunction, RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups, layout_from_environment
@@ -29,6 +29,7 @@ from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
+from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore

@@ -6,8 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,119 +27,13 @@ from flexd.embedding.exchange.step_guard import StepGuard
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
-from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
 from flexd.embedding.store.store import make_stores
 
 MAX_PENDING_PASSES = 64
-
-
-class ForwardPass:
-    """One look-up. If it is for training it waits in ``RowEngine.passes`` until its gradients are pushed.
-
-    Attributes:
-        touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
-        grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
-    """
-
-    def __init__(self, route: Route, touched: TouchedRows | None) -> None:
-        self.route = route
-        self.touched = touched
-        self.grads: list[torch.Tensor] | None = None
-
-    def add(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
-        """Add the gradients of a backward pass, in dtype ``wide`` of each dim-group if there are some already."""
-        if self.grads is not None:
-            both = zip(self.grads, grads, wide, strict=True)
-            grads = [before.to(dtype) + added.to(dtype) for before, added, dtype in both]
-        self.grads = grads
-
-
-@dataclass(frozen=True)
-class LocatedInput:
-    """An input whose rows were located before its forward pass.
-
-    Attributes:
-        resolved: the input as the collection resolved it; None if that raised ``error``.
-    """
-
-    resolved: Any
-    error: Exception | None
-    forward_pass: ForwardPass
-
-
-class GradientSplit(Protocol):
-    """The part of a step's gradients that is pushed in the step; the rest is pushed later.
-
-    Attributes:
-        touched: replicated rows with gradients in this part, on any rank.
-    """
-
-    touched: TouchedRows | None
-
-    def split(self, number: int, grads: Sequence[torch.Tensor]) -> tuple[Route, list[torch.Tensor]]:
-        """Return the route of the part and its gradients, of the step's pass ``number``."""
-        ...
-
-
-class StepHooks:
-    """Points of a step at which rows may be exchanged earlier or later. These do nothing; ``RunAhead`` replaces them.
-
-    Called by the training thread, at the same points on every rank; all methods are collective.
-    """
-
-    holds_route = False
-    """True while a route is held that no forward pass has used: no chunk may be applied."""
-    held: object = None
-    """Objects whose tensors stay until a later step."""
-    working_bytes = 0
-    """Bytes allocated once."""
-    overlapped: Traffic | None = None
-    """The part of the traffic that no step waited for."""
-    exchanges: tuple[tuple[ChainGroups, Router], ...] = ()
-    """Further routers, with their groups, that use the exchange of the engine."""
-    unused_batches = 0
-    """Batches located ahead that were trained on without it: their rows were located twice."""
-
-    def settle(self) -> None:
-        """Push gradients that an earlier step deferred."""
-
-    def discard(self) -> None:
-        """Settle, and drop rows that were fetched early: the tables are about to be replaced."""
-
-    def wait(self) -> None:
-        """Wait until no other thread changes rows. Deferred gradients stay deferred."""
-
-    def claim(self, given: object, *, usable: bool) -> LocatedInput | None:
-        """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
-        del given, usable
-        return None
-
-    def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
-        """Return the rows of a pass as ``RowEngine.fetch`` does if some were fetched before, else None."""
-        del forward_pass, expand
-        return None
-
-    def after_fetch(self) -> None:
-        """Run after a forward pass has its rows."""
-
-    def split_gradients(self, *, defer: bool) -> GradientSplit | None:
-        """Run before the gradients of all open passes are pushed; None: push all of them.
-
-        Args:
-            defer: whether gradients may be deferred.
-        """
-        del defer
-        return None
-
-    def end(self) -> bool:
-        """End for good: no step follows, and deferred gradients are dropped. Returns whether all threads ended."""
-        return True
-
-    def after_update(self, optimizer: RowOptimizer, step: int) -> None:
-        """Run after a step has updated its rows; deferred gradients update theirs by this optimizer and step."""
 
 
 class RowEngine:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import flexd
-from flexd.embedding.engine import StepHooks
 from flexd.embedding.prefetch.run_ahead import RunAhead
+from flexd.embedding.step_hooks import StepHooks
 
 
 def test_two_backward_passes_over_one_forward_pass_are_added_in_float32() -> None:

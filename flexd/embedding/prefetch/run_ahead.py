@@ -41,7 +41,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
-from flexd.embedding.engine import ForwardPass, LocatedInput, RowEngine, StepHooks
+from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -51,6 +51,7 @@ from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.step_hooks import ForwardPass, LocatedInput, StepHooks
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import torch
 
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.protocol.report import StepPhase
-from flexd.embedding.engine import ForwardPass
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice
 from flexd.embedding.exchange.hop import Agreement, CallSignature
 from flexd.embedding.exchange.route import Route
@@ -19,6 +18,7 @@ from flexd.embedding.features import FeatureKeys
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
+from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.store import GroupStore
 
 _MAX_RANKS = 2**20
