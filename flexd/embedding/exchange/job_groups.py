@@ -7,6 +7,7 @@ on a number when they make a collection, and every set of groups made since then
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import ClassVar
@@ -136,6 +137,12 @@ class JobGroups:
 
 
 _jobs = JobGroups()
+
+
+@atexit.register
+def _release() -> None:
+    """Release the groups while threads can still end: one that is destroyed with the modules aborts the process."""
+    _jobs.__init__()  # type: ignore[misc]
 
 
 def new_subgroup(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
