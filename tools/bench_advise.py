@@ -2,8 +2,9 @@
 """Hold ``flexd advise`` against measured steps on an emulated cluster (tools/bench_cluster.py).
 
 The step time of one strategy, ``direct, no dedup``, is measured with a dense part and without; those of five others are
-predicted from it, the batches and the link's given rate, as by a user of ``flexd advise``, and compared with what the
-same processes measured in turns with it.
+predicted from it, its time on the unlimited link (``--computing-ms``), the batches and the link's given rate, as by a
+user of ``flexd advise``, and compared with what the same processes measured in turns with it; beside it the error
+without the computing time.
 
 Needs root, ip, tc and setpriv; says so and exits 0 without. Without TorchRec (``make torchrec``) its row is missing.
 
@@ -57,10 +58,11 @@ class BatchAccesses:
         return tuple(keys_of(self._setting, batches[step]) for batches in self._batches)
 
 
-def predict(setting: Setting, rate_mbit: float, step_seconds: float) -> Advice:
+def predict(setting: Setting, rate_mbit: float, step_seconds: float, computing_seconds: float | None = None) -> Advice:
     return advise(
         BatchAccesses(setting), setting.layout, given_cluster(setting, rate_mbit),
-        SimulationSettings(replica_fraction=0.0), step_seconds=step_seconds, now=NOW["row_wise"],
+        SimulationSettings(replica_fraction=0.0), step_seconds=step_seconds,
+        computing_seconds=computing_seconds, now=NOW["row_wise"],
     )  # fmt: skip
 
 
@@ -69,22 +71,28 @@ def compare(setting: Setting, rate_mbit: float, effort: Effort) -> dict[str, Any
     measured = run_setting(setting, rate_mbit, effort, [MEASURED, *PREDICTED])
     parts: dict[str, Any] = {}
     for title, rows in measured["parts"].items():
-        found = predict(setting, rate_mbit, rows[MEASURED]["step_seconds"])
+        basis = rows[MEASURED]
+        blind = predict(setting, rate_mbit, basis["step_seconds"])
+        found = predict(setting, rate_mbit, basis["step_seconds"], basis["unlimited_step_seconds"])
         parts[title] = {}
         for name, option in PREDICTED.items():
             if name not in rows:
                 continue
             # The measured exchange itself is predicted as it is; only TorchRec's kernels differ.
-            step = found.step_seconds if option == "row_wise" else found.predictions[option].step_seconds.expected
+            step, by_prices = (
+                one.step_seconds if option == "row_wise" else one.predictions[option].step_seconds.expected
+                for one in (found, blind)
+            )
             taken = rows[name]["step_seconds"]
             parts[title][name] = {
                 "measured_seconds": taken,
                 "predicted_seconds": step,
                 "relative_error": step / taken - 1,
+                "relative_error_by_prices_alone": by_prices / taken - 1,
             }
         parts[title][MEASURED] = {
             "measured_seconds": found.step_seconds,
-            "exchange_seconds_by_prices": found.exchange_seconds,
+            "exchange_seconds_by_prices": blind.exchange_seconds,
             "exposed_seconds": rows[MEASURED]["exposed_seconds"],
         }
     return {"zipf": setting.zipf, "parts": parts}
@@ -97,12 +105,12 @@ def show(answer: dict[str, Any]) -> None:
             f"\nZipf {answer['zipf']}, {title}: {MEASURED} {of['measured_seconds'] * 1e3:.0f} ms, of it exchange by "
             f"the prices {of['exchange_seconds_by_prices'] * 1e3:.0f} ms, measured {of['exposed_seconds'] * 1e3:.0f} ms"
         )
-        print(f"{'strategy':<26}{'measured':>12}{'predicted':>12}{'error':>9}")
+        print(f"{'strategy':<26}{'measured':>12}{'predicted':>12}{'error':>9}{'by prices alone':>17}")
         for name, row in rows.items():
             if name != MEASURED:
                 print(
                     f"{name:<26}{row['measured_seconds'] * 1e3:>9.0f} ms{row['predicted_seconds'] * 1e3:>9.0f} ms"
-                    f"{row['relative_error']:>+9.1%}"
+                    f"{row['relative_error']:>+9.1%}{row['relative_error_by_prices_alone']:>+17.1%}"
                 )
 
 

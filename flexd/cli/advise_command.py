@@ -43,6 +43,15 @@ def advise(
     step_ms: Annotated[
         float, typer.Option("--step-ms", metavar="MS", help="Measured time of a training step today.", min=1e-3)
     ],
+    computing_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--computing-ms",
+            metavar="MS",
+            min=0,
+            help="Measured time of the same step with rows that need no exchange; corrects the prices.",
+        ),
+    ] = None,
     now: Annotated[Now, typer.Option("--now", help="Exchange of that training.")] = Now.ROW_WISE,
     trace: Annotated[
         Path | None,
@@ -124,6 +133,7 @@ def advise(
         )
     found = advise_on(
         accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
+        computing_seconds=None if computing_ms is None else computing_ms / 1e3,
         now=NOW[now.value], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
     )  # fmt: skip
     answer, blocks = document(found), advice_blocks(found)
@@ -170,6 +180,7 @@ def document(advice: Advice) -> dict[str, Any]:
         "now": advice.now.name,
         "step_seconds": advice.step_seconds,
         "exchange_seconds": advice.exchange_seconds,
+        "price_correction": advice.price_correction,
         "reused_share": advice.reused_share,
         "price_error": advice.price_error,
         "worth": advice.worth,
@@ -201,8 +212,8 @@ def words(advice: Advice) -> list[str]:
     if not advice.prices_fit:
         said.append(
             f"The prices do not fit: they give today's exchange {units.seconds(advice.exchange_seconds)}, more than "
-            f"the whole step of {units.seconds(advice.step_seconds)}. Measure them with flexd probe, check --now and "
-            "--scale; until then nothing is advised."
+            f"the whole step of {units.seconds(advice.step_seconds)}. Measure them with flexd probe, give "
+            "--computing-ms, check --now and --scale; until then nothing is advised."
         )
     elif advice.best is None:
         share = advice.exchange_seconds / advice.step_seconds

@@ -104,6 +104,7 @@ class Advice:
     Attributes:
         step_seconds: as measured today.
         exchange_seconds: of it the predicted exchange; more than ``step_seconds`` where the prices do not fit.
+        price_correction: factor of the prices, from the measured computing; 1 without it.
         reused_share: share of a batch's distinct rows that the step before touches on any rank.
         predictions: by name, in the order of ``OPTIONS``.
         best: the option whose low end saves most; None if none pays by ``worth``.
@@ -113,6 +114,7 @@ class Advice:
     now: Option
     step_seconds: float
     exchange_seconds: float
+    price_correction: float
     price_error: float
     reused_share: float
     predictions: Mapping[str, Prediction]
@@ -132,6 +134,7 @@ def advise(
     settings: SimulationSettings,
     *,
     step_seconds: float,
+    computing_seconds: float | None = None,
     now: Option = OPTIONS[0],
     scale: float = 1.0,
     price_error: float = 0.15,
@@ -142,6 +145,8 @@ def advise(
 
     Args:
         step_seconds: measured, with the exchange ``now``.
+        computing_seconds: measured part of the step that is not exchange (the same step with rows that need none). The
+            prices are then corrected by one factor, so that today's exchange takes the rest of the step.
         scale: bytes of a step of the job over those of the replay, for which ``cluster`` is a scale model
             (``flexd.topology.scale``). Larger batches share more rows than this allows for.
         price_error: the relative error of the cluster's prices, which widens the ranges.
@@ -152,6 +157,8 @@ def advise(
     """
     if not (math.isfinite(step_seconds) and step_seconds > 0):
         raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
+    if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
+        raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
     if not (math.isfinite(scale) and scale > 0):
         raise ConfigError(f"scale {scale}", remedy="give a number above 0")
     if not 0 <= price_error <= MAX_PRICE_ERROR:
@@ -163,13 +170,15 @@ def advise(
     steps = compared_steps(simulation.steps)
     reused = reused_share(accesses, steps)
     model = _StepModel(simulation, steps, now, step_seconds, reused, scale)
+    if computing_seconds is not None:
+        model = replace(model, correction=(step_seconds - computing_seconds) / float(model.exchange(now).mean()))
     predictions = {option.name: _predict(model, option, price_error) for option in OPTIONS if option != now}
     fits = float(model.exchange(now).mean()) < step_seconds
     worthwhile = [
         found for found in predictions.values() if found.pays and found.saved_share.expected >= worth and fits
     ]
     return Advice(
-        now, step_seconds, float(model.exchange(now).mean()), price_error, reused, predictions,
+        now, step_seconds, float(model.exchange(now).mean()), model.correction, price_error, reused, predictions,
         max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), worth, simulation,
     )  # fmt: skip
 
@@ -198,10 +207,11 @@ class _StepModel:
     step_seconds: float
     reused: float
     scale: float
+    correction: float = 1.0
 
     def seconds(self, option: Option) -> Float64Array:
         """float64 [steps, parts]: of the job; latencies of a scale model are divided by the scale already."""
-        seconds: Float64Array = self.scale * self.run(option).seconds[self.steps]
+        seconds: Float64Array = self.correction * self.scale * self.run(option).seconds[self.steps]
         return seconds
 
     def run(self, option: Option) -> StrategyRun:

@@ -133,3 +133,17 @@ def test_memory_of_copies_is_that_of_their_slots() -> None:
     )
     assert found.predictions["copies"].extra_memory_bytes == expected
     assert found.predictions["two_hops"].extra_memory_bytes == 0
+
+
+def test_measured_computing_corrects_the_prices() -> None:
+    given, computing = advice(step_seconds=1.0), 0.25
+    found = advice(step_seconds=1.0, computing_seconds=computing)
+    assert found.exchange_seconds == pytest.approx(0.75)
+    factor = found.price_correction
+    assert factor == pytest.approx(0.75 / given.exchange_seconds)
+    run = found.simulation.runs["two_hop"]
+    assert found.predictions["two_hops"].step_seconds.expected == pytest.approx(
+        computing + factor * run.seconds[-4:].sum(axis=1).mean()
+    )
+    with pytest.raises(ConfigError, match="computing 1"):
+        advice(step_seconds=1.0, computing_seconds=1.0)
