@@ -11,11 +11,24 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.sample_options import LengthsOption, SamplesOption
-from flexd.cli.simulate_command import (
-    DRAWN_BATCH,
+from flexd.cli.replay_options import (
+    BatchOption,
+    DimOption,
+    DTypeOption,
+    LengthsOption,
+    LocalRanksOption,
+    NodesOption,
+    OptimizerOption,
+    PresetOption,
+    ReplicaFractionOption,
     RowDType,
     RowOptimizer,
+    SamplesOption,
+    SeedOption,
+    TopologyOption,
+)
+from flexd.cli.simulate_command import (
+    DRAWN_BATCH,
     make_cluster,
     make_trace_accesses,
     show_progress,
@@ -73,36 +86,27 @@ def advise(
     seconds: Annotated[
         float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
     ] = 60.0,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)] = 2,
-    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)] = 2,
-    preset: Annotated[str | None, typer.Option("--preset", help="Cluster that prices the exchange.")] = None,
-    topology: Annotated[
-        Path | None, typer.Option("--topology", metavar="FILE.yaml", help="Topology file, from flexd probe.")
-    ] = None,
+    nodes: NodesOption = 2,
+    local_ranks: LocalRanksOption = 2,
+    preset: PresetOption = None,
+    topology: TopologyOption = None,
     scale: Annotated[
         float, typer.Option("--scale", help="Batch of the job over --batch, where a trace is too small for it.")
     ] = 1.0,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", help="Samples of each rank in a step. [default: 512, or what the trace has]", min=1),
-    ] = None,
+    batch: BatchOption = None,
     history: Annotated[int, typer.Option("--history", help="Rows that a sample looks up.", min=1)] = 32,
     samples: SamplesOption = SampleKind.SEQUENCES,
     lengths: LengthsOption = SampleLengths.FIXED,
     steps: Annotated[int, typer.Option("--steps", help="Training steps to replay.", min=8, max=1_000_000)] = 80,
-    dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64,
-    dtype: Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")] = RowDType.FLOAT32,
-    optimizer: Annotated[
-        RowOptimizer, typer.Option("--optimizer", help="Optimizer, whose state a copy has too.")
-    ] = RowOptimizer.ROWWISE_ADAGRAD,
-    replica_fraction: Annotated[
-        float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
-    ] = 0.05,
+    dim: DimOption = 64,
+    dtype: DTypeOption = RowDType.FLOAT32,
+    optimizer: OptimizerOption = RowOptimizer.ROWWISE_ADAGRAD,
+    replica_fraction: ReplicaFractionOption = 0.05,
     price_error: Annotated[
         float, typer.Option("--price-error", help="Relative error of the cluster's prices; widens the ranges.")
     ] = 0.15,
     worth: Annotated[float, typer.Option("--worth", help="Share of the step below which nothing is advised.")] = 0.02,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers.", min=0)] = 0,
+    seed: SeedOption = 0,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the answer to one file.")] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
@@ -235,9 +239,14 @@ def words(advice: Advice) -> list[str]:
             gain = advice.predictions[plain].step_seconds.expected - copies.step_seconds.expected
             if gain < advice.worth * advice.step_seconds:
                 said.append(
-                    f"Copies of hot rows, which the daemon plans, {_change(gain)} a step beside the same without them: "
-                    "the trainer's side alone does it here."
+                    f"Copies of hot rows, which the daemon plans, {_change(gain)} beside the same without them: the "
+                    "trainer's side alone does it here."
                 )
+    if advice.price_correction != 1.0:
+        said.append(
+            f"The prices were multiplied by {advice.price_correction:.2g}, so that today's exchange takes what "
+            "computing leaves of the step. Far from 1 they do not describe this network: measure it with flexd probe."
+        )
     said.append(
         f"Of a batch's rows {units.share(advice.reused_share)} were touched by the step before; run-ahead fetches the "
         f"others beside computing. Ranges: steps that differ, and prices wrong by {units.share(advice.price_error)}."
@@ -246,7 +255,9 @@ def words(advice: Advice) -> list[str]:
 
 
 def _change(seconds: float) -> str:
-    return f"save {units.seconds(seconds)}" if seconds > 0 else f"cost {units.seconds(-seconds)}"
+    if seconds == 0:
+        return "change nothing"
+    return f"save {units.seconds(seconds)} a step" if seconds > 0 else f"cost {units.seconds(-seconds)} a step"
 
 
 def _hours(value: float) -> str:

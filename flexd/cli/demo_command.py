@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flexd.cli.options import OutputOption
-from flexd.cli.sample_options import LengthsOption, SamplesOption
+from flexd.cli.replay_options import LengthsOption, SamplesOption
 from flexd.cli.view import OutputFormat
 from flexd.demo.options import DemoOptions
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,23 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file, check_folder
-from flexd.cli.sample_options import LengthsOption, SamplesOption
+from flexd.cli.replay_options import (
+    DEFAULT_PRESET,
+    BatchOption,
+    DimOption,
+    DTypeOption,
+    LengthsOption,
+    LocalRanksOption,
+    NodesOption,
+    OptimizerOption,
+    PresetOption,
+    ReplicaFractionOption,
+    RowDType,
+    RowOptimizer,
+    SamplesOption,
+    SeedOption,
+    TopologyOption,
+)
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
@@ -25,24 +40,8 @@ if TYPE_CHECKING:
     from flexd.topology.cluster import Cluster
 
 
-DEFAULT_PRESET = "azure-a100-200g"
 DRAWN_BATCH = 512
 """Samples of a rank and step where look-ups are drawn."""
-
-
-class RowDType(StrEnum):
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
-class RowOptimizer(StrEnum):
-    SGD = "sgd"
-    ROWWISE_ADAGRAD = "rowwise_adagrad"
-    ADAGRAD = "adagrad"
-    ADAM = "adam"
-    ROWWISE_ADAM = "rowwise_adam"
 
 
 def simulate(
@@ -71,37 +70,25 @@ def simulate(
             help="Simulation draws from a profile that --save-profile wrote.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Nodes.", min=1, max=4096)] = 2,
-    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=64)] = 2,
-    preset: Annotated[
-        str | None, typer.Option("--preset", help=f"Cluster that prices the replay. [default: {DEFAULT_PRESET}]")
-    ] = None,
-    topology: Annotated[
-        Path | None,
-        typer.Option("--topology", metavar="FILE.yaml", help="Topology file that prices the replay, from flexd probe."),
-    ] = None,
+    nodes: NodesOption = 2,
+    local_ranks: LocalRanksOption = 2,
+    preset: PresetOption = None,
+    topology: TopologyOption = None,
     scale: Annotated[
         float,
         typer.Option("--scale", help="Bytes of a step of the job over those of the replay; divides latencies."),
     ] = 1.0,
-    replica_fraction: Annotated[
-        float, typer.Option("--replica-fraction", help="Replica slots of a rank, as a share of all rows.")
-    ] = 0.05,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", help="Samples of each rank in a step. [default: 512, or what the trace has]", min=1),
-    ] = None,
+    replica_fraction: ReplicaFractionOption = 0.05,
+    batch: BatchOption = None,
     history: Annotated[
         int, typer.Option("--history", help="Rows that a sample looks up, besides its target.", min=1)
     ] = 32,
     samples: SamplesOption = SampleKind.SEQUENCES,
     lengths: LengthsOption = SampleLengths.FIXED,
     steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=4, max=1_000_000)] = 300,
-    dim: Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)] = 64,
-    dtype: Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")] = RowDType.FLOAT32,
-    optimizer: Annotated[
-        RowOptimizer, typer.Option("--optimizer", help="Optimizer, whose state migrates with a row.")
-    ] = RowOptimizer.ROWWISE_ADAGRAD,
+    dim: DimOption = 64,
+    dtype: DTypeOption = RowDType.FLOAT32,
+    optimizer: OptimizerOption = RowOptimizer.ROWWISE_ADAGRAD,
     interval_steps: Annotated[int, typer.Option("--interval-steps", help="Steps between two plans.", min=1)] = 5,
     half_life_steps: Annotated[
         float,
@@ -113,7 +100,7 @@ def simulate(
     budgets: Annotated[
         str, typer.Option("--budgets", metavar="F,F,...", help="Further replica fractions to compare.")
     ] = "",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of random numbers.", min=0)] = 0,
+    seed: SeedOption = 0,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots to one file.")
     ] = None,

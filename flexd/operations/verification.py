@@ -48,8 +48,6 @@ MAX_PAIRS = 32
 """Pairs of blocks of a verification: more looks would make each of them less sensitive."""
 STALLED_SECONDS = 900.0
 """A verification without a complete block for so long is interrupted, so that planning does not wait for ever."""
-
-
 _NO_VERDICT = "no verdict, the ranks keep the placement that they have"
 
 
@@ -345,10 +343,7 @@ class Verifier:
         """Record the end of a verification that an earlier daemon left."""
         left = self._decisions.current.verification
         if left is not None:
-            self._record(
-                left.migration_id,
-                "interrupted: the daemon ended; no verdict, the ranks keep the placement that they have",
-            )
+            self._record(left.migration_id, f"interrupted: the daemon ended; {_NO_VERDICT}")
             self._decisions.update(verification=None)
 
 

@@ -146,15 +146,19 @@ def advise(
     Args:
         step_seconds: measured, with the exchange ``now``.
         computing_seconds: measured part of the step that is not exchange (the same step with rows that need none). The
-            prices are then corrected by one factor, so that today's exchange takes the rest of the step.
+            prices are then corrected by one factor, so that today's exchange takes the rest of the step. None: the
+            step less today's exchange by the prices.
         scale: bytes of a step of the job over those of the replay, for which ``cluster`` is a scale model
             (``flexd.topology.scale``). Larger batches share more rows than this allows for.
         price_error: the relative error of the cluster's prices, which widens the ranges.
         worth: see ``Advice``.
 
     Raises:
-        ConfigError: a number is out of range, or fewer than 4 steps.
+        ConfigError: a number is out of range, there are fewer than 4 steps, or there is one rank, which has nothing to
+            exchange.
     """
+    if layout.world_size == 1:
+        raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
     if not (math.isfinite(step_seconds) and step_seconds > 0):
         raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
     if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
@@ -171,14 +175,14 @@ def advise(
     reused = reused_share(accesses, steps)
     model = _StepModel(simulation, steps, now, step_seconds, reused, scale)
     if computing_seconds is not None:
-        model = replace(model, correction=(step_seconds - computing_seconds) / float(model.exchange(now).mean()))
+        correction = (step_seconds - computing_seconds) / float(model.exchange(now).mean())
+        model = replace(model, measured_computing_seconds=computing_seconds, correction=correction)
     predictions = {option.name: _predict(model, option, price_error) for option in OPTIONS if option != now}
-    fits = float(model.exchange(now).mean()) < step_seconds
-    worthwhile = [
-        found for found in predictions.values() if found.pays and found.saved_share.expected >= worth and fits
-    ]
+    exchange_seconds = float(model.exchange(now).mean())
+    candidates = predictions.values() if exchange_seconds < step_seconds else ()
+    worthwhile = [found for found in candidates if found.pays and found.saved_share.expected >= worth]
     return Advice(
-        now, step_seconds, float(model.exchange(now).mean()), model.correction, price_error, reused, predictions,
+        now, step_seconds, exchange_seconds, model.correction, price_error, reused, predictions,
         max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), worth, simulation,
     )  # fmt: skip
 
@@ -207,6 +211,7 @@ class _StepModel:
     step_seconds: float
     reused: float
     scale: float
+    measured_computing_seconds: float | None = None
     correction: float = 1.0
 
     def seconds(self, option: Option) -> Float64Array:
@@ -224,8 +229,9 @@ class _StepModel:
 
     def step(self, option: Option, price_factor: float) -> Float64Array:
         """float64 [steps]: predicted seconds of a step, where prices are so many times those of the cluster."""
-        today = price_factor * self.exchange(self.now).mean()
-        computing = max(0.0, self.step_seconds - today)
+        computing = self.measured_computing_seconds
+        if computing is None:
+            computing = max(0.0, self.step_seconds - price_factor * float(self.exchange(self.now).mean()))
         exchange = price_factor * self.exchange(option)
         result: Float64Array = computing + exchange
         if option.run_ahead:
@@ -272,7 +278,7 @@ def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
             spec = simulation.keyspace.tables[group.tables[0]]
             total += count * (spec.row_bytes + spec.state_bytes)
     if option.run_ahead:
-        # What a rank receives in a step waits a step longer: the rows of its forward exchange.
+        # The rows that a rank receives forward wait a step longer: about as many bytes as it sends.
         forward = model.run(option).sent[model.steps, :, StepPart.FORWARD, :].sum(axis=2)
         total += int(model.scale * forward.max(initial=0))
     return total

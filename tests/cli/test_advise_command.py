@@ -88,6 +88,20 @@ def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, tmp_path: 
     assert wins.stdout.startswith("Worth it: "), wins.stdout
 
 
+def test_a_measured_computing_time_corrects_the_prices_and_the_answer_says_so(flexd_command, trace: Path):
+    found = {
+        given: json.loads(
+            flexd_command("advise", "--step-ms", 50, "--trace", trace, *SMALL, "-o", "json", *given).stdout
+        )
+        for given in ((), ("--computing-ms", 20))
+    }
+    assert found[()]["price_correction"] == 1.0
+    corrected = found["--computing-ms", 20]
+    assert corrected["exchange_seconds"] == pytest.approx(0.03)
+    assert any("The prices were multiplied by" in line for line in corrected["words"])
+    assert not any("multiplied" in line for line in found[()]["words"])
+
+
 @pytest.mark.parametrize("given", [(), ("--trace", "t.npz", "--profile", "t.npz")])
 def test_one_source_is_needed(flexd_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]):
     monkeypatch.chdir(tmp_path)

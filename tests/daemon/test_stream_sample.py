@@ -41,7 +41,7 @@ def test_a_topic_is_read_to_its_end_in_a_group_of_its_own() -> None:
             topic, bootstrap_servers=broker.bootstrap_servers, api_version=(2, 3), group_id="flexd",
             enable_auto_commit=False, auto_offset_reset="latest",
         )  # fmt: skip
-        until(lambda: daemon.poll(50) or len(daemon.assignment()) == 2, 30)
+        until(lambda: daemon.poll(500) or len(daemon.assignment()) == 2, 120)
         partitions = daemon.assignment()
         sample = read_sample(config, 60.0)
         assert sample.stats.accesses == 100

@@ -147,3 +147,20 @@ def test_measured_computing_corrects_the_prices() -> None:
     )
     with pytest.raises(ConfigError, match="computing 1"):
         advice(step_seconds=1.0, computing_seconds=1.0)
+
+
+def test_measured_computing_stays_whatever_the_prices() -> None:
+    """Only the exchange scales with an error of the prices."""
+    found = advice(step_seconds=1.0, computing_seconds=0.25, price_error=0.2)
+    exact = advice(step_seconds=1.0, computing_seconds=0.25, price_error=0.0)
+    saved = exact.predictions["two_hops"].saved_seconds.expected
+    assert found.predictions["two_hops"].saved_seconds.high == pytest.approx(1.2 * saved, rel=0.02)
+
+
+@pytest.mark.parametrize("computing_seconds", [None, 0.01])
+def test_one_rank_is_refused(computing_seconds: float | None) -> None:
+    with pytest.raises(ConfigError, match="one rank exchanges no rows"):
+        advise(
+            zipf(), RankLayout(1, 1), cluster(1e7), SimulationSettings(), step_seconds=0.1,
+            computing_seconds=computing_seconds,
+        )  # fmt: skip

@@ -130,7 +130,7 @@ def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
     before = set(distributed_c10d._world.pg_map)
     with (
         mock.patch.object(job_groups, "new_subgroup", counted),
-        mock.patch.object(job_groups, "_jobs", job_groups.JobGroups()),
+        mock.patch.object(job_groups, "_present", [job_groups.JobGroups()]),
     ):
         for name, exchange in (("first", "chain"), ("again", "direct")):
             made.clear()

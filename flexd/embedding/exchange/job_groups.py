@@ -79,8 +79,8 @@ class JobGroups:
     """Sets made so far in this process; the highest of all ranks once they have agreed on it. Names are never used
     twice: the store keeps the addresses of destroyed groups."""
 
-    def __init__(self) -> None:
-        self.default: dist.ProcessGroup | None = None
+    def __init__(self, default: dist.ProcessGroup | None = None) -> None:
+        self.default = default
         self._of_training: GroupSet | None = None
         self._unused: list[GroupSet] = []
         self._users = 0
@@ -89,10 +89,10 @@ class JobGroups:
     def current() -> JobGroups:
         """Return those of the present default process group."""
         default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        if _jobs.default is not default:
-            _jobs.__init__()  # type: ignore[misc]
-            _jobs.default = default
-        return _jobs
+        if _present[0].default is not default:
+            # A collection of the group before keeps the object that counts it.
+            _present[0] = JobGroups(default)
+        return _present[0]
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -136,13 +136,13 @@ class JobGroups:
         return f"flexd/{JobGroups.number}"
 
 
-_jobs = JobGroups()
+_present = [JobGroups()]
 
 
 @atexit.register
 def _release() -> None:
     """Release the groups while threads can still end: one that is destroyed with the modules aborts the process."""
-    _jobs.__init__()  # type: ignore[misc]
+    _present[0] = JobGroups()
 
 
 def new_subgroup(ranks: Sequence[int], name: str, timeout: timedelta | None) -> dist.ProcessGroup:
