@@ -27,6 +27,7 @@ class Setting:
         zipf: exponent of the popularity of the rows, in random order.
         replica_fraction: replica slots of a rank as a share of all rows.
         batches: of each rank, used round and round.
+        seed: of the draws; the popularity of the rows stays the same.
     """
 
     nodes: int = 2
@@ -39,6 +40,7 @@ class Setting:
     zipf: float = 1.05
     replica_fraction: float = 0.05
     batches: int = 24
+    seed: int = 0
 
     @property
     def layout(self) -> RankLayout:
@@ -73,7 +75,7 @@ class Batch:
 
 
 def batches_of(setting: Setting, rank: int) -> list[Batch]:
-    rng = np.random.default_rng([2, rank])
+    rng = np.random.default_rng([2, rank, setting.seed] if setting.seed else [2, rank])
     share = setting.share()
     count = setting.samples * setting.length
     return [_batch(setting, rng.choice(setting.rows, count, p=share)) for _ in range(setting.batches)]

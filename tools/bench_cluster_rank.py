@@ -121,6 +121,7 @@ class FlexdTrainer:
         target: the placement to train at; it is applied by the first step.
         comm_dtype: of rows and gradients on the wire, if not that of the tables.
         run_ahead: batches come through ``flexd.prefetch``.
+        micro_batches: batches of an optimizer step.
     """
 
     def __init__(
@@ -132,8 +133,10 @@ class FlexdTrainer:
         target: Placement | None = None,
         comm_dtype: str | None = None,
         run_ahead: bool = False,
+        micro_batches: int = 1,
     ) -> None:
         tables = setting.embedding_tables()
+        self._micro_batches = micro_batches
         self._names = [table.name for table in tables]
         self.collection = EmbeddingCollection(
             tables,
@@ -160,12 +163,15 @@ class FlexdTrainer:
             self._loader = iter(flexd.prefetch(self._loader, self.collection, features=lambda batch: batch[1]))
 
     def step(self, loss_of: Callable[[Batch, list[torch.Tensor]], torch.Tensor]) -> float:
-        batch, features = next(self._loader)
-        rows = self.collection(features)
-        loss = loss_of(batch, [rows[name].values for name in self._names])
-        loss.backward()
+        total = 0.0
+        for _ in range(self._micro_batches):
+            batch, features = next(self._loader)
+            rows = self.collection(features)
+            loss = loss_of(batch, [rows[name].values for name in self._names])
+            loss.backward()
+            total += loss.item()
         self.collection.optimizer.step()
-        return loss.item()
+        return total / self._micro_batches
 
     def stored_bytes(self) -> int:
         return self.collection.memory().stored_bytes

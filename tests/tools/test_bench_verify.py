@@ -1,0 +1,95 @@
+"""The benchmark of verified plans: when a daemon has decided, intervals, verdicts, and a slice of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from bench_cluster_data import Setting, batches_of, keys_of
+from bench_verify import Job, checks_of, has_settled, interval, jobs
+
+from tests.support.repository import ROOT
+
+pytestmark = pytest.mark.alone
+
+TOOL = ROOT / "tools" / "bench_verify.py"
+
+
+def status(plans: dict[str, int], verification: str | None = None, migration: str | None = None) -> dict[str, Any]:
+    return {
+        "planning": {
+            "plans": plans,
+            "verification": {"newest": None if verification is None else {"state": verification}},
+        },
+        "migration": None if migration is None else {"state": migration},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "settled"),
+    [
+        ({}, False),
+        (status({"refused": 9}), False),
+        (status({"unchanged": 1}), False),
+        (status({"unchanged": 1, "withheld": 1}), True),
+        (status({"changed": 1}, None, "PUSHING"), False),
+        (status({"changed": 1}, None, "COMMITTED"), False),
+        (status({"changed": 1}, "running", "COMMITTED"), False),
+        (status({"changed": 1}, "slower", "APPLYING"), False),
+        (status({"changed": 1}, "slower", "COMMITTED"), True),
+        (status({"changed": 1, "unchanged": 2}, "faster", "COMMITTED"), True),
+    ],
+)
+def test_a_decision_is_a_verdict_or_twice_nothing_to_move(given: dict[str, Any], settled: bool) -> None:
+    assert has_settled(given) is settled
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    for count in (9, 15):
+        found = [interval(rng.normal(1.0, 0.1, count).tolist()) for _ in range(2_000)]
+        covered = np.mean([low <= 1.0 <= high for low, high in found])
+        assert 0.94 <= covered <= 0.995, (count, covered)
+    assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def failed(job: Job, **found: Any) -> list[str]:
+    answer = {"decided": True, "verdict": "nothing to move", "rolled_back": False, "ratio": 1.0} | found
+    return [entry["name"].rpartition(": ")[2] for entry in checks_of(job, answer) if not entry["ok"]]
+
+
+def test_verdicts() -> None:
+    by_name = {job.name: job for job in jobs([1, 2, 3], ["ordinary", "winning", "misled", "shaken"])}
+    assert len(by_name) == 16
+    ordinary = by_name["ordinary, Zipf 1.2, dense, seed 3"]
+    assert failed(ordinary) == []
+    assert failed(ordinary, ratio=1.03, decided=False) == ["the daemon decided", "step with the daemon / without"]
+    winning, misled = by_name["winning"], by_name["misled"]
+    assert failed(winning, verdict="faster", ratio=0.8) == []
+    assert failed(winning, ratio=0.95) == ["step with the daemon / without", "the right verdict"]
+    assert failed(misled, verdict="slower", rolled_back=True) == []
+    assert failed(misled) == ["a plan was tried"], "no check passes with an empty plan"
+    assert failed(by_name["shaken, misled"], verdict="slower", rolled_back=False) == ["the right verdict"]
+    assert failed(by_name["shaken, winning"], verdict="slower", rolled_back=True, ratio=1.0) != []
+
+
+def test_seeds_draw_other_batches_of_the_same_popularity() -> None:
+    first, second = (Setting(rows=400, samples=64, length=10, batches=4, seed=seed) for seed in (0, 1))
+    assert (first.share() == second.share()).all()
+    assert (keys_of(first, batches_of(first, 0)[0]) != keys_of(second, batches_of(second, 0)[0])).any()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("can_emulate")
+def test_a_slice_of_the_benchmark() -> None:
+    done = subprocess.run(
+        [sys.executable, str(TOOL), "--quick", "--json"], capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    figures = json.loads(done.stdout.splitlines()[-1])["figures"]
+    assert figures["quick/steps_until_decided"] > 0
+    assert figures["quick/ratio_low"] <= figures["quick/ratio"] <= figures["quick/ratio_high"]
