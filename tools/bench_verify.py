@@ -81,6 +81,7 @@ class Effort:
     decide_seconds: float
     rounds: int
     block_steps: int
+    budget_steps: int
 
 
 def jobs(seeds: Sequence[int], wanted: Sequence[str]) -> list[Job]:
@@ -163,7 +164,7 @@ class Bench:
             "planner": {
                 "interval_seconds": 5.0, "micro_batches": job.told_micro_batches or job.micro_batches,
                 "drift_threshold": None,
-                "verify": {"enabled": True, "block_steps": effort.block_steps},
+                "verify": {"enabled": True, "block_steps": effort.block_steps, "budget_steps": effort.budget_steps},
             },
             "control": {
                 "listen_host": self._cluster.address(0), "listen_port": CONTROL_PORT,
@@ -308,6 +309,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--rounds", type=int, default=9, help="turns of each of the two in the comparison")
     parser.add_argument("--block-steps", type=int, default=8, help="planner.verify.block_steps")
+    parser.add_argument("--budget-steps", type=int, default=480, help="planner.verify.budget_steps")
     parser.add_argument("--decide-seconds", type=float, default=420.0, help="longest time until the daemon decides")
     parser.add_argument("--quick", action="store_true", help="one small job: nothing is asserted")
     parser.add_argument("--json", action="store_true")
@@ -316,10 +318,10 @@ def main() -> int:
         print(f"skipped: {reason}")
         return 0
     exit_on_sigterm()
-    effort = Effort(arguments.decide_seconds, arguments.rounds, arguments.block_steps)
+    effort = Effort(arguments.decide_seconds, arguments.rounds, arguments.block_steps, arguments.budget_steps)
     chosen = jobs(arguments.seeds, arguments.only)
     if arguments.quick:
-        effort = Effort(20.0, 2, 4)
+        effort = Effort(20.0, 2, 4, 64)
         chosen = [Job("quick", Setting(samples=64, batches=4, zipf=1.2))]
     answers, checks = [], []
     print(f"{'job':<36}{'verdict':<31}{'copies':>13}{'decided':>13}{'chain':>11}{'with / without':>15}")

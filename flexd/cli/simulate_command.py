@@ -128,7 +128,7 @@ def simulate(
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
     from flexd.simulate.simulation import SimulationSettings, simulate
-    from flexd.simulate.summary import summarise
+    from flexd.simulate.summary import COMPARED_SHARE, summarise
 
     layout = RankLayout(nodes, local_ranks)
     settings = SimulationSettings(
@@ -137,6 +137,7 @@ def simulate(
         half_life_steps=half_life_steps,
         horizon_steps=horizon_steps,
         budgets=fractions,
+        bound_steps=steps // COMPARED_SHARE,
     )
     cluster = make_cluster(preset, topology, scale)
     row_format = RowFormat(dim, dtype.value, optimizer.value)

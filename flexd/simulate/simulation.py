@@ -46,6 +46,9 @@ class SimulationSettings:
         interval_steps: between two plans.
         half_life_steps: of the sketches; inf counts for ever.
         horizon_steps: within which a migration must pay for itself.
+        window_steps: of the sliding window that one strategy counts exactly.
+        checkpoint_steps: between two checkpoints, at which one strategy plans.
+        bound_steps: of the last steps, for each of which the bound on all placements is computed; 0: none.
         budgets: replica fractions that the re-planned strategy is replayed with besides, for the budget sweep.
         sketch_bytes: memory of the counters.
         chunk_rows, chunk_bytes: of a migration, as ``control`` configures them.
@@ -59,6 +62,9 @@ class SimulationSettings:
     interval_steps: int = 5
     half_life_steps: float = 20.0
     horizon_steps: float = 300.0
+    window_steps: int = 20
+    checkpoint_steps: int = 60
+    bound_steps: int = 0
     budgets: tuple[float, ...] = ()
     sketch_bytes: int = 64 * 2**20
     chunk_rows: int = 4096
@@ -72,10 +78,12 @@ class SimulationSettings:
         above_zero = {
             name: getattr(self, name)
             for name in (
-                "interval_steps", "half_life_steps", "horizon_steps", "sketch_bytes", "chunk_rows", "chunk_bytes",
-                "migration_bytes_per_step",
+                "interval_steps", "half_life_steps", "horizon_steps", "window_steps", "checkpoint_steps",
+                "sketch_bytes", "chunk_rows", "chunk_bytes", "migration_bytes_per_step",
             )
         }  # fmt: skip
+        if self.bound_steps < 0:
+            raise ConfigError(f"bound_steps {self.bound_steps}", remedy="0 or more")
         for name, value in above_zero.items():
             if not value > 0:
                 raise ConfigError(f"{name} {value}", remedy="give a number above 0")
@@ -127,6 +135,8 @@ class Simulation:
     Attributes:
         made_of: how the batches are made, in words.
         touches: means over all steps (``TouchCounter``).
+        bound_seconds: float64 [bound_steps], exposed time below which no placement gets the chain in each of the last
+            steps, although it knows the step and moves rows at no cost (``step_bound``).
     """
 
     accesses_name: str
@@ -140,6 +150,7 @@ class Simulation:
     accesses_per_step: float
     runs: dict[str, StrategyRun]
     budget_sweep: tuple[StrategyRun, ...]
+    bound_seconds: Float64Array
     last_profile: Profile | None
 
 
@@ -271,6 +282,19 @@ class _SimulatedDaemon:
         return self._sketches.profile(self.accesses_per_step)
 
 
+def step_bound(keys: Sequence[Int64Array], shared: _Shared, slots: Sequence[int]) -> float:
+    """Return the exposed seconds of the chain in one step below which no placement within the slots gets.
+
+    The planner's certificate for exactly these look-ups, without migration. It is of the mean rank, so the busiest
+    rank's time is not below it either.
+    """
+    profile = exact_profile([keys], shared.keyspace, shared.layout)
+    return make_plan(
+        profile, shared.keyspace, shared.layout, shared.cluster, slots, Placement.empty(), plan_id="bound",
+        parent_id="", topology_generation=0, horizon_steps=math.inf, now_unix_seconds=0.0, reason="bound",
+    ).lower_bound_seconds  # fmt: skip
+
+
 def simulate(
     accesses: Accesses,
     layout: RankLayout,
@@ -304,10 +328,15 @@ def simulate(
     daemon, touches = _SimulatedDaemon(shared), TouchCounter(layout)
     profile: Profile | None = None
     due: list[tuple[_StrategyRunner, Profile]] = []
+    bounds: list[float] = []
+    slots = settings.slots(accesses.keyspace, settings.replica_fraction)
+
+    def counted(of_steps: range) -> Profile:
+        return exact_profile([accesses.keys(at) for at in of_steps], accesses.keyspace, layout)
+
     for step in range(steps):
         if step % settings.interval_steps == 0 and by_knowledge[Knowledge.NEXT_WINDOW]:
-            window = range(step, min(steps, step + settings.interval_steps))
-            coming = exact_profile([accesses.keys(at) for at in window], accesses.keyspace, layout)
+            coming = counted(range(step, min(steps, step + settings.interval_steps)))
             for runner in by_knowledge[Knowledge.NEXT_WINDOW]:
                 runner.plan(coming)
         keys = accesses.keys(step)
@@ -321,16 +350,24 @@ def simulate(
         due = []
         daemon.see(step, keys)
         if step + 1 == steps // STATIC_SHARE and by_knowledge[Knowledge.FIRST_QUARTER]:
-            quarter = exact_profile([accesses.keys(at) for at in range(step + 1)], accesses.keyspace, layout)
+            quarter = counted(range(step + 1))
             due += [(runner, quarter) for runner in by_knowledge[Knowledge.FIRST_QUARTER]]
         if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.STREAM]:
             profile = daemon.profile()
             due += [(runner, profile) for runner in by_knowledge[Knowledge.STREAM]]
+        if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.WINDOW]:
+            newest = counted(range(max(0, step + 1 - settings.window_steps), step + 1))
+            due += [(runner, newest) for runner in by_knowledge[Knowledge.WINDOW]]
+        if (step + 1) % settings.checkpoint_steps == 0 and by_knowledge[Knowledge.CHECKPOINT]:
+            since = counted(range(step + 1 - settings.checkpoint_steps, step + 1))
+            due += [(runner, since) for runner in by_knowledge[Knowledge.CHECKPOINT]]
+        if step >= steps - settings.bound_steps:
+            bounds.append(step_bound(keys, shared, slots))
         if progress is not None:
             progress(step)
     return Simulation(
         accesses.name, accesses.made_of, touches.figures(), accesses.keyspace, layout,
         cluster, settings, steps, daemon.accesses_per_step,
         {runner.strategy.name: runner.run() for runner in runners},
-        tuple(runner.run() for runner in sweep), profile,
+        tuple(runner.run() for runner in sweep), np.array(bounds), profile,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import RowFormat, ZipfAccesses
 from flexd.simulate.byte_counter import INTER, StepPart
 from flexd.simulate.simulation import Simulation, SimulationSettings, simulate
-from flexd.simulate.strategies import REPLANNED, STATIC, STRATEGIES, TWO_HOP
+from flexd.simulate.strategies import OVER_TIME, REPLANNED, STATIC, STRATEGIES, TWO_HOP
 from flexd.simulate.summary import compared_steps, summarise
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
@@ -46,6 +47,21 @@ def test_under_drift_re_planning_beats_one_plan_and_trails_the_oracle(simulation
     assert summary["strategies"]["replanned"]["bytes"]["inter_node"]["migration"] > 0
     assert summary["strategies"]["oracle"]["bytes"]["inter_node"]["migration"] == 0
     assert any("re-planning saves" in line for line in summary["words"])
+
+
+def test_no_placement_beats_the_bound_and_newer_counts_beat_older_ones() -> None:
+    settings = replace(SETTINGS, budgets=(), window_steps=6, checkpoint_steps=15, bound_steps=10)
+    simulation = simulate(drifting(), LAYOUT, CLUSTER, settings, OVER_TIME)
+    assert simulation.bound_seconds.shape == (10,)
+    for name, run in simulation.runs.items():
+        assert (run.exposed_seconds[-10:] > simulation.bound_seconds).all(), name
+    saved = {name: figures["saved"]["exposed_seconds"] for name, figures in summarise(simulation)["strategies"].items()}
+    assert saved["oracle"] > saved["sliding"] > saved["at_checkpoints"] > saved["static"]
+    at_checkpoints = simulation.runs["at_checkpoints"].plan_steps
+    assert at_checkpoints == (16, 31), "as through the channel: a step after the checkpoint's"
+    summary = summarise(simulation)
+    assert summary["bound"]["saved_exposed_seconds"] > saved["oracle"]
+    assert any("every single step" in line for line in summary["words"])
 
 
 def test_strategies_without_replicas_hold_none_and_their_order_is_that_of_their_bytes(simulation: Simulation) -> None:
