@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import nn
 
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError, TopologyError
@@ -18,7 +18,7 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.local_state import load_local, save_local
 from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
-from flexd.embedding.devices import allocated_device
+from flexd.embedding.deferred_tables import DeferredTables
 from flexd.embedding.engine import LookupFunction, RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
@@ -80,7 +80,7 @@ class RoutedInput:
     forward_pass: ForwardPass
 
 
-class EmbeddingCollection(nn.Module):
+class EmbeddingCollection(DeferredTables):
     """Un-pooled look-ups in tables sharded over all ranks, with hot rows replicated according to the daemon's plan.
 
     ``forward``, ``optimizer.step`` and ``load_state_dict`` are collective: every rank calls them equally often and in
@@ -107,11 +107,16 @@ class EmbeddingCollection(nn.Module):
             does not depend on the placement. Set ``planner.comm_dtype`` of the daemon to the same value.
         max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
         seed: seed of the initial values; the same seed gives the same tables on any number of ranks.
+        device: of the tables; default ``torch.get_default_device()``. On ``meta`` nothing is allocated and no other
+            rank is needed; ``to_empty(device=...)`` of the collection or the model then makes the tables with their
+            initial values, and raises what the constructor would. It is collective.
 
     Raises:
         TopologyError: layout and process group disagree, or ranks have different tables or settings.
         EmbeddingError: two tables read the same feature, or the replica budget is malformed.
     """
+
+    made_with_tables = frozenset(("engine", "optimizer", "traffic", "layout", "rank", "_features", "_groups"))
 
     def __init__(
         self,
@@ -126,27 +131,50 @@ class EmbeddingCollection(nn.Module):
         comm_dtype: str | None = None,
         max_migration_bytes_per_step: int = 2**20,
         seed: int = 0,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(device)
         row_optimizer = optimizer or SGD()
         self.tables = tuple(tables)
         self.keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name) for t in tables])
+        self.replica_slots = self._replica_slots(replica_fraction, replica_slots)
+        self._seed = seed
+        self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
+        """Called with the input of every forward pass for training, after its look-up; must not raise."""
+        self.make_or_defer(
+            partial(
+                self._make_tables,
+                row_optimizer,
+                layout,
+                average_gradients=average_gradients,
+                exchange=exchange,
+                comm_dtype=comm_dtype,
+                max_migration_bytes_per_step=max_migration_bytes_per_step,
+            )
+        )
+
+    def _make_tables(
+        self,
+        row_optimizer: RowOptimizer,
+        layout: RankLayout | None,
+        *,
+        average_gradients: bool,
+        exchange: str,
+        comm_dtype: str | None,
+        max_migration_bytes_per_step: int,
+    ) -> None:
         self.traffic = Traffic()
-        self.device = allocated_device(device)
         self.traffic.phases = PhaseMeter(self.device)
         self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
         self.layout = self._groups.layout
         self.rank = self._groups.rank
         with self.traffic.uncounted():
             self._check_same_everywhere(
-                [exchange, comm_dtype, average_gradients, max_migration_bytes_per_step, seed, row_optimizer]
+                [exchange, comm_dtype, average_gradients, max_migration_bytes_per_step, self._seed, row_optimizer]
             )
         self._features = FeatureMap(
             self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device
         )
-        self.replica_slots = self._replica_slots(replica_fraction, replica_slots)
-        self._seed = seed
         self.engine = RowEngine(
             self.keyspace,
             self._groups,
@@ -158,13 +186,16 @@ class EmbeddingCollection(nn.Module):
             device=self.device,
             comm_dtype=comm_dtype,
         )
-        self.engine.initialise([table.scale for table in self.tables], seed, row_optimizer.initial_state)
-        self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
-        """Called with the input of every forward pass for training, after its look-up; must not raise."""
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
         self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)
         self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine)
+        self._fill_initial_values()
+
+    def _fill_initial_values(self) -> None:
+        """Local. Set all rows and their optimizer state to their initial values."""
+        scales = [table.scale for table in self.tables]
+        self.engine.initialise(scales, self._seed, self.optimizer.initial_state)
 
     @property
     def table_of_feature(self) -> Mapping[str, int]:
@@ -412,24 +443,29 @@ class EmbeddingCollection(nn.Module):
         Raises:
             CollectiveError: another rank did not close it within the timeout of the process group.
         """
-        self.engine.close(orderly=True)
+        if self.has_tables:
+            self.engine.close(orderly=True)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         # After an error on one rank the others may not come here: groups are kept, and nothing waits.
-        self.engine.close(orderly=error_type is None)
+        if self.has_tables:
+            self.engine.close(orderly=error_type is None)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EmbeddingCollection:
-        """Refuse ``model.to(device)`` with another device at once: tables stay on their device. ``model.half()`` does
-        not change the tables, which have their own dtype."""
-        if fn(torch.empty(0, dtype=torch.int64, device=self.device)).device != self.device:
-            raise EmbeddingError(
-                f"the tables are on {self.device} and cannot be moved", remedy="construct the collection with device="
-            )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set rows and optimizer state to their initial values, and the number of steps to 0; on every rank.
+
+        Like ``load_rows`` it communicates only to finish a running ``flexd.prefetch`` exchange. On ``meta`` it does
+        nothing, as for the modules of torch.
+        """
+        if self.has_tables:
+            self.engine.before_rows_load()
+            with torch.device("cpu"):
+                self._fill_initial_values()
+            self.engine.steps = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EmbeddingError(

@@ -46,15 +46,18 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
                 f"is_weighted with tables pooled by MEAN: {', '.join(by_mean)}",
                 remedy="pool by SUM, with weights that sum to 1 in each bag",
             )
-        super().__init__(tables_of(tables), device=device or "cpu", seed=seed, **arguments)
-        self._configs = list(tables)
+        self._configs = list(tables)  # before the constructor, which makes the initial values
+        super().__init__(tables_of(tables), device=device, seed=seed, **arguments)
         self._is_weighted = is_weighted
         self._names = [
             (feature, name)
             for config, names in zip(tables, embedding_names(tables), strict=True)
             for feature, name in zip(features_of(config), names, strict=True)
         ]
-        initialise(self, self._configs, seed)
+
+    def _fill_initial_values(self) -> None:
+        super()._fill_initial_values()
+        initialise(self, self._configs, self._seed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:

@@ -49,10 +49,13 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
                 f"tables of dims {dims} in one collection",
                 remedy="one embedding_dim, as in TorchRec; flexd.EmbeddingCollection takes several",
             )
-        super().__init__(tables_of(tables), device=device or "cpu", seed=seed, **arguments)
-        self._configs = list(tables)
+        self._configs = list(tables)  # before the constructor, which makes the initial values
+        super().__init__(tables_of(tables), device=device, seed=seed, **arguments)
         self._need_indices = need_indices
-        initialise(self, self._configs, seed)
+
+    def _fill_initial_values(self) -> None:
+        super()._fill_initial_values()
+        initialise(self, self._configs, self._seed)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:

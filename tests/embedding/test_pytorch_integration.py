@@ -84,7 +84,7 @@ def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
 def test_copies_and_moves_of_a_collection_are_refused(ranks: Ranks) -> None:
     for texts in ranks(2).run("pytorch_jobs:copies", TWO):
         assert ["cannot be copied or pickled" in text for text in texts[:4]] == [True] * 4
-        assert "cannot be moved - construct the collection with device=" in texts[4]
+        assert "cannot be moved to meta - construct the collection with device=" in texts[4]
         assert texts[5] == "torch.float64 torch.float16"
 
 

@@ -237,3 +237,22 @@ def load(rank: int, layout: RankLayout) -> dict[str, Any]:
         "table": collection.gather_table("item"), "looked_up": looked_up, "expected": expected,
         "equal": collection.replicas_bit_equal(),
     }  # fmt: skip
+
+
+def from_meta(rank: int, layout: RankLayout) -> dict[str, Any]:
+    """Train a model that was constructed on meta; FSDP2's users make its parameters in this way."""
+    with torch.device("meta"):
+        model = Model(collection_of(layout))
+    collection = model.items
+    on_meta = str(collection.device)
+    model.to_empty(device="cpu")
+    model.tower = Tower()
+    made = collection.gather_table("item")
+    collection.reset_parameters()
+    again = collection.gather_table("item")
+    trained = train(rank, collection, lambda step: model(features(step, rank)), model)
+    initial = collection.initial_table("item")
+    collection.reset_parameters()
+    reset = collection.gather_table("item")
+    equal = [torch.equal(table, initial) for table in (made, again, reset)]
+    return {**trained, "on_meta": on_meta, "initial": equal, "reset steps": collection.steps}
