@@ -1,4 +1,4 @@
-"""Drift: the live placement under the present accesses against those it was planned for."""
+"""Drift: the live placement against the plan that would be made now."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ class TableDriftStatus(Model):
     table: str
     """Name of the table."""
     ratio: FiniteOrNone = None
-    """Exposed seconds of its bytes, now / at planning; null if it caused none then."""
+    """Exposed seconds of its bytes, at the live placement / with a plan made now; null if that would leave none."""
     exposed_seconds: float = 0.0
-    """Per step, now; without the collectives' latencies."""
+    """Per step, at the live placement; without the collectives' latencies."""
     inter_node_bytes: float = 0.0
-    """Per rank and step, now."""
+    """Per rank and step, at the live placement."""
 
 
 class DriftStatus(Model):
-    """The cost of the live placement now and when it was planned."""
+    """The cost of the live placement over that of the plan that would be made now."""
 
     ratio: FiniteOrNone = None
-    """Exposed seconds of a step, now / at planning: above 1 the placement has got worse; null before the first
+    """Exposed seconds of a step, live / plan: above 1 another placement is better; null before the first
     evaluation."""
     threshold: FiniteOrNone = None
-    """Above it a new plan is made; null if drift makes none."""
-    exposed_seconds_then: FiniteOrNone = None
-    """Per step, under the profile of the plan."""
+    """Above it a new plan is made, if it saves ``planner.min_saving``; null if drift makes none."""
+    plan_exposed_seconds: FiniteOrNone = None
+    """Per step, with the plan."""
     exposed_seconds: FiniteOrNone = None
-    """Per step, now."""
-    inter_node_bytes_then: FiniteOrNone = None
-    """Per rank and step, under the profile of the plan."""
+    """Per step, at the live placement."""
+    plan_inter_node_bytes: FiniteOrNone = None
+    """Per rank and step, with the plan."""
     inter_node_bytes: FiniteOrNone = None
-    """Per rank and step, now."""
-    total_bytes_then: FiniteOrNone = None
-    """Over all links, under the profile of the plan."""
+    """Per rank and step, at the live placement."""
+    plan_total_bytes: FiniteOrNone = None
+    """Over all links, with the plan."""
     total_bytes: FiniteOrNone = None
-    """Over all links, now."""
+    """Over all links, at the live placement."""
     age_seconds: FiniteOrNone = None
     """Since the newest evaluation."""
     evaluations: int = 0
@@ -61,27 +61,27 @@ class DriftStatus(Model):
         """Yield the metric families of drift."""
         yield gauge(
             "flexd_drift_ratio",
-            "Exposed communication of a step at the live placement, now / when it was planned; NaN before the first "
-            "evaluation.",
+            "Exposed communication of a step at the live placement / with the plan that would be made now; NaN before "
+            "the first evaluation.",
             _ratio(self.ratio, self.exposed_seconds),
         )
-        for name, text, then, now in (
-            ("exposed_seconds", "Exposed communication of a step.", self.exposed_seconds_then, self.exposed_seconds),
+        for name, text, plan, live in (
+            ("exposed_seconds", "Exposed communication of a step.", self.plan_exposed_seconds, self.exposed_seconds),
             (
                 "inter_node_bytes",
                 "Bytes between nodes, per rank and step.",
-                self.inter_node_bytes_then,
+                self.plan_inter_node_bytes,
                 self.inter_node_bytes,
             ),
-            ("total_bytes", "Bytes over all links, per rank and step.", self.total_bytes_then, self.total_bytes),
+            ("total_bytes", "Bytes over all links, per rank and step.", self.plan_total_bytes, self.total_bytes),
         ):
             yield gauges(
-                f"flexd_drift_{name}", f"Live placement, under the profile of its plan and now. {text}", "profile",
-                {"planned": then, "present": now},
+                f"flexd_drift_{name}", f"Live placement, and the plan that would be made now. {text}", "placement",
+                {"plan": plan, "live": live},
             )  # fmt: skip
         yield gauges(
             "flexd_table_drift_ratio",
-            "Exposed communication of each table's bytes at the live placement, now / when it was planned.",
+            "Exposed communication of each table's bytes at the live placement / with the plan that would be made now.",
             "table",
             {table.table: _ratio(table.ratio, table.exposed_seconds) for table in self.tables},
         )
@@ -108,18 +108,18 @@ def drift_status(monitor: DriftMonitor, threshold: float | None) -> DriftStatus:
     """Return the newest evaluation of drift."""
     drift, compared = monitor.newest, dict[str, Any]()
     if drift is not None:
-        then, now = drift.then.total, drift.now.total
+        plan, live = drift.plan.total, drift.live.total
         compared = {
             "ratio": drift.ratio,
-            "exposed_seconds_then": then.exposed_seconds,
-            "exposed_seconds": now.exposed_seconds,
-            "inter_node_bytes_then": then.inter_node_bytes,
-            "inter_node_bytes": now.inter_node_bytes,
-            "total_bytes_then": then.total_bytes,
-            "total_bytes": now.total_bytes,
+            "plan_exposed_seconds": plan.exposed_seconds,
+            "exposed_seconds": live.exposed_seconds,
+            "plan_inter_node_bytes": plan.inter_node_bytes,
+            "inter_node_bytes": live.inter_node_bytes,
+            "plan_total_bytes": plan.total_bytes,
+            "total_bytes": live.total_bytes,
             "tables": tuple(
                 TableDriftStatus.from_object(traffic, table=name, ratio=drift.table_ratios[name])
-                for name, traffic in drift.now.tables.items()
+                for name, traffic in drift.live.tables.items()
             ),
         }
     return DriftStatus(
@@ -131,6 +131,6 @@ def drift_status(monitor: DriftMonitor, threshold: float | None) -> DriftStatus:
     )
 
 
-def _ratio(ratio: float | None, now: float | None) -> float | None:
-    """Restore the infinity, which the model cannot express, of a cost that was 0 when it was planned."""
-    return math.inf if ratio is None and now else ratio
+def _ratio(ratio: float | None, live: float | None) -> float | None:
+    """Restore the infinity, which the model cannot express, of a cost that the plan would end."""
+    return math.inf if ratio is None and live else ratio

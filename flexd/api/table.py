@@ -60,7 +60,7 @@ class TableReport(Model):
     coverage: FiniteOrNone = None
     """Share of its accesses that listed rows and bins of the newest profile explain."""
     drift_ratio: FiniteOrNone = None
-    """Exposed seconds of its bytes, now / when the live placement was planned."""
+    """Exposed seconds of its bytes, at the live placement / with a plan made now."""
 
 
 class TablePage(Model):

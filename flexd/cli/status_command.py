@@ -240,11 +240,14 @@ def _drift(status: Status) -> Facts:
     drift = status.drift
     against = "never plans" if drift.threshold is None else f"plans above {drift.threshold:.2f}"
     facts = [
-        ("ratio", f"{drift.ratio or 0:.3f} of what the live placement cost when it was planned ({against})"),
-        ("exposed", f"{units.seconds(drift.exposed_seconds_then)} -> {units.seconds(drift.exposed_seconds)} a step"),
+        ("ratio", f"{drift.ratio or 0:.3f} of what a plan made now would cost ({against})"),
+        (
+            "exposed",
+            f"{units.seconds(drift.exposed_seconds)}, planned {units.seconds(drift.plan_exposed_seconds)} a step",
+        ),
         (
             "between nodes",
-            f"{units.size(drift.inter_node_bytes_then)} -> {units.size(drift.inter_node_bytes)} a rank and step",
+            f"{units.size(drift.inter_node_bytes)}, planned {units.size(drift.plan_inter_node_bytes)} a rank and step",
         ),
         ("looked", f"{units.age(drift.age_seconds)} ago"),
     ]

@@ -166,11 +166,11 @@ class PlannerConfig(Section):
     batch_accesses_per_step: Annotated[Float, Field(gt=0)] | None = None
     """Accesses of the whole job per step, used until the ranks report their own."""
     drift_interval_seconds: Seconds = 60.0
-    """Time between two measurements of drift (how far the accesses have moved since the live plan was made); longer
-    where a measurement takes more than a tenth of it."""
-    drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.05
-    """A new plan is made when the exposed seconds of a step under the live placement exceed those at its planning by
-    this factor; null plans at intervals only."""
+    """Time between two measurements of drift (how much more the live placement costs than a plan made now); longer
+    where a measurement takes more than a two-hundredth of it."""
+    drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.01
+    """A new plan is made when the exposed seconds of a step at the live placement exceed those of the plan that would
+    be made now by this factor, and that plan saves at least ``planner.min_saving``; null plans at intervals only."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
     """The trainers' ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan names a cheaper
     exchange if there is one."""

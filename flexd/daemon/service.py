@@ -159,11 +159,11 @@ class Daemon:
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
         self._drift = DriftMonitor(
             config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, executions, self._training,
-            self._ingestor.restored.get("drift_reference"), supervisor,
+            supervisor,
         )  # fmt: skip
         self._planning = Planning(
             config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training, executions,
-            self._drift.set_reference, self._operator.record_withheld,
+            self._drift.planned, self._operator.record_withheld,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)
@@ -304,10 +304,7 @@ class Daemon:
 
     def _extra_state(self) -> Mapping[str, object]:
         """Return what a snapshot keeps beside sketches and stream positions."""
-        return {
-            "live_plan_id": self._planning.executions.live_plan_id,
-            "drift_reference": self._drift.reference_state(),
-        }
+        return {"live_plan_id": self._planning.executions.live_plan_id}
 
     def check(self, config: Config) -> None:
         """Raise FlexdError if ``apply_config`` would."""

@@ -1,4 +1,4 @@
-"""Measure, in a thread of its own, how far the accesses have drifted since the live plan was made."""
+"""Measure, in a thread of its own, how much better than the live placement a plan made now would be."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
@@ -17,15 +17,17 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor
+from flexd.operations.gates import saving_gate
+from flexd.operations.live_plan import make_live_plan
 from flexd.operations.measured_exposure import priced_by
 from flexd.operations.plan_settings import running_exchange, training_shape
-from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
+from flexd.planner.drift import Drift, placement_communication
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster, Exposed
 
 _log = logging.getLogger(__name__)
 
-MAX_DUTY_CYCLE = 0.1
+MAX_DUTY_CYCLE = 0.005
 """Largest share of time spent evaluating: after a slow evaluation the next one starts later."""
 
 ProfileMaker = Callable[[float, RankLayout], Profile]
@@ -47,7 +49,9 @@ class RunningMigrations(Protocol):
         ...
 
 
-class AccessRates(Protocol):
+class MeasuredTraining(Protocol):
+    """The part of the training monitor that plans are priced by."""
+
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known."""
         ...
@@ -56,23 +60,18 @@ class AccessRates(Protocol):
         """Return the measured exposure of the communication; None if not known."""
         ...
 
+    def step_seconds(self) -> float | None:
+        """Return the measured wall time of a step; None if not known."""
+        ...
+
 
 class DriftMonitor:
-    """Compares, every ``planner.drift_interval_seconds``, the cost of the live placement with a reference. Thread-safe.
+    """Compares, every ``planner.drift_interval_seconds``, the live placement with the plan that would be made now.
 
-    The reference is the cost of the placement under the profile it was planned from; only its prices are kept (three
-    numbers a table), not that profile. It is replaced
-
-    - by every executed plan, including one that moves nothing: the planner has seen the current profile and kept the
-      placement, so drift counts from there. This is why drift never triggers the same plan twice;
-    - by the current profile when two consecutive evaluations find no reference for the live placement and ranks: after
-      an aborted migration, a topology change without a plan, or a restart whose snapshot has another placement.
-
-    Nothing is evaluated during a migration. Both profiles are priced at the reference's accesses per step, so drift
-    measures the distribution of accesses over rows and tables, not the batch size.
+    Thread-safe. Nothing is evaluated during a migration. A reason to plan is given when the ratio exceeds the threshold
+    and the plan would save at least ``planner.min_saving``: a plan that would be withheld is no reason.
 
     Args:
-        restored: a reference from ``reference_state``, saved with the sketches.
         supervisor: of the process; records the faults of the thread.
     """
 
@@ -84,8 +83,7 @@ class DriftMonitor:
         profile: ProfileMaker,
         coordinator: LivePlacement,
         executions: RunningMigrations,
-        training: AccessRates,
-        restored: Mapping[str, Any] | None = None,
+        training: MeasuredTraining,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings
@@ -100,19 +98,17 @@ class DriftMonitor:
         supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch("flexd-drift")
         self._thread = supervisor.thread("flexd-drift", self._run, self._stop)
-        self._reference: PlacementCommunication | None = None
-        self._candidate: PlacementCommunication | None = None
-        """The cost of a live placement that differs from the reference's. It becomes the reference if the next
-        evaluation finds the same placement; a plan that was just made may not have started to move."""
+        self._plans = 0
+        """Plans made by others since the start."""
         self._reason: str | None = None
+        self._reason_version = -1
+        """Version of the placement that the reason is about."""
         self._problem: str | None = None
         self.newest: Drift | None = None
         self._evaluated_at = math.nan
         self.seconds = 0.0
         """Wall time of all evaluations."""
         self.evaluations = 0
-        if restored:
-            self._restore(restored)
 
     def start(self) -> None:
         self._thread.start()
@@ -130,67 +126,63 @@ class DriftMonitor:
         """Seconds since the newest evaluation; NaN before the first."""
         return time.monotonic() - self._evaluated_at
 
-    def set_reference(self, reference: PlacementCommunication) -> None:
-        """Replace the reference by the cost of an executed plan's target under the profile that it was made from."""
+    def planned(self) -> None:
+        """Forget the newest evaluation: a plan has been executed, withheld, or found to change nothing."""
         with self._guard:
-            self._reference, self._candidate, self._reason, self.newest = reference, None, None, None
-
-    def _price(self, profile: Profile, layout: RankLayout, placement: Placement) -> PlacementCommunication:
-        settings = self._settings
-        return placement_communication(
-            profile, self._keyspace, layout, priced_by(self._cluster, self._training.exposed()), placement,
-            training_shape(settings), running_exchange(settings),
-        )  # fmt: skip
+            self._plans += 1
+            self._reason, self.newest = None, None
 
     def pop_reason(self) -> str | None:
         """Return why to plan again, once for each evaluation beyond the threshold; None if there is no reason."""
+        version = self._coordinator.placement().version
         with self._guard:
             reason, self._reason = self._reason, None
-            return reason
-
-    def reference_state(self) -> dict[str, Any]:
-        """Return the reference as JSON-compatible values, for ``restored``; empty without a reference."""
-        with self._guard:
-            return {} if self._reference is None else self._reference.to_dict()
+            return reason if self._reason_version == version else None
 
     def evaluate(self) -> Drift | None:
-        """Evaluate now. Returns None if nothing can be compared: no ranks, too few samples, a migration, or no
-        reference yet (one is recorded then)."""
+        """Evaluate now. Returns None if nothing can be compared: no ranks, too few samples, accesses of a step not
+        known, a migration, or a plan that was made meanwhile.
+
+        Raises:
+            PlanError: no plan can be made from the profile.
+        """
         live = self._coordinator.live()
         if live is None or not live.ready or self._executions.migrating:
             return None
-        with self._guard:
-            reference = self._reference
-        if reference is None:
-            measured = self._training.accesses_per_step(live.layout.world_size)
-            per_step = measured or self._settings.batch_accesses_per_step
-        else:
-            per_step = reference.accesses_per_step
+        per_step = self._training.accesses_per_step(live.layout.world_size) or self._settings.batch_accesses_per_step
         if not per_step:
             return None
-        placement = self._coordinator.placement()
-        profile = self._profile(per_step, live.layout)
-        if profile.samples < max(1, self._settings.min_samples):
-            return None
-        now = self._price(profile, live.layout, placement)
         with self._guard:
-            if self._reference is not reference:
-                # A plan was made during the evaluation and has replaced the reference.
+            plans = self._plans
+        settings, placement = self._settings, self._coordinator.placement()
+        profile = self._profile(per_step, live.layout)
+        if profile.samples < max(1, settings.min_samples):
+            return None
+        cluster = priced_by(self._cluster, self._training.exposed())
+        plan = make_live_plan(
+            profile, self._keyspace, live, cluster, placement, settings, plan_id="drift",
+            step_seconds=self._training.step_seconds(),
+        )  # fmt: skip
+        prices = (
+            placement_communication(
+                profile, self._keyspace, live.layout, cluster, each, training_shape(settings),
+                running_exchange(settings),
+            )
+            for each in (plan.target, placement)
+        )  # fmt: skip
+        drift = Drift(*prices)
+        with self._guard:
+            if self._plans != plans or self._executions.migrating:
                 return None
-            if self._executions.migrating or self._coordinator.placement().version != placement.version:
+            if self._coordinator.placement().version != placement.version:
                 return None
-            if reference is None or not reference.compares_with(now):
-                known = reference is None or (self._candidate is not None and self._candidate.compares_with(now))
-                self._candidate = None if known else now
-                self._reference = now if known else reference
-                self._reason, self.newest = None, None
-                return None
-            self._candidate = None
-            self.newest = Drift(reference, now)
+            self.newest = drift
             self._evaluated_at = time.monotonic()
-            threshold = self._settings.drift_threshold
-            self._reason = None if threshold is None else self.newest.reason_to_plan(threshold)
-            return self.newest
+            threshold = settings.drift_threshold
+            worth_it = len(plan.delta) > 0 and saving_gate(plan, settings.min_saving).open
+            self._reason = drift.reason_to_plan(threshold) if threshold is not None and worth_it else None
+            self._reason_version = placement.version
+            return drift
 
     def _run(self) -> None:
         wait = self._settings.drift_interval_seconds
@@ -211,9 +203,3 @@ class DriftMonitor:
                 self.evaluations += 1
             self._watch.progress()
             wait = max(self._settings.drift_interval_seconds, took / MAX_DUTY_CYCLE)
-
-    def _restore(self, saved: Mapping[str, Any]) -> None:
-        try:
-            self._reference = PlacementCommunication.from_dict(saved)
-        except (FlexdError, KeyError, TypeError, ValueError, AttributeError) as error:
-            _log.warning("drift: the saved reference is not used: %r", error)

@@ -9,7 +9,7 @@ from flexd.operations.phase_averages import PhaseAverages
 from flexd.topology.cluster import Cluster, Exposed
 
 _SHARE_CHANGE, _COVER_CHANGE = 0.05, 0.1
-"""Smaller changes are noise; a change of prices ends the comparison with the reference of drift."""
+"""Smaller changes are noise; plans made at other prices are hard to compare."""
 _PHASES = tuple(StepPhase)
 
 

@@ -18,6 +18,7 @@ from flexd.core.placement import Placement
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
+from flexd.operations.live_plan import make_live_plan
 from flexd.operations.measured_exposure import priced_by
 from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
@@ -26,7 +27,7 @@ from flexd.operations.triggers import Trigger
 from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
 from flexd.planner.explain import explain
 from flexd.planner.explanation_types import TableExplanation
-from flexd.planner.plan import Plan, make_plan
+from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 
@@ -39,8 +40,7 @@ class Planning:
 
     Args:
         executions: starts the migrations of plans.
-        on_executed: called with the cost of a plan's target under its profile whenever the plan is executed or turns
-            out to change nothing.
+        on_executed: called whenever a plan is executed, withheld, or turns out to change nothing.
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
 
     Attributes:
@@ -56,7 +56,7 @@ class Planning:
         coordinator: Coordinator,
         training: TrainingMonitor,
         executions: Executions,
-        on_executed: Callable[[PlacementCommunication], None] = lambda reference: None,
+        on_executed: Callable[[], None] = lambda: None,
         on_withheld: Callable[[str, str], None] = lambda who, reason: None,
     ) -> None:
         self._config = config
@@ -124,8 +124,7 @@ class Planning:
         with self._making:
             started = time.monotonic()
             try:
-                plan, profile, live, layout = self._make(trigger.reason, checked=not (dry_run or force))
-                traffic = self._price(profile, plan.target, layout)
+                plan, profile, live, _ = self._make(trigger.reason, checked=not (dry_run or force))
             except PlanError:
                 self.outcomes["refused"] += not dry_run
                 raise
@@ -133,7 +132,7 @@ class Planning:
                 if not dry_run:
                     self.seconds += time.monotonic() - started
             self.last_profile = profile
-            proposal = Proposal(plan, live, self.last_gates, trigger, traffic, dry_run)
+            proposal = Proposal(plan, live, self.last_gates, trigger, dry_run)
             self.proposals.add(proposal)
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
@@ -168,14 +167,13 @@ class Planning:
         )  # fmt: skip
 
     def _drifted(self, proposal: Proposal) -> str:
-        """Return by how much the target's cost exceeds the drift threshold under the current profile; empty if not."""
+        """Return by how much the target's cost exceeds that of a plan made now; empty up to the drift threshold."""
         threshold = self._config.planner.drift_threshold
         if threshold is None:
             return ""
-        layout = self.live_topology().layout
-        profile = self._profile(proposal.traffic.accesses_per_step, layout)
-        self._profiled_at = time.monotonic()
-        beyond = Drift(proposal.traffic, self._price(profile, proposal.plan.target, layout)).reason_to_plan(threshold)
+        plan, profile, _, layout = self._make("apply", checked=False)
+        prices = (self._price(profile, placement, layout) for placement in (plan.target, proposal.plan.target))
+        beyond = Drift(*prices).reason_to_plan(threshold)
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
 
     def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
@@ -228,24 +226,11 @@ class Planning:
             require_open(self.last_gates)
         live = self._coordinator.placement()
         self._serial += 1
-        plan = make_plan(
-            profile,
-            self._keyspace,
-            topology.layout,
-            self.cluster,
-            topology.replica_slots,
-            live,
-            plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}",
-            parent_id=self.executions.live_plan_id,
-            topology_generation=topology.generation,
-            horizon_steps=settings.horizon_steps,
-            now_unix_seconds=time.time(),
-            reason=reason,
-            shape=training_shape(settings),
-            limits=plan_limits(settings),
-            exchange=running_exchange(settings),
-            step_seconds=self._training.step_seconds(),
-        )
+        plan = make_live_plan(
+            profile, self._keyspace, topology, self.cluster, live, settings,
+            plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
+            reason=reason, step_seconds=self._training.step_seconds(),
+        )  # fmt: skip
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout
 
@@ -269,13 +254,13 @@ class Planning:
         self.withheld = ""
         if len(plan.delta) == 0:
             self.proposals.remove(plan.plan_id)
-            self._on_executed(proposal.traffic)
+            self._on_executed()
             self.outcomes["unchanged"] += 1
             return None
         overridden = tuple(gate.name for gate in proposal.closed_gates)
         execution = self.executions.start(plan, trigger, overridden, self.live_topology())
         self.proposals.remove(plan.plan_id)
-        self._on_executed(proposal.traffic)
+        self._on_executed()
         self.outcomes["changed"] += 1
         self.overridden.update(overridden)
         self._withheld_said = False
@@ -284,8 +269,7 @@ class Planning:
     def _withhold(self, proposal: Proposal, trigger: Trigger) -> None:
         self.withheld = proposal.withheld
         self.proposals.remove(proposal.plan.plan_id)
-        if self.last_profile is not None:
-            self._on_executed(self._price(self.last_profile, proposal.live, self.live_topology().layout))
+        self._on_executed()
         self.outcomes["withheld"] += 1
         if not self._withheld_said:
             self._withheld_said = True

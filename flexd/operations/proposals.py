@@ -11,7 +11,6 @@ from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
 from flexd.operations.gates import SAVING, Gate
 from flexd.operations.triggers import Trigger
-from flexd.planner.drift import PlacementCommunication
 from flexd.planner.plan import Plan
 
 LATEST = "latest"
@@ -27,7 +26,6 @@ class Proposal:
         live: the placement that the plan starts from.
         gates: the gates of its profile.
         trigger: why it was made.
-        traffic: cost of its target under its profile.
         dry_run: whether it was made for display only.
     """
 
@@ -35,7 +33,6 @@ class Proposal:
     live: Placement
     gates: tuple[Gate, ...]
     trigger: Trigger
-    traffic: PlacementCommunication
     dry_run: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""Drift of the accesses since the live placement was planned: its cost now over its cost then."""
+"""Drift: the live placement against the plan that would be made now."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -21,9 +20,6 @@ from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
-
-MIN_TABLE_SHARE = 0.1
-"""Share of the exposed time, then or now, from which the drift of a single table is a reason to plan."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +44,9 @@ class StepCommunication:
 
 @dataclass(frozen=True)
 class PlacementCommunication:
-    """Communication of one placement under one profile; nothing else of the profile is kept.
+    """Communication of one placement under one profile.
 
     Attributes:
-        placement_digest: of the placement (``Placement.digest``).
         nodes, local_ranks, cluster: for which ranks, and at whose prices.
         accesses_per_step: of the whole job.
         total: with the collectives' latencies.
@@ -59,7 +54,6 @@ class PlacementCommunication:
             travelled alone, without latencies.
     """
 
-    placement_digest: int
     nodes: int
     local_ranks: int
     cluster: str
@@ -68,101 +62,58 @@ class PlacementCommunication:
     tables: Mapping[str, StepCommunication]
 
     def compares_with(self, other: PlacementCommunication) -> bool:
-        """Return whether placement, ranks, prices and tables are equal, so that only the profile differs."""
+        """Return whether ranks, prices, accesses and tables are equal, so that only the placement differs."""
 
         def setting(traffic: PlacementCommunication) -> tuple[object, ...]:
             return (
-                traffic.placement_digest, traffic.nodes, traffic.local_ranks, traffic.cluster, tuple(traffic.tables),
+                traffic.nodes, traffic.local_ranks, traffic.cluster, traffic.accesses_per_step, tuple(traffic.tables),
             )  # fmt: skip
 
         return setting(self) == setting(other)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-able form."""
-        return {
-            "placement_digest": f"{self.placement_digest:016x}",
-            "nodes": self.nodes,
-            "local_ranks": self.local_ranks,
-            "cluster": self.cluster,
-            "accesses_per_step": self.accesses_per_step,
-            "total": _numbers(self.total),
-            "tables": {name: _numbers(traffic) for name, traffic in self.tables.items()},
-        }
-
-    @staticmethod
-    def from_dict(saved: Mapping[str, Any]) -> PlacementCommunication:
-        """Build from the form that ``to_dict`` returns.
-
-        Raises:
-            PlanError, KeyError, TypeError, ValueError, AttributeError: it is damaged.
-        """
-        accesses = float(saved["accesses_per_step"])
-        if not (math.isfinite(accesses) and accesses > 0):
-            raise PlanError(f"saved accesses per step: {accesses}", remedy="the next evaluation makes a new reference")
-        return PlacementCommunication(
-            int(saved["placement_digest"], 16),
-            int(saved["nodes"]),
-            int(saved["local_ranks"]),
-            str(saved["cluster"]),
-            accesses,
-            StepCommunication(*(float(number) for number in saved["total"])),
-            {str(name): StepCommunication(*(float(n) for n in numbers)) for name, numbers in saved["tables"].items()},
-        )
-
 
 @dataclass(frozen=True)
 class Drift:
-    """The live placement under the profile it was planned from, and under the present one.
+    """The regret of keeping the live placement: its price over that of the plan that would be made now.
+
+    Both are priced under the present profile, so that a change of the accesses that no other placement serves better
+    is no drift, and one that leaves the price of the live placement as it was may be much.
 
     Raises:
-        PlanError: the two are not of the same placement, ranks, prices and tables.
+        PlanError: the two are not of the same ranks, prices, accesses and tables.
     """
 
-    then: PlacementCommunication
-    now: PlacementCommunication
+    plan: PlacementCommunication
+    live: PlacementCommunication
 
     def __post_init__(self) -> None:
-        if not self.then.compares_with(self.now):
+        if not self.plan.compares_with(self.live):
             raise PlanError(
-                "costs of different placements, ranks, prices or tables show no drift", remedy="make a new reference"
+                "costs under different profiles, ranks, prices or tables show no drift", remedy="price both again"
             )
 
     @property
     def ratio(self) -> float:
-        """Exposed seconds of a step, now / then: 1 is no drift, above 1 the placement has got worse."""
-        return _ratio(self.now.total.exposed_seconds, self.then.total.exposed_seconds)
+        """Exposed seconds of a step, live / plan: 1 is no drift, above 1 another placement is better."""
+        return _ratio(self.live.total.exposed_seconds, self.plan.total.exposed_seconds)
 
     @cached_property
     def table_ratios(self) -> dict[str, float]:
-        """Exposed seconds of each table alone, now / then; infinite for a table that caused no communication then."""
+        """Exposed seconds of each table alone, live / plan; infinite for one that the plan would rid of them all."""
         return {
-            name: _ratio(now.exposed_seconds, self.then.tables[name].exposed_seconds)
-            for name, now in self.now.tables.items()
+            name: _ratio(live.exposed_seconds, self.plan.tables[name].exposed_seconds)
+            for name, live in self.live.tables.items()
         }
 
     def reason_to_plan(self, threshold: float) -> str | None:
-        """Return the reason to plan again, or None below the threshold.
-
-        The exposed time of the step, or of a table with at least ``MIN_TABLE_SHARE`` of it, must exceed ``threshold``
-        times its former value. The reason names the table that has grown the most."""
-        now = {name: traffic.exposed_seconds for name, traffic in self.now.tables.items()}
-        then = {name: traffic.exposed_seconds for name, traffic in self.then.tables.items()}
-        whole_now, whole_then = sum(now.values()), sum(then.values())
-        grown = {name: now[name] - then[name] for name in now}
-        candidates = [
-            name
-            for name, ratio in self.table_ratios.items()
-            if ratio > threshold
-            and max(_share(now[name], whole_now), _share(then[name], whole_then)) >= MIN_TABLE_SHARE
-        ]
-        if self.ratio > threshold:
-            ratio, table = self.ratio, max(grown, key=lambda name: grown[name])
-        elif candidates:
-            table = max(candidates, key=lambda name: grown[name])
-            ratio = self.table_ratios[table]
-        else:
+        """Return the reason to plan again, with the table that would gain the most; None up to the threshold."""
+        if not self.ratio > threshold:
             return None
-        return f"drift {ratio:.2f} > {threshold:.2f} (table {table})"
+        gains = {
+            name: live.exposed_seconds - self.plan.tables[name].exposed_seconds
+            for name, live in self.live.tables.items()
+        }
+        return f"drift {self.ratio:.2f} > {threshold:.2f} (table {max(gains, key=gains.__getitem__)})"
 
 
 def placement_communication(
@@ -200,7 +151,6 @@ def placement_communication(
         own = make_loads(Profile(tables=(seen,)), alone, layout, shape.of_table(spec.name))
         tables[spec.name] = _communication(placement_cost(own, rows, alone, layout, cluster, exchange), latency=False)
     return PlacementCommunication(
-        placement_digest=placement.digest(),
         nodes=layout.nodes,
         local_ranks=layout.local_ranks,
         cluster=cluster.name,
@@ -218,15 +168,7 @@ def _communication(cost: CostBreakdown, *, latency: bool) -> StepCommunication:
     return StepCommunication(inter, inter + float(cost.bytes[:, :, TrafficLink.INTRA_NODE].sum()), seconds)
 
 
-def _numbers(traffic: StepCommunication) -> list[float]:
-    return [traffic.inter_node_bytes, traffic.total_bytes, traffic.exposed_seconds]
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
-
-
-def _ratio(now: float, then: float) -> float:
-    if then > 0:
-        return now / then
-    return 1.0 if now <= 0 else math.inf
+def _ratio(live: float, plan: float) -> float:
+    if plan > 0:
+        return live / plan
+    return 1.0 if live <= 0 else math.inf

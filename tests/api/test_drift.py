@@ -13,7 +13,7 @@ def values(status: DriftStatus) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_a_cost_that_was_0_when_it_was_planned_has_grown_without_limit() -> None:
+def test_a_cost_that_a_plan_would_end_is_infinitely_more() -> None:
     tables = (
         TableDriftStatus(table="new", ratio=math.inf, exposed_seconds=0.5), TableDriftStatus(table="old", ratio=1.5),
     )  # fmt: skip
@@ -26,4 +26,4 @@ def test_a_cost_that_was_0_when_it_was_planned_has_grown_without_limit() -> None
 def test_nothing_is_known_before_the_first_evaluation() -> None:
     found = values(DriftStatus())
     assert math.isnan(found[("flexd_drift_ratio",)])
-    assert math.isnan(found["flexd_drift_exposed_seconds", "present"])
+    assert math.isnan(found["flexd_drift_exposed_seconds", "live"])

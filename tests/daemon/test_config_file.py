@@ -300,5 +300,5 @@ def test_a_process_reloads_on_sighup_and_by_command(tmp_path: Path) -> None:
         done = flexd("reload", "--url", running.url)
         assert done.returncode == 0, done.stderr
         assert "planner.drift_threshold" in done.stdout
-        assert running.status()["drift"]["threshold"] == 1.05
+        assert running.status()["drift"]["threshold"] == 1.01
         assert running.process.alive

@@ -14,7 +14,6 @@ from flexd.config.load import parse_config
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.drift import DriftMonitor
-from flexd.planner.drift import placement_communication
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
@@ -46,8 +45,8 @@ def config_of(directory: Path, **planner: Any) -> Any:
     )  # fmt: skip
 
 
-def accesses(count: int, moved: int, seed: int) -> np.ndarray:
-    weights = np.arange(1, ROWS + 1) ** -1.2
+def accesses(count: int, moved: int, seed: int, exponent: float = 1.2) -> np.ndarray:
+    weights = np.arange(1, ROWS + 1) ** -exponent
     rows = np.random.default_rng(seed).choice(ROWS, count, p=weights / weights.sum())
     return np.random.default_rng(99).permutation(ROWS)[(rows + moved) % ROWS].astype(np.int64)
 
@@ -55,19 +54,21 @@ def accesses(count: int, moved: int, seed: int) -> np.ndarray:
 class DriftHarness:
     """A monitor over counters that the test feeds; ``plan`` makes and carries out a plan as the daemon does."""
 
-    def __init__(self, directory: Path, restored: Any = None, **planner: Any) -> None:
+    def __init__(self, directory: Path, **planner: Any) -> None:
         self.config = config_of(directory, **planner)
         self.keyspace = self.config.keyspace()
         self.sketches = SketchSet(self.keyspace.tables, half_life_seconds=5.0)
         self.coordinator = FakeCoordinator()
         self.executions = SimpleNamespace(migrating=False)
-        self.training = SimpleNamespace(accesses_per_step=lambda world: PER_STEP, exposed=lambda: None)
+        self.training = SimpleNamespace(
+            accesses_per_step=lambda world: PER_STEP, exposed=lambda: None, step_seconds=lambda: None
+        )
         self.profile_rates: list[float] = []
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0
         self.monitor = DriftMonitor(
             self.config.planner, self.keyspace, CLUSTER, self._profile, self.coordinator,
-            self.executions, self.training, restored,  # type: ignore[arg-type]
+            self.executions, self.training,  # type: ignore[arg-type]
         )  # fmt: skip
 
     def _profile(self, per_step: float, layout: RankLayout) -> Profile:
@@ -76,10 +77,10 @@ class DriftHarness:
         self.during()
         return made
 
-    def see(self, moved: int = 0, seconds: int = 30) -> None:
+    def see(self, moved: int = 0, seconds: int = 30, exponent: float = 1.2) -> None:
         for _ in range(seconds):
             self.clock += 1
-            self.sketches.ingest("item", accesses(20_000, moved, int(self.clock)), 0, self.clock)
+            self.sketches.ingest("item", accesses(20_000, moved, int(self.clock), exponent), 0, self.clock)
 
     def plan(self) -> Placement:
         profile = self.sketches.profile(PER_STEP)
@@ -89,7 +90,7 @@ class DriftHarness:
             profile, self.keyspace, live.layout, CLUSTER, live.replica_slots, self.coordinator.now, plan_id="p",
             parent_id="", topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
         )  # fmt: skip
-        self.monitor.set_reference(placement_communication(profile, self.keyspace, live.layout, CLUSTER, plan.target))
+        self.monitor.planned()
         return plan.target
 
     def execute(self) -> Placement:
