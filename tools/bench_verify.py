@@ -49,6 +49,7 @@ RANK_PROGRAM = Path(__file__).parent / "bench_verify_rank.py"
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
 TURN_STEPS = 10
+SHAKEN_TURNS = 6
 NEVER_SLOWER, WINS = 1.02, 0.90
 IN_FLIGHT = ("PENDING", "PUSHING", "APPLYING", "ABORTING")
 NOT_SLOWER = ("faster", "same", "undecided")
@@ -228,12 +229,13 @@ class Bench:
 
 
 class _Shaking:
-    """Changes the load of a shaken job at every call of ``change``; a context manager."""
+    """Changes the load of a shaken job at every ``SHAKEN_TURNS``-th call of ``change``; a context manager."""
 
     def __init__(self, cluster: Cluster, job: Job) -> None:
         self._cluster, self._job = cluster, job
         self._rng = np.random.default_rng(7)
         self._burner: subprocess.Popen[bytes] | None = None
+        self._turns = 0
 
     def __enter__(self) -> _Shaking:
         return self
@@ -242,7 +244,8 @@ class _Shaking:
         self._stop()
 
     def change(self) -> None:
-        if not self._job.shaken:
+        self._turns += 1
+        if not self._job.shaken or self._turns % SHAKEN_TURNS:
             return
         self._cluster.limit(self._job.rate_mbit * float(self._rng.choice([0.6, 1.0])))
         self._stop()

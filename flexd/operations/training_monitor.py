@@ -184,7 +184,8 @@ class TrainingMonitor:
     def exposed(self) -> Exposed | None:
         """Return the measured exposure of the communication; None before any rank has reported phases.
 
-        It stays the same until it has changed by more than noise, because plans that differ by noise in the prices would move rows to and fro.
+        It stays the same until it has changed by more than noise, because plans made at prices
+        that differ by noise would move rows to and fro.
         """
         with self._lock:
             phases = mean_phases(rank.phases for rank in self._ranks.values())
