@@ -142,7 +142,8 @@ def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
 
 
 def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: RankLayout) -> SyncLists:
-    """``SyncLists.of``, with the bits of each list that stand for a row."""
+    """``SyncLists.of``, with the bits of each list that stand for a row. Rows that get numbers of these blocks later
+    are touched by no mirror."""
     lists = _sync_lists_of(directory, hops, layout)
     with _outside():
         listed = torch.zeros(directory.entries + 1, dtype=torch.uint8, device=directory.device)

@@ -66,7 +66,7 @@ class ReplicaSync:
         """Number of home rows of the dim-groups before each, and of all."""
         self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device)
         self._lists: SyncLists | None = None
-        self._version = -1
+        self._blocks_version = -1
         self._hops = router.hops
 
     @property
@@ -85,9 +85,9 @@ class ReplicaSync:
         directory = self._stores[0].directory
         if self._router.hops is not self._hops:
             self._lists, self._hops = None, self._router.hops
-        if self._lists is None or directory.version != self._version:
+        if self._lists is None or directory.blocks_version != self._blocks_version:
             self._lists = SyncLists.of(directory, self._router.hops, self._layout)
-            self._version = directory.version
+            self._blocks_version = directory.blocks_version
         return TouchedRows(self._lists, self._stores[0].rows.device) if any(self._lists.used) else None
 
     @in_phase(StepPhase.SYNC)

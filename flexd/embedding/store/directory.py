@@ -76,6 +76,12 @@ class Directory:
         """Entry at which each dim-group begins, and the number of entries."""
         return self.starts[::2]
 
+    @property
+    def blocks_version(self) -> int:
+        """Number of changes of the blocks of entries so far: while it is equal, so are all blocks, their homes and the
+        entries at which pools begin. Most chunks give rows numbers of blocks that exist."""
+        return sum(pool.changes for pool in self.pools)
+
     def place_of(self, home: int) -> int:
         """Return the place of a home rank among all of them: those of a rail are adjacent, by node."""
         return self._places_by_home[home]

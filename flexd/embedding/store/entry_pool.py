@@ -33,6 +33,8 @@ class EntryPool:
         self._rows = np.zeros(homes, dtype=np.int64)
         self.blocks = 0
         """Blocks in use."""
+        self.changes = 0
+        """Times that the blocks, or the homes that they belong to, have changed."""
 
     def __len__(self) -> int:
         return int(self._rows.sum())
@@ -83,6 +85,7 @@ class EntryPool:
         needed = -(-self._rows // BLOCK)
         if self.blocks <= 2 * int(needed.sum()) + _SLACK_BLOCKS:
             return None
+        self.changes += 1
         used = np.ones(self.blocks * BLOCK, dtype=np.bool_)
         for free in self._free.values():
             used[np.array(free, dtype=np.int64)] = False
@@ -106,6 +109,7 @@ class EntryPool:
         return moved
 
     def _add_blocks(self, home: int, count: int) -> None:
+        self.changes += 1
         if self.blocks + count > len(self._owners):
             grown = np.empty(max(self.blocks + count, 2 * len(self._owners)), dtype=np.int32)
             grown[: self.blocks] = self._owners[: self.blocks]

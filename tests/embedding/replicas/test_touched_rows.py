@@ -16,6 +16,7 @@ from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
+from flexd.embedding.replicas.replica_sync import ReplicaSync
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows, positions_of
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import GroupStore, make_stores
@@ -195,3 +196,44 @@ def test_a_list_gathers_and_scatters_its_rows(host: bool) -> None:
     second, of_second = rows.of_groups([False, True], bits)
     assert second.words == [1, 0]
     assert second.entries_of(of_second).tolist() == [3 * 64, 3 * 64 + 63]
+
+
+def test_lists_are_kept_over_a_chunk_that_adds_no_block() -> None:
+    """They are those of a directory that was listed anew, and rows of new blocks are in new lists."""
+    layout = RankLayout(2, 2)
+    tiers = np.where(np.arange(ROWS) % 3 == 0, Tier.DEVICE, Tier.HOME)
+    stores = stores_of(layout, 0, tiers)
+    router: Any = SimpleNamespace(hops=hops_of(layout, 0, direct=False))
+    sync = ReplicaSync(stores, router, layout)
+    kept = []
+    for removed, keys in (([], [1]), ([0, 3], [4, 5]), ([], [key for key in range(1, 70) if key % 3 and key > 5])):
+        before = sync.new_touched()
+        new = np.array(keys, dtype=np.int64)
+        stores[0].directory.change(
+            np.array(removed, dtype=np.int64), new, np.zeros(len(new), np.int32),
+            np.full(len(new), Tier.DEVICE, np.uint8),
+        )  # fmt: skip
+        after = sync.new_touched()
+        assert before is not None
+        assert after is not None
+        kept.append(after.lists is before.lists)
+        fresh = SyncLists.of(stores[0].directory, router.hops, layout)
+        assert after.lists.first_entries == fresh.first_entries
+        assert after.lists.used == fresh.used
+        for mine, anew in ((after.lists.upstream, fresh.upstream), (after.lists.downstream, fresh.downstream)):
+            assert [rows.index.tolist() for rows in mine] == [rows.index.tolist() for rows in anew]
+            assert [rows.words for rows in mine] == [rows.words for rows in anew]
+            assert [rows.nowhere for rows in mine] == [rows.nowhere for rows in anew]
+    many = np.arange(ROWS, dtype=np.int64)
+    old = sync.new_touched()
+    listed = stores[0].directory.rows()[0]
+    stores[0].directory.change(listed, many, np.zeros(ROWS, np.int32), np.full(ROWS, Tier.NODE, np.uint8))
+    new_lists = sync.new_touched()
+    assert old is not None
+    assert new_lists is not None
+    assert new_lists.lists is not old.lists
+    fresh = SyncLists.of(stores[0].directory, router.hops, layout)
+    assert [rows.index.tolist() for rows in new_lists.lists.upstream] == [
+        rows.index.tolist() for rows in fresh.upstream
+    ]
+    assert kept == [True, True, True]

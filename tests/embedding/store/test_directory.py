@@ -68,6 +68,21 @@ def check(directory: Directory, expected: Rows, groups: int) -> dict[int, int]:
     return numbers
 
 
+def blocks_of(directory: Directory) -> tuple[list[int], list[list[int]]]:
+    return directory.starts, [pool.owners.tolist() for pool in directory.pools]
+
+
+def test_rows_with_numbers_of_blocks_that_exist_leave_the_blocks_as_they_are() -> None:
+    directory = Directory(GROUPS[:1], RankLayout(2, 2), 600, CPU)
+    change(directory, [], {key: (Tier.DEVICE, key) for key in range(8)})
+    version, before = directory.blocks_version, blocks_of(directory)
+    change(directory, [1, 2], {key: (Tier.DEVICE, key) for key in range(8, 200)})
+    assert directory.blocks_version == version
+    assert blocks_of(directory) == before
+    change(directory, [], {key: (Tier.NODE, key) for key in (1,)})
+    assert directory.blocks_version != version, "the first NODE row has a block of its own"
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     layout=st.sampled_from([RankLayout(1, 1), RankLayout(2, 2), RankLayout(3, 2)]), groups=st.integers(1, 3),
@@ -90,11 +105,13 @@ def test_a_directory_equals_a_dict(layout: RankLayout, groups: int, seed: int, c
             for key in range(end) if key not in kept and rng.random() < width
         }  # fmt: skip
         blocks = [pool.blocks for pool in made.pools]
+        version, before = made.blocks_version, blocks_of(made)
         for directory in (made, more):
             change(directory, removed, drawn)
         device = {key: value for key, value in drawn.items() if value[0] == Tier.DEVICE}
         change(other, [key for key in removed if expected[key][0] == Tier.DEVICE], device)
         expected = kept | drawn
+        assert made.blocks_version != version or blocks_of(made) == before
         now = check(made, expected, groups)
         assert check(more, expected, groups) == now
         in_other = check(other, {key: value for key, value in expected.items() if value[0] == Tier.DEVICE}, groups)

@@ -73,8 +73,10 @@ def test_a_pool_of_few_rows_is_compacted(left: int) -> None:
     pool = EntryPool(2)
     numbers = pool.allocate(np.arange(100 * BLOCK) % 2)
     pool.release(numbers[left:])
+    changes = pool.changes
     moved = pool.compact()
     assert moved is not None
+    assert pool.changes > changes
     assert pool.blocks == (2 if left else 0)
     assert [int(moved[number]) for number in numbers[:left].tolist()] == ([0, 64, 1, 65, 2] if left else [])
     assert pool.allocate(np.array([0, 1], dtype=np.int64)).tolist() == ([3, 66] if left else [0, 64])
