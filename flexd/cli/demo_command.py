@@ -32,7 +32,16 @@ def demo(
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.")] = DemoOptions.nodes,
     local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.")] = DemoOptions.local_ranks,
+    link_mbit: Annotated[
+        float,
+        typer.Option(
+            "--link-mbit", help="Emulated link of each node and direction, Mbit/s; 0: none, and no step times of peers."
+        ),
+    ] = DemoOptions.link_mbit,
     steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = DemoOptions.steps,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", help="Forward and backward passes of each step.")
+    ] = DemoOptions.micro_batches,
     kafka: Annotated[
         str | None,
         typer.Option("--kafka", metavar="BOOTSTRAP", help="Stream over this broker (host:port) instead of a file log."),
@@ -46,7 +55,7 @@ def demo(
     ] = DemoOptions.replica_budget,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Plot inter-node bytes a step and the plans."),
+        typer.Option("--plot", metavar="FILE.png", help="Plot step times, inter-node bytes and the plans."),
     ] = None,
     kill_daemon_at: Annotated[
         int | None, typer.Option("--kill-daemon-at", metavar="STEP", help="SIGKILL the daemon at this step.")
@@ -71,7 +80,7 @@ def demo(
     """Train a small model with a daemon beside it.
 
     Daemon, stream and training ranks are real processes; the model predicts the next
-    item. Prints the effect of flexd on inter-node bytes.
+    item. Prints the step time of several exchanges over an emulated link, and inter-node bytes.
 
     Example: flexd demo --steps 200 --plot demo.png
     """
@@ -79,7 +88,9 @@ def demo(
         trace=trace,
         nodes=nodes,
         local_ranks=local_ranks,
+        link_mbit=link_mbit,
         steps=steps,
+        micro_batches=micro_batches,
         kafka=kafka,
         tap=tap,
         replica_budget=replica_budget,

@@ -15,7 +15,7 @@ LEAST_BATCH_SIZE = 2
 @dataclass(frozen=True)
 class DemoOptions:
     """``flexd demo --help`` explains each; ``replica_budget`` is a fraction of all rows, per rank. Without a
-    batch size, it is what the trace has samples for.
+    batch size, it is what the trace has samples for. ``link_mbit`` of 0 emulates no link.
 
     Raises:
         ConfigError: a value is out of range, or two options contradict each other.
@@ -24,7 +24,9 @@ class DemoOptions:
     trace: Path | None = None
     nodes: int = 2
     local_ranks: int = 2
+    link_mbit: float = 100.0
     steps: int = 300
+    micro_batches: int = 1
     kafka: str | None = None
     tap: bool = False
     replica_budget: float = 0.05
@@ -44,7 +46,9 @@ class DemoOptions:
             "--nodes": (self.nodes, 1, 16),
             "--local-ranks": (self.local_ranks, 1, 16),
             "--steps": (self.steps, 20, 1_000_000),
+            "--micro-batches": (self.micro_batches, 1, 64),
             "--replica-budget": (self.replica_budget, 0.0, 1.0),
+            "--link-mbit": (self.link_mbit, 0.0, 1e6),
         }
         if self.batch_size is not None:
             checks["--batch-size"] = (self.batch_size, LEAST_BATCH_SIZE, 65_536)
@@ -71,3 +75,8 @@ class DemoOptions:
     @property
     def world_size(self) -> int:
         return self.nodes * self.local_ranks
+
+    @property
+    def has_link(self) -> bool:
+        """True if the link between nodes is emulated, and other strategies are trained beside the plans."""
+        return self.link_mbit > 0 and self.nodes > 1

@@ -9,8 +9,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.demo.accesses import accesses_of
+from flexd.demo.link import EmulatedLink, limit_collectives, rank_bytes_per_second
 from flexd.demo.model import NextItem, right_aligned
 from flexd.stream.batches import Batch, Batches
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
@@ -37,9 +41,22 @@ TRAFFIC = (
 )  # fmt: skip
 
 
+class Strategy(StrEnum):
+    """How a run exchanges rows: ``PLANS`` beside a daemon, the others without one."""
+
+    ROW_WISE = "row_wise"
+    CHAIN = "chain"
+    RUN_AHEAD = "run_ahead"
+    PLANS = "plans"
+
+
+PEERS = (Strategy.ROW_WISE, Strategy.CHAIN, Strategy.RUN_AHEAD)
+"""Trained one after the other on the same batches where the link is emulated."""
+
+
 @dataclass(frozen=True)
 class RunSetup:
-    """Settings that the runner gives every rank, as JSON."""
+    """Settings that the runner gives every rank, as JSON. ``link_mbit``: of a node in each direction; 0: no limit."""
 
     trace: str
     job: str
@@ -64,6 +81,9 @@ class RunSetup:
     tap: bool
     topic: str
     check_every: int
+    micro_batches: int = 1
+    link_mbit: float = 0.0
+    strategy: str = Strategy.PLANS.value
 
     @property
     def world_size(self) -> int:
@@ -85,6 +105,7 @@ class RunSetup:
             history=self.history,
             kind=SampleKind(self.samples),
             lengths=SampleLengths(self.lengths),
+            micro_batches=self.micro_batches,
         )
 
     def tables(self, batches: Batches) -> list[flexd.EmbeddingTable]:
@@ -120,57 +141,99 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     """Train all steps; return the record of this rank, by name."""
     batches = setup.batches()
     names = batches.trace.table_names
+    planned = setup.strategy == Strategy.PLANS
     collection = flexd.EmbeddingCollection(
         setup.tables(batches),
         optimizer=flexd.RowWiseAdagrad(lr=setup.learning_rate, eps=ADAGRAD_EPS),
         layout=flexd.RankLayout(setup.nodes, setup.local_ranks),
-        replica_fraction=setup.replica_budget,
+        replica_fraction=setup.replica_budget if planned else 0.0,
+        exchange="direct_no_dedup" if setup.strategy == Strategy.ROW_WISE else "chain",
         seed=setup.seed,
     )
+    link = None
+    if setup.link_mbit and setup.nodes > 1:
+        link = EmulatedLink(rank_bytes_per_second(setup.link_mbit, setup.local_ranks))
+        limit_collectives(link)
     dense = setup.dense()
     model: torch.nn.Module = DistributedDataParallel(dense) if setup.world_size > 1 else dense
     dense_optimizer = torch.optim.SGD(dense.parameters(), lr=setup.dense_learning_rate)
-    accesses = accesses_of(
-        collection, rank, tap=setup.tap, kafka=setup.kafka, topic=setup.topic, file_log=setup.file_log
-    )
-    connection = flexd.connect(collection, setup.control, job=setup.job, tap=accesses.tap)
+    accesses = connection = None
+    if planned:
+        accesses = accesses_of(
+            collection, rank, tap=setup.tap, kafka=setup.kafka, topic=setup.topic, file_log=setup.file_log
+        )
+        with _unlimited(link):
+            connection = flexd.connect(collection, setup.control, job=setup.job, tap=accesses.tap)
     record: dict[str, list[Any]] = {
         name: [] for name in ("loss", "version", "seconds", "apply_seconds", "bit_equal", *TRAFFIC)
     }
+    loader: Iterable[_Loaded] = _loaded(setup, batches, rank)
+    if setup.strategy == Strategy.RUN_AHEAD:
+        loader = flexd.prefetch(
+            _loaded(setup, batches, rank), collection, features=lambda loaded: loaded[1],
+            passes_per_step=setup.micro_batches,
+        )  # fmt: skip
+    loaded = iter(loader)
     for step in range(setup.steps):
         started = time.perf_counter()
         before, applied_before = collection.traffic.totals(), collection.engine.apply_seconds
-        batch = batches.batch(step, rank)
-        features = features_of(batch, names)
-        accesses.batch(features, batch.seconds)
-        out = collection(features)
-        loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
         dense_optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        losses = []
+        for _ in range(setup.micro_batches):
+            batch, features = next(loaded)
+            if accesses is not None:
+                accesses.batch(features, batch.seconds)
+            out = collection(features)
+            loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
+            (loss / setup.micro_batches).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
         dense_optimizer.step()
         collection.optimizer.step()
         seconds = time.perf_counter() - started
         after = collection.traffic.totals()
-        record["loss"].append(loss.item())
+        record["loss"].append(sum(losses) / setup.micro_batches)
         record["version"].append(collection.placement_version)
         record["seconds"].append(seconds)
         record["apply_seconds"].append(collection.engine.apply_seconds - applied_before)
-        if step % setup.check_every == 0 or step == setup.steps - 1:
-            record["bit_equal"].append(collection.replicas_bit_equal())
+        if planned and (step % setup.check_every == 0 or step == setup.steps - 1):
+            with _unlimited(link):
+                record["bit_equal"].append(collection.replicas_bit_equal())
         for name in TRAFFIC:
             record[name].append(after[name] - before[name])
-        progress = {"step": step, "loss": loss.item(), "version": collection.placement_version, "seconds": seconds}
+        progress = {
+            "step": step,
+            "loss": record["loss"][-1],
+            "version": collection.placement_version,
+            "seconds": seconds,
+        }
         progress |= {name: record[name][-1] for name in TRAFFIC}
         print(json.dumps(progress), flush=True)
-    dropped = accesses.close()
-    connection.close(5.0)
-    final = {f"table/{name}": collection.gather_table(name).numpy() for name in names}  # collective
+    next(loaded, None)  # run-ahead ends its last step
+    dropped = 0 if accesses is None else accesses.close()
+    if connection is not None:
+        connection.close(5.0)
+    with _unlimited(link):
+        final = {f"table/{name}": collection.gather_table(name).numpy() for name in names}  # collective
     final |= {f"dense/{name}": value.numpy() for name, value in dense.state_dict().items()}
     return {
         **{name: np.array(values) for name, values in record.items()},
         "publisher_dropped": np.array(dropped),
         **(final if rank == 0 else {}),
     }
+
+
+_Loaded = tuple[Batch, dict[str, flexd.Jagged]]
+
+
+def _loaded(setup: RunSetup, batches: Batches, rank: int) -> Iterator[_Loaded]:
+    for step in range(setup.steps):
+        for micro_batch in range(setup.micro_batches):
+            batch = batches.batch(step, rank, micro_batch)
+            yield batch, features_of(batch, batches.trace.table_names)
+
+
+def _unlimited(link: EmulatedLink | None) -> Any:
+    return nullcontext() if link is None else link.unlimited()
 
 
 def main() -> int:

@@ -27,7 +27,8 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class RowWiseBaseline:
-    """Inter-node bytes of a step if every rank requested every row from its home, counted from the id sets."""
+    """Inter-node bytes of a pass if every rank requested every row from its home, and pushed its gradient, counted
+    from the id sets."""
 
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self._keyspace = keyspace
@@ -68,12 +69,15 @@ class PlainTraining:
         setup, losses = self._setup, []
         self._dense_optimizer.zero_grad()
         for rank in range(setup.world_size):
-            batch = self._batches.batch(step, rank)
-            features = features_of(batch, self.names)
-            rows = [self.tables[name](features[name].values) for name in self.names if name in features]
-            loss = loss_of(self.dense, batch, rows, setup.history)
-            (loss / setup.world_size).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
+            of_rank = []
+            for micro_batch in range(setup.micro_batches):
+                batch = self._batches.batch(step, rank, micro_batch)
+                features = features_of(batch, self.names)
+                rows = [self.tables[name](features[name].values) for name in self.names if name in features]
+                loss = loss_of(self.dense, batch, rows, setup.history)
+                (loss / setup.world_size / setup.micro_batches).backward()  # type: ignore[no-untyped-call]
+                of_rank.append(loss.item())
+            losses.append(sum(of_rank) / setup.micro_batches)
         self._dense_optimizer.step()
         with torch.no_grad():
             for name, table in self.tables.items():
@@ -94,10 +98,14 @@ def run(setup: RunSetup) -> dict[str, Any]:
     losses, row_wise, row_wise_dedup, touches = [], [], [], TouchCounter(layout)
     for step in range(setup.steps):
         losses.append(training.step(step))
-        shards = [(batches.batch(step, rank), rank) for rank in range(setup.world_size)]
-        touches.see(StepKeys.of([baseline.keys_of(batch) for batch, _ in shards], layout))
-        row_wise.append(sum(baseline.bytes_of(batch, rank, dedup=False) for batch, rank in shards))
-        row_wise_dedup.append(sum(baseline.bytes_of(batch, rank, dedup=True) for batch, rank in shards))
+        counted = [0, 0]
+        for micro_batch in range(setup.micro_batches):
+            shards = [(batches.batch(step, rank, micro_batch), rank) for rank in range(setup.world_size)]
+            touches.see(StepKeys.of([baseline.keys_of(batch) for batch, _ in shards], layout))
+            for dedup in (False, True):
+                counted[dedup] += sum(baseline.bytes_of(batch, rank, dedup=dedup) for batch, rank in shards)
+        row_wise.append(counted[False])
+        row_wise_dedup.append(counted[True])
     return {
         "loss": np.array(losses),
         "row_wise": np.array(row_wise),

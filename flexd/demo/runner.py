@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from rich.console import Console
 
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
+from flexd.demo.link import link_cluster
 from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 from flexd.demo.plot import plot_run
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
-from flexd.demo.rank import RunSetup
+from flexd.demo.rank import PEERS, RunSetup, Strategy
 from flexd.demo.screen import LiveView, print_summary
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
@@ -59,7 +61,7 @@ class Demo:
         trace = load_trace(self.trace_file)
         batches = Batches(
             trace, world_size=options.world_size, batch_size=options.batch_size, steps=options.steps, history=HISTORY,
-            kind=options.samples, lengths=options.lengths,
+            kind=options.samples, lengths=options.lengths, micro_batches=options.micro_batches,
         )  # fmt: skip
         if batches.batch_size < LEAST_BATCH_SIZE:
             raise ConfigError(
@@ -91,6 +93,8 @@ class Demo:
             tap=options.tap,
             topic=f"flexd-demo-{os.getpid()}-{int(time.time())}",
             check_every=5,
+            micro_batches=options.micro_batches,
+            link_mbit=options.link_mbit if options.has_link else 0.0,
         )
         self.setup_file = directory / "setup.json"
         self.setup.save(self.setup_file)
@@ -102,7 +106,10 @@ class Demo:
         setup, trace = self.setup, batches.trace
         topology = self._directory / "topology.yaml"
         look_up_bytes = setup.batch_size * (HISTORY + 1) * DIM * DTYPE_BYTES[setup.dtype]
-        write_cluster(scale_model(load_preset(PRESET), max(1.0, PRODUCTION_RANK_BYTES / look_up_bytes)), topology)
+        cluster = scale_model(load_preset(PRESET), max(1.0, PRODUCTION_RANK_BYTES / look_up_bytes))
+        if setup.link_mbit:
+            cluster = link_cluster(setup.link_mbit, setup.local_ranks)
+        write_cluster(cluster, topology)
         source: dict[str, Any] = {"kind": "file_log", "path": setup.file_log}
         if setup.kafka:
             source = {
@@ -126,10 +133,11 @@ class Demo:
             "topology": {"file": str(topology)},
             "planner": {
                 "interval_seconds": PLAN_SECONDS, "min_spacing_seconds": 0.5, "horizon_steps": setup.steps,
-                # The links are a scale model, so savings in time say nothing about these steps.
+                "micro_batches": setup.micro_batches,
+                # The prices leave latencies out or scale them down, so that there are plans to see.
                 "min_saving": {"seconds": 0.0, "share": 0.0},
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
-                "min_samples": setup.steps * setup.batch_size * setup.world_size * HISTORY // 10,
+                "min_samples": setup.steps * setup.micro_batches * setup.batch_size * setup.world_size * HISTORY // 10,
             },
             "control": {"listen_port": control_port, "timeout_seconds": 15.0},
             "server": {"port": http_port},
@@ -149,7 +157,7 @@ class Demo:
         if options.kill_daemon_at is not None and options.restart_daemon_after is not None:
             restart_at = options.kill_daemon_at + options.restart_daemon_after
         killed = restarted = False
-        deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT
+        deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(PEERS) * bool(setup.link_mbit))
         with LiveView(setup.steps, enabled=options.output == "table") as view:
             self.daemon.start()
             ranks = Ranks(self.setup_file, setup.world_size, self._directory)
@@ -173,9 +181,29 @@ class Demo:
             finally:
                 ranks.stop()
                 self.daemon.stop()
+            for strategy in PEERS if setup.link_mbit else ():
+                view.print(f"training the same steps without a daemon: {strategy.value.replace('_', '-')}")
+                self._train_peer(strategy, deadline)
             view.print("training is done; training the same data in one plain process to compare")
             run_reference(self.setup_file, self._directory, deadline - time.monotonic())
         return RunRecord.load(setup, self._directory, self.state / "plans.jsonl")
+
+    def _train_peer(self, strategy: Strategy, deadline: float) -> None:
+        directory = self._directory / strategy.value
+        directory.mkdir(exist_ok=True)
+        (port,) = free_ports(1)
+        setup = replace(self.setup, strategy=strategy.value, directory=str(directory), store_port=port)
+        file = directory / "setup.json"
+        setup.save(file)
+        ranks = Ranks(file, setup.world_size, directory)
+        try:
+            while ranks.running():
+                if time.monotonic() > deadline:
+                    raise FlexdError(f"the ranks of {strategy.value} did not end in time", remedy=f"see {directory}")
+                time.sleep(0.1)
+            ranks.join()
+        finally:
+            ranks.stop()
 
 
 def run_demo(options: DemoOptions) -> int:

@@ -11,6 +11,12 @@ from rich.table import Table
 from flexd.simulate.touches import touches_in_words
 
 KINDS = ("all_to_all", "sync", "migration", "total")
+TIMED = {
+    "row_wise": "row-wise, no dedup (sharded modules today)",
+    "chain": "two-hop chain",
+    "run_ahead": "two-hop chain, run-ahead (flexd.prefetch)",
+    "plans": "two-hop chain, the daemon's copies",
+}
 STRATEGIES = {
     "row_wise": "row-wise, no dedup (sharded modules today)",
     "row_wise_dedup": "row-wise, dedup",
@@ -80,6 +86,21 @@ def describe_daemon(status: dict[str, Any] | None) -> str:
     return f"{stream['accesses']:,} accesses read, lag {stream['lag_messages']}, {replicated:,} rows replicated"
 
 
+def _step_times(summary: dict[str, Any]) -> Table:
+    times = summary["step_ms"]["strategies"]
+    table = Table(
+        title=f"ms a step over the last tenth; emulated link of {summary['link_mbit']:g} Mbit/s a node and direction",
+        title_justify="left",
+    )
+    for heading in ("strategy", "median", "quartiles", "of row-wise"):
+        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for name, text in TIMED.items():
+        step = times[name]
+        share = step["p50"] / times["row_wise"]["p50"]
+        table.add_row(text, f"{step['p50']:.1f}", f"{step['p25']:.1f} .. {step['p75']:.1f}", f"{share:.2f}")
+    return table
+
+
 def print_summary(summary: dict[str, Any], console: Console) -> None:
     """Print the summary as tables."""
     console.print(
@@ -88,6 +109,8 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
     )
     console.print(summary["samples"])
     console.print(f"{touches_in_words(summary['touches'], summary['nodes'], summary['local_ranks'])}\n")
+    if summary["step_ms"]["strategies"]:
+        console.print(_step_times(summary))
     traffic = summary["inter_node_bytes_per_step"]
     table = Table(title="inter-node MB per step, whole job (counted where it is sent)", title_justify="left")
     table.add_column("strategy")
@@ -116,8 +139,7 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         )
     console.print(facts)
     if summary["last_plan"]:
-        console.print(
-            "\nWhy the last plan replicates what it does, at the prices of a full-size cluster (per rank and step):"
-        )
+        prices = "the emulated link" if summary["link_mbit"] else "a full-size cluster"
+        console.print(f"\nWhy the last plan replicates what it does, at the prices of {prices} (per rank and step):")
         for sentence in summary["last_plan"]["why"]:
             console.print(f"  - {sentence}")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.demo.rank import TRAFFIC, RunSetup
+from flexd.demo.rank import PEERS, TRAFFIC, RunSetup, Strategy
 
 Array = npt.NDArray[Any]
 
@@ -23,12 +23,14 @@ class RunRecord:
         ranks: each rank's arrays by name, one value a step.
         reference: the single-process training and the row-wise baselines.
         plans: the daemon's plan log, one entry for each plan whose migration was started.
+        peers: each rank's arrays of the same steps without a daemon, by strategy; empty without an emulated link.
     """
 
     setup: RunSetup
     ranks: tuple[dict[str, Array], ...]
     reference: dict[str, Array]
     plans: tuple[dict[str, Any], ...]
+    peers: dict[str, tuple[dict[str, Array], ...]] = field(default_factory=dict)
 
     @staticmethod
     def load(setup: RunSetup, directory: Path, plan_log: Path) -> RunRecord:
@@ -36,18 +38,29 @@ class RunRecord:
             with np.load(path) as file:
                 return {name: file[name] for name in file.files}
 
+        def of_ranks(of_run: Path) -> tuple[dict[str, Array], ...]:
+            return tuple(arrays(of_run / f"rank-{rank}.npz") for rank in range(setup.world_size))
+
         plans = plan_log.read_text().splitlines() if plan_log.exists() else []
         return RunRecord(
             setup,
-            tuple(arrays(directory / f"rank-{rank}.npz") for rank in range(setup.world_size)),
+            of_ranks(directory),
             arrays(directory / "reference.npz"),
             tuple(json.loads(line) for line in plans if line.endswith("}")),
+            {peer.value: of_ranks(directory / peer.value) for peer in PEERS if (directory / peer.value).is_dir()},
         )
 
     def job_total(self, name: str) -> Array:
         """Return a traffic counter summed over ranks, one value a step."""
         total: Array = np.sum([rank[name] for rank in self.ranks], axis=0)
         return total
+
+    def step_seconds(self) -> dict[str, Array]:
+        """Return the wall time of each step by strategy, the mean over the ranks; empty without an emulated link."""
+        if not self.peers:
+            return {}
+        runs = {**self.peers, Strategy.PLANS.value: self.ranks}
+        return {name: np.mean([rank["seconds"] for rank in ranks], axis=0) for name, ranks in runs.items()}
 
     def before_steps(self) -> slice:
         """Steps before the first replica, at most a tenth of the run."""
@@ -112,17 +125,30 @@ def _pause_ms(record: RunRecord) -> dict[str, float | None]:
     }
 
 
+def _losses(ranks: tuple[dict[str, Array], ...]) -> Array:
+    return np.stack([rank["loss"] for rank in ranks], axis=1)
+
+
+def _quartiles_ms(seconds: Array) -> dict[str, float]:
+    low, median, high = np.percentile(seconds, [25, 50, 75]) * 1e3
+    return {"p25": float(low), "p50": float(median), "p75": float(high)}
+
+
 def summarise(record: RunRecord) -> dict[str, Any]:
     """The JSON of ``flexd demo -o json``."""
     setup = record.setup
     before, after = record.before_steps(), record.after_steps()
     accesses = {tier: int(record.job_total(f"{tier}_accesses")[after].sum()) for tier in ("home", "node", "device")}
-    losses = np.stack([rank["loss"] for rank in record.ranks], axis=1)
+    losses = _losses(record.ranks)
     tenth = max(1, setup.steps // 10)
     differences = {
         "tables": _difference(record, ("table/",)),
         "dense": _difference(record, ("dense/",)),
         "losses": float(np.abs(losses - record.reference["loss"]).max()),
+        **{
+            f"losses_{name}": float(np.abs(_losses(ranks) - record.reference["loss"]).max())
+            for name, ranks in record.peers.items()
+        },
     }
     return {
         "trace": Path(setup.trace).name,
@@ -132,6 +158,7 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "steps": setup.steps,
         "dtype": setup.dtype,
         "batch_size": setup.batch_size,
+        "micro_batches": setup.micro_batches,
         "samples": str(record.reference["samples"]),
         "touches": {
             name.removeprefix("touches/"): float(value)
@@ -158,7 +185,11 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         ),
         "max_abs_difference_to_single_process": float(np.max(list(differences.values()))),
         "difference_to_single_process": differences,
-        "step_ms": {"p50": float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3},
+        "link_mbit": setup.link_mbit,
+        "step_ms": {
+            "p50": float(np.median([rank["seconds"][1:] for rank in record.ranks])) * 1e3,
+            "strategies": {name: _quartiles_ms(seconds[after]) for name, seconds in record.step_seconds().items()},
+        },
         "step_pause_ms": _pause_ms(record),
         "stream_accesses_dropped": int(sum(rank["publisher_dropped"] for rank in record.ranks)),
     }

@@ -55,9 +55,9 @@ def summarise_replication(
 def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> list[str]:
     ratio = figures["all_reduce_bytes_per_second"] / figures["all_to_all_bytes_per_second"]
     bandwidth = (
-        f"between nodes an all-reduce moves {figures['all_reduce_bytes_per_second'] / 1e9:.1f} GB/s a rank "
+        f"between nodes an all-reduce moves {_size(figures['all_reduce_bytes_per_second'])}/s a rank "
         f"({figures['all_reduce_wire_share']:.0%} of the wire), an all-to-all "
-        f"{figures['all_to_all_bytes_per_second'] / 1e9:.1f} GB/s ({figures['all_to_all_wire_share']:.0%}): "
+        f"{_size(figures['all_to_all_bytes_per_second'])}/s ({figures['all_to_all_wire_share']:.0%}): "
         f"{ratio:.2f} times as much"
     )
     if at_home:

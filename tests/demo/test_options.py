@@ -16,6 +16,9 @@ from flexd.demo.options import DemoOptions
         ({"local_ranks": 0}, "--local-ranks 0"),
         ({"steps": 19}, "--steps 19"),
         ({"batch_size": 1}, "--batch-size 1"),
+        ({"micro_batches": 0}, "--micro-batches 0"),
+        ({"link_mbit": -1.0}, "--link-mbit -1.0"),
+        ({"link_mbit": float("inf")}, "--link-mbit inf"),
         ({"replica_budget": -0.1}, "--replica-budget -0.1"),
         ({"replica_budget": 1.1}, "--replica-budget 1.1"),
         ({"replica_budget": float("nan")}, "--replica-budget nan"),
@@ -35,4 +38,7 @@ def test_options_that_no_run_can_have(options: dict[str, object], named: str) ->
 
 
 def test_usable_options_are_taken() -> None:
+    assert DemoOptions().has_link
+    assert not DemoOptions(nodes=1).has_link, "one node has no link to another"
+    assert not DemoOptions(link_mbit=0).has_link
     assert DemoOptions(nodes=3, local_ranks=4, kill_daemon_at=10, restart_daemon_after=0).world_size == 12

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from flexd.core.errors import ConfigError
 from flexd.demo.plot import plot_run
 from flexd.demo.rank import TRAFFIC, RunSetup
 from flexd.demo.runner import _broken_invariants
+from flexd.demo.screen import print_summary
 from flexd.demo.summary import RunRecord, inter_node_bytes, summarise, tolerance
 
 STEPS = 40
@@ -22,6 +27,11 @@ SETUP = RunSetup(
     replica_budget=0.05, seed=0, store_port=1,
     control="127.0.0.1:1", directory="d", file_log="l", kafka=None, tap=False, topic="t", check_every=5,
 )  # fmt: skip
+TOUCHES = {
+    "accesses_of_rank": 9.0, "accesses_of_busiest_rank": 9.0, "rows_of_rank": 7.5, "rows_of_node": 7.5,
+    "rows_of_job": 12.0,
+    "job_over_node": 1.6,
+}  # fmt: skip
 STEP = np.arange(STEPS)
 APPLIED = (STEP == 10) | (STEP == 20)
 
@@ -92,6 +102,40 @@ def test_migration_bytes_are_part_of_the_total() -> None:
     assert inter_node_bytes(_record(), slice(10, 12)) == {"all_to_all": 80, "sync": 40, "migration": 7, "total": 127}
 
 
+def _with_peers(record: RunRecord) -> RunRecord:
+    """The same losses at other speeds: 80, 40 and 10 ms a step."""
+    peers = {
+        name: tuple(
+            {"loss": rank["loss"].copy(), "seconds": np.full(STEPS, seconds + 0.002 * number)}
+            for number, rank in enumerate(record.ranks)
+        )
+        for name, seconds in (("row_wise", 0.079), ("chain", 0.039), ("run_ahead", 0.009))
+    }
+    return replace(record, setup=replace(SETUP, link_mbit=100.0), peers=peers)
+
+
+def test_step_times_by_strategy_over_the_last_tenth() -> None:
+    assert summarise(_record())["step_ms"]["strategies"] == {}
+    record = _with_peers(_record())
+    record.ranks[0]["seconds"][36:] = 0.040
+    found = summarise(record)
+    assert found["link_mbit"] == 100.0
+    medians = {name: times["p50"] for name, times in found["step_ms"]["strategies"].items()}
+    assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "run_ahead": 10.0, "plans": 30.0})
+    assert found["max_abs_difference_to_single_process"] == pytest.approx(1e-12, rel=1e-2)
+    screen = Console(width=150, file=StringIO())
+    print_summary({**found, "touches": TOUCHES, "last_plan": None}, screen)
+    text = screen.file.getvalue()
+    assert text.index("ms a step") < text.index("inter-node MB"), "time leads"
+    assert "0.38" in text
+
+
+def test_a_peer_that_learns_something_else_is_seen() -> None:
+    record = _with_peers(_record())
+    record.peers["run_ahead"][1]["loss"][3] += 1e-3
+    assert len(_broken_invariants(record, summarise(record))) == 1
+
+
 @pytest.mark.parametrize("broken", ["bit_equal", "version", "table", "loss", "table_nan", "dense_nan", "loss_nan"])
 def test_every_broken_promise_is_seen(broken: str) -> None:
     record = _record()
@@ -130,16 +174,25 @@ def test_a_record_is_loaded_from_the_run_s_files(tmp_path: Path) -> None:
     np.savez(tmp_path / "reference.npz", **record.reference)
     log = tmp_path / "plans.jsonl"
     log.write_text("\n".join(json.dumps(plan) for plan in record.plans) + '\n{"plan_id": "to')
+    with_peers = _with_peers(record)
+    for name, ranks in with_peers.peers.items():
+        (tmp_path / name).mkdir()
+        for number, rank in enumerate(ranks):
+            np.savez(tmp_path / name / f"rank-{number}.npz", **rank)
+    assert summarise(RunRecord.load(with_peers.setup, tmp_path, log)) == summarise(with_peers)
+    for name in with_peers.peers:
+        shutil.rmtree(tmp_path / name)
     loaded = RunRecord.load(SETUP, tmp_path, log)
     assert loaded.plans == record.plans
     assert summarise(loaded) == summarise(record)
     assert RunRecord.load(SETUP, tmp_path, tmp_path / "none").plans == ()
 
 
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_times", [False, True])
+def test_the_plot_is_a_picture(tmp_path: Path, with_times: bool) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"
-    plot_run(_record(), path)
+    plot_run(_with_peers(_record()) if with_times else _record(), path)
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert len(content) > 10_000
