@@ -120,6 +120,26 @@ def test_the_critical_path_carries_less(lived: Run) -> None:
 
 
 @pytest.mark.long
+def test_every_exchange_trains_the_same_over_the_emulated_link(tmp_path: Path) -> None:
+    found = demo(
+        "--steps", 60, "--batch-size", 16, "--micro-batches", 2, "--link-mbit", 400, "--out", tmp_path,
+        "--plot", tmp_path / "run.png",
+    )  # fmt: skip
+    strategies = ("row_wise", "chain", "run_ahead", "plans")
+    assert set(found["step_ms"]["strategies"]) == set(strategies)
+    assert found["micro_batches"] == 2
+    differences = found["difference_to_single_process"]
+    assert set(differences) == {"tables", "dense", "losses", *(f"losses_{name}" for name in strategies[:-1])}
+    assert max(differences.values()) <= 1e-9
+    sent = []
+    for rank in range(RANKS):
+        with np.load(tmp_path / "row_wise" / f"rank-{rank}.npz") as file:
+            sent.append(file["all_to_all_inter_bytes"].mean())
+    assert sum(sent) > 1.5 * found["inter_node_bytes_per_step"]["before"]["all_to_all"]
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
 def test_the_plot_is_drawn(lived: Run) -> None:
     assert (lived.directory / "run.png").read_bytes().startswith(b"\x89PNG")
 
