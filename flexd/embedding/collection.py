@@ -415,12 +415,16 @@ class EmbeddingCollection(DeferredTables):
         self.engine.before_rows_load()
         store.rows[homes.slots(mine)] = values[mine.start - first_row :: self.layout.world_size].to(store.rows)
 
-    def gather_table(self, name: str) -> torch.Tensor:
-        """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports."""
+    def gather_table(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
+        """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports.
+
+        Args:
+            device: of the result; default that of the tables. With "cpu" an accelerator holds one window at a time.
+        """
         store, homes = self._homes(self.keyspace.index[name])
         self.engine.settle()
         with self.traffic.uncounted():
-            return gather_rows(self._groups.world, homes, store.rows)
+            return gather_rows(self._groups.world, homes, store.rows, device)
 
     def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
         store = next(store for store in self.engine.stores if table in store.group.tables)

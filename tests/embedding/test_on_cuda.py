@@ -19,6 +19,8 @@ from mirror_ranks import MirrorPeers, mirrored
 import flexd
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta
+from flexd.embedding.checkpoint import whole_tables
+from flexd.embedding.checkpoint.checkpoint import load_whole_state_dict, whole_state_dict
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
@@ -164,6 +166,23 @@ def test_gather_table_gathers_the_table_alone() -> None:
     assert whole.shape == (rows[0], 16)
     assert whole.device == DEVICE
     assert sum(sizes) < rows[0] + SMALL.world_size
+
+
+def test_tables_leave_the_device_window_by_window() -> None:
+    """No second copy of a table on the device: neither for ``state_dict`` nor for whole tables."""
+    window_bytes = 4096
+    with job(SMALL, copies=0.0) as made, mock.patch.object(whole_tables, "MAX_WINDOW_BYTES", window_bytes):
+        collection = made.collection
+        assert min(store.rows.nbytes for store in collection.engine.stores) > 2 * window_bytes
+        made.cuda.largest_bytes = 0
+        collection.gather_table("t0", device="cpu")
+        whole = whole_state_dict(collection)
+        local = collection.state_dict()
+        assert 0 < made.cuda.largest_bytes <= window_bytes
+        assert {value.device.type for state in (whole, local) for value in state.values()} == {"cpu"}
+        load_whole_state_dict(collection, whole)
+        collection.load_state_dict(local)
+        made.step(made.batches(1)[0])
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
 
 from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.checkpoint import blocks, checkpoint
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
@@ -276,3 +277,26 @@ def load_saved_in_blocks(rank: int, layout: RankLayout, path: str) -> bool:
 def saved_keys(rank: int, layout: RankLayout) -> list[str]:
     checkpoint_windows(2**20)
     return list(checkpoint.sharded_state_dict(make(layout, "adam", 1)))
+
+
+def beyond_a_window(rank: int, layout: RankLayout, path: str) -> dict[str, bool]:
+    """Read, save and load a table that is larger than a window."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 140_001, 64)], optimizer=SGD(0.1), layout=layout)
+    expected = collection.initial_table("item")
+    sharded = checkpoint.sharded_state_dict(collection)["embeddings.item.weight"]
+    answers = {
+        "beyond": expected.nbytes > blocks.MAX_WINDOW_BYTES,
+        "sharded": isinstance(sharded, DTensor) and len(sharded.to_local()) < len(expected),
+        "full": torch.equal(sharded.full_tensor(), expected),
+        "whole": torch.equal(checkpoint.whole_state_dict(collection)["embeddings.item.weight"], expected),
+    }
+    checkpoint.save_checkpoint(collection, path)
+    local = collection.state_dict()
+    collection.load_rows("item", 0, torch.zeros_like(expected))
+    answers["emptied"] = not collection.gather_table("item").any()
+    checkpoint.load_checkpoint(collection, path)
+    answers["loaded"] = torch.equal(collection.gather_table("item", device="cpu"), expected)
+    collection.load_rows("item", 0, torch.zeros_like(expected))
+    collection.load_state_dict(local)
+    answers["local"] = torch.equal(collection.gather_table("item"), expected)
+    return answers

@@ -40,6 +40,7 @@ class PretendedCuda(FakeTensorMode):
         waits: reads for which the host waits for the device, by operator.
         lines: lines of flexd that read.
         queued: operators by thread and current stream.
+        largest_bytes: of the largest tensor that was made on the device.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class PretendedCuda(FakeTensorMode):
         self.lines: Counter[str] = Counter()
         self.streams = RecordedStreams()
         self.queued: Counter[tuple[str, str]] = Counter()
+        self.largest_bytes = 0
         self._inside = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,6 +89,8 @@ class PretendedCuda(FakeTensorMode):
                 assert known, both
                 assert made.dtype == values.dtype, both
                 made.twin = values  # type: ignore[attr-defined]
+                if made.device.type == "cuda" and all(one.alias_info is None for one in func._schema.returns):
+                    self.largest_bytes = max(self.largest_bytes, values.nbytes)
         return fake
 
     @contextmanager

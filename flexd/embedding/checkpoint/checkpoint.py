@@ -199,7 +199,7 @@ def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]
     state: dict[str, torch.Tensor] = {}
     with collection.traffic.uncounted(), torch.no_grad():
         for table in saved_tables(collection):
-            whole = [gather_rows(_world(collection), column.homes, column.held).to(CPU) for column in table.columns]
+            whole = [gather_rows(_world(collection), column.homes, column.held, CPU) for column in table.columns]
             state |= {column.key: rows for column, rows in zip(table.columns, whole, strict=True)}
             state[table.fingerprint_key] = fingerprint(0, whole)
     state[_step_key(collection)] = torch.tensor(collection.engine.steps, dtype=torch.int64)

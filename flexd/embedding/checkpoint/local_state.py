@@ -15,12 +15,15 @@ from flexd.embedding.engine import RowEngine
 
 
 def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> None:
-    """Collective while run-ahead is active. Store copies of this rank's home rows, their state and the step."""
+    """Collective while run-ahead is active. Store copies of this rank's home rows, their state and the step.
+
+    The copies are in host memory: an accelerator has no room for its tables twice.
+    """
     engine.settle()
     own = _own(engine, prefix)
     for index, store in enumerate(engine.stores):
-        destination[f"{own}group{index}.rows"] = store.rows[: store.home_rows].clone()
-        destination[f"{own}group{index}.state"] = store.state[: store.home_rows].clone()
+        destination[f"{own}group{index}.rows"] = store.rows[: store.home_rows].to("cpu", copy=True)
+        destination[f"{own}group{index}.state"] = store.state[: store.home_rows].to("cpu", copy=True)
     destination[f"{own}shard"] = _shard(engine)
 
 
@@ -71,4 +74,4 @@ def _shard(engine: RowEngine) -> torch.Tensor:
     """Return int64 [4]: rank, world size and table digest, which determine the home rows of this rank, and the step."""
     groups = engine.groups
     digest = int(engine.keyspace.digest[:15], 16)
-    return torch.tensor([groups.rank, groups.layout.world_size, digest, engine.steps])
+    return torch.tensor([groups.rank, groups.layout.world_size, digest, engine.steps], device="cpu")

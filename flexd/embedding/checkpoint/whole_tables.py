@@ -14,13 +14,18 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.store import GroupStore
 
 
-def gather_rows(world: Peers, homes: TableHomes, held: torch.Tensor) -> torch.Tensor:
+def gather_rows(
+    world: Peers, homes: TableHomes, held: torch.Tensor, device: torch.device | str | None = None
+) -> torch.Tensor:
     """Collective. Return [rows, c] of a whole table on every rank; ``held`` is [slots, c].
 
     Windows of the table are gathered one after another, so that beside the result only a window is in memory.
+
+    Args:
+        device: of the result; default that of ``held``, on which the collectives are.
     """
     width = held.shape[1]
-    table = held.new_empty((homes.rows, width))
+    table = torch.empty((homes.rows, width), dtype=held.dtype, device=device or held.device)
     each = max(1, MAX_WINDOW_BYTES // (max(1, width * held.element_size()) * world.size))
     for first in range(0, homes.rows, each * world.size):
         window = range(first, min(first + each * world.size, homes.rows))

@@ -172,3 +172,9 @@ def test_one_rank_saves_a_table_that_fits_a_window(ranks: Ranks) -> None:
     by_rank = ranks(4).run("checkpoint_jobs:saved_keys", FOUR_RANKS)
     keys = [key for keys in by_rank for key in keys if key != "optimizer.adam.step"]
     assert len(keys) == len(set(keys)) == 4 * len(ROWS)
+
+
+@pytest.mark.long
+def test_a_table_larger_than_a_window_is_read_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    for answers in ranks(2).run("checkpoint_jobs:beyond_a_window", RankLayout(2, 1), str(tmp_path / "saved")):
+        assert all(answers.values()), answers
