@@ -52,7 +52,6 @@ TURN_STEPS = 10
 SHAKEN_TURNS = 6
 NEVER_SLOWER, WINS = 1.02, 0.90
 IN_FLIGHT = ("PENDING", "PUSHING", "APPLYING", "ABORTING")
-NOT_SLOWER = ("faster", "same", "undecided")
 
 
 @dataclass(frozen=True)
@@ -286,8 +285,8 @@ def checks_of(job: Job, found: dict[str, Any]) -> list[dict[str, Any]]:
     checks = [check(f"{job.name}: the daemon decided", found["decided"], "1", found["decided"])]
     ratio = found["ratio"]
     checks.append(check(f"{job.name}: step with the daemon / without", ratio, f"<= {job.most}", ratio <= job.most))
-    if job.most < 1 or job.shaken:
-        right = found["verdict"] == "faster" if job.most < 1 else found["rolled_back"] or found["verdict"] in NOT_SLOWER
+    if job.most < 1 or not job.probed:
+        right = found["verdict"] == "faster" if job.most < 1 else found["rolled_back"]
         checks.append(check(f"{job.name}: the right verdict", right, "1", right))
     if not job.probed:
         tried = found["verdict"] != "nothing to move"

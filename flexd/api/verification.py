@@ -54,7 +54,7 @@ class VerificationStatus(Model):
     ended: dict[str, int] = Field(default_factory=dict)
     """Ended verifications by state."""
     held: tuple[str, ...] = ()
-    """Reasons why kinds of plans are not carried out by the daemon itself, because one measured slower."""
+    """Reasons why kinds of plans are not carried out by the daemon itself, because one was not shown to win."""
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of verifications."""
@@ -69,7 +69,9 @@ class VerificationStatus(Model):
             "Measured change of the step time by the newest verified plan, as a share; below 0 is faster.",
             None if newest is None else newest.change,
         )
-        yield gauge("flexd_verification_held_kinds", "Kinds of plans held back: one measured slower.", len(self.held))
+        yield gauge(
+            "flexd_verification_held_kinds", "Kinds of plans held back: one was not shown to win.", len(self.held)
+        )
 
 
 def verification_status(verifier: Verifier | None) -> VerificationStatus:

@@ -232,7 +232,7 @@ def planning_block(planning: PlanningStatus) -> Facts:
     facts = [("mode", "automatic" if planning.auto else "proposes only")]
     if planning.held:
         facts.append(("held", planning.held))
-    facts += [("measured slower", words) for words in planning.verification.held]
+    facts += [("no gain measured", words) for words in planning.verification.held]
     if planning.verification.newest is not None:
         newest = planning.verification.newest
         facts.append(

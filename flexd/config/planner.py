@@ -92,8 +92,8 @@ class WindowConfig(Section):
 
 
 class VerifyConfig(Section):
-    """Measurement of executed plans: blocks of steps with and without a plan's copies, in random order. A plan that
-    measures slower is rolled back. Plans with ``planner.pins`` are not measured."""
+    """Measurement of executed plans: blocks of steps with and without a plan's copies, in random order. A plan that is
+    not shown to win is rolled back. Plans with ``planner.pins`` are not measured."""
 
     enabled: bool = False
     """Measure every executed plan that promotes rows."""
@@ -106,7 +106,7 @@ class VerifyConfig(Section):
     resolution: Annotated[Float, Field(ge=0, le=1)] = 0.01
     """A change of the step within +- this share counts as none and ends the verification."""
     hold_seconds: Seconds = 600.0
-    """Time for which plans that promote to the same tiers are held back after one has measured slower; doubles with
+    """Time for which plans that promote to the same tiers are held back after one was not shown to win; doubles with
     each, up to a day. Users' plans are not held back."""
     max_move_bytes: Annotated[Int, Field(ge=1)] = 2**26
     """Largest number of bytes of values and optimizer state that one change of blocks copies. Of a larger plan, a

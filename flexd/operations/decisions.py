@@ -1,4 +1,4 @@
-"""Decisions that survive a restart of the daemon: a pause, a throttle, a rollback, plans that measured slower."""
+"""Decisions that survive a restart of the daemon: a pause, a throttle, a rollback, plans that were not shown to win."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RequestedRollback(_Stored):
 
 
 class HeldPlan(_Stored):
-    """Plans of one kind (``NODE``, ``DEVICE``, ``NODE+DEVICE``) that wait because one of them measured slower.
+    """Plans of one kind (``NODE``, ``DEVICE``, ``NODE+DEVICE``) that wait because one of them was not shown to win.
 
     Attributes:
         seconds: length of this hold; the next one of the kind is twice as long.

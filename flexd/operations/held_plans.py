@@ -1,4 +1,4 @@
-"""Kinds of plans that the daemon does not carry out by itself, because one of them measured slower."""
+"""Kinds of plans that the daemon does not carry out by itself, because one of them was not shown to win."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Verification of plans: measure the step with and without a plan's copies, and roll back a plan that is slower.
+"""Verification of plans: measure the step with and without a plan's copies, and roll back a plan that does not win.
 
 ::
 
-    executed plan COMMITTED --> RUNNING --verdict--> FASTER | SAME | UNDECIDED (estimate not slower): the plan stays
-                                 |  |                SLOWER, or UNDECIDED | SAME with a slower estimate: rolled back
+    executed plan COMMITTED --> RUNNING --verdict--> FASTER: the plan stays
+                                 |  |                SLOWER | SAME | UNDECIDED: rolled back
                                  |  `--budget of steps spent--> UNDECIDED
                                  `--another migration, other ranks, a failed move, switched off--> INTERRUPTED
 
@@ -130,7 +130,7 @@ class Verifier:
     Attributes:
         newest: the running verification, or the newest one; None before the first.
         ended: ended verifications by state.
-        held: kinds of plans that are held back because one measured slower.
+        held: kinds of plans that are held back because one was not shown to win.
     """
 
     def __init__(
@@ -303,7 +303,9 @@ class Verifier:
     def _conclude(self, run: _Run, verdict: Verdict, effect: Effect, live: LiveTopology) -> None:
         words = effect.describe(self.settings.confidence)
         migration_id = run.plan.migration.migration_id
-        stays = keeps_plan(verdict, effect)
+        stays = keeps_plan(verdict)
+        if not stays and verdict is not Verdict.SLOWER:
+            words = f"{words}: no gain shown"
         if stays:
             self.held.release(run.kind)
             if not run.at_plan:

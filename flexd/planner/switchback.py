@@ -108,9 +108,9 @@ class SwitchbackRule:
         return Verdict.UNDECIDED if last else None
 
 
-def keeps_plan(verdict: Verdict, effect: Effect) -> bool:
-    """Return whether the replicas stay. Without a significant difference the sign of the estimate decides."""
-    return verdict is not Verdict.SLOWER and not effect.share > 0
+def keeps_plan(verdict: Verdict) -> bool:
+    """Return whether the replicas stay: only if they were shown to win."""
+    return verdict is Verdict.FASTER
 
 
 def estimate_effect(without: Sequence[float], with_replicas: Sequence[float], error: float) -> Effect:

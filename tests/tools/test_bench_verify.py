@@ -72,7 +72,7 @@ def test_verdicts() -> None:
     assert failed(winning, verdict="faster", ratio=0.8) == []
     assert failed(winning, ratio=0.95) == ["step with the daemon / without", "the right verdict"]
     assert failed(misled, verdict="slower", rolled_back=True) == []
-    assert failed(misled) == ["a plan was tried"], "no check passes with an empty plan"
+    assert failed(misled) == ["the right verdict", "a plan was tried"], "no check passes with an empty plan"
     assert failed(by_name["shaken, misled"], verdict="slower", rolled_back=False) == ["the right verdict"]
     assert failed(by_name["shaken, winning"], verdict="slower", rolled_back=True, ratio=1.0) != []
 
