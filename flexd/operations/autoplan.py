@@ -110,7 +110,7 @@ class AutoPlanner:
         self.triggers.plan_made(due, live.generation)
 
     def _held_back(self, plan: Plan) -> str:
-        """Return why a plan of this kind is not executed by itself: one like it was not shown to win; empty if it is."""
+        """Return why a plan of this kind is not executed by itself: one like it did not win; empty if it is."""
         kind = plan_kind(plan)
         return self.verifier.held.reason(kind) if self.verifier is not None and kind else ""
 
