@@ -22,6 +22,7 @@ from bench_report import check, last_line
 import flexd
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
+from flexd.embedding import devices
 from flexd.embedding import row_optimizers as optimizers
 from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
 from flexd.embedding.store.directory import Directory
@@ -123,7 +124,7 @@ def updates(rows: int, distinct: int, device: torch.device, repeat: int) -> dict
 
 
 def distinct_ids(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, float]:
-    finder = Dedup(0, rows, device)
+    finder = Dedup(0, rows, device, devices.Numbers(device))
     ours = median_seconds(lambda: finder.unique(ids), device, repeat)
     theirs = median_seconds(lambda: torch.unique(ids, return_inverse=True), device, repeat)
     return {"flexd": len(ids) / ours / 1e6, "torch.unique": len(ids) / theirs / 1e6, "times": theirs / ours}

@@ -45,11 +45,35 @@ def zeros(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], devi
     return [tensor for tensor in made if tensor is not None]
 
 
-def ordered(section: torch.Tensor, sections: int) -> tuple[torch.Tensor, torch.Tensor]:
+class Numbers:
+    """The numbers 0, 1, 2 ... on a device, kept between steps. For one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._all = torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held between steps."""
+        return self._all.nbytes
+
+    def first(self, count: int) -> torch.Tensor:
+        """Return int64 [count], which must not be changed."""
+        kept = self._all
+        if len(kept) < count:
+            with torch.inference_mode(mode=False):
+                kept = torch.arange(count + count // 4, device=kept.device)
+            self._all = kept
+        return kept[:count]
+
+
+def ordered(
+    section: torch.Tensor, sections: int, zeros: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Order rows by section, stably.
 
     Args:
         section: int64 [n] in 0..sections - 1.
+        zeros: int64 [sections] for the numbers.
 
     Returns:
         (int64 [n] places ordered by section, int64 [sections] number of rows in each).
@@ -62,14 +86,17 @@ def ordered(section: torch.Tensor, sections: int) -> tuple[torch.Tensor, torch.T
             torch.from_numpy(np.bincount(narrow, minlength=sections)),
         )
     order = torch.sort(section, stable=True).indices
-    return order, section.new_zeros(sections).scatter_(0, section, 1, reduce="add")
+    sizes = section.new_zeros(sections) if zeros is None else zeros
+    return order, sizes.scatter_(0, section, 1, reduce="add")
 
 
-def sum_by_place(places: torch.Tensor, numbers: torch.Tensor | None, size: int) -> torch.Tensor:
-    """Sum int64 [n] numbers (None: 1 each) by their place in 0..size - 1: int64 [size]."""
+def sum_by_place(
+    places: torch.Tensor, numbers: torch.Tensor | None, size: int, zeros: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sum int64 [n] numbers (None: 1 each) by their place in 0..size - 1: int64 [size], in ``zeros`` if it is given."""
     if numbers is None and in_host_memory(places):
         return torch.bincount(places, minlength=size)
-    sums = places.new_zeros(size)
+    sums = places.new_zeros(size) if zeros is None else zeros
     if numbers is None:
         return sums.scatter_(0, places, 1, reduce="add")
     return sums.scatter_add_(0, places, numbers)

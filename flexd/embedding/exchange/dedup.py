@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from flexd.embedding import devices
+
 MAX_TABLE_ROWS = 2**23
 """``Dedup`` sorts where there are more rows: its table (8 bytes a row) would take too much memory."""
 
@@ -15,10 +17,12 @@ class Dedup:
 
     Args:
         first, rows: keys lie in [first, first + rows).
+        numbers: of the device.
     """
 
-    def __init__(self, first: int, rows: int, device: torch.device) -> None:
+    def __init__(self, first: int, rows: int, device: torch.device, numbers: devices.Numbers) -> None:
         self._first = first
+        self._numbers = numbers
         self._lock = threading.Lock()
         # Its content between calls is irrelevant: every place is written before it is read.
         self._table = torch.empty(rows, dtype=torch.int64, device=device) if rows <= MAX_TABLE_ROWS else None
@@ -37,7 +41,7 @@ class Dedup:
             distinct, places = torch.unique(keys, return_inverse=True)
             return (keys, None) if len(distinct) == len(keys) else (distinct, places)
         at = keys - self._first if self._first else keys
-        number = torch.arange(len(keys), device=keys.device)
+        number = self._numbers.first(len(keys))
         with self._lock:
             table = self._table
             # The last writer among equal keys represents them all.

@@ -24,7 +24,7 @@ class StationRows:
         expand: [requests] -> row; None if every row was requested once, in this order.
         held: number of rows that this rank holds.
         slots: [held] their slots in the store.
-        entries: [held] their entries in the ``Directory``; -1 for a plain home row.
+        entries: [held] their entries in the ``Directory``; for a plain home row their number.
         plain: number of plain home rows.
     """
 

@@ -57,7 +57,7 @@ class LookupPiggyback(Protocol):
         ...
 
     def add(self, entries: torch.Tensor) -> None:
-        """Add the rows of a station: int64 [n] entries of listed rows, -1 for all others."""
+        """Add the rows of a station: int64 [n] entries of listed rows, their number for all others."""
         ...
 
     def up(self, hop: int) -> PeerWords:
@@ -177,7 +177,7 @@ class Router:
         stations, all_keys, requested, served, by_tier = [], [], [], [], []
         for station, hop in enumerate((*self.hops, None)):
             located = lookup.locate(ids, weights, hop)
-            by_tier.append(lookup.accesses_by_section(located))
+            by_tier.append(located.held_accesses)
             if piggyback is not None:
                 piggyback.add(located.entries)
             if hop is None:

@@ -33,8 +33,9 @@ class LocatedRows:
         keys: int64 [m].
         expand: int64 [requests] -> row; None if every row was requested once, in this order.
         accesses: int64 [m] accesses to each row.
+        held_accesses: int64 [dim-groups x 3] accesses to plain home rows, NODE and DEVICE rows.
         section: int64 [m].
-        slots, entries: int64 [m]; undefined slot and -1 for a row that is not held, -1 for a plain home row.
+        slots, entries: int64 [m]; undefined slot of a row that is not held; ``Directory.entries`` if it is not listed.
         order: int64 [m] rows, section by section.
         sections: int64 [sections] numbers of rows.
     """
@@ -42,6 +43,7 @@ class LocatedRows:
     keys: torch.Tensor
     expand: torch.Tensor | None
     accesses: torch.Tensor
+    held_accesses: torch.Tensor
     section: torch.Tensor
     slots: torch.Tensor
     entries: torch.Tensor
@@ -79,18 +81,18 @@ class StationLookup:
         self._deduplicates = dedup
         first, end = stores[0].group.first_key, stores[-1].group.end_key
         device = stores[0].rows.device
-        self._dedup = Dedup(first, end - first, device)
+        self._numbers = devices.Numbers(device)
+        self._dedup = Dedup(first, end - first, device, self._numbers)
         self._world_size, self._rank = stores[0].world_size, stores[0].rank
         self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
         self._first_turns = [(store.first_home_key - self._rank) // self._world_size for store in stores]
-        self._nowhere = torch.full((), -1, device=device)
         self._cells: dict[Hop | None, torch.Tensor] = {}
 
     @property
     def working_bytes(self) -> int:
         """Bytes of the table that finds distinct keys, and of those of homes."""
         cells = sum(table.nbytes for table in self._cells.values())
-        return self._dedup.nbytes + self._inner_keys.nbytes + cells
+        return self._dedup.nbytes + self._numbers.nbytes + self._inner_keys.nbytes + cells
 
     @property
     def listed(self) -> Directory:
@@ -120,10 +122,12 @@ class StationLookup:
             keys, expand = torch.unique(ids, return_inverse=True)
         else:
             keys, expand = self._dedup.unique(ids) if self._deduplicates else (ids, None)
+        sections = (_HELD + (1 if hop is None else hop.peers.size)) * self.groups
+        zeros = torch.split(keys.new_zeros(2 * sections + len(keys)), [sections, sections, len(keys)])
         if expand is None:
             accesses = torch.ones_like(keys) if weights is None else weights
         else:
-            accesses = devices.sum_by_place(expand, weights, len(keys))
+            accesses = devices.sum_by_place(expand, weights, len(keys), zeros[2])
         turns = torch.div(keys, self._world_size, rounding_mode="floor")
         cells = torch.sub(keys, turns, alpha=self._world_size)
         groups = None if self.groups == 1 else self._group_of(keys)
@@ -133,18 +137,19 @@ class StationLookup:
         slots = turns + shifts
         listed = self.listed
         if len(listed):
-            found, at = listed.find(keys, groups)
-            places = listed.places_at(at)
+            entries = listed.find(keys)
+            found = entries < listed.entries
+            places = listed.places_at(entries)
             at_device = places >> _SIGN  # -1 or 0
             section = torch.where(found, of_listed - at_device, section)
             slots = torch.where(found, places ^ at_device, slots)
-            entries = torch.where(found, at, self._nowhere)
         else:
-            entries = torch.full_like(keys, -1)
-        order, sections = devices.ordered(section, (_HELD + (1 if hop is None else hop.peers.size)) * self.groups)
+            entries = torch.full_like(keys, listed.entries)
+        order, sizes = devices.ordered(section, sections, zeros[0])
         if hop is not None and expand is not None:  # they travel with the requests
             accesses = accesses.clamp_(max=_MAX_COUNT)
-        return LocatedRows(keys, expand, accesses, section, slots, entries, order, sections)
+        held = devices.sum_by_place(section, accesses, sections, zeros[1])[: _HELD * self.groups]
+        return LocatedRows(keys, expand, accesses, held, section, slots, entries, order, sizes)
 
     def forget_hops(self) -> None:
         """Drop what is kept of hops: later look-ups go over others."""
@@ -173,11 +178,6 @@ class StationLookup:
         """Return int64 [peers, groups] numbers of the rows requested from each peer."""
         return located.sections[_HELD * self.groups :].view(self.groups, hop.peers.size).t()
 
-    def accesses_by_section(self, located: LocatedRows) -> torch.Tensor:
-        """Count int64 [groups x 3] accesses to rows held at a station: to plain home rows, NODE and DEVICE rows."""
-        counts = devices.sum_by_place(located.section, located.accesses, len(located.sections))
-        return counts[: _HELD * self.groups]
-
     def split_sections(self, sizes: Sequence[int], peers: int) -> SectionSizes:
         """Split the numbers of a station's sections."""
         held = _HELD * self.groups
@@ -202,7 +202,7 @@ class StationLookup:
         slots = torch.split(located.slots.index_select(0, of_held), held)
         entries = torch.split(located.entries.index_select(0, of_held), held)
         expands: Sequence[torch.Tensor | None] = [None] * self.groups
-        numbered = _numbered(located, split)
+        numbered = _numbered(located, split, self._numbers.first(len(located.order)))
         if numbered is not None:
             expands = torch.split(numbered, list(requests))
         return tuple(
@@ -221,7 +221,7 @@ class StationLookup:
 
     def requests(self, located: LocatedRows, away: list[list[int]]) -> torch.Tensor:
         """Return int64 [rows requested from the next station]: keys with their accesses, peer by peer."""
-        packed = located.keys | (located.accesses << COUNT_SHIFT)
+        packed = torch.add(located.keys, located.accesses, alpha=1 << COUNT_SHIFT)
         total = sum(map(sum, away))
         by_group = packed.index_select(0, located.order[len(located.order) - total :])
         return regrouped(by_group, away)
@@ -230,15 +230,17 @@ class StationLookup:
         return torch.searchsorted(self._inner_keys, keys, right=True)
 
 
-def _numbered(located: LocatedRows, sizes: SectionSizes) -> torch.Tensor | None:
+def _numbered(located: LocatedRows, sizes: SectionSizes, number: torch.Tensor) -> torch.Tensor | None:
     """Return int64 [requests]: the number of each requested row in its dim-group; None if every row was requested once,
-    in the order of the numbers."""
+    in the order of the numbers.
+
+    Args:
+        number: int64 [m] 0, 1, 2 ...
+    """
     sections = [[*a, *b] for a, b in zip(sizes.held, sizes.away, strict=True)]
     in_order = all(sum(number > 0 for number in of_group) <= 1 for of_group in sections)
     if in_order and (located.expand is None or len(sections) == 1):
         return located.expand
-    device, total = located.order.device, len(located.order)
-    number = torch.arange(total, device=device)
     numbers = torch.empty_like(number).scatter_(0, located.order, number)
     if len(sections) > 1:
         held, away = list(map(sum, sizes.held)), list(map(sum, sizes.away))
@@ -246,7 +248,7 @@ def _numbered(located: LocatedRows, sizes: SectionSizes) -> torch.Tensor | None:
         shifts = [first - start for first, start in zip([*([0] * len(held)), *held], ahead, strict=False)]
         widths = [_HELD] * len(held) + [len(of_group) for of_group in sizes.away]
         of_sections = [[shift] * width for shift, width in zip(shifts, widths, strict=True)]
-        of_section = torch.tensor([shift for some in of_sections for shift in some], device=device)
+        of_section = torch.tensor([shift for some in of_sections for shift in some], device=number.device)
         numbers += of_section.index_select(0, located.section)
     return numbers if located.expand is None else numbers.index_select(0, located.expand)
 

@@ -27,6 +27,7 @@ class ReplicaSums:
         listed: the rows that this rank lists.
         dims, wire, wide: of each dim-group; gradients travel in ``wire`` and are added in ``wide``.
         all_reduced: for each hop, whether it all-reduces the dim-groups that lose nothing by it.
+        numbers: of the device.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ReplicaSums:
         wire: Sequence[torch.dtype],
         wide: Sequence[torch.dtype],
         all_reduced: Sequence[bool],
+        numbers: devices.Numbers,
     ) -> None:
         self._touched = touched
         self._wire, self._wide = list(wire), list(wide)
@@ -54,7 +56,7 @@ class ReplicaSums:
         host = devices.in_host_memory(self._rows)
         sizes, counts = (self._sizes_on_host if host else self._sizes_on_device)(sections, lists)
         self._starts = [0, *accumulate(a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True))]
-        self._numbers = self._numbered(order, tier)
+        self._numbers = self._numbered(order, tier, numbers.first(len(order)))
         self._node_rows = sizes[::2]
         self._slots_by_tier = torch.split(listed.slots_at(self._rows.index_select(0, order)), sizes)
         shapes = [(end - start, dim) for (start, end), dim in zip(pairwise(self._starts), dims, strict=True)]
@@ -64,9 +66,12 @@ class ReplicaSums:
         self._held: list[list[torch.Tensor]] = []
         """``[station][group]``: the rows of ``sums`` of the replicated rows held at the station."""
 
-    def _numbered(self, order: torch.Tensor, tier: torch.Tensor) -> torch.Tensor:
-        """Return int64 [touched rows]: the row of each in the ``sums`` of its dim-group, NODE rows first."""
-        number = torch.arange(order.shape[0], device=order.device)
+    def _numbered(self, order: torch.Tensor, tier: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        """Return int64 [touched rows]: the row of each in the ``sums`` of its dim-group, NODE rows first.
+
+        Args:
+            number: int64 [touched rows] 0, 1, 2 ...
+        """
         numbers = torch.empty_like(number).scatter_(0, order, number)
         if self._groups > 1:
             starts = torch.tensor([start for start in self._starts[:-1] for _ in range(2)], device=order.device)

@@ -64,7 +64,8 @@ class ReplicaSync:
         self._layout = layout
         self._first_slots = [0, *accumulate(store.home_rows for store in self._stores)]
         """Number of home rows of the dim-groups before each, and of all."""
-        self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device)
+        self._numbers = devices.Numbers(self._stores[0].rows.device)
+        self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device, self._numbers)
         self._lists: SyncLists | None = None
         self._blocks_version = -1
         self._hops = router.hops
@@ -78,7 +79,7 @@ class ReplicaSync:
     def working_bytes(self) -> int:
         """Bytes of the tables that find distinct slots, and of the lists of replicated rows."""
         lists = 0 if self._lists is None else self._lists.nbytes
-        return lists + self._dedup.nbytes
+        return lists + self._dedup.nbytes + self._numbers.nbytes
 
     def new_touched(self) -> TouchedRows | None:
         """Return what collects the replicated rows that a pass touches; None if no hop has any. Equal on all ranks."""
@@ -124,7 +125,7 @@ class ReplicaSync:
         if touched is not None:
             dims = [store.rows.shape[1] for store in self._stores]
             all_reduced = [hop.all_reduces for hop in router.hops]
-            replicas = ReplicaSums(touched, router.listed, dims, router.wire, router.wide, all_reduced)
+            replicas = ReplicaSums(touched, router.listed, dims, router.wire, router.wide, all_reduced, self._numbers)
         held = router.push(*router.merge(passes), replicas)
         summed = self._sum_plain(held)
         if replicas is not None and touched is not None:

@@ -278,8 +278,8 @@ class TouchedRows:
 
 
 def mark(entries: torch.Tensor, at: torch.Tensor) -> None:
-    """Set uint8 ``entries`` at int [n] places; -1 is the last."""
-    entries.index_fill_(0, at.to(torch.int64), 1)
+    """Set uint8 ``entries`` at int64 [n] places."""
+    entries.index_fill_(0, at, 1)
 
 
 def positions_of(bits: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ _HASH_BITS = 31
 _HASH_SHIFT = 64 - _HASH_BITS
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889)
 """Odd 64-bit constants with well mixed bits, as signed numbers."""
+_SHIFTED_CELLS = 2**18
+"""Cells that ``shift_values`` changes at once: its temporaries stay small."""
 _MAX_MOVES = 500
 """Keys moved to their other bucket for one key that finds both buckets full, before the table grows."""
 _MODULUS = 37
@@ -40,7 +42,7 @@ class BucketTable:
             for cell in range(BUCKET_CELLS):
                 places[pow(2, 8 * cell + choice, _MODULUS)] = choice * BUCKET_CELLS + cell
         self._places = places.to(device)
-        self._multipliers = torch.tensor(_MULTIPLIERS, device=device).view(2, 1)
+        self._multipliers = torch.tensor(_MULTIPLIERS, device=device)
         self._size = 0
         self._keys = self._values = torch.empty(0, dtype=torch.int32, device=device)
         self._allocate(capacity)
@@ -57,14 +59,24 @@ class BucketTable:
     def find(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [n] keys -> (bool [n] is in the table, int64 [n] its cell; some cell where it is not)."""
         buckets = self._buckets_of(keys)
-        held = self._keys.index_select(0, buckets.view(-1)).view(2, -1, BUCKET_CELLS)
         # One byte a cell: as one number, a bucket without the key is 0, and one with it a power of two.
-        words = (held == keys.to(self._dtype).unsqueeze(1)).view(torch.int64).squeeze(2)
-        either = torch.add(words[0], words[1], alpha=2)
+        words = self._matches(keys, buckets).view(torch.int64)
+        either = torch.add(words[:, 0], words[:, 1], alpha=2)
         found = either.ne(0)
         place = self._places.index_select(0, either.remainder_(_MODULUS))
-        bucket = torch.where(place < BUCKET_CELLS, buckets[0], buckets[1])
+        bucket = torch.where(place < BUCKET_CELLS, buckets[:, 0], buckets[:, 1])
         return found, torch.add(place.bitwise_and_(BUCKET_CELLS - 1), bucket, alpha=BUCKET_CELLS)
+
+    def values_of(self, keys: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
+        """int64 [n] keys -> int32 [n] values, and int32 [] ``absent``, which no value exceeds, for other keys."""
+        buckets = self._buckets_of(keys)
+        values = self._values.index_select(0, buckets.view(-1)).view(-1, 2 * BUCKET_CELLS)
+        return torch.where(self._matches(keys, buckets), values, absent).amin(dim=1)
+
+    def _matches(self, keys: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+        """int64 [n] keys and [n, 2] buckets -> bool [n, cells of both]: the cell has the key."""
+        held = self._keys.index_select(0, buckets.view(-1)).view(-1, 2 * BUCKET_CELLS)
+        return held == keys.to(self._dtype).unsqueeze(1)
 
     def values_at(self, cells: torch.Tensor) -> torch.Tensor:
         """int64 [n] cells, none -1 -> int32 [n] values."""
@@ -73,6 +85,12 @@ class BucketTable:
     def set_values(self, cells: torch.Tensor, values: torch.Tensor) -> None:
         """Replace the values of int64 [n] distinct cells."""
         self._values.view(-1).index_copy_(0, cells, values)
+
+    def shift_values(self, bounds: torch.Tensor, shifts: torch.Tensor) -> None:
+        """Add to all values int32 [b + 1] ``shifts`` by their place among int32 [b] ascending ``bounds``. Linear in the
+        table."""
+        for block in torch.split(self._values.view(-1), _SHIFTED_CELLS):
+            block += shifts.index_select(0, torch.searchsorted(bounds, block, right=True, out_int32=True))
 
     def items(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return int64 [n] keys and int32 [n] values, in the order of the cells."""
@@ -102,8 +120,9 @@ class BucketTable:
         stuck = 0
         while stuck < 2:
             buckets = self._buckets_of(keys)
-            used = (self._keys.index_select(0, buckets.view(-1)) != _FREE).sum(dim=1).view(2, -1)
-            ordered, order = torch.sort(torch.where(used[1] < used[0], buckets[1], buckets[0]), stable=True)
+            used = (self._keys.index_select(0, buckets.view(-1)) != _FREE).sum(dim=1).view(-1, 2)
+            emptier = torch.where(used[:, 1] < used[:, 0], buckets[:, 1], buckets[:, 0])
+            ordered, order = torch.sort(emptier, stable=True)
             turn = torch.arange(len(keys), device=keys.device) - torch.searchsorted(ordered, ordered)
             free = self._keys.index_select(0, ordered) == _FREE
             # The cell of the bucket's free cell number ``turn``; none if the bucket has fewer.
@@ -149,7 +168,7 @@ class BucketTable:
         self._capacity = capacity
         # A hash is a signed number of 31 bits.
         bases = [half << (_HASH_BITS - 1), 3 * half << (_HASH_BITS - 1)]
-        self._bases = torch.tensor(bases, device=self._device).view(2, 1)
+        self._bases = torch.tensor(bases, device=self._device)
         # One bucket more, which stays empty, for keys that find no cell in a round.
         self._keys = torch.full((2 * half + 1, BUCKET_CELLS), _FREE, dtype=self._dtype, device=self._device)
         self._values = torch.zeros((2 * half + 1, BUCKET_CELLS), dtype=torch.int32, device=self._device)
@@ -161,6 +180,6 @@ class BucketTable:
         self.insert(keys, values)
 
     def _buckets_of(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return int64 [2, n], the two buckets of each key: one in either half of the table."""
-        hashes = (keys * self._multipliers) >> _HASH_SHIFT
+        """Return int64 [n, 2], the two buckets of each key: one in either half of the table."""
+        hashes = (keys.unsqueeze(1) * self._multipliers) >> _HASH_SHIFT
         return torch.add(self._bases, hashes, alpha=self._half) >> _HASH_BITS

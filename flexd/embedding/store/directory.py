@@ -48,9 +48,11 @@ class Directory:
         """Of each dim-group: NODE rows, DEVICE rows."""
         self.starts = [0] * (2 * self.groups + 1)
         """Entry at which each pool's range begins, and the number of entries."""
-        self._starts = torch.zeros(2 * self.groups, dtype=torch.int64, device=device)
-        self._places = torch.empty(0, dtype=torch.int32, device=device)
-        """Slot of a NODE row in its dim-group's store, -1 - slot of a DEVICE row; 0 for a free entry."""
+        self._places = torch.zeros(1, dtype=torch.int32, device=device)
+        """Slot of a NODE row in its dim-group's store, -1 - slot of a DEVICE row; 0 for a free entry, and after the
+        last one for rows that are not listed."""
+        self._nowhere = torch.zeros((), dtype=torch.int32, device=device)
+        """The number of entries."""
         self._places_by_home: list[int] = self._places_of(np.arange(layout.world_size)).tolist()
         self._lock = threading.RLock()
         self._changed: torch.cuda.Event | None = None
@@ -69,7 +71,7 @@ class Directory:
     @property
     def nbytes(self) -> int:
         """Bytes held between steps."""
-        return self._table.nbytes + self._starts.nbytes + self._places.nbytes + sum(pool.nbytes for pool in self.pools)
+        return self._table.nbytes + self._places.nbytes + self._nowhere.nbytes + sum(p.nbytes for p in self.pools)
 
     @property
     def first_entries(self) -> list[int]:
@@ -90,24 +92,13 @@ class Directory:
         nodes = homes // self.layout.local_ranks
         return (homes - nodes * self.layout.local_ranks) * self.layout.nodes + nodes
 
-    def number_of(self, group: DimGroup) -> int:
-        """Return the number of a dim-group."""
-        return int(np.searchsorted(self._first_keys, group.first_key))
-
-    def find(self, keys: torch.Tensor, groups: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find rows: (bool [n] is listed, int64 [n] entry; some entry where it is not). There are listed rows. The host
-        waits for nothing.
-
-        Args:
-            keys: int64 [n].
-            groups: int64 [n] dim-group of each key; None if there is one.
-        """
-        found, cells = self._table.find(keys)
-        # A free cell keeps the value that it had.
-        return found, self._entries(self._table.values_at(cells), groups).clamp_(max=self.entries - 1)
+    def find(self, keys: torch.Tensor) -> torch.Tensor:
+        """int64 [n] keys -> int64 [n] entries, ``entries`` for rows that are not listed. The host waits for nothing."""
+        return self._table.values_of(keys, self._nowhere).to(torch.int64)
 
     def places_at(self, entries: torch.Tensor) -> torch.Tensor:
-        """int64 [m] entries -> int32 [m] slots of NODE rows, -1 - slots of DEVICE rows."""
+        """int64 [m] entries -> int32 [m] slots of NODE rows, -1 - slots of DEVICE rows; undefined for rows that are not
+        listed."""
         return self._places.index_select(0, entries)
 
     def slots_at(self, entries: torch.Tensor) -> torch.Tensor:
@@ -127,10 +118,10 @@ class Directory:
                 return tiers, slots
             if self._changed is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
-            found, entries = self.find(torch.from_numpy(keys).to(self.device), self._groups_on_device(keys))
+            entries = self.find(torch.from_numpy(keys).to(self.device))
             # On the host before the lock is released: the training thread must not change what is still read.
             places = self.places_at(entries).cpu().numpy()
-            listed = found.cpu().numpy()
+            listed = entries.cpu().numpy() < self.entries
         tiers[listed] = np.where(places[listed] < 0, Tier.DEVICE, Tier.NODE)
         slots[listed] = np.where(places[listed] < 0, -1 - places[listed], places[listed])
         return tiers, slots
@@ -147,9 +138,7 @@ class Directory:
 
     def listed_entries(self) -> torch.Tensor:
         """Return int64 [n] entries of all rows, ascending. Linear in the directory."""
-        keys = self._table.items()[0]
-        groups = self._groups_on_device(keys.cpu().numpy())
-        return self.find(keys, groups)[1].sort().values if len(keys) else keys
+        return self._table.items()[1].to(torch.int64).sort().values
 
     def at_tier(self, group: int, tier: Tier) -> torch.Tensor:
         """Return int64 entries of the rows of a dim-group at NODE or DEVICE, in the same order on all ranks that list
@@ -181,8 +170,7 @@ class Directory:
             entries = np.array(self.starts, dtype=np.int64)[of_pools] + numbers
             on_device = of_pools % 2 == 1
             places = np.where(on_device, -1 - slots, slots).astype(np.int32)
-            values = (2 * numbers + on_device).astype(np.int32)
-            self._table.insert(self._to_device(keys), self._to_device(values))
+            self._table.insert(self._to_device(keys), self._to_device(entries.astype(np.int32)))
             self._places.index_copy_(0, self._to_device(entries), self._to_device(places))
             self._compact()
             if self.device.type == "cuda":
@@ -193,9 +181,7 @@ class Directory:
         if len(removed) == 0:
             return
         cells = self._table.find(self._to_device(removed))[1]
-        values = self._table.values_at(cells).cpu().numpy()
-        of_pools = 2 * self._groups_of(removed) + values % 2
-        numbers = values // 2
+        of_pools, numbers = self._numbers_of(self._table.values_at(cells).cpu().numpy())
         for pool in np.unique(of_pools).tolist():
             self.pools[pool].release(numbers[of_pools == pool])
         self._table.remove(cells)
@@ -210,20 +196,23 @@ class Directory:
             has if has >= needs else needs + needs // _GROWTH // BLOCK * BLOCK
             for has, needs in zip(sizes, needed, strict=True)
         ]
-        parts = torch.split(self._places, sizes)
-        self._lay_out(grown, list(parts))
+        self._lay_out(grown, list(torch.split(self._places[:-1], sizes)))
 
     def _lay_out(self, sizes: Sequence[int], parts: Sequence[torch.Tensor]) -> None:
-        places = self._places.new_zeros(sum(sizes))
+        places = self._places.new_zeros(sum(sizes) + 1)
         first = 0
-        self.starts = [0]
+        before, self.starts = self.starts, [0]
         for size, part in zip(sizes, parts, strict=True):
             kept = min(size, len(part))
             places[first : first + kept] = part[:kept]
             first += size
             self.starts.append(first)
         self._places = places
-        self._starts = torch.tensor(self.starts[:-1], dtype=torch.int64, device=self.device)
+        self._nowhere.fill_(first)
+        shifts = [after - start for after, start in zip(self.starts, before, strict=True)][:-1]
+        if len(self) and any(shifts):
+            bounds, of_pools = torch.tensor([before[1:-1], shifts[1:]], dtype=torch.int32, device=self.device)
+            self._table.shift_values(bounds, torch.nn.functional.pad(of_pools, (1, 0)))
 
     def _compact(self) -> None:
         """Renumber the rows of pools that have become mostly empty. Rare, and linear in the directory."""
@@ -232,34 +221,29 @@ class Directory:
             if moved is None:
                 continue
             keys, values = self._table.items()
-            host = values.cpu().numpy()
-            of_pools = 2 * self._groups_of(keys.cpu().numpy()) + host % 2
+            of_pools, numbers = self._numbers_of(values.cpu().numpy())
             mine = of_pools == number
-            before = host[mine] // 2
+            before = numbers[mine]
             after = moved[before]
             cells = self._table.find(keys[torch.from_numpy(mine).to(self.device)])[1]
-            self._table.set_values(cells, self._to_device((2 * after + number % 2).astype(np.int32)))
+            self._table.set_values(cells, self._to_device((self.starts[number] + after).astype(np.int32)))
             sizes = [end - first for first, end in zip(self.starts, self.starts[1:], strict=False)]
-            parts = list(torch.split(self._places, sizes))
+            parts = list(torch.split(self._places[:-1], sizes))
             sizes[number] = pool.blocks * BLOCK
             own = parts[number].new_zeros(sizes[number])
             own[self._to_device(after.astype(np.int64))] = parts[number][self._to_device(before.astype(np.int64))]
             parts[number] = own
             self._lay_out(sizes, parts)
 
-    def _entries(self, values: torch.Tensor, groups: torch.Tensor | None) -> torch.Tensor:
-        """int32 [n] values of the table, 2 * number, odd at DEVICE -> int64 [n] entries."""
-        pools = values & 1
-        if groups is not None:
-            pools = torch.add(pools, groups, alpha=2)
-        return self._starts.index_select(0, pools) + (values >> 1)
+    def _numbers_of(self, entries: Int32Array) -> tuple[Int64Array, Int64Array]:
+        """int32 [n] entries -> (int64 [n] pool, int64 [n] number in it)."""
+        starts = np.array(self.starts, dtype=np.int64)
+        pools: Int64Array = np.searchsorted(starts[:-1], entries, side="right") - 1
+        return pools, entries - starts[pools]
 
     def _groups_of(self, keys: Int64Array) -> Int64Array:
         groups: Int64Array = np.searchsorted(self._first_keys, keys, side="right") - 1
         return groups
-
-    def _groups_on_device(self, keys: Int64Array) -> torch.Tensor | None:
-        return None if self.groups == 1 else self._to_device(self._groups_of(keys))
 
     def _to_device(self, column: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
@@ -285,4 +269,4 @@ def max_directory_bytes(max_rows: int, homes: int, groups: int, *, wide: bool) -
     cells = int(max_rows / MAX_LOAD) + 4 * 8
     # Each pool has at most twice the blocks that its rows fill, and a few.
     numbers = 2 * (max_rows + 2 * groups * homes * BLOCK) + 2 * groups * 17 * BLOCK
-    return cells * (12 if wide else 8) + 8 * (37 + 4 + 2 * groups) + numbers * (4 + 4 + 1)
+    return cells * (12 if wide else 8) + 8 * (37 + 4 + 1) + numbers * (4 + 4 + 1)

@@ -88,7 +88,6 @@ class GroupStore:
         if directory is None:
             directory = Directory([group], layout, max_listed_rows(group, layout, replica_slots), device)
         self.directory = directory
-        self._number = directory.number_of(group)
         self.replica_keys = torch.zeros(
             replica_slots if self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
         )
@@ -138,7 +137,8 @@ class GroupStore:
         directory = self.directory
         if len(directory) == 0:
             return home, slots, torch.full_like(keys, -1)
-        found, at = directory.find(keys, torch.full_like(keys, self._number) if directory.groups > 1 else None)
+        at = directory.find(keys)
+        found = at < directory.entries
         return home | found, torch.where(found, directory.slots_at(at), slots), torch.where(found, at, -1)
 
     def pack(self, slots: torch.Tensor) -> torch.Tensor:

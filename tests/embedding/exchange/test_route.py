@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import flexd
+from flexd.embedding import devices
 from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
 
 
@@ -15,7 +16,7 @@ from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
 @given(keys=st.lists(st.integers(5, 44), max_size=60), table=st.booleans())
 def test_distinct_keys(keys: list[int], table: bool) -> None:
     rows = 40 if table else MAX_TABLE_ROWS + 1
-    finder = Dedup(5, rows, torch.device("cpu"))
+    finder = Dedup(5, rows, torch.device("cpu"), devices.Numbers(torch.device("cpu")))
     assert (finder.nbytes > 0) == table
     for given_keys in (keys, keys[::-1]):
         ids = torch.tensor(given_keys, dtype=torch.int64)

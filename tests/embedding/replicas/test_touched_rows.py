@@ -78,10 +78,7 @@ class Rank:
 
     def marked(self, touched: TouchedRows) -> set[int]:
         keys = self.directory.rows()[0]
-        groups = torch.from_numpy((keys >= GROUPS[1].first_key).astype(np.int64))
-        of_entries = dict(
-            zip(self.directory.find(torch.from_numpy(keys), groups)[1].tolist(), keys.tolist(), strict=True)
-        )
+        of_entries = dict(zip(self.directory.find(torch.from_numpy(keys)).tolist(), keys.tolist(), strict=True))
         found = {of_entries[entry] for group in range(2) for entry in touched.entries_of_group(group).tolist()}
         assert found == {of_entries[entry] for entry in touched.all_positions().tolist()}
         return found

@@ -23,8 +23,11 @@ def insert(table: BucketTable, rows: dict[int, int]) -> None:
 
 
 def lookup(table: BucketTable, keys: list[int]) -> list[int | None]:
-    found, cells = table.find(torch.tensor(keys, dtype=torch.int64))
+    asked, absent = torch.tensor(keys, dtype=torch.int64), torch.tensor(2**31 - 1, dtype=torch.int32)
+    found, cells = table.find(asked)
     values = table.values_at(cells).tolist()
+    expected = [value if known else int(absent) for known, value in zip(found.tolist(), values, strict=True)]
+    assert table.values_of(asked, absent).tolist() == expected
     return [value if known else None for known, value in zip(found.tolist(), values, strict=True)]
 
 
@@ -77,7 +80,7 @@ def test_keys_of_full_buckets_move_others_and_then_the_table_grows() -> None:
     """All keys share one of a few pairs of buckets, so that both of them are full long before the table is."""
     table = BucketTable(200, 10**6, CPU)
     candidates = torch.arange(10**6)
-    first, second = table._buckets_of(candidates)
+    first, second = table._buckets_of(candidates).unbind(1)
     assert bool((first != second).all())
     crowded = candidates[(first < 2) & (second < 16 + 6)][:80]
     assert len(crowded) == 80
