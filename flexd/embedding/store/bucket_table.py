@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from flexd.embedding import devices
+
 BUCKET_CELLS = 8
 MAX_LOAD = 0.8
 """Share of the cells that ``capacity`` keys fill. With two choices of 8 cells hardly a key finds both buckets full."""
@@ -69,6 +71,9 @@ class BucketTable:
 
     def values_of(self, keys: torch.Tensor, absent: torch.Tensor) -> torch.Tensor:
         """int64 [n] keys -> int32 [n] values, and int32 [] ``absent``, which no value exceeds, for other keys."""
+        if devices.in_host_memory(keys):  # half the time, with twice the kernels
+            found, cells = self.find(keys)
+            return torch.where(found, self.values_at(cells), absent)
         buckets = self._buckets_of(keys)
         values = self._values.index_select(0, buckets.view(-1)).view(-1, 2 * BUCKET_CELLS)
         return torch.where(self._matches(keys, buckets), values, absent).amin(dim=1)

@@ -39,7 +39,7 @@ class RankMemory:
             are synchronised.
         working_bytes: tables that find distinct rows without sorting, keys of the replica slots of half-precision
             tables and the marks of ``flexd.prefetch``, which are allocated once; and lists for the synchronisation of
-            replicas, now.
+            replicas and a number for each requested row, now.
         prepared_bytes: slots and tiers of the chunks that are prepared and not applied, now.
         max_prepared_bytes: the same for as many chunks as are prepared ahead, with every replica slot in use.
         pending_bytes: routes and gradients of the passes that wait for ``optimizer.step``, and those of

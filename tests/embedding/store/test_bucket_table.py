@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +29,9 @@ def lookup(table: BucketTable, keys: list[int]) -> list[int | None]:
     found, cells = table.find(asked)
     values = table.values_at(cells).tolist()
     expected = [value if known else int(absent) for known, value in zip(found.tolist(), values, strict=True)]
-    assert table.values_of(asked, absent).tolist() == expected
+    for host in (True, False):
+        with mock.patch("flexd.embedding.devices.in_host_memory", return_value=host):
+            assert table.values_of(asked, absent).tolist() == expected
     return [value if known else None for known, value in zip(found.tolist(), values, strict=True)]
 
 
