@@ -1,10 +1,17 @@
 """Check flexd on the GPUs of this machine, and print a report to paste.
 
-    python tools/gpu_check.py [--quick]
+    python tools/gpu_check.py [--quick] [--only exactness step rows updates] [--device cuda]
 
-On one GPU as one NCCL rank, on two as two: training on the device against the same training on the CPU, to 1e-5. Then
-``bench_rows`` and ``bench_updates`` on the first GPU: look-up and update against ``nn.Embedding``, FBGEMM's kernels if
-they are installed, and the rate of copying memory. Without a GPU nothing runs, and it ends with 0.
+Parts, on one GPU as one NCCL rank and on two as two:
+
+- exactness: training on the device against plain training on the CPU, to 1e-5: exchanges, copies of rows, run-ahead,
+  bags, a collection made on meta, and a saved and loaded state
+- step: a step against ``nn.Embedding``, TorchRec's fused kernel if it is installed, and the time of its bytes at the
+  rate of a copy; with and without a tap; by phase
+
+and on the first GPU ``bench_rows`` and ``bench_updates`` (look-up, update, FBGEMM's kernels, the rate of copying
+memory). Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the parts run over gloo, which tests the
+command and measures nothing of a GPU. A part that fails is named at the end, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -14,79 +21,183 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import gpu_step
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import flexd
 from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 from flexd.demo.ports import free_ports
 
 TOOLS = Path(__file__).resolve().parent
 TOLERANCE = 1e-5
+COPIED_ROWS = 100
 _TABLES = {"items": (5_000, 64), "users": (3_000, 32)}
-_BENCHMARKS = ("bench_rows.py", "bench_updates.py")
+_SIZES = {"full": gpu_step.FULL, "quick": gpu_step.QUICK, "tiny": gpu_step.TINY}
+PARTS = ("exactness", "step", "rows", "updates")
 
 
-def train(rank: int, ranks: int, device: str, exchange: str) -> dict[str, torch.Tensor]:
-    """Collective. Return the tables after five steps, on the CPU."""
-    collection = flexd.EmbeddingCollection(
+@dataclass(frozen=True)
+class Mode:
+    """A way to train that must not change the result.
+
+    Attributes:
+        copies: rows get copies on every rank in the second step.
+        saved: in the middle the state is saved, the tables are reset, and it is loaded.
+    """
+
+    name: str
+    exchange: str = "chain"
+    copies: bool = False
+    ahead: bool = False
+    pooled: bool = False
+    from_meta: bool = False
+    saved: bool = False
+
+
+MODES = (
+    Mode("chain"),
+    Mode("direct", exchange="direct"),
+    Mode("copies of rows", copies=True),
+    Mode("run-ahead with copies", copies=True, ahead=True),
+    Mode("bags", pooled=True),
+    Mode("made on meta, saved and loaded", from_meta=True, saved=True),
+)
+
+
+def train(rank: int, ranks: int, device: str, mode: Mode) -> dict[str, torch.Tensor]:
+    """Collective. Return the tables after six steps, on the CPU."""
+    make = flexd.EmbeddingBagCollection if mode.pooled else flexd.EmbeddingCollection
+    collection = make(
         [flexd.EmbeddingTable(name, rows, dim) for name, (rows, dim) in _TABLES.items()],
-        optimizer=flexd.RowWiseAdagrad(lr=0.1), layout=RankLayout(1, ranks), exchange=exchange, device=device,
+        optimizer=flexd.RowWiseAdagrad(lr=0.1), layout=RankLayout(1, ranks), exchange=mode.exchange,
+        replica_slots=[COPIED_ROWS] * len(_TABLES), device="meta" if mode.from_meta else device,
     )  # fmt: skip
-    for step in range(5):
-        features = {}
-        for number, (name, (rows, _)) in enumerate(_TABLES.items()):
-            ids = torch.randint(rows, (512,), generator=torch.Generator().manual_seed(100 * step + 10 * rank + number))
-            features[name] = flexd.Jagged(ids.to(device), torch.full((64,), 8, device=device))
-        rows_of = collection(features)
-        sum(jagged.values.square().sum() for jagged in rows_of.values()).backward()
+    if mode.from_meta:
+        collection.to_empty(device=device)
+    given = [_features(step, rank, device) for step in range(6)]
+    for step, features in enumerate(flexd.prefetch(given, collection) if mode.ahead else given):
+        if step == 1 and mode.copies and ranks > 1:
+            none, every = np.zeros(COPIED_ROWS, np.uint8), np.full(COPIED_ROWS, 2, np.uint8)
+            collection.engine.inbox.offer(1, Delta(np.arange(COPIED_ROWS), none, every))
+        if step == 3 and mode.saved:
+            saved = collection.state_dict()
+            collection.reset_parameters()
+            collection.load_state_dict(saved)
+        found = collection(features).values()
+        rows = [one if isinstance(one, torch.Tensor) else one.values for one in found]
+        sum((each.square().sum() for each in rows), start=torch.zeros((), device=device)).backward()
         collection.optimizer.step()
-    return {name: collection.gather_table(name).cpu() for name in _TABLES}
+    if collection.placement_version != (mode.copies and ranks > 1):
+        raise RuntimeError(f"{mode.name}: placement {collection.placement_version} after the last step")
+    return {name: collection.gather_table(name, device="cpu") for name in _TABLES}
 
 
-def _rank(rank: int, ranks: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks)
-    for exchange in ("chain", "direct"):
-        on_gpu, on_cpu = (train(rank, ranks, device, exchange) for device in (f"cuda:{rank}", "cpu"))
-        worst = max(float((on_gpu[name] - on_cpu[name]).abs().max()) for name in _TABLES)
+def _features(step: int, rank: int, device: str) -> dict[str, flexd.Jagged]:
+    features = {}
+    for number, (name, (rows, _)) in enumerate(_TABLES.items()):
+        ids = torch.randint(rows, (512,), generator=torch.Generator().manual_seed(100 * step + 10 * rank + number))
+        features[name] = flexd.Jagged(ids.to(device), torch.full((64,), 8, device=device))
+    return features
+
+
+def check_exactness(rank: int, ranks: int, device: str) -> None:
+    """Collective. Train in every mode on the device, and without copies and run-ahead by the chain on the CPU.
+
+    Raises:
+        RuntimeError: tables differ by more than ``TOLERANCE``.
+    """
+    expected = {pooled: train(rank, ranks, "cpu", Mode("chain", pooled=pooled)) for pooled in (False, True)}
+    for mode in MODES:
+        on_device, on_cpu = train(rank, ranks, device, mode), expected[mode.pooled]
+        worst = max(float((on_device[name] - on_cpu[name]).abs().max()) for name in _TABLES)
         if rank == 0:
-            print(f"{ranks} rank(s), {exchange}: largest difference from the CPU {worst:.1e}", flush=True)
+            print(f"{ranks} rank(s), {mode.name}: largest difference from the CPU {worst:.1e}", flush=True)
         if not worst <= TOLERANCE:
-            raise SystemExit(1)
+            raise RuntimeError(f"{mode.name}: tables differ from those of the CPU by {worst:.1e}")
+
+
+def measure_step(rank: int, ranks: int, device: str, size: str) -> None:
+    """Collective. Print the report of ``gpu_step``."""
+    lines = gpu_step.measure(rank, RankLayout(1, ranks), torch.device(device), _SIZES[size])
+    if rank == 0:
+        print("\n".join(lines), flush=True)
+
+
+def _rank(rank: int, ranks: int, port: int, kind: str, part: str, size: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+        device, backend = f"cuda:{rank}", "cpu:gloo,cuda:nccl"
+    else:
+        torch.set_num_threads(1)
+        device, backend = "cpu", "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=ranks)
+    if part == "exactness":
+        check_exactness(rank, ranks, device)
+    else:
+        measure_step(rank, ranks, device, size)
     dist.destroy_process_group()
 
 
-def main() -> int:
+def _spawn(ranks: int, kind: str, part: str, size: str) -> None:
+    mp.spawn(_rank, (ranks, free_ports(1)[0], kind, part, size), nprocs=ranks)
+
+
+def _benchmark(name: str, kind: str, size: str) -> None:
+    command = [sys.executable, str(TOOLS / f"bench_{name}.py"), "--device", kind]
+    subprocess.run([*command, *([] if size == "full" else ["--quick"])], env=os.environ, check=True)
+
+
+def failures(runs: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:
+    """Run each, and return the names of those that failed; their errors are printed."""
+    failed = []
+    for name, run in runs:
+        print(f"\n{name}", flush=True)
+        try:
+            run()
+        except Exception as error:  # the report names whatever ended a part
+            print(f"{name}: {error}", flush=True)
+            failed.append(name)
+    return failed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short benchmarks")
-    options = parser.parse_args()
-    print(f"flexd on a GPU: Python {platform.python_version()}, torch {torch.__version__}")
-    if not torch.cuda.is_available():
-        print("no GPU: exactness skipped, benchmarks skipped")
-        return 0
-    gpus = torch.cuda.device_count()
-    for gpu in range(gpus):
-        print(f"GPU {gpu}: {torch.cuda.get_device_name(gpu)}")
-    failed = []
-    for ranks in (1, 2):
-        if ranks > gpus:
-            print(f"{ranks} ranks: skipped, {gpus} GPU")
+    parser.add_argument("--tiny", action="store_true", help="a step of a few rows, to test the command")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args(arguments)
+    kind, size = options.device, "tiny" if options.tiny else "quick" if options.quick else "full"
+    print(f"flexd with --device {kind}: Python {platform.python_version()}, torch {torch.__version__}")
+    devices = 2
+    if kind == "cuda":
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not devices:
+            print(f"no GPU here: {', '.join(options.only)} skipped")
+            return 0
+        for gpu in range(devices):
+            print(f"GPU {gpu}: {torch.cuda.get_device_name(gpu)}")
+    runs = []
+    for part in options.only:
+        if part in ("rows", "updates"):
+            runs.append((f"bench_{part}", partial(_benchmark, part, kind, size)))
             continue
-        try:
-            mp.spawn(_rank, (ranks, free_ports(1)[0]), nprocs=ranks)
-        except Exception as error:  # the report names whatever ended a rank
-            print(f"{ranks} rank(s): {error}")
-            failed.append(f"exactness of {ranks} rank(s)")
-    for name in _BENCHMARKS:
-        print(f"\n{name}", flush=True)
-        command = [sys.executable, str(TOOLS / name), "--device", "cuda", *(["--quick"] if options.quick else [])]
-        if subprocess.run(command, env=os.environ, check=False).returncode:
-            failed.append(name)
+        for ranks in (1, 2):
+            if ranks > devices:
+                print(f"{part}, {ranks} ranks: skipped, {devices} GPU")
+            else:
+                runs.append((f"{part}, {ranks} rank(s)", partial(_spawn, ranks, kind, part, size)))
+    failed = failures(runs)
     print(f"\nfailed: {', '.join(failed) or 'nothing'}")
     return 1 if failed else 0
 

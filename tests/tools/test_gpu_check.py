@@ -1,26 +1,67 @@
-"""``tools/gpu_check.py`` without a GPU; its training, on the CPU."""
+"""``tools/gpu_check.py`` without a GPU: its parts on the CPU."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import gpu_check
+import gpu_step
 import pytest
 import torch
 
+from flexd.core.layout import RankLayout
 from tests.support.repository import ROOT, child_environment
 
 
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    tool = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), *arguments]
+    return subprocess.run(tool, capture_output=True, text=True, timeout=300, env=child_environment(), check=False)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_everything_is_skipped() -> None:
-    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=child_environment(), check=False)
-    assert done.returncode == 0, done.stderr
-    assert "no GPU: exactness skipped, benchmarks skipped" in done.stdout
+def test_without_a_gpu_everything_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main([]) == 0
+    assert "no GPU here: exactness, step, rows, updates skipped" in capsys.readouterr().out
 
 
-def test_its_training_changes_the_tables_and_does_not_depend_on_the_exchange() -> None:
-    chain, direct = (gpu_check.train(0, 1, "cpu", exchange) for exchange in ("chain", "direct"))
-    assert {name: tuple(table.shape) for name, table in chain.items()} == gpu_check._TABLES
-    assert all(torch.equal(chain[name], direct[name]) for name in chain)
+def test_every_mode_trains_equally_and_changes_the_tables() -> None:
+    expected = {pooled: gpu_check.train(0, 1, "cpu", gpu_check.Mode("", pooled=pooled)) for pooled in (False, True)}
+    assert not torch.equal(expected[False]["items"], expected[True]["items"])
+    for mode in gpu_check.MODES:
+        tables = gpu_check.train(0, 1, "cpu", mode)
+        assert {name: tuple(table.shape) for name, table in tables.items()} == gpu_check._TABLES
+        for name, table in tables.items():
+            torch.testing.assert_close(table, expected[mode.pooled][name], rtol=0, atol=gpu_check.TOLERANCE)
+
+
+def test_a_step_is_measured_beside_its_peers_and_by_phase() -> None:
+    lines = gpu_step.measure(0, RankLayout(1, 1), torch.device("cpu"), gpu_step.TINY)
+    report = "\n".join(lines)
+    for name in ("flexd ", "flexd with a tap", "nn.Embedding, sparse SGD", "bytes of the rows at the rate of a copy"):
+        assert re.search(rf"^  {re.escape(name)}.* \d+\.\d{{3}} ms$", report, re.M), report
+    assert "TorchRec " in report
+    assert "phase update" in report
+
+
+def test_a_part_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = []
+
+    def fails() -> None:
+        raise RuntimeError("out of memory")
+
+    assert gpu_check.failures([("first", fails), ("second", lambda: ran.append(1))]) == ["first"]
+    assert ran == [1]
+    assert "first: out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_the_whole_command_runs_on_a_cpu() -> None:
+    done = command("--device", "cpu", "--tiny", "--only", "exactness", "step")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for mode in gpu_check.MODES:
+        for ranks in (1, 2):
+            assert f"{ranks} rank(s), {mode.name}: largest difference from the CPU" in done.stdout
+    assert len(re.findall(r"^step of 640 ids a rank .* on cpu, [12] rank", done.stdout, re.M)) == 2
+    assert "failed: nothing" in done.stdout
