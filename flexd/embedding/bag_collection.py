@@ -87,6 +87,12 @@ class EmbeddingBagCollection(EmbeddingCollection):
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Pool with one kernel for all features of a dim-group with equal pooling."""
+        with self.engine.guard.publishing():
+            return self._pooled(routed, rows, weights)
+
+    def _pooled(
+        self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         pooled: dict[str, torch.Tensor] = {}
         for names, distinct, stop in zip(
             self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True

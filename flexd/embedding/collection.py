@@ -320,7 +320,8 @@ class EmbeddingCollection(DeferredTables):
         if not self._trains():
             return self.engine.fetch(forward_pass, expand=expand)
         if self.after_lookup is not None:
-            self.after_lookup(routed.features)
+            with self.engine.guard.publishing():  # the other ranks are in the exchange of the rows already
+                self.after_lookup(routed.features)
         self.engine.open_pass(forward_pass)
         rows: tuple[torch.Tensor, ...] = LookupFunction.apply(  # type: ignore[no-untyped-call]
             self.__dict__["_anchor"], self.engine, forward_pass, expand
@@ -453,9 +454,12 @@ class EmbeddingCollection(DeferredTables):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # After an error on one rank the others may not come here: groups are kept, and nothing waits.
+    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Close the collection. After an error on this rank, ranks that wait for it in a collective raise
+        ``CollectiveError`` with its text; nothing is waited for, and the process groups are kept."""
         if self.has_tables:
+            if isinstance(error, Exception):
+                self.engine.groups.notices.publish(self.rank, error)
             self.engine.close(orderly=error_type is None)
 
     @torch.no_grad()

@@ -112,6 +112,9 @@ def test_a_loop_of_prefetch_that_one_rank_does_not_begin_is_an_error_on_every_ra
     ("odd", "where", "ahead", "exchange"),
     [
         (3, "fetch", False, "chain"),
+        pytest.param(1, "tap", False, "chain", marks=pytest.mark.long),
+        pytest.param(2, "dense part", False, "chain", marks=pytest.mark.long),
+        pytest.param(0, "_pooled", False, "chain", marks=pytest.mark.long),
         pytest.param(0, "fetch", False, "direct", marks=pytest.mark.long),
         pytest.param(1, "push", False, "chain", marks=pytest.mark.long),
         pytest.param(0, "reduce", True, "chain", marks=pytest.mark.long),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from flexd.core.errors import FlexdError
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta
+from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.loop import prefetch
@@ -158,20 +160,34 @@ def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tupl
 
 def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: bool, exchange: str) -> tuple[str, int]:
     """Run out of memory on one rank at a point of step 2, which then stays alive; return the error and steps done."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout, exchange=exchange)
+    make = EmbeddingBagCollection if where == "_pooled" else EmbeddingCollection
+    collection = make([EmbeddingTable("item", 50, 4)], layout=layout, exchange=exchange)
 
     def out_of_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
 
     batches = [{"item": Jagged(torch.arange(50), torch.tensor([50]))} for _ in range(8)]
-    try:
+
+    def train() -> None:
         for number, ids in enumerate(prefetch(batches, collection) if ahead else batches):
             if number == 2 and rank == odd:
                 job = getattr(collection.engine.hooks, "_job", None)
                 router = job._router if where == "job" and job is not None else collection.engine.router
-                setattr(router, "fetch" if where == "job" else where, out_of_memory)
-            collection(ids)["item"].values.sum().backward()
+                if where == "tap":
+                    collection.after_lookup = out_of_memory
+                elif where == "_pooled":
+                    setattr(collection, where, out_of_memory)
+                elif where == "dense part":
+                    out_of_memory()
+                else:
+                    setattr(router, "fetch" if where == "job" else where, out_of_memory)
+            rows = collection(ids)["item"]
+            (rows if isinstance(rows, torch.Tensor) else rows.values).sum().backward()
             collection.optimizer.step()
+
+    try:
+        with collection if where == "dense part" else nullcontext():
+            train()
     except Exception as error:
         return f"{type(error).__name__}: {error}", collection.steps
     return "no error", collection.steps
