@@ -148,7 +148,6 @@ def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: Rank
     with _outside():
         listed = torch.zeros(directory.entries + 1, dtype=torch.uint8, device=directory.device)
         listed[directory.listed_entries()] = 1
-        _listed_bits.clear()
         _listed_bits.update({id(rows): rows.gather(listed).cpu() for rows in (*lists.upstream, *lists.downstream)})
     return lists
 
@@ -175,6 +174,7 @@ hop_ranges: list[tuple[int, int]] = []
 def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
     """Make collections constructed and used inside rank 0 of their layout, with mirrors for all other ranks."""
     hop_ranges[:] = ranges
+    _listed_bits.clear()
     with (
         mock.patch("flexd.embedding.collection.ChainGroups", MirrorGroups),
         mock.patch("flexd.embedding.prefetch.run_ahead.ChainGroups", MirrorGroups),
