@@ -47,15 +47,15 @@ class BatchAccesses:
     def __init__(self, setting: Setting) -> None:
         self.name = f"Zipf {setting.zipf:g}"
         self.made_of = "independent draws"
-        self.steps = setting.batches
+        self.steps, self.micro_batches = setting.batches, 1
         self.keyspace = KeySpace(
             [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in setting.embedding_tables()]
         )
         self._setting = setting
         self._batches = [batches_of(setting, rank) for rank in range(setting.layout.world_size)]
 
-    def keys(self, step: int) -> tuple[npt.NDArray[np.int64], ...]:
-        return tuple(keys_of(self._setting, batches[step]) for batches in self._batches)
+    def passes(self, step: int) -> list[tuple[npt.NDArray[np.int64], ...]]:
+        return [tuple(keys_of(self._setting, batches[step]) for batches in self._batches)]
 
 
 def predict(setting: Setting, rate_mbit: float, step_seconds: float, computing_seconds: float | None = None) -> Advice:

@@ -66,6 +66,7 @@ def measure(
         return TraceAccesses(
             path.stem, trace or load_trace(path), layout, RowFormat(dim=DIM), batch_size=batch_size, steps=steps,
             history=HISTORY, kind=SampleKind(arguments.samples), lengths=SampleLengths(arguments.lengths),
+            micro_batches=arguments.micro_batches,
         )  # fmt: skip
 
     accesses = batches_of(None, arguments.steps)
@@ -82,7 +83,9 @@ def measure(
             settings, interval_steps=interval, half_life_steps=4.0 * interval,
             window_steps=WINDOW_INTERVALS * interval, checkpoint_steps=CHECKPOINT_INTERVALS * interval,
         )  # fmt: skip
-    scale = max(1.0, PRODUCTION_RANK_BYTES / (accesses.batches.batch_size * (HISTORY + 1) * DIM * 4))
+    scale = max(
+        1.0, PRODUCTION_RANK_BYTES / (accesses.batches.batch_size * arguments.micro_batches * (HISTORY + 1) * DIM * 4)
+    )
     started = time.perf_counter()
     simulation = simulate(accesses, layout, scale_model(load_preset(PRESET), scale), settings, strategies)
     summary = summarise(simulation)
@@ -198,6 +201,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, action="append", required=True, metavar="FILE.npz")
     parser.add_argument("--quick", action="store_true", help="60 steps instead of 300: figures only, no checks")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--micro-batches", type=int, default=1, help="passes of a step; the step has as many samples")
     parser.add_argument("--samples", choices=[kind.value for kind in SampleKind], default=SampleKind.SEQUENCES.value)
     parser.add_argument("--lengths", choices=[kind.value for kind in SampleLengths], default=SampleLengths.FIXED.value)
     parser.add_argument("--replica-fraction", type=float, default=SimulationSettings.replica_fraction)

@@ -17,6 +17,7 @@ from flexd.cli.replay_options import (
     DTypeOption,
     LengthsOption,
     LocalRanksOption,
+    MicroBatchesOption,
     NodesOption,
     OptimizerOption,
     PresetOption,
@@ -94,6 +95,7 @@ def advise(
         float, typer.Option("--scale", help="Batch of the job over --batch, where a trace is too small for it.")
     ] = 1.0,
     batch: BatchOption = None,
+    micro_batches: MicroBatchesOption = 1,
     history: Annotated[int, typer.Option("--history", help="Rows that a sample looks up.", min=1)] = 32,
     samples: SamplesOption = SampleKind.SEQUENCES,
     lengths: LengthsOption = SampleLengths.FIXED,
@@ -130,10 +132,12 @@ def advise(
     row_format = RowFormat(dim, dtype.value, optimizer.value)
     accesses: Accesses
     if trace is not None:
-        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed, samples, lengths)
+        accesses = make_trace_accesses(
+            trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
+        )
     else:
         accesses = _of_profile(
-            profile, config, seconds, layout, row_format, (batch or DRAWN_BATCH) * history, steps, seed
+            profile, config, seconds, layout, row_format, (batch or DRAWN_BATCH) * history, steps, seed, micro_batches
         )
     found = advise_on(
         accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
@@ -151,7 +155,7 @@ def advise(
 
 def _of_profile(
     path: Path | None, config: Path | None, seconds: float, layout: RankLayout, row_format: RowFormat, accesses: int,
-    steps: int, seed: int,
+    steps: int, seed: int, micro_batches: int,
 ) -> Accesses:  # fmt: skip
     """Draw from a saved profile, or from that of the configured stream and tables."""
     from flexd.simulate.accesses import ProfileAccesses
@@ -169,7 +173,9 @@ def _of_profile(
         loaded = load_config(config)
         name, found = loaded.job, read_sample(loaded, seconds).profile
         tables = list(loaded.keyspace().tables)
-    return ProfileAccesses(name, found, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed)
+    return ProfileAccesses(
+        name, found, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed, micro_batches=micro_batches
+    )
 
 
 def document(advice: Advice) -> dict[str, Any]:

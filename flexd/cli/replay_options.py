@@ -55,7 +55,12 @@ TopologyOption = Annotated[
 ]
 BatchOption = Annotated[
     int | None,
-    typer.Option("--batch", help="Samples of each rank in a step. [default: 512, or what the trace has]", min=1),
+    typer.Option(
+        "--batch", help="Samples of each rank in a step, or micro-batch. [default: 512, or what the trace has]", min=1
+    ),
+]
+MicroBatchesOption = Annotated[
+    int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=4096)
 ]
 DimOption = Annotated[int, typer.Option("--dim", help="Numbers in a row.", min=1, max=65_536)]
 DTypeOption = Annotated[RowDType, typer.Option("--dtype", help="Type of the rows.")]

@@ -19,6 +19,7 @@ from flexd.cli.replay_options import (
     DTypeOption,
     LengthsOption,
     LocalRanksOption,
+    MicroBatchesOption,
     NodesOption,
     OptimizerOption,
     PresetOption,
@@ -80,6 +81,7 @@ def simulate(
     ] = 1.0,
     replica_fraction: ReplicaFractionOption = 0.05,
     batch: BatchOption = None,
+    micro_batches: MicroBatchesOption = 1,
     history: Annotated[
         int, typer.Option("--history", help="Rows that a sample looks up, besides its target.", min=1)
     ] = 32,
@@ -143,11 +145,13 @@ def simulate(
     row_format = RowFormat(dim, dtype.value, optimizer.value)
     drawn = (batch or DRAWN_BATCH) * (history + 1)
     if zipf is not None:
-        accesses: Accesses = _zipf(zipf, layout, row_format, rows, drift, drawn, steps, seed)
+        accesses: Accesses = _zipf(zipf, layout, row_format, rows, drift, drawn, steps, seed, micro_batches)
     elif profile is not None:
-        accesses = _of_profile(profile, layout, row_format, drawn, steps, seed)
+        accesses = _of_profile(profile, layout, row_format, drawn, steps, seed, micro_batches)
     else:
-        accesses = make_trace_accesses(trace, layout, row_format, batch, history, steps, seed, samples, lengths)
+        accesses = make_trace_accesses(
+            trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
+        )
     simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
     summary = summarise(simulation)
     blocks = simulate_blocks(summary)
@@ -202,24 +206,27 @@ def _zipf(
     accesses: int,
     steps: int,
     seed: int,
+    micro_batches: int,
 ) -> Accesses:
     from flexd.simulate.accesses import ZipfAccesses
 
     return ZipfAccesses(
         layout, row_format, table_rows=rows, exponent=exponent, drift_rows=drift, accesses_per_rank=accesses,
-        steps=steps, seed=seed,
+        steps=steps, seed=seed, micro_batches=micro_batches,
     )  # fmt: skip
 
 
 def _of_profile(
-    path: Path, layout: RankLayout, row_format: RowFormat, accesses: int, steps: int, seed: int
+    path: Path, layout: RankLayout, row_format: RowFormat, accesses: int, steps: int, seed: int, micro_batches: int
 ) -> Accesses:
     from flexd.simulate.accesses import ProfileAccesses
     from flexd.sketch.profile_file import read_profile
 
     read = read_profile(path)
     tables = [row_format.table(table.table, table.rows) for table in read.tables]
-    return ProfileAccesses(path.stem, read, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed)
+    return ProfileAccesses(
+        path.stem, read, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed, micro_batches=micro_batches
+    )
 
 
 def make_trace_accesses(
@@ -232,6 +239,7 @@ def make_trace_accesses(
     seed: int,
     samples: SampleKind = SampleKind.SEQUENCES,
     lengths: SampleLengths = SampleLengths.FIXED,
+    micro_batches: int = 1,
 ) -> Accesses:
     from flexd.simulate.accesses import TraceAccesses
     from flexd.stream.trace import built_in_trace, load_trace
@@ -239,8 +247,9 @@ def make_trace_accesses(
     events = built_in_trace(seed) if path is None else load_trace(path)
     name = "built-in trace" if path is None else path.stem
     return TraceAccesses(
-        name, events, layout, row_format, batch_size=batch, steps=steps, history=history, kind=samples, lengths=lengths
-    )
+        name, events, layout, row_format, batch_size=batch, steps=steps, history=history, kind=samples, lengths=lengths,
+        micro_batches=micro_batches,
+    )  # fmt: skip
 
 
 def _check_matplotlib() -> None:

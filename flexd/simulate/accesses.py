@@ -14,7 +14,7 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.stream.batches import Batches
+from flexd.stream.batches import Batch, Batches
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import Trace
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
@@ -26,7 +26,7 @@ MAX_STEP_ACCESSES = 2**28
 
 
 class Accesses(Protocol):
-    """Look-ups by step. ``keys`` returns the same for the same step every time."""
+    """Look-ups by step. ``passes`` returns the same for the same step every time."""
 
     @property
     def name(self) -> str:
@@ -44,14 +44,19 @@ class Accesses(Protocol):
     @property
     def steps(self) -> int: ...
 
-    def keys(self, step: int) -> tuple[Int64Array, ...]:
-        """Return by rank int64 [n] keys; a key is repeated as often as it is looked up."""
+    @property
+    def micro_batches(self) -> int:
+        """Forward passes of a step."""
+        ...
+
+    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
+        """Return by pass and rank int64 [n] keys; a key is repeated as often as it is looked up."""
         ...
 
 
-def check_size(layout: RankLayout, batch_size: int, rows_per_sample: int) -> None:
+def check_size(layout: RankLayout, batch_size: int, rows_per_sample: int, micro_batches: int = 1) -> None:
     """Raise ConfigError if a step of the job is too large."""
-    accesses = layout.world_size * batch_size * rows_per_sample
+    accesses = layout.world_size * batch_size * rows_per_sample * micro_batches
     if not 0 < accesses <= MAX_STEP_ACCESSES:
         raise ConfigError(
             f"{layout.world_size} ranks x batch {batch_size} x {rows_per_sample} look-ups a sample",
@@ -94,24 +99,40 @@ class TraceAccesses:
         history: int,
         kind: SampleKind = SampleKind.SEQUENCES,
         lengths: SampleLengths = SampleLengths.FIXED,
+        micro_batches: int = 1,
     ) -> None:
-        check_size(layout, batch_size or 1, history + 1)
+        check_size(layout, batch_size or 1, history + 1, micro_batches)
+        self.micro_batches = micro_batches
         self.name = name
         self.keyspace = KeySpace(
             [rows.table(table, int(count)) for table, count in zip(trace.table_names, trace.table_rows, strict=True)]
         )
         self.batches = Batches(
             trace, world_size=layout.world_size, batch_size=batch_size, steps=steps, history=history, kind=kind,
-            lengths=lengths,
+            lengths=lengths, micro_batches=micro_batches,
         )  # fmt: skip
         self.steps = self.batches.steps
         self.made_of = self.batches.describe()
 
-    def keys(self, step: int) -> tuple[Int64Array, ...]:
-        batches = [self.batches.batch(step, rank) for rank in range(self.batches.world_size)]
-        return tuple(
-            np.concatenate([self.keyspace.keys(table, ids) for table, ids in enumerate(batch.ids)]) for batch in batches
-        )
+    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
+        return [
+            tuple(self._keys(self.batches.batch(step, rank, index)) for rank in range(self.batches.world_size))
+            for index in range(self.micro_batches)
+        ]
+
+    def _keys(self, batch: Batch) -> Int64Array:
+        return np.concatenate([self.keyspace.keys(table, ids) for table, ids in enumerate(batch.ids)])
+
+
+def _random(seed: int, step: int, rank: int, source: int, micro_batch: int) -> np.random.Generator:
+    """A generator of its own for each pass of each rank."""
+    key = np.array([seed, micro_batch], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=[0, step, rank, source]))
+
+
+def _drawn_words(accesses_per_rank: int, micro_batches: int) -> str:
+    of = "step" if micro_batches == 1 else f"micro-batch, {micro_batches} micro-batches a step"
+    return f"independent draws, {accesses_per_rank:,} a rank and {of}"
 
 
 class ZipfAccesses:
@@ -134,15 +155,16 @@ class ZipfAccesses:
         accesses_per_rank: int,
         steps: int,
         seed: int,
+        micro_batches: int = 1,
     ) -> None:
         if not (0 < exponent <= 4 and 1 <= table_rows <= 2**40 and 0 <= drift_rows < math.inf and seed >= 0):
             raise ConfigError(
                 f"Zipf {exponent} over {table_rows} rows, drift {drift_rows}, seed {seed}",
                 remedy="exponent above 0 and up to 4, 1 to 2^40 rows, drift and seed of at least 0",
             )
-        check_size(layout, accesses_per_rank, 1)
+        check_size(layout, accesses_per_rank, 1, micro_batches)
         self.name = f"Zipf {exponent:g}"
-        self.made_of = f"independent draws, {accesses_per_rank:,} a rank and step"
+        self.made_of, self.micro_batches = _drawn_words(accesses_per_rank, micro_batches), micro_batches
         self.keyspace = KeySpace([rows.table("rows", table_rows)])
         self.steps = steps
         self._world_size = layout.world_size
@@ -150,11 +172,14 @@ class ZipfAccesses:
         self._rows, self._multiplier = table_rows, scatter_multiplier(table_rows)
         self._drift, self._count, self._seed = drift_rows, accesses_per_rank, seed
 
-    def keys(self, step: int) -> tuple[Int64Array, ...]:
-        return tuple(self._of_rank(step, rank) for rank in range(self._world_size))
+    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
+        return [
+            tuple(self._of_rank(step, rank, index) for rank in range(self._world_size))
+            for index in range(self.micro_batches)
+        ]
 
-    def _of_rank(self, step: int, rank: int) -> Int64Array:
-        random = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, rank, 0]))
+    def _of_rank(self, step: int, rank: int, index: int) -> Int64Array:
+        random = _random(self._seed, step, rank, 0, index)
         ranks = self._sampler.sample(self._count, random) - math.floor(self._drift * step)
         return scatter(ranks, self._rows, self._multiplier)
 
@@ -178,24 +203,28 @@ class ProfileAccesses:
         accesses_per_rank: int,
         steps: int,
         seed: int,
+        micro_batches: int = 1,
     ) -> None:
         if [table.table for table in profile.tables] != [table.name for table in tables]:
             raise ConfigError(f"{name}: a profile of other tables", remedy="give the tables it was made with")
-        check_size(layout, accesses_per_rank, 1)
+        check_size(layout, accesses_per_rank, 1, micro_batches)
         weights = np.array([table.weight for table in profile.tables])
         if not weights.sum() > 0:
             raise ConfigError(f"{name}: the profile has seen no access", remedy="make it from a stream")
         self.name, self.keyspace, self.steps = name, KeySpace(tables), steps
-        self.made_of = f"independent draws, {accesses_per_rank:,} a rank and step"
+        self.made_of, self.micro_batches = _drawn_words(accesses_per_rank, micro_batches), micro_batches
         self._world_size, self._count, self._seed = layout.world_size, accesses_per_rank, seed
         self._shares = weights / weights.sum()
         self._draws = [_TableDraw(table) if table.weight > 0 else None for table in profile.tables]
 
-    def keys(self, step: int) -> tuple[Int64Array, ...]:
-        return tuple(self._of_rank(step, rank) for rank in range(self._world_size))
+    def passes(self, step: int) -> list[tuple[Int64Array, ...]]:
+        return [
+            tuple(self._of_rank(step, rank, index) for rank in range(self._world_size))
+            for index in range(self.micro_batches)
+        ]
 
-    def _of_rank(self, step: int, rank: int) -> Int64Array:
-        random = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, rank, 1]))
+    def _of_rank(self, step: int, rank: int, index: int) -> Int64Array:
+        random = _random(self._seed, step, rank, 1, index)
         counts = random.multinomial(self._count, self._shares)
         drawn = [
             self.keyspace.keys(index, draw.rows(int(count), random))

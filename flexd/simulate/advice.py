@@ -19,7 +19,7 @@ from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import INTER, StepPart
 from flexd.simulate.simulation import Simulation, SimulationSettings, StrategyRun, simulate
-from flexd.simulate.strategies import REPLANNED, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, Strategy
+from flexd.simulate.strategies import DIRECT, REPLANNED, ROW_WISE, TWO_HOP, Strategy
 from flexd.simulate.summary import compared_steps
 from flexd.topology.cluster import Cluster
 
@@ -51,9 +51,9 @@ class Option:
 
 OPTIONS = (
     Option("row_wise", "row-wise, no dedup (TorchRec row-wise)", ROW_WISE),
-    Option("dedup", "dedup (exchange: direct)", ROW_WISE_DEDUP),
+    Option("dedup", "dedup (exchange: direct)", DIRECT),
     Option("two_hops", "two hops (exchange: chain)", TWO_HOP),
-    Option("dedup_run_ahead", "dedup, run-ahead", ROW_WISE_DEDUP, run_ahead=True),
+    Option("dedup_run_ahead", "dedup, run-ahead", DIRECT, run_ahead=True),
     Option("two_hops_run_ahead", "two hops, run-ahead", TWO_HOP, run_ahead=True),
     Option("copies", "two hops, copies of hot rows", REPLANNED),
     Option("copies_run_ahead", "two hops, copies, run-ahead", REPLANNED, run_ahead=True),
@@ -169,7 +169,7 @@ def advise(
         raise ConfigError(f"price error {price_error}", remedy=f"a share of 0 to {MAX_PRICE_ERROR}")
     if not 0 <= worth < 1:
         raise ConfigError(f"worth {worth}", remedy="a share of the step, 0 to 1")
-    strategies = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, REPLANNED)
+    strategies = (ROW_WISE, DIRECT, TWO_HOP, REPLANNED)
     simulation = simulate(accesses, layout, cluster, settings, strategies, progress)
     steps = compared_steps(simulation.steps)
     reused = reused_share(accesses, steps)
@@ -188,17 +188,18 @@ def advise(
 
 
 def reused_share(accesses: Accesses, steps: slice, samples: int = 8) -> float:
-    """Return the mean share of a rank's distinct rows that any rank touched in the step before.
+    """Return the mean share of a rank's distinct rows in a pass that any rank touched in the step before it.
 
     Args:
         samples: pairs of steps that are looked at, spread over ``steps``.
     """
     shares = []
     for step in np.unique(np.linspace(max(1, steps.start), steps.stop - 1, samples).astype(np.int64)):
-        before = np.unique(np.concatenate(accesses.keys(int(step) - 1)))
-        for mine in map(np.unique, accesses.keys(int(step))):
+        # Rows change at the end of a step: only its first pass has to wait for any.
+        before = np.unique(np.concatenate([mine for one in accesses.passes(int(step) - 1) for mine in one]))
+        for mine in map(np.unique, accesses.passes(int(step))[0]):
             shares.append(np.isin(mine, before, assume_unique=True).mean() if len(mine) else 0.0)
-    return float(np.mean(shares))
+    return float(np.mean(shares)) / accesses.micro_batches
 
 
 @dataclass(frozen=True)

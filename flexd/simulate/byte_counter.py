@@ -102,22 +102,45 @@ class StepByteCounter:
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
 
     def step(
-        self, keys: StepKeys, placement: Placement, exchange: Exchange, words: BitWords | None = None
+        self,
+        passes: Sequence[StepKeys],
+        placement: Placement,
+        exchange: Exchange,
+        words: BitWords | None = None,
+        *,
+        merges_passes: bool = True,
     ) -> list[CollectiveBytes]:
-        """Return the collectives of one training step, forward, backward and synchronisation, in the order they run.
+        """Return the collectives of one training step: forward, backward, synchronisation.
 
         Args:
+            passes: the keys of each micro-batch.
             words: of the chunks that led to the placement; by default as if one chunk had.
+            merges_passes: the gradients of several passes are merged, each row's sent once, as a flexd collection does;
+                False: every pass pushes its own, as fused optimizers do.
         """
         words = words or BitWords.of(self._keyspace, self._layout, placement)
-        tiers = placement.tiers_of(keys.rows)
-        if exchange is Exchange.CHAIN:
-            exchanged = self._chain(keys, tiers)
-        else:
-            exchanged = self._direct(keys, tiers, dedup=exchange is Exchange.DIRECT_DEDUP)
-        return [*exchanged, *self._sync(keys, tiers, placement, words)]
+        merges_passes &= len(passes) > 1
+        found: list[CollectiveBytes] = []
+        for keys in passes:
+            hops = self._hops(keys, placement.tiers_of(keys.rows), exchange)
+            found += [part for hop in hops for part in (hop.sizes, hop.ids)]
+            found += [hop.rows for hop in reversed(hops)]
+            if not merges_passes:
+                found += [hop.grads for hop in hops]
+        whole = passes[0] if len(passes) == 1 else StepKeys.merged(passes, self._layout)
+        tiers = placement.tiers_of(whole.rows)
+        if merges_passes:
+            # Merged passes have each row once, whatever the exchange does with a single pass.
+            distinct = exchange if exchange is Exchange.CHAIN else Exchange.DIRECT_DEDUP
+            found += [hop.grads for hop in self._hops(whole, tiers, distinct)]
+        return [*found, *self._sync(whole, tiers, placement, words, len(passes))]
 
-    def _chain(self, keys: StepKeys, tiers: UInt8Array) -> list[CollectiveBytes]:
+    def _hops(self, keys: StepKeys, tiers: UInt8Array, exchange: Exchange) -> list[_Hop]:
+        if exchange is Exchange.CHAIN:
+            return self._chain(keys, tiers)
+        return self._direct(keys, tiers, dedup=exchange is Exchange.DIRECT_DEDUP)
+
+    def _chain(self, keys: StepKeys, tiers: UInt8Array) -> list[_Hop]:
         """``Router.find``, ``fetch`` and ``push`` over the hops to the node owner and to the home."""
         layout = self._layout
         nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
@@ -138,10 +161,9 @@ class StepByteCounter:
             wanted = (home_of[keys.node_row] != owner) & (tiers[keys.node_row] == Tier.HOME)
             row = keys.node_row[wanted]
             hops.append(self._hop(owner[wanted], home_of[row], row, keys, INTER, nodes))
-        found = [part for hop in hops for part in (hop.sizes, hop.ids)]
-        return [*found, *(hop.rows for hop in reversed(hops)), *(hop.grads for hop in hops)]
+        return hops
 
-    def _direct(self, keys: StepKeys, tiers: UInt8Array, *, dedup: bool) -> list[CollectiveBytes]:
+    def _direct(self, keys: StepKeys, tiers: UInt8Array, *, dedup: bool) -> list[_Hop]:
         """One all-to-all over the world: each rank requests a row from the nearest rank that has a copy."""
         layout = self._layout
         world, local_ranks = layout.world_size, layout.local_ranks
@@ -154,8 +176,7 @@ class StepByteCounter:
         target[tier == Tier.DEVICE] = keys.rank[tier == Tier.DEVICE]
         asked = np.flatnonzero(target != keys.rank)
         weight = np.ones(len(asked), dtype=np.int64) if dedup else keys.count[asked]
-        hop = self._hop(keys.rank[asked], target[asked], keys.pair_row[asked], keys, None, world, weight)
-        return [hop.sizes, hop.ids, hop.rows, hop.grads]
+        return [self._hop(keys.rank[asked], target[asked], keys.pair_row[asked], keys, None, world, weight)]
 
     def _hop(
         self,
@@ -212,11 +233,11 @@ class StepByteCounter:
         return flat.astype(np.int64).reshape(world, 2)
 
     def _sync(
-        self, keys: StepKeys, tiers: UInt8Array, placement: Placement, words_of: BitWords
+        self, keys: StepKeys, tiers: UInt8Array, placement: Placement, words_of: BitWords, passes: int
     ) -> Iterator[CollectiveBytes]:
         """``ReplicaSums``: gradients of touched rows climb to the node owner, are all-reduced over its rail (or go to
         the home, and the sums come back), and the sums go to the copies in each node; before that, a bit a listed row
-        climbs with the ids, and the union comes back with the rows. Bits and what climbs ride along."""
+        climbs with the ids, and the union comes back with the rows, in every pass. Bits and what climbs ride along."""
         layout = self._layout
         nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
         on_device = placement.tiers == Tier.DEVICE
@@ -224,7 +245,8 @@ class StepByteCounter:
         if local > 1 and device.any() | on_device.any():
             # Inside the node: every rank and the owner of each DEVICE row, which all ranks list.
             words = words_of.bytes_by_home(Tier.DEVICE).reshape(nodes, local).sum(axis=0)[self._local_of]
-            yield self._masks(INTRA, words, words.reshape(nodes, local).sum(axis=1)[self._node_of] - words, local - 1)
+            others = words.reshape(nodes, local).sum(axis=1)[self._node_of] - words
+            yield self._masks(INTRA, passes * words, passes * others, local - 1)
             row = keys.pair_row
             owner = self._node_of[keys.rank] * local + keys.rows[row] % local
             up = np.flatnonzero(device[row] & (owner != keys.rank))
@@ -235,7 +257,7 @@ class StepByteCounter:
         if nodes > 1 and listed.any():
             words = words_of.bytes_by_home(Tier.NODE, Tier.DEVICE)
             rail = words.reshape(nodes, local).sum(axis=0)[self._local_of]
-            yield self._masks(INTER, words, rail - words, nodes - 1)
+            yield self._masks(INTER, passes * words, passes * (rail - words), nodes - 1)
             narrow = on_rail & self._narrow[self._group_of(keys.rows)]
             if self._narrow.any():
                 row = keys.node_row

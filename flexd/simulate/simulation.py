@@ -16,6 +16,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.bit_words import BitWords
@@ -186,6 +187,7 @@ class _StrategyRunner:
                 Placement.empty() if free else self._placement,
                 plan_id=self.strategy.name, parent_id="", topology_generation=0,
                 horizon_steps=math.inf if free else settings.horizon_steps, now_unix_seconds=0.0, reason="replay",
+                shape=shared.shape,
             )  # fmt: skip
             if free:
                 self._placement = plan.target
@@ -197,9 +199,11 @@ class _StrategyRunner:
         )
         self._new_plan = True
 
-    def step(self, step: int, keys: StepKeys) -> None:
+    def step(self, step: int, passes: Sequence[StepKeys]) -> None:
         collectives = self._migrate(step)
-        collectives += self._shared.counter.step(keys, self._placement, self.strategy.exchange, self._words)
+        collectives += self._shared.counter.step(
+            passes, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes
+        )
         self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
         self._seconds[step] = self._shared.pricer.seconds(collectives)
         self._replicated[step] = len(self._placement)
@@ -239,6 +243,7 @@ class _Shared:
     cluster: Cluster
     settings: SimulationSettings
     steps: int
+    shape: TrainingShape
     counter: StepByteCounter = field(init=False)
     pricer: CollectivePricer = field(init=False)
 
@@ -252,7 +257,7 @@ class _SimulatedDaemon:
 
     def __init__(self, shared: _Shared) -> None:
         half_life = shared.settings.half_life_steps
-        self._keyspace = shared.keyspace
+        self._keyspace, self._world_size = shared.keyspace, shared.layout.world_size
         self._sketches = SketchSet(
             shared.keyspace.tables,
             memory_bytes=shared.settings.sketch_bytes,
@@ -264,13 +269,13 @@ class _SimulatedDaemon:
 
     def see(self, step: int, keys: Sequence[Int64Array]) -> None:
         tables = self._keyspace.tables
-        for rank, mine in enumerate(keys):
+        for index, mine in enumerate(keys):
             table_of, rows = self._keyspace.table_rows(mine)
             order = np.argsort(table_of, kind="stable")
             bounds = np.searchsorted(table_of[order], np.arange(len(tables) + 1))
             for table in np.flatnonzero(np.diff(bounds)):
                 part = rows[order[bounds[table] : bounds[table + 1]]]
-                self._sketches.ingest(tables[table].name, part, rank, float(step))
+                self._sketches.ingest(tables[table].name, part, index % self._world_size, float(step))
         self._accesses += sum(len(mine) for mine in keys)
         self._steps += 1
 
@@ -282,16 +287,17 @@ class _SimulatedDaemon:
         return self._sketches.profile(self.accesses_per_step)
 
 
-def step_bound(keys: Sequence[Int64Array], shared: _Shared, slots: Sequence[int]) -> float:
+def step_bound(passes: Sequence[Sequence[Int64Array]], shared: _Shared, slots: Sequence[int]) -> float:
     """Return the exposed seconds of the chain in one step below which no placement within the slots gets.
 
     The planner's certificate for exactly these look-ups, without migration. It is of the mean rank, so the busiest
     rank's time is not below it either.
     """
-    profile = exact_profile([keys], shared.keyspace, shared.layout)
+    profile = exact_profile(passes, shared.keyspace, shared.layout, len(passes))
     return make_plan(
         profile, shared.keyspace, shared.layout, shared.cluster, slots, Placement.empty(), plan_id="bound",
         parent_id="", topology_generation=0, horizon_steps=math.inf, now_unix_seconds=0.0, reason="bound",
+        shape=shared.shape,
     ).lower_bound_seconds  # fmt: skip
 
 
@@ -318,7 +324,8 @@ def simulate(
     steps = accesses.steps
     if steps < STATIC_SHARE:
         raise ConfigError(f"{steps} steps", remedy=f"at least {STATIC_SHARE}")
-    shared = _Shared(accesses.keyspace, layout, cluster, settings, steps)
+    shape = TrainingShape(micro_batches=accesses.micro_batches, merged_backward=True)
+    shared = _Shared(accesses.keyspace, layout, cluster, settings, steps, shape)
     runners = [_StrategyRunner(strategy, settings.replica_fraction, shared) for strategy in strategies]
     sweep = [_StrategyRunner(REPLANNED, fraction, shared) for fraction in settings.budgets]
     by_knowledge = {
@@ -332,23 +339,25 @@ def simulate(
     slots = settings.slots(accesses.keyspace, settings.replica_fraction)
 
     def counted(of_steps: range) -> Profile:
-        return exact_profile([accesses.keys(at) for at in of_steps], accesses.keyspace, layout)
+        passes = [one for at in of_steps for one in accesses.passes(at)]
+        return exact_profile(passes, accesses.keyspace, layout, accesses.micro_batches)
 
     for step in range(steps):
         if step % settings.interval_steps == 0 and by_knowledge[Knowledge.NEXT_WINDOW]:
             coming = counted(range(step, min(steps, step + settings.interval_steps)))
             for runner in by_knowledge[Knowledge.NEXT_WINDOW]:
                 runner.plan(coming)
-        keys = accesses.keys(step)
-        step_keys = StepKeys.of(keys, layout)
-        touches.see(step_keys)
+        passes = accesses.passes(step)
+        step_keys = [StepKeys.of(keys, layout) for keys in passes]
+        for of_pass in step_keys:
+            touches.see(of_pass)
         for runner in (*runners, *sweep):
             runner.step(step, step_keys)
         # Plans of the step before arrive while this one runs.
         for runner, made_from in due:
             runner.plan(made_from)
         due = []
-        daemon.see(step, keys)
+        daemon.see(step, [mine for keys in passes for mine in keys])
         if step + 1 == steps // STATIC_SHARE and by_knowledge[Knowledge.FIRST_QUARTER]:
             quarter = counted(range(step + 1))
             due += [(runner, quarter) for runner in by_knowledge[Knowledge.FIRST_QUARTER]]
@@ -362,7 +371,7 @@ def simulate(
             since = counted(range(step + 1 - settings.checkpoint_steps, step + 1))
             due += [(runner, since) for runner in by_knowledge[Knowledge.CHECKPOINT]]
         if step >= steps - settings.bound_steps:
-            bounds.append(step_bound(keys, shared, slots))
+            bounds.append(step_bound(passes, shared, slots))
         if progress is not None:
             progress(step)
     return Simulation(

@@ -51,6 +51,19 @@ class StepKeys:
             rows=rows,
         )
 
+    @staticmethod
+    def merged(passes: Sequence[StepKeys], layout: RankLayout) -> StepKeys:
+        """Return the keys of all passes together."""
+        return StepKeys.of(
+            [
+                np.concatenate([np.repeat(one.rows[one.pair_row[mine]], one.count[mine]) for one, mine in each])
+                for each in (
+                    [(one, one.rank == rank) for one in passes] for rank in range(layout.world_size)
+                )
+            ],
+            layout,
+        )  # fmt: skip
+
     @property
     def accesses(self) -> int:
         return int(self.count.sum())

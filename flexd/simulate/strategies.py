@@ -34,6 +34,7 @@ class Strategy:
         name: key in the results.
         title: for tables and plots.
         plans_as_flexshard: tiers are chosen as FlexShard (arXiv 2301.02959) does, and not by flexd's planner.
+        merges_passes: each row's gradient is pushed once a step, not once a micro-batch.
     """
 
     name: str
@@ -41,13 +42,20 @@ class Strategy:
     exchange: Exchange
     knowledge: Knowledge = Knowledge.NOTHING
     plans_as_flexshard: bool = False
+    merges_passes: bool = True
 
 
-ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT)
-ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP)
+ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT, merges_passes=False)
+ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP, merges_passes=False)
+DIRECT = Strategy("direct", "flexd, direct with dedup", Exchange.DIRECT_DEDUP)
 TWO_HOP = Strategy("two_hop", "two-hop chain", Exchange.CHAIN)
 FLEXSHARD = Strategy(
-    "flexshard", "FlexShard as published", Exchange.DIRECT, Knowledge.FIRST_QUARTER, plans_as_flexshard=True
+    "flexshard",
+    "FlexShard as published",
+    Exchange.DIRECT,
+    Knowledge.FIRST_QUARTER,
+    plans_as_flexshard=True,
+    merges_passes=False,
 )
 STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, Knowledge.FIRST_QUARTER)
 AT_CHECKPOINTS = Strategy("at_checkpoints", "flexd, planned at checkpoints", Exchange.CHAIN, Knowledge.CHECKPOINT)

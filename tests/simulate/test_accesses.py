@@ -33,7 +33,7 @@ def profile_of(weight: float = 1.0) -> Profile:
 def test_a_trace_is_simulated_and_its_profile_is_drawn_from(tmp_path) -> None:
     trace = synthetic_trace(20_000, rows=900, active=300, users=200)
     accesses = TraceAccesses("t", trace, LAYOUT, RowFormat(), batch_size=16, steps=8, history=8)
-    assert sum(len(mine) for mine in accesses.keys(0)) == 4 * 16 * 9
+    assert sum(len(mine) for mine in accesses.passes(0)[0]) == 4 * 16 * 9
     seen = simulate(
         accesses, LAYOUT, CLUSTER, SimulationSettings(interval_steps=4), strategies=[REPLANNED]
     ).last_profile
@@ -45,14 +45,14 @@ def test_a_trace_is_simulated_and_its_profile_is_drawn_from(tmp_path) -> None:
     assert read.samples == seen.samples
     tables = [RowFormat().table(table.table, table.rows) for table in read.tables]
     drawn = ProfileAccesses("p", read, tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
-    counts = np.bincount(np.concatenate(drawn.keys(1)), minlength=900)
+    counts = np.bincount(np.concatenate(drawn.passes(1)[0]), minlength=900)
     expected = np.zeros(900)
     expected[read.tables[0].hot_rows] = read.tables[0].hot_share * 200_000
     # Four standard deviations of a count, for all rows at once.
     assert (np.abs(counts - expected) <= 4.5 * np.sqrt(expected) + 4).all()
-    assert all(np.array_equal(a, b) for a, b in zip(drawn.keys(1), drawn.keys(1), strict=True))
-    assert not np.array_equal(drawn.keys(1)[0], drawn.keys(2)[0])
-    assert not np.array_equal(drawn.keys(1)[0], drawn.keys(1)[1])
+    assert all(np.array_equal(a, b) for a, b in zip(drawn.passes(1)[0], drawn.passes(1)[0], strict=True))
+    assert not np.array_equal(drawn.passes(1)[0][0], drawn.passes(2)[0][0])
+    assert not np.array_equal(drawn.passes(1)[0][0], drawn.passes(1)[0][1])
 
 
 def test_drift_moves_every_row_down_and_new_rows_in_at_the_top() -> None:
@@ -61,21 +61,21 @@ def test_drift_moves_every_row_down_and_new_rows_in_at_the_top() -> None:
         RankLayout(1, 1), RowFormat(), table_rows=500, exponent=1.0, drift_rows=2.0, accesses_per_rank=200_000,
         steps=10, seed=0,
     )  # fmt: skip
-    counts = [np.bincount(accesses.keys(step)[0], minlength=500) for step in (0, 5)]
+    counts = [np.bincount(accesses.passes(step)[0][0], minlength=500) for step in (0, 5)]
     places = [np.argsort(-count, kind="stable") for count in counts]
     hottest = places[0][0]
     total = (1 / np.arange(1, 501)).sum()
     assert counts[0][hottest] == pytest.approx(200_000 / total, rel=0.03)
     assert counts[1][hottest] == pytest.approx(200_000 / total / 11, rel=0.1)
     assert counts[1][places[1][0]] == pytest.approx(200_000 / total, rel=0.03)
-    assert np.array_equal(accesses.keys(5)[0], accesses.keys(5)[0])
+    assert np.array_equal(accesses.passes(5)[0][0], accesses.passes(5)[0][0])
 
 
 def test_rows_of_bins_are_drawn_outside_the_listed_ones() -> None:
     draws = ProfileAccesses(
         "p", profile_of(), [TableSpec("t", 10, 4)], RankLayout(1, 1), accesses_per_rank=100_000, steps=1, seed=0
     )
-    counts = np.bincount(draws.keys(0)[0], minlength=10) / 100_000
+    counts = np.bincount(draws.passes(0)[0][0], minlength=10) / 100_000
     # Unlisted rows are 1, 2, 3, 5, 6, 7, 8, 9: three of bin one, two of bin two; a tenth is spread over all of them.
     expected = [0.25, 0.1125, 0.1125, 0.1125, 0.25, 0.0625, 0.0625, 0.0125, 0.0125, 0.0125]
     np.testing.assert_allclose(counts, expected, atol=0.006)

@@ -106,10 +106,10 @@ def test_a_larger_job_takes_bytes_and_seconds_in_proportion() -> None:
 
 def test_the_reused_share_is_that_of_the_rows_of_two_steps() -> None:
     class Two:
-        name, steps = "two", 2
+        name, steps, micro_batches = "two", 2, 1
 
-        def keys(self, step: int) -> tuple[np.ndarray, ...]:
-            return ((np.array([1, 2, 2]), np.array([3])), (np.array([2, 3, 9, 9]), np.array([7, 8])))[step]
+        def passes(self, step: int) -> list[tuple[np.ndarray, ...]]:
+            return [((np.array([1, 2, 2]), np.array([3])), (np.array([2, 3, 9, 9]), np.array([7, 8])))[step]]
 
     # Of the first rank's rows 2, 3 and 9 two were touched; of the second's none.
     assert reused_share(Two(), slice(1, 2)) == pytest.approx((2 / 3 + 0) / 2)  # type: ignore[arg-type]

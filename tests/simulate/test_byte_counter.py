@@ -75,7 +75,7 @@ def test_every_request_is_counted_once(shape: tuple[int, int], exchange: Exchang
     step = StepKeys.of([np.array(mine, dtype=np.int64) for mine in keys], layout)
     assert step.accesses == sum(map(len, keys))
     counter = StepByteCounter(KEYSPACE, layout)
-    collectives = counter.step(step, placement, exchange)
+    collectives = counter.step([step], placement, exchange)
     sent = sent_bytes(
         [c for c in collectives if c.part not in (StepPart.SYNC_MASK, StepPart.SYNC_ROWS)], layout.world_size
     )
@@ -96,7 +96,7 @@ def test_what_two_nodes_ask_of_one_home_makes_its_peak() -> None:
     step = StepKeys.of(keys, layout)
     rows = next(
         c
-        for c in StepByteCounter(KEYSPACE, layout).step(step, Placement.empty(), Exchange.CHAIN)
+        for c in StepByteCounter(KEYSPACE, layout).step([step], Placement.empty(), Exchange.CHAIN)
         if c.part is StepPart.FORWARD
     )
     # Rank 0 is home of both rows: it sends three of 16 bytes, nobody receives as many.

@@ -43,28 +43,39 @@ def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks", "kind", "optimizer", "exchange"),
+    ("nodes", "local_ranks", "kind", "optimizer", "exchange", "micro_batches"),
     [
-        (2, 2, "one group", "sgd", "chain"),
-        (2, 2, "two dims", "rowwise_adagrad", "chain"),
-        (2, 2, "two dtypes", "rowwise_adagrad", "chain"),
-        (1, 4, "two dims", "sgd", "chain"),
-        (4, 1, "two dtypes", "sgd", "chain"),
-        (3, 1, "one group", "rowwise_adagrad", "chain"),
-        (2, 2, "two dims", "sgd", "direct"),
-        (3, 2, "two dtypes", "sgd", "direct_no_dedup"),
-        (1, 2, "one group", "sgd", "direct_no_dedup"),
-        (1, 1, "one group", "sgd", "chain"),
+        (2, 2, "one group", "sgd", "chain", 1),
+        (2, 2, "two dims", "rowwise_adagrad", "chain", 1),
+        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 1),
+        (1, 4, "two dims", "sgd", "chain", 1),
+        (4, 1, "two dtypes", "sgd", "chain", 1),
+        (3, 1, "one group", "rowwise_adagrad", "chain", 1),
+        (2, 2, "two dims", "sgd", "direct", 1),
+        (3, 2, "two dtypes", "sgd", "direct_no_dedup", 1),
+        (1, 2, "one group", "sgd", "direct_no_dedup", 1),
+        (1, 1, "one group", "sgd", "chain", 1),
+        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 2),
+        (2, 2, "two dims", "sgd", "direct", 3),
+        (2, 1, "one group", "sgd", "direct_no_dedup", 2),
     ],
 )
 def test_bytes_equal_those_of_real_ranks(
-    ranks: Callable[[int], RankPool], nodes: int, local_ranks: int, kind: str, optimizer: str, exchange: str
+    ranks: Callable[[int], RankPool],
+    nodes: int,
+    local_ranks: int,
+    kind: str,
+    optimizer: str,
+    exchange: str,
+    micro_batches: int,
 ) -> None:
     layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
     keyspace = keyspace_of(kind, optimizer)
     # Only the chain has replicas.
     chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
-    said = ranks(layout.world_size).run("simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks)
+    said = ranks(layout.world_size).run(
+        "simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks, micro_batches
+    )
     counter = StepByteCounter(keyspace, layout)
     placement, words = Placement.empty(), BitWords(keyspace, layout)
     replicated = 0
@@ -75,8 +86,11 @@ def test_bytes_equal_those_of_real_ranks(
             collectives += counter.migration(arrived)
             placement = placement.apply(arrived)
             words.apply(arrived)
-        keys = StepKeys.of(keys_of(kind, optimizer, seed, step, layout.world_size), layout)
-        collectives += counter.step(keys, placement, EXCHANGES[exchange], words)
+        passes = [
+            StepKeys.of(keys_of(kind, optimizer, seed, step, layout.world_size, index), layout)
+            for index in range(micro_batches)
+        ]
+        collectives += counter.step(passes, placement, EXCHANGES[exchange], words)
         sent = sent_bytes(collectives, layout.world_size)
         for rank in range(layout.world_size):
             counted = {name: value for name, value in said[rank][step].items() if name.endswith("_bytes")}

@@ -35,7 +35,7 @@ def test_flexshards_thresholds_are_the_best_of_all() -> None:
     accesses = ZipfAccesses(
         LAYOUT, RowFormat(), table_rows=2_000, exponent=1.05, drift_rows=6.0, accesses_per_rank=3_000, steps=5, seed=1
     )
-    profile = exact_profile([accesses.keys(step) for step in range(5)], accesses.keyspace)
+    profile = exact_profile([accesses.passes(step)[0] for step in range(5)], accesses.keyspace)
     slots = SimulationSettings().slots(accesses.keyspace, 0.04)
     placement = flexshard_placement(profile, accesses.keyspace, LAYOUT, CLUSTER, slots)
     assert len(placement)

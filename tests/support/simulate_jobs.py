@@ -23,25 +23,32 @@ def keyspace_of(kind: str, optimizer: str) -> KeySpace:
     return KeySpace([TableSpec(name, rows, dim, dtype, optimizer) for name, rows, dim, dtype in TABLES[kind]])
 
 
-def ids_of(kind: str, seed: int, step: int, rank: int) -> dict[str, np.ndarray]:
+def ids_of(kind: str, seed: int, step: int, rank: int, micro_batch: int = 0) -> dict[str, np.ndarray]:
     """Return skewed ids of every table, sometimes none."""
-    rng = np.random.default_rng([seed, step, rank])
+    rng = np.random.default_rng([seed, step, rank, micro_batch])
     return {
         name: (rng.zipf(1.3, int(rng.integers(0, 40))) - 1) % rows if rng.random() < 0.9 else np.empty(0, np.int64)
         for name, rows, _, _ in TABLES[kind]
     }
 
 
-def keys_of(kind: str, optimizer: str, seed: int, step: int, world_size: int) -> list[np.ndarray]:
+def keys_of(kind: str, optimizer: str, seed: int, step: int, world_size: int, micro_batch: int = 0) -> list[np.ndarray]:
     keyspace = keyspace_of(kind, optimizer)
-    by_rank = [ids_of(kind, seed, step, rank) for rank in range(world_size)]
+    by_rank = [ids_of(kind, seed, step, rank, micro_batch) for rank in range(world_size)]
     return [
         np.concatenate([keyspace.keys(keyspace.index[name], rows) for name, rows in ids.items()]) for ids in by_rank
     ]
 
 
 def record(
-    rank: int, layout: RankLayout, kind: str, optimizer: str, exchange: str, seed: int, chunks: list[Delta | None]
+    rank: int,
+    layout: RankLayout,
+    kind: str,
+    optimizer: str,
+    exchange: str,
+    seed: int,
+    chunks: list[Delta | None],
+    micro_batches: int = 1,
 ) -> list[dict[str, int]]:
     """Return the traffic of each step. Chunk t arrives before step t and is applied at the start of step t + 1."""
     collection = EmbeddingCollection(
@@ -54,12 +61,13 @@ def record(
         if chunk is not None:
             collection.engine.inbox.offer(collection.engine.inbox._received_version + 1, chunk)
         before = collection.traffic.totals()
-        features = {
-            name: Jagged(torch.from_numpy(ids), torch.tensor([len(ids)]))
-            for name, ids in ids_of(kind, seed, step, rank).items()
-        }
-        out = collection(features)
-        torch.stack([jagged.values.double().sin().sum() for jagged in out.values()]).sum().backward()
+        for micro_batch in range(micro_batches):
+            features = {
+                name: Jagged(torch.from_numpy(ids), torch.tensor([len(ids)]))
+                for name, ids in ids_of(kind, seed, step, rank, micro_batch).items()
+            }
+            out = collection(features)
+            torch.stack([jagged.values.double().sin().sum() for jagged in out.values()]).sum().backward()
         collection.optimizer.step()
         after = collection.traffic.totals()
         traffic.append({name: after[name] - before[name] for name in after})

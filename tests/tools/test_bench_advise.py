@@ -13,7 +13,7 @@ SMALL = Setting(rows=4_000, dim=16, samples=16, length=10, batches=8)
 def test_the_accesses_are_the_batches_of_each_rank() -> None:
     accesses = BatchAccesses(SMALL)
     assert accesses.steps == 8
-    for rank, keys in enumerate(accesses.keys(3)):
+    for rank, keys in enumerate(accesses.passes(3)[0]):
         assert (keys == keys_of(SMALL, batches_of(SMALL, rank)[3])).all()
 
 

@@ -45,7 +45,9 @@ def test_intervals_are_shares_of_the_run_stated_in_event_time(
     trace: Trace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(bench_simulate, "HISTORY", 8)
-    arguments = argparse.Namespace(steps=40, samples="sequences", lengths="fixed", replica_fraction=0.05)
+    arguments = argparse.Namespace(
+        steps=40, samples="sequences", lengths="fixed", replica_fraction=0.05, micro_batches=1
+    )
     summary = measure(tmp_path / "some.npz", arguments, trace, OVER_TIME, 0.1)
     steps = summary["steps"]
     assert steps >= 40

@@ -23,7 +23,7 @@ def test_bytes_of_the_other_steps_are_predicted(kind: SampleKind) -> None:
     assert plan["node_rows"] + plan["device_rows"] > 0
     counter = StepByteCounter(KeySpace(case.tables), LAYOUT)
     sent = sum(
-        sent_bytes(counter.step(StepKeys.of(keys, LAYOUT), case.placement, Exchange.CHAIN), 4).mean(axis=0)
+        sent_bytes(counter.step([StepKeys.of(keys, LAYOUT)], case.placement, Exchange.CHAIN), 4).mean(axis=0)
         for keys in case.steps
     ) / len(case.steps)  # fmt: skip
     for link, at in (("intra", INTRA), ("inter", INTER)):

@@ -34,8 +34,9 @@ Float64Array = npt.NDArray[np.float64]
 
 ROWS 1, so that sums count rows. ACCESSES look-ups of a rank. PER_RANK, PER_NODE: forward passes in which a given rank,
 or any rank of a given node, looks the row up. ANYWHERE: probability that any rank does and the row is trained. SYNCED:
-1 if it is trained. RETURNED: rows that a rank gets back for its look-ups if nothing is merged (fewer than look-ups
-where the other side pools). The BACK ones count what travels in the backward pass.
+forward passes, in each of which its touched bit travels, if it is trained. RETURNED: rows that a rank gets back for its
+look-ups if nothing is merged (fewer than look-ups where the other side pools). The BACK ones count what travels in the
+backward pass.
 """
 STATISTICS = 10
 
@@ -153,7 +154,7 @@ def statistics(
             (g = W).
     """
     result = np.empty((STATISTICS, len(accesses)))
-    result[ROWS] = result[SYNCED] = 1.0
+    result[ROWS], result[SYNCED] = 1.0, micro_batches
     result[ACCESSES] = result[RETURNED] = accesses
     if returned is not None:
         result[RETURNED] *= returned

@@ -87,7 +87,7 @@ def test_bytes_of_bursty_batches_are_predicted(device: int, node: int) -> None:
     placement = Placement.of(hottest, np.repeat(np.array([2, 1], np.uint8), [device, node]), 0)
     counter = StepByteCounter(KEYSPACE, LAYOUT)
     sent = sum(
-        sent_bytes(counter.step(StepKeys.of(keys, LAYOUT), placement, Exchange.CHAIN), LAYOUT.world_size).mean(axis=0)
+        sent_bytes(counter.step([StepKeys.of(keys, LAYOUT)], placement, Exchange.CHAIN), LAYOUT.world_size).mean(axis=0)
         for keys in steps
     ) / len(steps)  # fmt: skip
     cluster = load_preset("azure-a100-200g")
