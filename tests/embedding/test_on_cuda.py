@@ -3,8 +3,9 @@ and the host waits for the device at most as often as the budget of ``tools/benc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,8 +20,13 @@ from mirror_ranks import MirrorPeers, mirrored
 import flexd
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint import whole_tables
-from flexd.embedding.checkpoint.checkpoint import load_whole_state_dict, whole_state_dict
+from flexd.embedding.checkpoint import blocks, checkpoint, whole_tables
+from flexd.embedding.checkpoint.checkpoint import (
+    load_sharded_state_dict,
+    load_whole_state_dict,
+    sharded_state_dict,
+    whole_state_dict,
+)
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
@@ -183,6 +189,38 @@ def test_tables_leave_the_device_window_by_window() -> None:
         load_whole_state_dict(collection, whole)
         collection.load_state_dict(local)
         made.step(made.batches(1)[0])
+
+
+@pytest.mark.parametrize("in_blocks", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_checkpoints_communicate_on_the_device_of_the_tables_alone(in_blocks: bool) -> None:
+    """A job whose only backend is NCCL has no other collectives."""
+    devices: Counter[str] = Counter()
+
+    def recorded(method: str) -> Any:
+        of_mirror = getattr(MirrorPeers, method)
+
+        def call(peers: MirrorPeers, tensor: torch.Tensor, *more: Any) -> Any:
+            devices[f"{method} {tensor.device.type}"] += 1
+            return of_mirror(peers, tensor, *more)
+
+        return mock.patch.object(MirrorPeers, method, call)
+
+    with job(SMALL, copies=0.0) as made, ExitStack() as stack:
+        for method in ("all_to_all", "all_reduce", "all_gather"):
+            stack.enter_context(recorded(method))
+        if in_blocks:
+            stack.enter_context(mock.patch.object(blocks, "MAX_WINDOW_BYTES", 2**16))
+            # Only DTensors, which need a process group, have the shape of the table.
+            stack.enter_context(mock.patch.object(checkpoint, "_differences", return_value=[]))
+        state = sharded_state_dict(made.collection)
+        on_device = sharded_state_dict(made.collection, DEVICE)
+        whole = whole_state_dict(made.collection)
+        load_whole_state_dict(made.collection, whole)
+        load_sharded_state_dict(made.collection, state)
+        weights = [value.device.type for key, value in on_device.items() if key.endswith(".weight")]
+    assert set(weights) == {"cuda"}
+    assert {value.device.type for value in state.values()} == {"cpu"}
+    assert set(devices) == {"all_to_all cuda", "all_reduce cuda", "all_gather cuda"}, devices
 
 
 @contextmanager

@@ -105,6 +105,7 @@ class PretendedCuda(FakeTensorMode):
                 (FakeTensor, "__getitem__", _getitem), (FakeTensor, "__setitem__", _setitem),
                 (FakeTensor, "__invert__", _operator("bitwise_not")), (FakeTensor, "nonzero", _operator("nonzero")),
                 (torch, "nonzero", _operator("nonzero")), (FakeTensor, "copy_", _operator("copy_")),
+                (FakeTensor, "contiguous", _contiguous),
             ):  # fmt: skip
                 stack.enter_context(mock.patch.object(owner, method, function, create=True))
             stack.enter_context(mock.patch.object(collection_module, "LookupFunction", LookupWithoutAutograd))
@@ -186,6 +187,10 @@ def _numpy(of_real: Any) -> Any:
 
 def _operator(name: str) -> Any:
     return lambda *given: getattr(torch.ops.aten, name)(*given)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_contiguous() else torch.ops.aten.clone(tensor, memory_format=torch.contiguous_format)
 
 
 def _getitem(tensor: torch.Tensor, key: Any) -> torch.Tensor:
