@@ -23,11 +23,14 @@ import numpy as np
 from bench_report import check, last_line
 from planner_problems import ListedTable, made_up_tables, problem_of, read_tables
 
+from flexd.config.planner import PlannerConfig
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
+from flexd.operations.drift import MAX_DUTY_CYCLE
 from flexd.planner.baselines import BaselineResult, PlanningProblem
 from flexd.planner.baselines.all_baselines import ALL_BASELINES
+from flexd.planner.drift import placement_communication
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
@@ -128,14 +131,30 @@ def whole_list(tables: list[ListedTable], preset: str) -> Figures:
     """The plan of every table of the list."""
     listed = [SEQUENCE_ROWS_LISTED if table.bags == 0 else 200 for table in tables]
     profile, keyspace, shape = problem_of(tables, LAYOUT.world_size, 1.05, listed)
+    started = time.process_time()
     plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
+    processor_seconds = time.process_time() - started
     return {
         "tables": len(tables),
         "dim_groups": len(keyspace.groups),
         "listed_rows": sum(len(table.hot_rows) for table in profile.tables),
         "plan_seconds": seconds,
         "gap": plan.gap,
+        **daemon_share(profile, keyspace, preset, plan, processor_seconds),
     }
+
+
+def daemon_share(profile: Profile, keyspace: KeySpace, preset: str, plan: Plan, plan_seconds: float) -> Figures:
+    """Share of a core that planning takes at the default settings: a plan an interval, and evaluations of drift, each
+    of which makes a plan and prices it and the live placement, total and by table. Seconds are processor time."""
+    settings, cluster = PlannerConfig(), load_preset(preset)
+    started = time.process_time()
+    for placement in (plan.target, Placement.empty()):
+        placement_communication(profile, keyspace, LAYOUT, cluster, placement)
+    evaluation = plan_seconds + time.process_time() - started
+    wait = max(settings.drift_interval_seconds, evaluation / MAX_DUTY_CYCLE)
+    share = plan_seconds / settings.interval_seconds + evaluation / (wait + evaluation)
+    return {"drift_evaluation_seconds": evaluation, "share_of_a_core": share}
 
 
 def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
@@ -231,6 +250,7 @@ def checks(figures: Figures) -> list[Figures]:
     slowest, gap = max(p["plan_seconds"] for p in plans), max(p["gap"] for p in [*plans, *many])
     cap, own = (max(skew[f"{name}_memory_over_cap"] for skew in by_skew) for name in ("flexshard", "flexd"))
     whole = max(skew["flexd_memory_over_flexshard"] for skew in by_skew)
+    of_core = figures["whole_list"]["share_of_a_core"]
     return [
         check("plan seconds, worst", slowest, "< 5", slowest < 5),
         check("peak memory of this process, GiB", figures["peak_gibibytes"], "< 2", figures["peak_gibibytes"] < 2),
@@ -243,6 +263,7 @@ def checks(figures: Figures) -> list[Figures]:
         # The cap has homes spread evenly to a fraction of a row; a rank's are a whole number.
         check("flexd: memory over the cap", own, "<= 1", own <= 1 + 1e-5),
         check("flexd over FlexShard, memory with buffers, worst skew", whole, "<= 1", whole <= 1),
+        check("planning and drift, share of a core at the default intervals", of_core, "< 0.01", of_core < 0.01),
         check("10^9 rows: plan seconds", many[-1]["plan_seconds"], "< 10", many[-1]["plan_seconds"] < 10),
         check(
             "10^9 rows: seconds per table, most tables over fewest", per_table[-1] / per_table[0], "< 1.5",
