@@ -167,7 +167,7 @@ class PlannerConfig(Section):
     """Accesses of the whole job per step, used until the ranks report their own."""
     drift_interval_seconds: Seconds = 60.0
     """Time between two measurements of drift (how much more the live placement costs than a plan made now); longer
-    where a measurement takes more than a two-hundredth of it."""
+    where a measurement takes more than 0.3 % of it."""
     drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.01
     """A new plan is made when the exposed seconds of a step at the live placement exceed those of the plan that would
     be made now by this factor, and that plan saves at least ``planner.min_saving``; null plans at intervals only."""

@@ -27,7 +27,7 @@ from flexd.topology.cluster import Cluster, Exposed
 
 _log = logging.getLogger(__name__)
 
-MAX_DUTY_CYCLE = 0.005
+MAX_DUTY_CYCLE = 0.003
 """Largest share of time spent evaluating: after a slow evaluation the next one starts later."""
 
 ProfileMaker = Callable[[float, RankLayout], Profile]
