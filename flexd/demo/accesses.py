@@ -32,10 +32,12 @@ class Published:
 
     def __init__(self, sink: Sink, rank: int) -> None:
         self._publisher = flexd.Publisher(sink, source_rank=rank)
+        self._step = 0
 
     def batch(self, features: Mapping[str, flexd.Jagged], seconds: float) -> None:
         for name, jagged in features.items():
-            self._publisher.publish(name, jagged.values, jagged.lengths, event_time_seconds=seconds)
+            self._publisher.publish(name, jagged.values, jagged.lengths, event_time_seconds=seconds, step=self._step)
+        self._step += 1
 
     def close(self) -> int:
         self._publisher.close(5.0)

@@ -158,4 +158,4 @@ def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float)
     rank, time = batch.source_rank, batch.event_time_seconds
     if isinstance(batch, TapCounts):
         return sum((sketches.ingest_counted(counts, rank, time, arrival) for counts in batch.tables), AccessCounts())
-    return sketches.ingest(batch.table, batch.rows, rank, time, batch.sequence_lengths, arrival)
+    return sketches.ingest(batch.table, batch.rows, rank, time, batch.sequence_lengths, arrival, batch.step)

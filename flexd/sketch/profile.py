@@ -24,6 +24,8 @@ class RowTouches:
         per_rank: float64[h], share of the ranks that look the row up (u).
         per_node: float64[h], share of the nodes of which any rank does (v).
         anywhere: float64[h], share of the passes in which any rank does (w).
+        accesses: mean look-ups of the table by a rank in the batches that were counted; None if they are those of
+            the profile.
     """
 
     nodes: int
@@ -31,6 +33,7 @@ class RowTouches:
     per_rank: Float64Array
     per_node: Float64Array
     anywhere: Float64Array
+    accesses: float | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(values) for values in (self.per_rank, self.per_node, self.anywhere)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from pathlib import Path
@@ -19,6 +20,8 @@ _HOT = ("hot_rows", "hot_share", "hot_lower", "hot_upper")
 _BINS = ("bin_share", "bin_rows")
 _TOUCHES = ("touch_per_rank", "touch_per_node", "touch_anywhere")
 """Optional, by hot row; NaN where unknown. ``touch_layout`` has nodes and local ranks of each table, 0 for none."""
+_TOUCH_ACCESSES = "touch_accesses"
+"""Optional, by table: ``RowTouches.accesses``, NaN for None."""
 _SPANS = ("window_seconds", "event_time_seconds", "half_life_seconds")
 
 
@@ -56,6 +59,7 @@ def _touch_arrays(tables: tuple[TableProfile, ...]) -> dict[str, npt.NDArray[Any
         name: np.concatenate([getattr(touches, column) for touches in known])
         for name, column in zip(_TOUCHES, columns, strict=True)
     }
+    arrays[_TOUCH_ACCESSES] = np.array([math.nan if each.accesses is None else each.accesses for each in known])
     arrays["touch_layout"] = np.array(
         [(0, 0) if table.touches is None else (table.touches.nodes, table.touches.local_ranks) for table in tables],
         dtype=np.int64,
@@ -125,13 +129,23 @@ def _profile(arrays: dict[str, npt.NDArray[Any]]) -> Profile:
                 touches=None
                 if layouts is None or not layouts[index].all()
                 else RowTouches(
-                    int(layouts[index][0]), int(layouts[index][1]), *(arrays[column][hot] for column in _TOUCHES)
+                    int(layouts[index][0]),
+                    int(layouts[index][1]),
+                    arrays[_TOUCHES[0]][hot],
+                    arrays[_TOUCHES[1]][hot],
+                    arrays[_TOUCHES[2]][hot],
+                    _touch_accesses(arrays, index),
                 ),
             )
         )
     generation, lag, samples = (int(count) for count in arrays["counts"])
     window, event_time, half_life = (float(span) for span in arrays["spans"])
     return Profile(tuple(made), generation, window, event_time, half_life, lag, samples)
+
+
+def _touch_accesses(arrays: dict[str, npt.NDArray[Any]], index: int) -> float | None:
+    accesses = float(arrays[_TOUCH_ACCESSES][index]) if _TOUCH_ACCESSES in arrays else math.nan
+    return accesses if math.isfinite(accesses) and accesses >= 0 else None
 
 
 def _touch_layouts(arrays: dict[str, npt.NDArray[Any]], tables: int, hot: int) -> npt.NDArray[np.int64] | None:

@@ -12,14 +12,17 @@ from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.saved_state import SavedState, SavedTable
 from flexd.sketch.table_sketch import Arrays, TableSketch
+from flexd.sketch.touch_counts import TableTouches
 from flexd.sketch.types import SketchSettings
 
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 _LENGTHS = "sequence_lengths"
+_TOUCHES = "touches"
+"""Optional in the description of a table: states written before touches were counted have none."""
 
 
 def arrays_of(
-    tables: Sequence[TableSketch], lengths: Mapping[int, KllQuantiles]
+    tables: Sequence[TableSketch], lengths: Mapping[int, KllQuantiles], touches: Sequence[TableTouches]
 ) -> tuple[list[dict[str, Any]], Arrays]:
     """Return copies of the counters: (description of each table, arrays named ``index/...``)."""
     metas: list[dict[str, Any]] = []
@@ -30,6 +33,11 @@ def arrays_of(
         arrays.update({f"{index}/{name}": array for name, array in parts.items()})
     for index, quantiles in lengths.items():
         arrays[f"{index}/{_LENGTHS}"] = quantiles.serialized()
+    for index, touched in enumerate(touches):
+        meta, parts = touched.state()
+        if parts:
+            metas[index][_TOUCHES] = meta
+            arrays.update({f"{index}/{name}": array for name, array in parts.items()})
     return metas, arrays
 
 
@@ -72,3 +80,15 @@ def load_table(sketch: TableSketch, saved: SavedTable, arrays: Arrays) -> KllQua
     except _DAMAGED as error:
         raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error
     return lengths
+
+
+def load_touches(touches: TableTouches, saved: SavedTable, arrays: Arrays) -> None:
+    """Load the saved touches of a table, if there are some. Raises SketchError if they are damaged."""
+    if _TOUCHES not in saved.meta:
+        return
+    prefix = f"{saved.index}/"
+    parts = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+    try:
+        touches.load(saved.meta[_TOUCHES], parts)
+    except _DAMAGED as error:
+        raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error

@@ -24,6 +24,7 @@ from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.quantiles import KllQuantiles, check_values
 from flexd.sketch.saved_state import SavedTable
 from flexd.sketch.table_sketch import Arrays, TableSketch
+from flexd.sketch.touch_counts import TableTouches, capacity
 from flexd.sketch.types import AccessCounts, SketchSettings
 
 Int64Array = npt.NDArray[np.int64]
@@ -76,6 +77,10 @@ class SketchSet:
             for seed, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
         ]
         self._lengths: dict[int, KllQuantiles] = {}
+        self._touches = [
+            TableTouches(spec.rows, capacity(spec.rows, len(self._specs), settings.memory_bytes), len(self._specs))
+            for spec in self._specs
+        ]
 
     @classmethod
     def of(cls, key_tables: Sequence[TableSpec], settings: SketchSettings) -> SketchSet:
@@ -122,6 +127,7 @@ class SketchSet:
         event_time_seconds: float,
         sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
         arrival_seconds: float = math.inf,
+        step: int | None = None,
     ) -> AccessCounts:
         """Count one batch. Call ``check`` first where a part of a message must not be counted.
 
@@ -132,6 +138,7 @@ class SketchSet:
             event_time_seconds: Unix time of the accesses.
             sequence_lengths: integer[s] or None.
             arrival_seconds: as in ``ForwardDecay.admit``.
+            step: number of the forward pass that the rank looked the rows up in, equal on all ranks; None if unknown.
 
         Raises:
             SketchError: as ``check``. Nothing is counted then.
@@ -141,6 +148,9 @@ class SketchSet:
         if index is None:
             return AccessCounts(unknown_table=len(rows))
         if not len(rows):
+            if step is not None and not math.isnan(self._decay.newest_seconds):
+                # The rank looked nothing up: without this entry its step would never be complete.
+                self._touches[index].add(rows, source_rank, step, self._decay.newest_seconds, self._decay)
             return AccessCounts()
         admission = self._decay.admit(event_time_seconds, arrival_seconds)
         ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
@@ -149,6 +159,7 @@ class SketchSet:
         )
         if sequence_lengths is not None:
             self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
+        self._touches[index].add(ids, source_rank, step, admission.event_time_seconds, self._decay)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
     def check(
@@ -255,16 +266,17 @@ class SketchSet:
             generation, lag_messages: copied into the profile.
             guard: a lock that is entered again for each table, and held only while that table's counters are copied;
                 without it the caller keeps writers away.
-            layout: present layout of the ranks, to map ranks to nodes; without it ``sources`` is None.
+            layout: present layout of the ranks, to map ranks to nodes; without it ``sources`` and ``touches`` are None.
+                Touches by node and by anyone are counted from the first call with it on.
         """
         guard = guard or contextlib.nullcontext()
         with guard:
             decay, samples = copy.copy(self._decay), self.samples
         made: list[TableProfile] = []
-        for sketch in self._tables:
+        for sketch, touches in zip(self._tables, self._touches, strict=True):
             with guard:
                 frozen = sketch.copy()
-            made.append(frozen.profile(decay, self.settings.max_hot_rows, layout))
+            made.append(self._with_touches(frozen, touches, decay, guard, layout))
         total = sum(table.weight for table in made)
         steps = [_accesses(table, total, accesses_per_step) for table in made]
         window = decay.newest_seconds - decay.oldest_seconds
@@ -288,9 +300,26 @@ class SketchSet:
             SketchError: unknown table.
         """
         index = self._index_of(table)
-        with guard or contextlib.nullcontext():
+        guard = guard or contextlib.nullcontext()
+        with guard:
             decay, frozen = copy.copy(self._decay), self._tables[index].copy()
-        return frozen.profile(decay, self.settings.max_hot_rows, layout)
+        return self._with_touches(frozen, self._touches[index], decay, guard, layout)
+
+    def _with_touches(
+        self,
+        frozen: TableSketch,
+        touches: TableTouches,
+        decay: ForwardDecay,
+        guard: AbstractContextManager[Any],
+        layout: RankLayout | None,
+    ) -> TableProfile:
+        profile = frozen.profile(decay, self.settings.max_hot_rows, layout)
+        if layout is None:
+            return profile
+        with guard:
+            touches.set_layout(layout)
+            measured = touches.read(profile.hot_rows, decay, layout)
+        return profile if measured is None else dataclasses.replace(profile, touches=measured)
 
     def empty_copy(self, seed: int, clock: Mapping[str, Any] | None = None) -> SketchSet:
         """Return an empty set of the same tables and settings, to be merged later.
@@ -319,6 +348,11 @@ class SketchSet:
             fresh._decay.merge(other)
         return fresh
 
+    def close_steps(self) -> None:
+        """Count the touches of steps of which batches may be missing, before the set is merged into another."""
+        for touches in self._touches:
+            touches.flush(self._decay)
+
     def clock(self) -> dict[str, Any]:
         """Return the event-time clock as JSON-able values, for ``empty_copy`` of another set."""
         return self._decay.state()
@@ -337,12 +371,14 @@ class SketchSet:
         self._decay.merge(other._decay)
         for mine, theirs in zip(self._tables, other._tables, strict=True):
             mine.merge(theirs)
+        for mine_touched, theirs_touched in zip(self._touches, other._touches, strict=True):
+            mine_touched.merge(theirs_touched, other._decay)
         for index, lengths in other._lengths.items():
             self._lengths.setdefault(index, KllQuantiles()).merge(lengths)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything for ``from_state``: (JSON-able description, arrays by name)."""
-        metas, arrays = saved_counters.arrays_of(self._tables, self._lengths)
+        metas, arrays = saved_counters.arrays_of(self._tables, self._lengths, self._touches)
         return saved_state.describe(self._specs, self._choices, self.settings, self._decay.state(), metas), arrays
 
     @classmethod
@@ -383,6 +419,8 @@ class SketchSet:
         lengths = saved_counters.load_table(sketch, saved, arrays)
         if replace is not None:
             replace(sketch)
+        else:
+            saved_counters.load_touches(self._touches[index], saved, arrays)
         if lengths is not None:
             self._lengths[index] = lengths
 

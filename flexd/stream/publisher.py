@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ class Publisher:
 
     Sampling keeps every access with the same probability ``sample_fraction``, whatever its row, so shares and
     frequency ratios estimated downstream are unbiased; absolute counts are ``sample_fraction`` times the true ones.
-    ``sample_by="batch"`` draws once a call, which is cheapest. ``"sample"`` draws once a sequence (once a call without
+    ``sample_by="batch"`` draws once a call (with step numbers once a step, the same on all ranks of one ``seed``),
+    which is cheapest. ``"sample"`` draws once a sequence (once a call without
     ``lengths``): estimates from the same number of accesses vary less, because the accesses of one batch are alike.
     Sequences are kept or left out whole, so their lengths stay true.
 
@@ -98,6 +100,7 @@ class Publisher:
         self._max_queue_bytes = max_queue_bytes
         self._sample_fraction = sample_fraction
         self._sample_by = sample_by
+        self._seed = seed
         self._random = np.random.default_rng([seed, source_rank])
         self._max_message_bytes = max_message_bytes
         self._linger_seconds = linger_seconds
@@ -121,7 +124,14 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close(5.0)
 
-    def publish(self, table: str, rows: Any, lengths: Any = None, event_time_seconds: float | None = None) -> bool:
+    def publish(
+        self,
+        table: str,
+        rows: Any,
+        lengths: Any = None,
+        event_time_seconds: float | None = None,
+        step: int | None = None,
+    ) -> bool:
         """Queue the accesses of one look-up. Never raises, whatever the arguments are, and never waits for the sink.
 
         Args:
@@ -129,12 +139,15 @@ class Publisher:
             rows: integer[n], numpy array or CPU tensor (a device tensor is refused: it would have to be waited for).
             lengths: integer[s] or None, lengths of the sequences that ``rows`` consists of.
             event_time_seconds: Unix seconds; now by default.
+            step: number of the forward pass, equal on all ranks; publish every table in every pass, without rows where
+                nothing is looked up. The daemon then measures which ranks need a row at the same time.
 
         Returns:
             True if accesses were queued.
         """
         try:
-            batch = self._batch(table, rows, lengths, time.time() if event_time_seconds is None else event_time_seconds)
+            seconds = time.time() if event_time_seconds is None else event_time_seconds
+            batch = self._batch(table, rows, lengths, seconds, step)
         except (StreamError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             self._count("dropped_invalid", _access_count(rows))
             if not self._warned:
@@ -174,7 +187,9 @@ class Publisher:
             self._queue_bytes = 0
             return left == 0 and self._in_flight == 0 and self.problem is None
 
-    def _batch(self, table: str, rows: Any, lengths: Any, event_time_seconds: float) -> AccessBatch | None:
+    def _batch(
+        self, table: str, rows: Any, lengths: Any, event_time_seconds: float, step: int | None
+    ) -> AccessBatch | None:
         """Copy the accesses that sampling keeps; None if it keeps none. Raises if the arguments are invalid."""
         if not isinstance(table, str) or not 0 < len(table) <= MAX_TABLE_NAME_CHARS:
             raise StreamError(f"table name of {len(table)} characters")
@@ -183,10 +198,10 @@ class Publisher:
         ids = _host_array(rows)
         parts: Int32Array | None = None if lengths is None else _host_array(lengths).astype(np.int32)
         # Check the shapes before sampling and copying.
-        batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts)
+        batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts, step)
         if self._sample_fraction < 1.0:
             if self._sample_by == "batch" or parts is None:
-                if self._random.random() >= self._sample_fraction:
+                if self._draw(step) >= self._sample_fraction:
                     self._count("sampled_out", len(ids))
                     return None
             else:
@@ -195,11 +210,18 @@ class Publisher:
                 self._count("sampled_out", len(ids) - len(kept))
                 if not keep.any():
                     return None
+                # A part of a batch shows no touches: it keeps no step.
                 return AccessBatch(table, kept, self._source_rank, batch.event_time_seconds, parts[keep])
         if not self._has_room(batch):
             self._count("dropped_queue_full", len(ids))
             return None
-        return AccessBatch(table, ids.copy(), self._source_rank, batch.event_time_seconds, parts)
+        return AccessBatch(table, ids.copy(), self._source_rank, batch.event_time_seconds, parts, step)
+
+    def _draw(self, step: int | None) -> float:
+        """Draw from [0, 1); all ranks and tables draw the same number for the same step."""
+        if step is None:
+            return float(self._random.random())
+        return zlib.crc32(f"{self._seed}/{step}".encode()) / 2**32
 
     def _has_room(self, batch: AccessBatch) -> bool:
         within = self._queue_bytes + _encoded_bytes(batch) <= self._max_queue_bytes
@@ -333,7 +355,7 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
         rows_a_piece = max(1, room // batch.rows.itemsize)
         for first in range(0, len(batch.rows), rows_a_piece):
             rows = batch.rows[first : first + rows_a_piece]
-            yield AccessBatch(batch.table, rows, batch.source_rank, batch.event_time_seconds)
+            yield AccessBatch(batch.table, rows, batch.source_rank, batch.event_time_seconds, None, batch.step)
         return
     ends = np.cumsum(lengths, dtype=np.int64)
     cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * lengths.itemsize
@@ -343,5 +365,7 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
         last = max(first + 1, int(np.searchsorted(cost, spent + room, side="right")))
         start = int(ends[first - 1]) if first else 0
         rows = batch.rows[start : int(ends[last - 1])]
-        yield AccessBatch(batch.table, rows, batch.source_rank, batch.event_time_seconds, lengths[first:last])
+        yield AccessBatch(
+            batch.table, rows, batch.source_rank, batch.event_time_seconds, lengths[first:last], batch.step
+        )
         first = last

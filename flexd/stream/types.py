@@ -32,9 +32,10 @@ class AccessBatch:
         source_rank: rank whose training samples made the accesses.
         event_time_seconds: time of the accesses, Unix seconds (or any clock common to the stream that starts at 0).
         sequence_lengths: int32[s] or None: lengths of the sequences of s samples that ``rows`` consists of; sums to n.
+        step: number of the forward pass, equal on all ranks and below 2^62; None if unknown.
 
     Raises:
-        StreamError: an array is of another dtype or shape, or the lengths do not sum to n.
+        StreamError: an array is of another dtype or shape, the lengths do not sum to n, or the step is out of range.
     """
 
     table: str
@@ -42,12 +43,17 @@ class AccessBatch:
     source_rank: int
     event_time_seconds: float
     sequence_lengths: Int32Array | None = None
+    step: int | None = None
 
     def __post_init__(self) -> None:
         if self.rows.ndim != 1 or self.rows.dtype not in (np.int32, np.int64):
             raise StreamError(
                 f"accesses of table {self.table!r}: rows are {self.rows.dtype}{list(self.rows.shape)}",
                 remedy="give a one-dimensional int32 or int64 array",
+            )
+        if self.step is not None and not 0 <= self.step < 2**62:
+            raise StreamError(
+                f"accesses of table {self.table!r}: step {self.step}", remedy="give a number from 0 to 2^62 - 1"
             )
         lengths = self.sequence_lengths
         if lengths is None:

@@ -12,6 +12,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch import kinds, saved_counters, saved_state
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.touch_counts import TableTouches
 from flexd.sketch.types import SketchSettings
 
 TABLES = (TableSpec("users", 50, 4), TableSpec("items", 80, 4))
@@ -56,8 +57,13 @@ def test_what_is_damaged_is_refused(counted: SketchSet) -> None:
     meta, arrays = counted.state()
     table = saved_state.parse(meta, TABLES).tables[1]
     sketch = kinds.make_table(table.spec, table.choice, 0, SETTINGS.conservative)
+    touches = TableTouches(table.spec.rows, 100)
     for name in [name for name in arrays if name.startswith("1/")]:
         damaged = {**arrays, name: np.zeros(3, dtype=np.uint8)}
+        if name.startswith("1/touch_"):
+            with pytest.raises(SketchError, match=r"damaged|not fit"):
+                saved_counters.load_touches(touches, table, damaged)
+            continue
         with pytest.raises(SketchError, match=r"damaged|not fit"):
             saved_counters.load_table(sketch, table, damaged)
     with pytest.raises(SketchError, match="clock is damaged"):

@@ -17,6 +17,8 @@ from flexd.sketch.profile import TableProfile
 
 Float64Array = npt.NDArray[np.float64]
 
+BATCH_SIZE_FACTOR = 1.25
+"""Touches of batches that are larger or smaller than those of the ranks by more than this are not used."""
 _KNOTS = 16
 """Classes of equal independent touches to which a relation is fitted."""
 
@@ -78,16 +80,30 @@ class TouchRelation:
         return bounded(touches, accesses, self.layout)
 
 
-def measured_touches(table: TableProfile, layout: RankLayout) -> Float64Array | None:
+def measured_touches(
+    table: TableProfile, layout: RankLayout, accesses_of_rank: float | None = None
+) -> Float64Array | None:
     """Return the measured touches of the table's listed rows, NaN where unknown; None if none apply to this layout.
 
-    Touches depend on the number of ranks of a node and of nodes, so those of another layout are not used.
+    Touches depend on the number of ranks of a node and of nodes, so those of another layout are not used. Nor are those
+    of batches of another size: entries of a stream without step numbers need not be what a rank looks up at once.
+
+    Args:
+        accesses_of_rank: look-ups of the table by a rank in one pass, to which the touches are brought if they were
+            measured at other ones; None takes them as they are.
     """
     touches = table.touches
     if touches is None or (touches.nodes, touches.local_ranks) != (layout.nodes, layout.local_ranks):
         return None
     measured = np.stack([touches.per_rank, touches.per_node, touches.anywhere]).astype(np.float64)
-    return None if np.isnan(measured).all() else measured
+    if np.isnan(measured).all():
+        return None
+    if accesses_of_rank is None or touches.accesses is None:
+        return measured
+    if not touches.accesses / BATCH_SIZE_FACTOR <= accesses_of_rank <= touches.accesses * BATCH_SIZE_FACTOR:
+        return None
+    share = table.hot_share.astype(np.float64)
+    return rescaled(measured, share * touches.accesses, share * accesses_of_rank, layout)
 
 
 def _ratio(touches: Float64Array, expected: Float64Array) -> Float64Array:

@@ -287,8 +287,8 @@ def _table_load(
     per_rank = table.accesses_per_step / layout.world_size
     bags = shape.bags_per_step.get(table.table)
     touches = bin_touches = None
-    if (measured := measured_touches(table, layout)) is not None:
-        in_pass = per_rank / shape.micro_batches
+    in_pass = per_rank / shape.micro_batches
+    if (measured := measured_touches(table, layout, in_pass)) is not None:
         measured = np.concatenate([measured, np.full((3, len(more)), np.nan)], axis=1)
         relation = TouchRelation.fit(shares[0] * in_pass, measured, layout)
         touches, bin_touches = relation.completed(shares[0] * in_pass, measured), relation.touches(bin_share * in_pass)

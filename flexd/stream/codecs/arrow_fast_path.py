@@ -32,6 +32,7 @@ _KINDS: dict[pa.DataType, tuple[np.dtype[Any], bool, bool]] = {
     pa.list_(pa.int64()): (_INT64, True, True),
     pa.list_(pa.int32()): (_INT32, True, True),
     pa.int32(): (_INT32, False, False),
+    pa.int64(): (_INT64, False, False),
     pa.float64(): (_FLOAT64, False, False),
 }
 
@@ -55,6 +56,7 @@ class Columns(NamedTuple):
     source_ranks: list[int]
     event_times: list[float]
     sequence_lengths: list[Array] | None
+    steps: list[int] | None
 
 
 class _Place(NamedTuple):
@@ -119,7 +121,10 @@ def read(payload: bytes | memoryview, schema_end: int, columns: tuple[Column, ..
                 ]
             except UnicodeDecodeError:
                 return None
-    return Columns(read["table"], read["rows"], read["source_rank"], read["event_time"], read.get("sequence_lengths"))
+    return Columns(
+        read["table"], read["rows"], read["source_rank"], read["event_time"], read.get("sequence_lengths"),
+        read.get("step"),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)

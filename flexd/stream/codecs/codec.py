@@ -20,6 +20,7 @@ REASONS = (
     "bad_json",
     "bad_lengths",
     "bad_source_rank",
+    "bad_step",
     "bad_table_name",
     "compressed",
     "corrupt",
@@ -44,7 +45,9 @@ _MAX_SCHEMAS = 64
 _MAX_SCHEMA_BYTES = 2**16
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _COLUMNS = ("table", "rows", "source_rank", "event_time")
-_JSON_KEYS = frozenset((*_COLUMNS, "sequence_lengths"))
+_OPTIONAL = ("sequence_lengths", "step")
+_JSON_KEYS = frozenset((*_COLUMNS, *_OPTIONAL))
+_MAX_STEP = 2**62 - 1
 
 _FLOAT64 = pa.float64()
 
@@ -64,7 +67,7 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
     """Encode one message: an Arrow IPC stream of one record batch, with one entry a batch.
 
     Columns: ``table`` utf8, ``rows`` list<int64> (list<int32> if all are), ``source_rank`` int32, ``event_time``
-    float64 Unix seconds, and ``sequence_lengths`` list<int32> if any batch has them.
+    float64 Unix seconds; ``sequence_lengths`` list<int32> and ``step`` int64 if any batch has them.
 
     Raises:
         StreamError: no batches, or more entries or ids than a message can hold.
@@ -83,7 +86,10 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
         lengths = [none if b.sequence_lengths is None else b.sequence_lengths for b in batches]
         missing = np.array([b.sequence_lengths is None for b in batches])
         columns.append(_list_array(lengths, np.dtype(np.int32), missing))
-    schema, schema_bytes = _SCHEMAS[wide, with_lengths]
+    with_steps = any(b.step is not None for b in batches)
+    if with_steps:
+        columns.append(pa.array([b.step for b in batches], type=pa.int64()))
+    schema, schema_bytes = _SCHEMAS[wide, with_lengths, with_steps]
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
     return b"".join((schema_bytes, batch.serialize()))
 
@@ -105,6 +111,8 @@ def encode_json(batches: Sequence[AccessBatch]) -> bytes:
         }
         if batch.sequence_lengths is not None:
             entry["sequence_lengths"] = batch.sequence_lengths.tolist()
+        if batch.step is not None:
+            entry["step"] = batch.step
         lines.append(json.dumps(entry, separators=(",", ":")))
     return ("\n".join(lines) + "\n").encode()
 
@@ -153,7 +161,7 @@ def _list_array(
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values, dtype=dtype)), mask=mask)
 
 
-def _make_schema(wide: bool, with_lengths: bool) -> tuple[pa.Schema, bytes]:
+def _make_schema(wide: bool, with_lengths: bool, with_steps: bool) -> tuple[pa.Schema, bytes]:
     fields = [
         ("table", pa.utf8()),
         ("rows", pa.list_(pa.int64() if wide else pa.int32())),
@@ -162,11 +170,16 @@ def _make_schema(wide: bool, with_lengths: bool) -> tuple[pa.Schema, bytes]:
     ]
     if with_lengths:
         fields.append(("sequence_lengths", pa.list_(pa.int32())))
+    if with_steps:
+        fields.append(("step", pa.int64()))
     schema = pa.schema(fields)
     return schema, schema.serialize().to_pybytes()
 
 
-_SCHEMAS = {(wide, lengths): _make_schema(wide, lengths) for wide in (False, True) for lengths in (False, True)}
+_SCHEMAS = {
+    (wide, lengths, steps): _make_schema(wide, lengths, steps)
+    for wide, lengths, steps in itertools.product((False, True), repeat=3)
+}
 
 
 # ---- Arrow ----
@@ -219,8 +232,9 @@ def _new_schema(key: bytes) -> _CheckedSchema:
 
 def _check_schema(schema: pa.Schema) -> None:
     names = schema.names
-    if sorted(names) not in (sorted(_COLUMNS), sorted(_JSON_KEYS)):
-        _fail("wrong_schema", f"columns {str(names)[:200]}, expected {list(_COLUMNS)} and optionally sequence_lengths")
+    if len(set(names)) != len(names) or not _JSON_KEYS.issuperset(names) or not set(_COLUMNS).issubset(names):
+        optional = " and ".join(_OPTIONAL)
+        _fail("wrong_schema", f"columns {str(names)[:200]}, expected {list(_COLUMNS)} and optionally {optional}")
     types = dict(zip(names, schema.types, strict=True))
     table = types["table"]
     if pa.types.is_dictionary(table):
@@ -231,6 +245,7 @@ def _check_schema(schema: pa.Schema) -> None:
         "source_rank": types["source_rank"] == pa.int32(),
         "event_time": types["event_time"] == pa.float64() or pa.types.is_timestamp(types["event_time"]),
         "sequence_lengths": "sequence_lengths" not in types or _is_list_of(types["sequence_lengths"], pa.int32()),
+        "step": "step" not in types or types["step"] == pa.int64(),
     }
     for name, valid in allowed.items():
         if not valid:
@@ -243,11 +258,14 @@ def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
 
 def _fast_entries(read: arrow_fast_path.Columns) -> list[AccessBatch] | None:
     """Return the entries if they are valid, otherwise None: the slow path then raises the error with its reason."""
-    tables, rows, ranks, times, lengths = read
+    tables, rows, ranks, times, lengths, steps = read
     valid = min(map(len, tables)) > 0 and max(map(len, tables)) <= MAX_TABLE_NAME_CHARS and min(ranks) >= 0
     if not valid or not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in times):
         return None
     try:
+        if steps is not None:
+            parts = [None] * len(tables) if lengths is None else lengths
+            return list(map(AccessBatch, tables, rows, ranks, times, parts, steps))
         if lengths is None:
             return list(map(AccessBatch, tables, rows, ranks, times))
         return list(map(AccessBatch, tables, rows, ranks, times, lengths))
@@ -273,11 +291,12 @@ def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
         if column.null_count:
             there = column.is_valid().to_pylist()
             lengths = [part if valid else None for part, valid in zip(lengths, there, strict=True)]
+    steps: list[Any] = by_name["step"].to_pylist() if "step" in by_name else [None] * len(tables)
+    for step in steps:
+        if step is not None and not 0 <= step <= _MAX_STEP:
+            _fail("bad_step", f"step {step}, 0 to {_MAX_STEP} are read")
     try:
-        return [
-            AccessBatch(table, part, rank, time, length)
-            for table, part, rank, time, length in zip(tables, rows, ranks, times, lengths, strict=True)
-        ]
+        return [AccessBatch(*entry) for entry in zip(tables, rows, ranks, times, lengths, steps, strict=True)]
     except StreamError as error:
         _fail("bad_lengths", error.message)
 
@@ -373,8 +392,13 @@ def _json_entry(line: str) -> AccessBatch:
     lengths: Int32Array | None = None
     if entry.get("sequence_lengths") is not None:
         lengths = _json_ints("sequence_lengths", entry["sequence_lengths"], pa.int32())
+    step = entry.get("step")
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+        _fail("wrong_type", f"step is a {type(step).__name__}")
+    if step is not None and not 0 <= step <= _MAX_STEP:
+        _fail("bad_step", f"step {str(step)[:40]}, 0 to {_MAX_STEP} are read")
     try:
-        return AccessBatch(table, rows, rank, float(time), lengths)
+        return AccessBatch(table, rows, rank, float(time), lengths, step)
     except StreamError as error:
         _fail("bad_lengths", error.message)
 

@@ -20,18 +20,19 @@ from flexd.stream.types import AccessBatch
 MAX = 1 << 20
 
 
-def fields(batch: AccessBatch) -> tuple[str, list[int], int, float, list[int] | None]:
+def fields(batch: AccessBatch) -> tuple[str, list[int], int, float, list[int] | None, int | None]:
     lengths = None if batch.sequence_lengths is None else batch.sequence_lengths.tolist()
-    return batch.table, batch.rows.tolist(), batch.source_rank, batch.event_time_seconds, lengths
+    return batch.table, batch.rows.tolist(), batch.source_rank, batch.event_time_seconds, lengths, batch.step
 
 
-def read_by_arrow(payload: bytes) -> list[tuple[str, list[int], int, float, list[int] | None]]:
+def read_by_arrow(payload: bytes) -> list[tuple[str, list[int], int, float, list[int] | None, int | None]]:
     """Read a message with Arrow's own stream reader, independently of the codec."""
     batch = pa.ipc.open_stream(payload).read_next_batch()
     batch.validate(full=True)
     columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
     columns.setdefault("sequence_lengths", [None] * batch.num_rows)
-    names = ("table", "rows", "source_rank", "event_time", "sequence_lengths")
+    columns.setdefault("step", [None] * batch.num_rows)
+    names = ("table", "rows", "source_rank", "event_time", "sequence_lengths", "step")
     return list(zip(*(columns[name] for name in names), strict=True))
 
 
@@ -49,6 +50,7 @@ def batches(draw, dtype=None):
         draw(st.integers(0, 2**31 - 1)),
         draw(st.floats(0, 1e11)),
         None if lengths is None else np.array(lengths, dtype=np.int32),
+        draw(st.none() | st.integers(0, 2**62 - 1)),
     )
 
 
@@ -303,3 +305,20 @@ def test_mutated_arrow_is_read_or_refused(data):
 def test_the_encoder_refuses_messages_that_the_decoder_would(batch_list):
     with pytest.raises(StreamError):
         encode_arrow(batch_list)
+
+
+def test_a_step_is_a_number_from_0_to_2_to_the_62():
+    entry = {"table": "t", "rows": [1], "source_rank": 0, "event_time": 1.0}
+    assert decode(json.dumps({**entry, "step": 7}).encode(), MAX)[0].step == 7
+    for step, reason in ((-1, "bad_step"), (2**62, "bad_step"), (True, "wrong_type"), (1.5, "wrong_type")):
+        with pytest.raises(CodecError) as error:
+            decode(json.dumps({**entry, "step": step}).encode(), MAX)
+        assert error.value.reason == reason
+    schema = pa.schema([("table", pa.utf8()), ("rows", pa.list_(pa.int64())), ("source_rank", pa.int32()),
+                        ("event_time", pa.float64()), ("step", pa.int64())])  # fmt: skip
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        writer.write_batch(pa.record_batch([["t", "t"], [[1], [2]], [0, 0], [1.0, 1.0], [3, -3]], schema=schema))
+    with pytest.raises(CodecError) as error:
+        decode(sink.getvalue(), MAX)
+    assert error.value.reason == "bad_step"

@@ -1,0 +1,383 @@
+"""Touches of a table's frequent rows, counted from the batches of a stream and decayed like accesses.
+
+A batch is what one rank looks up in one forward pass. Without step numbers every entry of the stream is taken for a
+batch, and only the touches by a rank (u) are known. Batches of the same step number together give the touches by a
+node (v) and by any rank (w) too; only steps in which every rank of the layout has a batch count for these two.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import SketchError
+from flexd.core.layout import RankLayout
+from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.profile import RowTouches
+
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+Arrays = dict[str, npt.NDArray[Any]]
+
+MAX_ROWS = 262_144
+"""Rows of a table that are kept when it is pruned; between two prunes it has up to twice as many."""
+ROW_BYTES = 48
+MIN_PASSES = 8.0
+"""Decayed batches, and complete steps, below which nothing is said about a table."""
+MIN_EXPOSURE = 0.25
+"""Share of the counted batches since which a row must be followed, below which nothing is said about it."""
+
+WHOLE_ACCESSES = 2**22
+"""Accesses of all tables together up to which every batch is counted."""
+SAMPLED_BATCHES = 64
+"""Beyond, one step in this many is counted, the same one of all ranks; without step numbers one batch in this many.
+Sorting a batch takes 80 times as long as counting its accesses."""
+
+_MAX_OPEN_STEPS = 1024
+_MAX_OPEN_ROWS = 2**22
+_LEAST_OPEN_ROWS = 2**16
+_OVERTAKING_STEPS = 16
+_RESTART_STEPS = 10_000
+"""A step number this far behind is of a training that was started again, or of a partition that is read later."""
+_PENDING_ROWS = 65_536
+_UNIT_BITS = 16
+_RESCALE_HALF_LIVES = 8
+_ARRAYS = ("touch_row_gaps", "touch_counts", "touch_since", "touch_totals")
+_UNSIGNED = (np.dtype(np.uint8), np.dtype(np.uint16), np.dtype(np.uint32), np.dtype(np.uint64))
+
+
+def capacity(rows: int, tables: int, memory_bytes: int) -> int:
+    """Return the rows to keep of a table: all tables together need at most an eighth of ``memory_bytes``."""
+    return max(256, min(rows, MAX_ROWS, memory_bytes // 16 // tables // ROW_BYTES))
+
+
+@dataclass
+class _OpenStep:
+    """A step of which batches may still arrive: distinct rows of each entry, by rank."""
+
+    event_time_seconds: float
+    ranks: list[int] = field(default_factory=list)
+    rows: list[Int64Array] = field(default_factory=list)
+    accesses: int = 0
+    size: int = 0
+
+
+class TableTouches:
+    """Counters of one table. Not thread-safe: the owner holds a lock.
+
+    Counts are in units of the forward weight at ``2^exponent`` (``ForwardDecay``). A row has three: ranks, nodes and
+    steps that touched it. The totals are all batches, complete steps, and accesses. A row that was pruned and comes
+    back is followed from the last prune on: every touch since then is known.
+
+    Args:
+        rows: of the table; others are ignored.
+        capacity: rows kept by a prune, the most frequently touched ones.
+        tables: number of tables that share the limits of memory and time.
+    """
+
+    def __init__(self, rows: int, capacity: int, tables: int = 1) -> None:
+        self._table_rows = rows
+        self._capacity = capacity
+        self._whole_accesses = WHOLE_ACCESSES // tables
+        self._max_open_rows = max(_LEAST_OPEN_ROWS, _MAX_OPEN_ROWS // tables)
+        self._seen_accesses = self._seen_batches = 0
+        self.layout: RankLayout | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._exponent: int | None = None
+        self._rows: Int64Array = np.empty(0, np.int64)
+        self._counts: Float64Array = np.empty((3, 0))
+        self._since: Float64Array = np.empty((2, 0))
+        self._totals: Float64Array = np.zeros(3)
+        self._floor: Float64Array = np.zeros(2)
+        self._pending: list[tuple[Int64Array, Float64Array]] = []
+        self._pending_rows = 0
+        self._open: dict[int, _OpenStep] = {}
+        self._open_rows = 0
+        self._latest: dict[int, int] = {}
+        self._closed_before = 0
+        self._closed: set[int] = set()
+        self._passed = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory in use."""
+        return ROW_BYTES * len(self._rows) + 32 * self._pending_rows + 8 * self._open_rows
+
+    def set_layout(self, layout: RankLayout) -> None:
+        """Count nodes and complete steps of this layout; what was counted under another one is forgotten."""
+        if layout == self.layout:
+            return
+        if self.layout is not None:
+            self._forget()
+        self.layout = layout
+
+    def add(
+        self, rows: npt.NDArray[Any], rank: int, step: int | None, event_time_seconds: float, decay: ForwardDecay
+    ) -> None:
+        """Count one entry of the stream: the rows that a rank looked up, in the step if its number is known."""
+        if self.layout is not None and rank >= self.layout.world_size:
+            return
+        self._seen_accesses += len(rows)
+        self._seen_batches += 1
+        number = self._seen_batches if step is None else step
+        if self._seen_accesses > self._whole_accesses and not _is_sampled(number):
+            return
+        distinct = np.sort(rows)
+        inside = distinct[np.searchsorted(distinct, 0) : np.searchsorted(distinct, self._table_rows)]
+        distinct = inside[_first_of_run(inside)].astype(np.int64)
+        if step is None:
+            self._count_batch(distinct, len(inside), event_time_seconds, decay)
+            return
+        if step < self._closed_before or step in self._closed:
+            if step > self._closed_before - _RESTART_STEPS:
+                # The step is closed; as a batch of its own the entry still counts for u.
+                self._count_batch(distinct, len(inside), event_time_seconds, decay)
+                return
+            self.flush(decay)
+            self._latest.clear()
+            self._closed.clear()
+            self._passed = 0
+            self._closed_before = 0
+        found = self._open.get(step)
+        if found is None:
+            found = self._open[step] = _OpenStep(event_time_seconds)
+        found.event_time_seconds = max(found.event_time_seconds, event_time_seconds)
+        found.ranks.append(rank)
+        found.rows.append(distinct)
+        found.accesses += len(inside)
+        found.size += len(distinct)
+        self._open_rows += len(distinct)
+        before = self._latest.get(rank, -1)
+        if step > before:
+            self._latest[rank] = step
+            if self.layout is None or len(self._latest) == self.layout.world_size:
+                self._close_passed(min(self._latest.values()), decay)
+        while len(self._open) > _MAX_OPEN_STEPS or self._open_rows > self._max_open_rows:
+            self._close_before(min(self._open) + 1, decay)
+
+    def flush(self, decay: ForwardDecay) -> None:
+        """Close all open steps: what arrives of them later is not counted."""
+        if self._open:
+            self._close_before(max(self._open) + 1, decay)
+
+    def read(self, rows: Int64Array, decay: ForwardDecay, layout: RankLayout) -> RowTouches | None:
+        """Return the touches of int64[n] rows as of now; None if too little was counted."""
+        if self._exponent is None or self.layout not in (None, layout):
+            return None
+        self._fold()
+        unit = decay.unit_weight(self._exponent)
+        batches, steps = self._totals[:2]
+        if batches * unit < MIN_PASSES:
+            return None
+        at = np.minimum(np.searchsorted(self._rows, rows), max(len(self._rows) - 1, 0))
+        known = self._rows[at] == rows if len(self._rows) else np.zeros(len(rows), dtype=bool)
+        counts = np.where(known, self._counts[:, at], 0.0) if len(self._rows) else np.zeros((3, len(rows)))
+        since = np.broadcast_to(self._floor[:, None], (2, len(rows)))
+        if len(self._rows):
+            since = np.where(known, self._since[:, at], since)
+        followed = np.stack([batches - since[0], steps - since[1]])
+        enough = followed >= MIN_EXPOSURE * np.array([[batches], [steps]])
+        enough &= followed * unit >= np.minimum(MIN_PASSES, MIN_EXPOSURE * MIN_PASSES)
+        enough[1] &= steps * unit >= MIN_PASSES
+        nodes = followed[1] * layout.nodes
+        touches = [
+            np.divide(count, passes, out=np.full(len(rows), np.nan), where=there & (passes > 0))
+            for count, passes, there in zip(
+                counts, (followed[0], nodes, followed[1]), (enough[0], enough[1], enough[1]), strict=True
+            )
+        ]
+        accesses = float(self._totals[2] / batches)
+        return RowTouches(layout.nodes, layout.local_ranks, touches[0], touches[1], touches[2], accesses)
+
+    def merge(self, other: TableTouches, decay: ForwardDecay) -> None:
+        """Add the other's closed steps and batches, which are of other messages; the other is not changed."""
+        if other._exponent is None:
+            return
+        other = copy.deepcopy(other)
+        other.flush(decay)
+        other._fold()
+        self._fold()
+        if other.layout is not None and other.layout != self.layout:
+            if self.layout is not None:
+                return
+            self.layout = other.layout
+        exponents = [exponent for exponent in (self._exponent, other._exponent) if exponent is not None]
+        for each in (self, other):
+            each._raise_exponent(max(exponents))
+        rows = np.union1d(self._rows, other._rows)
+        mine, theirs = self._aligned(rows), other._aligned(rows)
+        self._rows, self._counts, self._since = rows, mine[0] + theirs[0], mine[1] + theirs[1]
+        self._totals = self._totals + other._totals
+        self._seen_accesses += other._seen_accesses
+        self._seen_batches += other._seen_batches
+        self._floor = self._floor + other._floor
+        self._prune()
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Return what ``load`` takes: (JSON-able values, arrays). Open steps are not part of it."""
+        if self._exponent is None:
+            return {}, {}
+        self._fold()
+        layout = self.layout
+        meta = {
+            "exponent": self._exponent,
+            "layout": None if layout is None else [layout.nodes, layout.local_ranks],
+            "seen": [self._seen_accesses, self._seen_batches],
+        }
+        totals = np.concatenate([self._totals, self._floor])
+        arrays = (np.diff(self._rows, prepend=0), self._counts, self._since, totals)
+        return meta, {name: _narrow(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
+
+    def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
+        """Replace everything by what ``state`` returned.
+
+        Raises:
+            SketchError: the arrays do not fit each other or this table.
+            KeyError, TypeError, ValueError: fields are missing or malformed.
+        """
+        gaps, counts, since, totals = (arrays[name] for name in _ARRAYS)
+        number = len(gaps)
+        fits = gaps.shape == (number,) and counts.shape == (3, number) and since.shape == (2, number)
+        if not fits or totals.shape != (5,) or any(arrays[name].dtype not in _UNSIGNED for name in _ARRAYS):
+            raise SketchError("touch counts do not fit each other", remedy="use an earlier snapshot")
+        if int((gaps[1:] == 0).sum()) or float(gaps.sum(dtype=np.float64)) >= self._table_rows:
+            raise SketchError("touch counts do not fit the table", remedy="use an earlier snapshot")
+        layout = meta["layout"]
+        self._forget()
+        self.layout = None if layout is None else RankLayout(int(layout[0]), int(layout[1]))
+        self._exponent = int(meta["exponent"])
+        self._seen_accesses, self._seen_batches = (int(number) for number in meta["seen"])
+        self._rows = np.cumsum(gaps, dtype=np.int64)
+        self._counts, self._since = counts.astype(np.float64), since.astype(np.float64)
+        self._totals, self._floor = totals[:3].astype(np.float64), totals[3:].astype(np.float64)
+
+    def _close_passed(self, passed: int, decay: ForwardDecay) -> None:
+        """Close whole steps that every rank has passed, and others some steps later.
+
+        Entries of one rank overtake each other where they are spread over partitions.
+        """
+        if passed <= self._passed:
+            return
+        self._passed = passed
+        if passed - _OVERTAKING_STEPS > self._closed_before:
+            self._close_before(passed - _OVERTAKING_STEPS, decay)
+        whole = 0 if self.layout is None else self.layout.world_size
+        for number in sorted(number for number, step in self._open.items() if number < passed):
+            if len(set(self._open[number].ranks)) == whole:
+                self._close(self._open.pop(number), decay)
+                self._closed.add(number)
+
+    def _close_before(self, step: int, decay: ForwardDecay) -> None:
+        self._closed_before = max(self._closed_before, step)
+        self._closed = {number for number in self._closed if number >= self._closed_before}
+        for number in sorted(number for number in self._open if number < step):
+            self._close(self._open.pop(number), decay)
+
+    def _close(self, step: _OpenStep, decay: ForwardDecay) -> None:
+        self._open_rows -= step.size
+        ranks, layout = set(step.ranks), self.layout
+        complete = layout is not None and len(ranks) == layout.world_size
+        weight = self._weight(step.event_time_seconds, decay)
+        self._totals += weight * np.array([len(ranks), complete, step.accesses])
+        row = np.concatenate(step.rows)
+        rank = np.repeat(np.array(step.ranks, dtype=np.int64), [len(part) for part in step.rows])
+        width = int(max(step.ranks)) + 1
+        pair = np.sort(row * width + rank)
+        pair = pair[_first_of_run(pair)]
+        row, rank = pair // width, pair % width
+        starts = np.flatnonzero(_first_of_run(row))
+        if not len(starts):
+            return
+        counts = np.zeros((3, len(starts)))
+        counts[0] = np.diff(starts, append=len(row))
+        if complete and layout is not None:
+            node = row * layout.nodes + rank // layout.local_ranks
+            counts[1] = np.add.reduceat(_first_of_run(node).astype(np.float64), starts)
+            counts[2] = 1.0
+        self._append(row[starts], weight * counts)
+
+    def _count_batch(self, distinct: Int64Array, accesses: int, time: float, decay: ForwardDecay) -> None:
+        weight = self._weight(time, decay)
+        self._totals += weight * np.array([1, 0, accesses])
+        counts = np.zeros((3, len(distinct)))
+        counts[0] = weight
+        self._append(distinct, counts)
+
+    def _append(self, rows: Int64Array, counts: Float64Array) -> None:
+        self._pending.append((rows, counts))
+        self._pending_rows += len(rows)
+        if self._pending_rows > _PENDING_ROWS + 2 * len(self._rows):
+            self._fold()
+            self._prune()
+
+    def _weight(self, time: float, decay: ForwardDecay) -> float:
+        """Return the whole units of a batch of this time, and choose or raise the exponent for it."""
+        exponent = decay.unit_exponent(time, _UNIT_BITS)
+        if self._exponent is None:
+            self._exponent = exponent
+        elif exponent >= self._exponent + _RESCALE_HALF_LIVES:
+            self._raise_exponent(exponent)
+        return float(decay.units(time, self._exponent))
+
+    def _raise_exponent(self, exponent: int) -> None:
+        if self._exponent is not None and exponent > self._exponent:
+            self._fold()
+            factor = math.ldexp(1.0, max(self._exponent - exponent, -1000))
+            for values in (self._counts, self._since, self._totals, self._floor):
+                # Whole units, as every counter has: they are saved in as few bytes as they need.
+                np.rint(values * factor, out=values)
+        self._exponent = exponent if self._exponent is None else max(self._exponent, exponent)
+
+    def _fold(self) -> None:
+        """Add the pending counts to their rows."""
+        if not self._pending:
+            return
+        new = np.concatenate([rows for rows, _ in self._pending])
+        counts = np.concatenate([counts for _, counts in self._pending], axis=1)
+        self._pending, self._pending_rows = [], 0
+        rows = np.union1d(self._rows, new)
+        self._counts, self._since = self._aligned(rows)
+        self._rows = rows
+        at = np.searchsorted(rows, new)
+        for mine, added in zip(self._counts, counts, strict=True):
+            mine += np.bincount(at, weights=added, minlength=len(rows))
+
+    def _aligned(self, rows: Int64Array) -> tuple[Float64Array, Float64Array]:
+        """Return (counts, since) of these rows, which include all of this table's."""
+        counts, since = np.zeros((3, len(rows))), np.repeat(self._floor[:, None], len(rows), axis=1)
+        at = np.searchsorted(rows, self._rows)
+        counts[:, at], since[:, at] = self._counts, self._since
+        return counts, since
+
+    def _prune(self) -> None:
+        if len(self._rows) <= 2 * self._capacity:
+            return
+        keep = np.sort(np.argpartition(-self._counts[0], self._capacity)[: self._capacity])
+        self._rows, self._counts, self._since = self._rows[keep], self._counts[:, keep], self._since[:, keep]
+        self._floor = self._totals[:2].copy()
+
+
+def _is_sampled(number: int) -> bool:
+    # Multiplied by the golden ratio: no period of the training, such as its micro-batches, meets the sampled numbers.
+    return ((number * 0x9E3779B97F4A7C15) % 2**64) >> 58 < 64 // SAMPLED_BATCHES
+
+
+def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return whole numbers in the smallest unsigned type that holds all."""
+    highest = values.max(initial=0)
+    dtype = next((dtype for dtype in _UNSIGNED if highest <= np.iinfo(dtype).max), _UNSIGNED[-1])
+    narrow: npt.NDArray[Any] = values.astype(dtype)
+    return narrow
+
+
+def _first_of_run(ascending: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    first = np.ones(len(ascending), dtype=bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
+    return first

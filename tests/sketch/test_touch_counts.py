@@ -1,0 +1,193 @@
+"""Touches counted from a stream equal those counted from the batches themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.simulate.exact_profile import exact_profile
+from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.touch_counts import WHOLE_ACCESSES, TableTouches
+
+LAYOUT = RankLayout(2, 2)
+ROWS = 200
+FOREVER = ForwardDecay(None, 0.0)
+
+
+def correlated(steps: int, seed: int = 0, accesses: int = 40) -> list[list[np.ndarray]]:
+    """Batches in which the ranks of a step look up rows near each other, so that independence is far off."""
+    random = np.random.default_rng(seed)
+    made = []
+    for _ in range(steps):
+        centre = int(random.integers(ROWS))
+        made.append([(centre + random.integers(0, 30, accesses)) % ROWS for _ in range(LAYOUT.world_size)])
+    return made
+
+
+def exact(steps: list[list[np.ndarray]], rows: np.ndarray) -> np.ndarray:
+    profile = exact_profile(steps, KeySpace([TableSpec("t", ROWS, 4)]), LAYOUT).tables[0]
+    found = np.zeros((3, ROWS))
+    touches = profile.touches
+    found[:, profile.hot_rows] = [touches.per_rank, touches.per_node, touches.anywhere]
+    return found[:, rows]
+
+
+def counted(touches: TableTouches, rows: np.ndarray, decay: ForwardDecay = FOREVER) -> np.ndarray:
+    found = touches.read(rows, decay, LAYOUT)
+    return np.stack([found.per_rank, found.per_node, found.anywhere])
+
+
+def feed(touches: TableTouches, steps, order=None, decay: ForwardDecay = FOREVER, seconds=lambda step: 0.0) -> None:
+    entries = [(step, rank, rows) for step, ranks in enumerate(steps) for rank, rows in enumerate(ranks)]
+    for at in range(len(entries)) if order is None else order:
+        step, rank, rows = entries[at]
+        touches.add(rows, rank, step, seconds(step), decay)
+
+
+def table(capacity: int = 1000) -> TableTouches:
+    touches = TableTouches(ROWS, capacity)
+    touches.set_layout(LAYOUT)
+    return touches
+
+
+def test_steps_give_the_touches_of_the_batches_in_any_order_of_arrival():
+    steps = correlated(60)
+    random = np.random.default_rng(1)
+    order = np.argsort(np.arange(60 * 4) + random.uniform(0, 20, 240))
+    touches = table()
+    feed(touches, steps, order)
+    touches.flush(FOREVER)
+    rows = np.arange(ROWS)
+    np.testing.assert_allclose(counted(touches, rows), exact(steps, rows), rtol=1e-12)
+
+
+def test_without_step_numbers_only_the_touches_of_a_rank_are_known():
+    steps = correlated(30)
+    touches = table()
+    for ranks in steps:
+        for rank, rows in enumerate(ranks):
+            touches.add(rows, rank, None, 0.0, FOREVER)
+    found = counted(touches, np.arange(ROWS))
+    np.testing.assert_allclose(found[0], exact(steps, np.arange(ROWS))[0], rtol=1e-12)
+    assert np.isnan(found[1:]).all()
+
+
+def test_a_step_without_every_rank_counts_for_the_rank_alone():
+    steps = correlated(40)
+    touches = table()
+    entries = [(s, r, rows) for s, ranks in enumerate(steps) for r, rows in enumerate(ranks) if s % 2 or r != 3]
+    for step, rank, rows in entries:
+        touches.add(rows, rank, step, 0.0, FOREVER)
+    touches.flush(FOREVER)
+    rows = np.arange(ROWS)
+    np.testing.assert_allclose(counted(touches, rows)[1:], exact(steps[1::2], rows)[1:], rtol=1e-12)
+
+
+def test_parts_of_a_batch_are_one_batch():
+    steps = correlated(20)
+    touches = table()
+    for step, ranks in enumerate(steps):
+        for rank, rows in enumerate(ranks):
+            for part in np.array_split(rows, 3):
+                touches.add(part, rank, step, 0.0, FOREVER)
+    touches.flush(FOREVER)
+    np.testing.assert_allclose(counted(touches, np.arange(ROWS)), exact(steps, np.arange(ROWS)), rtol=1e-12)
+
+
+def test_old_steps_decay_like_accesses():
+    decay = ForwardDecay(10.0, 0.0)
+    old, new = correlated(50, 1), correlated(50, 2)
+    touches = table()
+    feed(touches, old, decay=decay)
+    decay.advance(400.0)
+    for step, ranks in enumerate(new, 50):
+        for rank, rows in enumerate(ranks):
+            touches.add(rows, rank, step, 400.0, decay)
+    touches.flush(decay)
+    np.testing.assert_allclose(
+        counted(touches, np.arange(ROWS), decay), exact(new, np.arange(ROWS)), rtol=1e-6, atol=1e-9
+    )
+
+
+def test_memory_is_bounded_and_a_row_that_returns_is_followed_from_the_last_prune():
+    random = np.random.default_rng(3)
+    touches = TableTouches(10**9, 64)
+    for _ in range(400):
+        touches.add(np.append(random.integers(100, 10**9, 1000), 7), 0, None, 0.0, FOREVER)
+    assert touches.nbytes < 10 * 2**20
+    found = touches.read(np.array([7]), FOREVER, LAYOUT)
+    assert found.per_rank[0] == 1.0
+
+
+def test_open_steps_are_bounded():
+    touches = table()
+    for step in range(5000):
+        touches.add(np.arange(50), 0, step, 0.0, FOREVER)
+    assert len(touches._open) <= 1024
+    assert counted(touches, np.array([3]))[0, 0] == 1.0
+
+
+def test_a_training_that_starts_again_at_step_0_is_counted():
+    steps = correlated(30)
+    touches = table()
+    for step in range(50_000, 50_010):
+        for rank in range(4):
+            touches.add(np.array([1]), rank, step, 0.0, FOREVER)
+    feed(touches, steps)
+    touches.flush(FOREVER)
+    assert touches._totals[1] == 40
+
+
+def test_merged_counts_equal_those_of_one_counter():
+    steps = correlated(60)
+    whole, first, second = table(), table(), table()
+    feed(whole, steps)
+    feed(first, steps[:30])
+    feed(second, steps[30:])
+    for each in (whole, first, second):
+        each.flush(FOREVER)
+    first.merge(second, FOREVER)
+    np.testing.assert_array_equal(counted(first, np.arange(ROWS)), counted(whole, np.arange(ROWS)))
+
+
+def test_another_layout_forgets():
+    touches = table()
+    feed(touches, correlated(30))
+    touches.set_layout(RankLayout(1, 4))
+    assert touches.read(np.arange(3), FOREVER, RankLayout(1, 4)) is None
+
+
+def test_saved_and_loaded_touches_are_equal_and_damaged_ones_are_refused():
+    sketches = SketchSet([TableSpec("t", ROWS, 4)], half_life_seconds=None)
+    sketches.profile(layout=LAYOUT)
+    for step, ranks in enumerate(correlated(40)):
+        for rank, rows in enumerate(ranks):
+            sketches.ingest("t", rows, rank, 1.0, step=step)
+    sketches.close_steps()
+    meta, arrays = sketches.state()
+    loaded = SketchSet.from_state([TableSpec("t", ROWS, 4)], sketches.settings, meta, arrays)
+    before, after = (each.profile(layout=LAYOUT).tables[0].touches for each in (sketches, loaded))
+    assert before is not None
+    assert after is not None
+    np.testing.assert_array_equal(before.anywhere, after.anywhere)
+    assert not np.isnan(after.per_node).any()
+    damaged = {**arrays, "0/touch_row_gaps": arrays["0/touch_row_gaps"] + 2}
+    with pytest.raises(SketchError):
+        SketchSet.from_state([TableSpec("t", ROWS, 4)], sketches.settings, meta, damaged)
+
+
+def test_beyond_a_number_of_accesses_the_same_steps_of_all_ranks_are_sampled():
+    steps = correlated(3000)
+    touches = TableTouches(ROWS, 1000, tables=WHOLE_ACCESSES // 16_000)
+    touches.set_layout(LAYOUT)
+    feed(touches, steps)
+    touches.flush(FOREVER)
+    batches, whole_steps = touches._totals[:2]
+    assert batches == 4 * whole_steps
+    assert 100 + 2900 / 64 * 0.7 < whole_steps < 100 + 2900 / 64 * 1.4
+    rows = np.arange(ROWS)
+    np.testing.assert_allclose(counted(touches, rows).mean(axis=1), exact(steps, rows).mean(axis=1), rtol=0.03)
