@@ -296,3 +296,18 @@ def test_through_a_file_log(tmp_path):
 def test_refuses_bad_arguments(arguments):
     with pytest.raises(StreamError):
         Publisher(MemorySink(), **{"source_rank": 0, **arguments})
+
+
+def test_ranks_publish_the_same_steps_of_a_sample_and_parts_of_a_batch_keep_their_step():
+    kept = []
+    for rank in range(2):
+        sink = MemorySink()
+        publisher = Publisher(sink, source_rank=rank, sample_fraction=0.5, max_message_bytes=8192)
+        for step in range(40):
+            publisher.publish("t", np.arange(2000), step=step)
+        assert publisher.close(5.0)
+        batches = sink.batches()
+        kept.append({batch.step for batch in batches})
+        assert sum(len(batch.rows) for batch in batches) == 2000 * len(kept[-1])
+    assert kept[0] == kept[1]
+    assert 10 < len(kept[0]) < 30

@@ -11,7 +11,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.planner.model.row_bytes import Exchange, TrafficLink
-from flexd.planner.model.touches import TouchRelation, bounded, independent, rescaled
+from flexd.planner.model.touches import TouchRelation, bounded, independent, measured_touches, rescaled
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import (
     ANYWHERE,
@@ -171,3 +171,14 @@ def test_micro_batches_repeat_the_touches_of_a_pass() -> None:
     np.testing.assert_allclose(statistics[PER_RANK], 2 * rank)
     np.testing.assert_allclose(statistics[BACK_PER_RANK], 1 - (1 - rank) ** 2)
     np.testing.assert_allclose(statistics[ANYWHERE], 1 - (1 - anywhere) ** 2)
+
+
+def test_touches_of_batches_of_another_size_are_not_used():
+    table = exact_profile(bursty_steps(), KEYSPACE, LAYOUT).tables[0]
+    assert table.touches is not None
+    table = replace(table, touches=replace(table.touches, accesses=50.0))
+    taken = measured_touches(table, LAYOUT, 50.0)
+    np.testing.assert_allclose(taken[0], table.touches.per_rank)
+    assert (measured_touches(table, LAYOUT, 55.0) >= taken).all()
+    assert measured_touches(table, LAYOUT, 100.0) is None
+    assert measured_touches(table, LAYOUT, 25.0) is None
