@@ -191,3 +191,23 @@ def test_beyond_a_number_of_accesses_the_same_steps_of_all_ranks_are_sampled():
     assert 100 + 2900 / 64 * 0.7 < whole_steps < 100 + 2900 / 64 * 1.4
     rows = np.arange(ROWS)
     np.testing.assert_allclose(counted(touches, rows).mean(axis=1), exact(steps, rows).mean(axis=1), rtol=0.03)
+
+
+def test_a_row_that_was_pruned_is_followed_from_the_last_prune():
+    random = np.random.default_rng(5)
+    touches = TableTouches(10**9, 64)
+    for number in range(126):
+        rows = random.choice(10**9 - 100, 1000, replace=False) + 100
+        # 66 batches fill the buffer: the table is pruned before row 7 is seen.
+        touches.add(np.append(rows, 7) if number >= 66 else rows, 0, None, 0.0, FOREVER)
+    assert touches.read(np.array([7]), FOREVER, LAYOUT).per_rank[0] == 1.0
+
+
+def test_an_entry_of_a_closed_step_counts_for_the_rank_alone():
+    steps = correlated(40)
+    touches = table()
+    feed(touches, steps)
+    for late in (0, 30):
+        touches.add(steps[late][0], 0, late, 0.0, FOREVER)
+    touches.flush(FOREVER)
+    assert touches._totals[:2].tolist() == [162, 40]
