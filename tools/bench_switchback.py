@@ -11,12 +11,13 @@ Wrong: a plan that makes steps slower and stays, one that makes them faster and 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from bench_report import check, last_line
 
 from flexd.planner.switchback import SwitchbackRule, Verdict, keeps_plan
 
@@ -78,7 +79,7 @@ def run(rng: np.random.Generator, scenario: str, effect: float, rule: Switchback
         found = rule.effect(without, with_replicas)
         verdict = rule.verdict(found)
         if verdict is not None:
-            return verdict, keeps_plan(verdict, found), found.pairs
+            return verdict, keeps_plan(verdict), found.pairs
     raise AssertionError("the last look gives a verdict")
 
 
@@ -97,7 +98,17 @@ def rates(scenario: str, effect: float, runs: int, rule: SwitchbackRule, seed: i
     }  # fmt: skip
 
 
-def main() -> None:
+def checks_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Verdicts without an effect are rare, and an effect of 5 % is seen; the slack is three standard errors of 300."""
+    without = max(row["wrong"] for row in rows if row["effect"] == 0)
+    large = max(row["wrong"] for row in rows if abs(row["effect"]) >= 0.05)
+    return [
+        check("significant verdicts without an effect, worst load", without, "<= 0.09", without <= 0.09),
+        check("wrong decisions at an effect of 5 %, worst load", large, "<= 0.05", large <= 0.05),
+    ]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=1000, help="simulated verifications of each row")
     parser.add_argument("--quick", action="store_true", help="100 of them")
@@ -111,16 +122,20 @@ def main() -> None:
         for scenario in SCENARIOS
         for effect in (0.0, 0.02, 0.05, -0.02, -0.05)
     ]
-    if given.json:
-        print(json.dumps(rows, indent=2))
-        return
     print(f"{'load':14s} {'effect':>7s} {'wrong':>7s} {'undecided':>10s} {'pairs':>6s}")
     for row in rows:
         print(
             f"{row['scenario']:14s} {row['effect']:+7.0%} {row['wrong']:7.3f} {row['undecided']:10.3f} "
             f"{row['pairs']:6.1f}"
         )
+    checks = checks_of(rows)
+    for entry in checks:
+        print(f"{'ok  ' if entry['ok'] else 'MISS'} {entry['name']}: {entry['value']:.3f} (target {entry['target']})")
+    if given.json:
+        named = [{"name": f"{row['scenario']} {row['effect']:+.0%}", **row} for row in rows]
+        print(last_line(named, checks))
+    return 0 if all(entry["ok"] for entry in checks) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
