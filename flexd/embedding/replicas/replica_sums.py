@@ -56,7 +56,9 @@ class ReplicaSums:
         host = devices.in_host_memory(self._rows)
         sizes, counts = (self._sizes_on_host if host else self._sizes_on_device)(sections, lists)
         self._starts = [0, *accumulate(a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True))]
-        self._numbers = self._numbered(order, tier, numbers.first(len(order)))
+        # Only the places of touched rows are written and read. A search among these rows would take longer.
+        self._number_of_entry = self._rows.new_empty(touched.lists.rows + 1)
+        self._number_of_entry.index_copy_(0, self._rows, self._numbered(order, tier, numbers.first(len(order))))
         self._node_rows = sizes[::2]
         self._slots_by_tier = torch.split(listed.slots_at(self._rows.index_select(0, order)), sizes)
         shapes = [(end - start, dim) for (start, end), dim in zip(pairwise(self._starts), dims, strict=True)]
@@ -211,7 +213,7 @@ class ReplicaSums:
 
     def _places(self, entries: torch.Tensor) -> torch.Tensor:
         """int64 [n] touched entries -> int64 [n] rows of the ``sums`` of their dim-groups."""
-        return self._numbers.index_select(0, torch.searchsorted(self._rows, entries))
+        return self._number_of_entry.index_select(0, entries)
 
     def _all_reduce(self, hop: Hop, rows: Sequence[torch.Tensor]) -> None:
         """All-reduce int64 ``rows[group]`` of ``sums``: one collective for all dim-groups of a dtype."""
