@@ -60,7 +60,7 @@ def sent_between_nodes(steps: list[list[np.ndarray]], placement: Placement) -> f
     counter = StepByteCounter(KEYSPACE, LAYOUT)
     total = 0
     for ranks in steps:
-        for part in counter.step(StepKeys.of(ranks, LAYOUT), placement, Exchange.CHAIN):
+        for part in counter.step([StepKeys.of(ranks, LAYOUT)], placement, Exchange.CHAIN):
             if part.part in (*ALL_TO_ALL_PARTS, *SYNC_PARTS):
                 total += int(part.sent[:, INTER].sum())
     return total / len(steps) / LAYOUT.world_size
