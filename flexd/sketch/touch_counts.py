@@ -32,7 +32,7 @@ MIN_PASSES = 8.0
 MIN_EXPOSURE = 0.25
 """Share of the counted batches since which a row must be followed, below which nothing is said about it."""
 
-WHOLE_ACCESSES = 2**22
+WHOLE_ACCESSES = 2**20
 """Accesses of all tables together up to which every batch is counted."""
 SAMPLED_BATCHES = 64
 """Beyond, one step in this many is counted, the same one of all ranks; without step numbers one batch in this many.

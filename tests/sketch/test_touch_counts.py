@@ -11,7 +11,7 @@ from flexd.core.layout import RankLayout
 from flexd.simulate.exact_profile import exact_profile
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.touch_counts import WHOLE_ACCESSES, TableTouches
+from flexd.sketch.touch_counts import TableTouches
 
 LAYOUT = RankLayout(2, 2)
 ROWS = 200
@@ -182,7 +182,8 @@ def test_saved_and_loaded_touches_are_equal_and_damaged_ones_are_refused():
 
 def test_beyond_a_number_of_accesses_the_same_steps_of_all_ranks_are_sampled():
     steps = correlated(3000)
-    touches = TableTouches(ROWS, 1000, tables=WHOLE_ACCESSES // 16_000)
+    touches = TableTouches(ROWS, 1000)
+    touches._whole_accesses = 16_000
     touches.set_layout(LAYOUT)
     feed(touches, steps)
     touches.flush(FOREVER)
