@@ -40,7 +40,7 @@ def main() -> int:
         return 1
     with tempfile.TemporaryDirectory(prefix="flexd-page-") as folder:
         demo = subprocess.Popen(
-            [sys.executable, "-m", "flexd", "demo", "--steps", str(STEPS), "--out", folder],
+            [sys.executable, "-m", "flexd", "demo", "--link-mbit", "0", "--steps", str(STEPS), "--out", folder],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:

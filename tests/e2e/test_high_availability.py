@@ -88,7 +88,13 @@ class Pair:
     def __init__(self, directory: Path) -> None:
         demo = Demo(
             DemoOptions(
-                steps=STEPS, batch_size=24, nodes=2, local_ranks=1, samples=SampleKind.IMPRESSIONS, out_dir=directory
+                link_mbit=0.0,
+                steps=STEPS,
+                batch_size=24,
+                nodes=2,
+                local_ranks=1,
+                samples=SampleKind.IMPRESSIONS,
+                out_dir=directory,
             ),
             directory,
         )

@@ -32,7 +32,8 @@ class LiveJob:
 
     def __init__(self, directory: Path) -> None:
         self._demo = Demo(
-            DemoOptions(steps=STEPS, batch_size=24, samples=SampleKind.IMPRESSIONS, out_dir=directory), directory
+            DemoOptions(steps=STEPS, batch_size=24, samples=SampleKind.IMPRESSIONS, link_mbit=0.0, out_dir=directory),
+            directory,
         )
         config_file = directory / "flexd.yaml"
         config = yaml.safe_load(config_file.read_text())

@@ -61,6 +61,7 @@ class Monitored:
 
     def _start(self, directory: Path) -> None:
         options = DemoOptions(
+            link_mbit=0.0,
             nodes=2,
             local_ranks=1,
             steps=4_000,

@@ -34,7 +34,13 @@ class Job:
     def __init__(self, directory: Path) -> None:
         demo = Demo(
             DemoOptions(
-                steps=6_000, batch_size=24, nodes=2, local_ranks=1, samples=SampleKind.IMPRESSIONS, out_dir=directory
+                link_mbit=0.0,
+                steps=6_000,
+                batch_size=24,
+                nodes=2,
+                local_ranks=1,
+                samples=SampleKind.IMPRESSIONS,
+                out_dir=directory,
             ),
             directory,
         )
