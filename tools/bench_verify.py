@@ -201,15 +201,17 @@ class Bench:
                 if has_settled(status):
                     break
         verification = status["planning"]["verification"]["newest"]
-        return {
-            "decided": has_settled(status),
-            "verdict": "nothing to move" if verification is None else verification["state"],
-            "rolled_back": verification is not None and verification["rolled_back"],
-            "steps_until_decided": len(seconds),
-            "plans": dict(status["planning"]["plans"]),
-            # Of the steps until the decision, moves of rows and blocks without copies included.
-            "deciding_over_before": float(np.mean(seconds) / np.mean(before[1:])) if not job.shaken else float("nan"),
-        }
+        return (
+            {
+                "decided": has_settled(status),
+                "verdict": "nothing to move" if verification is None else verification["state"],
+                "rolled_back": verification is not None and verification["rolled_back"],
+                "steps_until_decided": len(seconds),
+                "plans": dict(status["planning"]["plans"]),
+                # Of the steps until the decision, moves of rows and blocks without copies included.
+            }
+            | ({} if job.shaken else {"deciding_over_before": float(np.mean(seconds) / np.mean(before[1:]))})
+        )
 
     def _compare(self, job: Job, rounds: int) -> dict[str, float]:
         """In turns, so that what else the machine does falls on both alike; the first step of a turn is left out."""

@@ -46,10 +46,7 @@ class EmulatedLink:
             yield
             return
         with self._lock:
-            now = self._clock()
-            for direction, count in enumerate((sent_bytes, received_bytes)):
-                self._free_at[direction] = max(now, self._free_at[direction]) + count * self._seconds_per_byte
-            left_at, arrived_at = self._free_at
+            left_at, arrived_at = (self._reserve(*each) for each in enumerate((sent_bytes, received_bytes)))
         # Ranks that receive wait for this rank's call by themselves.
         self._wait_until(left_at)
         yield
@@ -63,6 +60,13 @@ class EmulatedLink:
             yield
         finally:
             self._open = before
+
+    def _reserve(self, direction: int, count: float) -> float:
+        """Return when so many bytes have passed, after those of earlier calls; now if there are none."""
+        now = self._clock()
+        if count:
+            self._free_at[direction] = now = max(now, self._free_at[direction]) + count * self._seconds_per_byte
+        return now
 
     def _wait_until(self, at: float) -> None:
         left = at - self._clock()

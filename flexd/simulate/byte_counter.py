@@ -22,7 +22,7 @@ from flexd.core.placement import Delta, Placement
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.simulate.bit_words import BitWords
-from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.step_keys import StepKeys, StepPasses
 from flexd.topology.cluster import Collective
 
 Int64Array = npt.NDArray[np.int64]
@@ -103,7 +103,7 @@ class StepByteCounter:
 
     def step(
         self,
-        passes: Sequence[StepKeys],
+        step: StepPasses,
         placement: Placement,
         exchange: Exchange,
         words: BitWords | None = None,
@@ -113,27 +113,25 @@ class StepByteCounter:
         """Return the collectives of one training step: forward, backward, synchronisation.
 
         Args:
-            passes: the keys of each micro-batch.
             words: of the chunks that led to the placement; by default as if one chunk had.
             merges_passes: the gradients of several passes are merged, each row's sent once, as a flexd collection does;
                 False: every pass pushes its own, as fused optimizers do.
         """
         words = words or BitWords.of(self._keyspace, self._layout, placement)
-        merges_passes &= len(passes) > 1
+        merges_passes &= len(step.each) > 1
         found: list[CollectiveBytes] = []
-        for keys in passes:
+        for keys in step.each:
             hops = self._hops(keys, placement.tiers_of(keys.rows), exchange)
             found += [part for hop in hops for part in (hop.sizes, hop.ids)]
             found += [hop.rows for hop in reversed(hops)]
             if not merges_passes:
                 found += [hop.grads for hop in hops]
-        whole = passes[0] if len(passes) == 1 else StepKeys.merged(passes, self._layout)
-        tiers = placement.tiers_of(whole.rows)
+        tiers = placement.tiers_of(step.whole.rows)
         if merges_passes:
             # Merged passes have each row once, whatever the exchange does with a single pass.
             distinct = exchange if exchange is Exchange.CHAIN else Exchange.DIRECT_DEDUP
-            found += [hop.grads for hop in self._hops(whole, tiers, distinct)]
-        return [*found, *self._sync(whole, tiers, placement, words, len(passes))]
+            found += [hop.grads for hop in self._hops(step.whole, tiers, distinct)]
+        return [*found, *self._sync(step.whole, tiers, placement, words, len(step.each))]
 
     def _hops(self, keys: StepKeys, tiers: UInt8Array, exchange: Exchange) -> list[_Hop]:
         if exchange is Exchange.CHAIN:

@@ -24,7 +24,7 @@ from flexd.simulate.byte_counter import CollectiveBytes, StepByteCounter, StepPa
 from flexd.simulate.collective_pricer import CollectivePricer
 from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.flexshard_placement import flexshard_placement
-from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.step_keys import StepPasses
 from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
 from flexd.simulate.touches import TouchCounter
 from flexd.sketch.profile import Profile
@@ -199,10 +199,10 @@ class _StrategyRunner:
         )
         self._new_plan = True
 
-    def step(self, step: int, passes: Sequence[StepKeys]) -> None:
+    def step(self, step: int, keys: StepPasses) -> None:
         collectives = self._migrate(step)
         collectives += self._shared.counter.step(
-            passes, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes
+            keys, self._placement, self.strategy.exchange, self._words, merges_passes=self.strategy.merges_passes
         )
         self._sent[step] = sent_bytes(collectives, self._shared.layout.world_size)
         self._seconds[step] = self._shared.pricer.seconds(collectives)
@@ -348,11 +348,11 @@ def simulate(
             for runner in by_knowledge[Knowledge.NEXT_WINDOW]:
                 runner.plan(coming)
         passes = accesses.passes(step)
-        step_keys = [StepKeys.of(keys, layout) for keys in passes]
-        for of_pass in step_keys:
+        keys = StepPasses.of(passes, layout)
+        for of_pass in keys.each:
             touches.see(of_pass)
         for runner in (*runners, *sweep):
-            runner.step(step, step_keys)
+            runner.step(step, keys)
         # Plans of the step before arrive while this one runs.
         for runner, made_from in due:
             runner.plan(made_from)

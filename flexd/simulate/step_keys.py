@@ -51,19 +51,27 @@ class StepKeys:
             rows=rows,
         )
 
-    @staticmethod
-    def merged(passes: Sequence[StepKeys], layout: RankLayout) -> StepKeys:
-        """Return the keys of all passes together."""
-        return StepKeys.of(
-            [
-                np.concatenate([np.repeat(one.rows[one.pair_row[mine]], one.count[mine]) for one, mine in each])
-                for each in (
-                    [(one, one.rank == rank) for one in passes] for rank in range(layout.world_size)
-                )
-            ],
-            layout,
-        )  # fmt: skip
-
     @property
     def accesses(self) -> int:
         return int(self.count.sum())
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """The keys of one step, worked out once for all strategies.
+
+    Attributes:
+        each: of every micro-batch.
+        whole: of all of them together.
+    """
+
+    each: tuple[StepKeys, ...]
+    whole: StepKeys
+
+    @staticmethod
+    def of(passes: Sequence[Sequence[Int64Array]], layout: RankLayout) -> StepPasses:
+        """``passes``: by micro-batch and rank, as ``StepKeys.of`` takes them."""
+        each = tuple(StepKeys.of(keys, layout) for keys in passes)
+        if len(each) == 1:
+            return StepPasses(each, each[0])
+        return StepPasses(each, StepKeys.of([np.concatenate(of_rank) for of_rank in zip(*passes, strict=True)], layout))

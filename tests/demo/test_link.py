@@ -72,6 +72,7 @@ def test_collectives_of_two_threads_share_the_link(link: EmulatedLink, clock: Cl
     assert inside.wait(10)
     assert clock.now == pytest.approx(100.4)
     clock.now = 100.0
+    assert times(link, clock, 0, 0) == pytest.approx((0.0, 0.0)), "a collective inside the node does not wait for them"
     assert times(link, clock, 100, 0) == pytest.approx((0.5, 0.5)), "after the bytes that left before"
     go_on.set()
     thread.join(10)
@@ -91,10 +92,9 @@ def test_plans_are_priced_by_the_share_of_a_rank() -> None:
 
 @pytest.mark.parametrize("exchange", ["chain", "direct_no_dedup"])
 def test_what_a_rank_is_charged_is_what_it_counts_as_sent(ranks: Callable[[int], RankPool], exchange: str) -> None:
-    for found in ranks(4).run("link_jobs:charged", exchange):
-        counted: dict[str, Any] = found
+    found: list[dict[str, Any]] = ranks(4).run("link_jobs:charged", exchange)
+    for counted in found:
         assert counted["sent_bytes"] == pytest.approx(counted["inter_bytes"])
         assert counted["inter_bytes"] > 0
         assert counted["after_undo"] == counted["sent_bytes"], "undone"
-    total = ranks(4).run("link_jobs:charged", exchange)
-    assert sum(one["received_bytes"] for one in total) == pytest.approx(sum(one["sent_bytes"] for one in total))
+    assert sum(one["received_bytes"] for one in found) == pytest.approx(sum(one["sent_bytes"] for one in found))

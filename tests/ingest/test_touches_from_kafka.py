@@ -16,7 +16,7 @@ from flexd.planner.model.row_bytes import Exchange, TrafficLink
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import make_plan, placement_cost
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, SYNC_PARTS, StepByteCounter
-from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.step_keys import StepPasses
 from flexd.sketch.profile import Profile
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
@@ -60,7 +60,7 @@ def sent_between_nodes(steps: list[list[np.ndarray]], placement: Placement) -> f
     counter = StepByteCounter(KEYSPACE, LAYOUT)
     total = 0
     for ranks in steps:
-        for part in counter.step([StepKeys.of(ranks, LAYOUT)], placement, Exchange.CHAIN):
+        for part in counter.step(StepPasses.of([ranks], LAYOUT), placement, Exchange.CHAIN):
             if part.part in (*ALL_TO_ALL_PARTS, *SYNC_PARTS):
                 total += int(part.sent[:, INTER].sum())
     return total / len(steps) / LAYOUT.world_size

@@ -11,7 +11,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.byte_counter import StepByteCounter, StepPart, sent_bytes
-from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.step_keys import StepPasses
 
 KEYSPACE = KeySpace([TableSpec("a", 13, 4), TableSpec("b", 9, 3, "float64"), TableSpec("c", 5, 4)])
 ROW_BYTES = [16] * 18 + [24] * 9
@@ -72,10 +72,10 @@ def test_every_request_is_counted_once(shape: tuple[int, int], exchange: Exchang
     keys = [data.draw(st.lists(key, max_size=25)) for _ in range(layout.world_size)]
     tiers = data.draw(st.dictionaries(key, st.sampled_from([1, 2]), max_size=12))
     placement = Placement.of(np.array(list(tiers), dtype=np.int64), np.array(list(tiers.values()), dtype=np.uint8))
-    step = StepKeys.of([np.array(mine, dtype=np.int64) for mine in keys], layout)
-    assert step.accesses == sum(map(len, keys))
+    step = StepPasses.of([[np.array(mine, dtype=np.int64) for mine in keys]], layout)
+    assert step.whole.accesses == sum(map(len, keys))
     counter = StepByteCounter(KEYSPACE, layout)
-    collectives = counter.step([step], placement, exchange)
+    collectives = counter.step(step, placement, exchange)
     sent = sent_bytes(
         [c for c in collectives if c.part not in (StepPart.SYNC_MASK, StepPart.SYNC_ROWS)], layout.world_size
     )
@@ -93,10 +93,10 @@ def test_every_request_is_counted_once(shape: tuple[int, int], exchange: Exchang
 def test_what_two_nodes_ask_of_one_home_makes_its_peak() -> None:
     layout = RankLayout(3, 1)
     keys = [np.array([0], dtype=np.int64), np.array([0, 3], dtype=np.int64), np.array([0], dtype=np.int64)]
-    step = StepKeys.of(keys, layout)
+    step = StepPasses.of([keys], layout)
     rows = next(
         c
-        for c in StepByteCounter(KEYSPACE, layout).step([step], Placement.empty(), Exchange.CHAIN)
+        for c in StepByteCounter(KEYSPACE, layout).step(step, Placement.empty(), Exchange.CHAIN)
         if c.part is StepPart.FORWARD
     )
     # Rank 0 is home of both rows: it sends three of 16 bytes, nobody receives as many.

@@ -20,7 +20,7 @@ from flexd.simulate.byte_counter import (
     StepPart,
     sent_bytes,
 )
-from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.step_keys import StepPasses
 from tests.support.rank_pool import RankPool
 from tests.support.simulate_jobs import keys_of, keyspace_of
 
@@ -86,11 +86,8 @@ def test_bytes_equal_those_of_real_ranks(
             collectives += counter.migration(arrived)
             placement = placement.apply(arrived)
             words.apply(arrived)
-        passes = [
-            StepKeys.of(keys_of(kind, optimizer, seed, step, layout.world_size, index), layout)
-            for index in range(micro_batches)
-        ]
-        collectives += counter.step(passes, placement, EXCHANGES[exchange], words)
+        passes = [keys_of(kind, optimizer, seed, step, layout.world_size, index) for index in range(micro_batches)]
+        collectives += counter.step(StepPasses.of(passes, layout), placement, EXCHANGES[exchange], words)
         sent = sent_bytes(collectives, layout.world_size)
         for rank in range(layout.world_size):
             counted = {name: value for name, value in said[rank][step].items() if name.endswith("_bytes")}

@@ -9,7 +9,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepByteCounter, sent_bytes
-from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.step_keys import StepPasses
 from flexd.stream.sample_kinds import SampleKind
 from flexd.stream.trace import synthetic_trace
 
@@ -23,7 +23,7 @@ def test_bytes_of_the_other_steps_are_predicted(kind: SampleKind) -> None:
     assert plan["node_rows"] + plan["device_rows"] > 0
     counter = StepByteCounter(KeySpace(case.tables), LAYOUT)
     sent = sum(
-        sent_bytes(counter.step([StepKeys.of(keys, LAYOUT)], case.placement, Exchange.CHAIN), 4).mean(axis=0)
+        sent_bytes(counter.step(StepPasses.of([keys], LAYOUT), case.placement, Exchange.CHAIN), 4).mean(axis=0)
         for keys in case.steps
     ) / len(case.steps)  # fmt: skip
     for link, at in (("intra", INTRA), ("inter", INTER)):

@@ -25,7 +25,7 @@ from flexd.planner.model.workload import (
 from flexd.planner.plan import placement_cost
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepByteCounter, sent_bytes
 from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.step_keys import StepKeys
+from flexd.simulate.step_keys import StepPasses
 from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
 
@@ -87,9 +87,9 @@ def test_bytes_of_bursty_batches_are_predicted(device: int, node: int) -> None:
     placement = Placement.of(hottest, np.repeat(np.array([2, 1], np.uint8), [device, node]), 0)
     counter = StepByteCounter(KEYSPACE, LAYOUT)
     sent = sum(
-        sent_bytes(counter.step([StepKeys.of(keys, LAYOUT)], placement, Exchange.CHAIN), LAYOUT.world_size).mean(axis=0)
-        for keys in steps
-    ) / len(steps)  # fmt: skip
+        sent_bytes(counter.step(step, placement, Exchange.CHAIN), LAYOUT.world_size).mean(axis=0)
+        for step in (StepPasses.of([keys], LAYOUT) for keys in steps)
+    ) / len(steps)
     cluster = load_preset("azure-a100-200g")
 
     def over_measured(of: Profile, link: TrafficLink, at: int) -> float:
