@@ -171,7 +171,7 @@ def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dic
             tiers = np.full(len(new), int(Tier.DEVICE), np.uint8)
             made.change(removed[: len(new)], new, np.arange(len(new), dtype=np.int32), tiers)
 
-        ours = median_seconds(partial(made.find, ids, None), device, repeat)
+        ours = median_seconds(partial(made.find, ids), device, repeat)
         theirs = median_seconds(plain, device, repeat)
         pairs[:] = [(few[: len(others)], others), (others, few[: len(others)])]
         change = chunk_seconds(chunk, repeat)

@@ -102,8 +102,8 @@ class SketchSet:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all counters in use."""
-        return sum(table.nbytes for table in self._tables)
+        """Memory of all counters in use, those of touches included."""
+        return sum(each.nbytes for each in (*self._tables, *self._touches))
 
     @property
     def samples(self) -> int:
