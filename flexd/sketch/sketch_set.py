@@ -102,8 +102,13 @@ class SketchSet:
 
     @property
     def nbytes(self) -> int:
-        """Memory of all counters in use, those of touches included."""
-        return sum(each.nbytes for each in (*self._tables, *self._touches))
+        """Memory of all counters of accesses in use, within ``SketchSettings.memory_bytes``."""
+        return sum(table.nbytes for table in self._tables)
+
+    @property
+    def touches_nbytes(self) -> int:
+        """Memory of the counters of touches in use, beside it: rows kept (an eighth of it at most) and open steps."""
+        return sum(touches.nbytes for touches in self._touches)
 
     @property
     def samples(self) -> int:

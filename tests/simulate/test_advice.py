@@ -114,6 +114,15 @@ def test_the_reused_share_is_that_of_the_rows_of_two_steps() -> None:
     # Of the first rank's rows 2, 3 and 9 two were touched; of the second's none.
     assert reused_share(Two(), slice(1, 2)) == pytest.approx((2 / 3 + 0) / 2)  # type: ignore[arg-type]
 
+    class OfTwoPasses(Two):
+        micro_batches = 2
+
+        def passes(self, step: int) -> list[tuple[np.ndarray, ...]]:
+            return [*super().passes(step), (np.array([2]), np.array([3]))]
+
+    # Only the first pass of a step finds rows that the step before has changed, in either of its passes.
+    assert reused_share(OfTwoPasses(), slice(1, 2)) == pytest.approx((2 / 3 + 0) / 2 / 2)  # type: ignore[arg-type]
+
 
 @pytest.mark.parametrize(
     "wrong",

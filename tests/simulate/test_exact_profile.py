@@ -40,3 +40,9 @@ def test_touches_are_means_over_ranks_nodes_and_steps() -> None:
     assert table.touches.per_rank.tolist() == [3 / 8, 2 / 8, 1 / 8]
     assert table.touches.per_node.tolist() == [2 / 4, 2 / 4, 1 / 4]
     assert table.touches.anywhere.tolist() == [2 / 2, 2 / 2, 1 / 2]
+    passes = exact_profile(
+        [[np.array(rank, np.int64) for rank in keys] for keys in steps], keyspace, RankLayout(2, 2), micro_batches=2
+    ).tables[0]
+    assert passes.accesses_per_step == 2 * table.accesses_per_step, "two passes are one step"
+    assert passes.touches is not None
+    assert passes.touches.per_rank.tolist() == table.touches.per_rank.tolist(), "touches are of a pass"

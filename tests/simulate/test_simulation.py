@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +11,12 @@ import pytest
 
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import RowFormat, ZipfAccesses
 from flexd.simulate.byte_counter import INTER, StepPart
+from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.simulation import Simulation, SimulationSettings, simulate
 from flexd.simulate.strategies import OVER_TIME, REPLANNED, STATIC, STRATEGIES, TWO_HOP
 from flexd.simulate.summary import compared_steps, summarise
@@ -24,10 +29,10 @@ STEPS = 40
 SETTINGS = SimulationSettings(0.04, interval_steps=4, half_life_steps=6.0, horizon_steps=200.0, budgets=(0.0, 0.01))
 
 
-def drifting(drift: float = 6.0, seed: int = 1) -> ZipfAccesses:
+def drifting(drift: float = 6.0, seed: int = 1, micro_batches: int = 1) -> ZipfAccesses:
     return ZipfAccesses(
-        LAYOUT, RowFormat(), table_rows=2_000, exponent=1.05, drift_rows=drift, accesses_per_rank=3_000, steps=STEPS,
-        seed=seed,
+        LAYOUT, RowFormat(), table_rows=2_000, exponent=1.05, drift_rows=drift,
+        accesses_per_rank=3_000 // micro_batches, steps=STEPS, seed=seed, micro_batches=micro_batches,
     )  # fmt: skip
 
 
@@ -62,6 +67,40 @@ def test_no_placement_beats_the_bound_and_newer_counts_beat_older_ones() -> None
     summary = summarise(simulation)
     assert summary["bound"]["saved_exposed_seconds"] > saved["oracle"]
     assert any("every single step" in line for line in summary["words"])
+
+
+def test_copies_are_worth_more_where_a_step_has_several_passes() -> None:
+    saved, rows = [], []
+    for micro_batches in (1, 4):
+        settings = replace(SETTINGS, replica_fraction=0.3, budgets=(), bound_steps=5)
+        simulation = simulate(drifting(0.0, micro_batches=micro_batches), LAYOUT, CLUSTER, settings, OVER_TIME)
+        assert (simulation.runs["oracle"].exposed_seconds[-5:] > simulation.bound_seconds).all()
+        summary = summarise(simulation)
+        replanned = summary["strategies"]["replanned"]
+        saved.append(replanned["saved"]["exposed_seconds"] / summary["strategies"]["two_hop"]["exposed_seconds"])
+        rows.append(replanned["replicated_rows"])
+        assert simulation.accesses_per_step == pytest.approx(12_000)
+    assert saved[1] > 1.5 * saved[0]
+    assert rows[1] > rows[0]
+
+
+def test_the_oracle_plans_for_the_passes_of_a_step() -> None:
+    accesses = drifting(0.0, micro_batches=4)
+    settings = replace(SETTINGS, replica_fraction=0.3, budgets=())
+    simulation = simulate(accesses, LAYOUT, CLUSTER, settings)
+    window = [ranks for step in range(STEPS - settings.interval_steps, STEPS) for ranks in accesses.passes(step)]
+    profile = exact_profile(window, accesses.keyspace, LAYOUT, 4)
+    told, untold = (
+        len(
+            make_plan(
+                profile, accesses.keyspace, LAYOUT, CLUSTER, settings.slots(accesses.keyspace, 0.3), Placement.empty(),
+                plan_id="", parent_id="", topology_generation=0, horizon_steps=math.inf, now_unix_seconds=0.0,
+                reason="test", shape=shape,
+            ).target
+        )
+        for shape in (TrainingShape(micro_batches=4, merged_backward=True), TrainingShape())
+    )  # fmt: skip
+    assert simulation.runs["oracle"].replicated_rows[-1] == told != untold
 
 
 def test_strategies_without_replicas_hold_none_and_their_order_is_that_of_their_bytes(simulation: Simulation) -> None:
