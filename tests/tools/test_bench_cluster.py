@@ -12,6 +12,7 @@ import pytest
 import torchrec_peer
 from bench_cluster import checks_of
 from bench_cluster_data import Setting, batches_of, bounds, exact_profile, keys_of
+from bench_cluster_runs import median_answer
 
 from tests.support.repository import ROOT
 
@@ -76,6 +77,9 @@ def row(bytes_over_bound: float, exposed: float, unlimited: float = 0.1) -> dict
 
 
 def failed(rows: dict[str, Any], differences: dict[str, float] | None = None, *, full_size: bool = True) -> list[str]:
+    if "TorchRec row-wise" in rows:
+        exposed = rows["TorchRec row-wise"]["exposed_seconds"]
+        rows = {name: {**row, "row_wise_over_exposed": exposed / row["exposed_seconds"]} for name, row in rows.items()}
     answer = {"zipf": 1.05, "loss_differences": differences or {}, "parts": {"dense part": rows}}
     return [entry["name"].partition(": ")[2] for entry in checks_of(answer, full_size=full_size) if not entry["ok"]]
 
@@ -108,6 +112,26 @@ def test_verdicts() -> None:
         "tiers, run-ahead: bytes below row-wise",
     ]
     assert failed({"chain": row(1.0, 9.0)}) == []  # without TorchRec
+
+
+def test_runs_become_medians_with_their_spread() -> None:
+    def run(exposed: float, difference: float) -> dict[str, Any]:
+        return {
+            "zipf": 1.05, "lacks": {"none": "why"}, "loss_differences": {"chain": difference},
+            "parts": {"dense part": {"chain": row(1.0, exposed)}},
+        }  # fmt: skip
+
+    whole = median_answer([run(0.3, 1e-6), run(0.1, 3e-6), run(0.2, 2e-6)])
+    assert whole["runs"] == 3
+    assert whole["lacks"] == {"none": "why"}
+    assert whole["loss_differences"] == {"chain": 3e-6}, "the worst of them"
+    chain = whole["parts"]["dense part"]["chain"]
+    assert chain["exposed_seconds"] == 0.2
+    assert chain["spread"] == {"exposed_seconds": [0.1, 0.3], "unlimited_step_seconds": [0.1, 0.1]}
+    with pytest.raises(ValueError, match=r"runs differ: .*tiers"):
+        median_answer([run(0.3, 0.0), {**run(0.3, 0.0), "parts": {"dense part": {"tiers": row(1.0, 0.1)}}}])
+    with pytest.raises(ValueError, match="no run"):
+        median_answer([])
 
 
 @pytest.mark.long
