@@ -123,9 +123,10 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 # The peer of comparisons and the types of flexd.torchrec. Without its dependencies: they would bring another torch, and
-# CUDA. fbgemm-gpu-cpu is the build whose fused kernels run on a CPU. Tests that need it skip without it.
+# CUDA. fbgemm-gpu-cpu is the build whose fused kernels run on a CPU; 1.9.0 of it needs a newer
+# torch. Tests that need it skip without it.
 $(TORCHREC): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		numpy tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 	touch $(TORCHREC)

@@ -1,7 +1,7 @@
 """TorchRec's sharded EmbeddingCollection as a peer: tables, initial values and optimizer as of a flexd collection.
 
-Versions that run on a CPU: torchrec 1.8.0 and fbgemm-gpu-cpu 1.8.0 with torch 2.13.0, installed without their
-dependencies (``make torchrec``). Import this module only where ``missing()`` is None.
+Versions that run on a CPU: torchrec 1.9.2 and fbgemm-gpu-cpu 1.8.0 (1.9.0 does not load) with torch 2.13.0,
+installed without their dependencies (``make torchrec``). Import this module only where ``missing()`` is None.
 """
 
 from __future__ import annotations
