@@ -101,10 +101,10 @@ class DriftMonitor:
         self._plans = 0
         """Plans made by others since the start."""
         self._reason: str | None = None
-        self._reason_version = -1
-        """Version of the placement that the reason is about."""
+        self._newest: Drift | None = None
+        self._version = -1
+        """Version of the placement that the newest evaluation is about."""
         self._problem: str | None = None
-        self.newest: Drift | None = None
         self._evaluated_at = math.nan
         self.seconds = 0.0
         """Wall time of all evaluations."""
@@ -122,22 +122,29 @@ class DriftMonitor:
         self._stop.set()
         return self._thread.join(timeout_seconds)
 
+    @property
+    def newest(self) -> Drift | None:
+        """The newest evaluation; None once the placement is another."""
+        version = self._coordinator.placement().version
+        with self._guard:
+            return self._newest if self._version == version else None
+
     def age_seconds(self) -> float:
         """Seconds since the newest evaluation; NaN before the first."""
         return time.monotonic() - self._evaluated_at
 
     def planned(self) -> None:
-        """Forget the newest evaluation: a plan has been executed, withheld, or found to change nothing."""
+        """Forget the reason to plan: a plan has been executed, withheld, or found to change nothing."""
         with self._guard:
             self._plans += 1
-            self._reason, self.newest = None, None
+            self._reason = None
 
     def pop_reason(self) -> str | None:
         """Return why to plan again, once for each evaluation beyond the threshold; None if there is no reason."""
         version = self._coordinator.placement().version
         with self._guard:
             reason, self._reason = self._reason, None
-            return reason if self._reason_version == version else None
+            return reason if self._version == version else None
 
     def evaluate(self) -> Drift | None:
         """Evaluate now. Returns None if nothing can be compared: no ranks, too few samples, accesses of a step not
@@ -176,12 +183,12 @@ class DriftMonitor:
                 return None
             if self._coordinator.placement().version != placement.version:
                 return None
-            self.newest = drift
+            self._newest = drift
             self._evaluated_at = time.monotonic()
             threshold = settings.drift_threshold
             worth_it = len(plan.delta) > 0 and saving_gate(plan, settings.min_saving).open
             self._reason = drift.reason_to_plan(threshold) if threshold is not None and worth_it else None
-            self._reason_version = placement.version
+            self._version = placement.version
             return drift
 
     def _run(self) -> None:

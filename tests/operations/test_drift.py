@@ -325,3 +325,15 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         sink.close()
     assert not loop.is_alive()
     assert daemon._ingestor.restored == {}
+
+
+def test_a_plan_that_changes_nothing_leaves_the_newest_evaluation(harness: DriftHarness) -> None:
+    harness.execute()
+    harness.see(moved=700)
+    drift = harness.monitor.evaluate()
+    assert drift is not None
+    harness.monitor.planned()
+    assert harness.monitor.pop_reason() is None
+    assert harness.monitor.newest == drift, "the placement is the same"
+    harness.execute()
+    assert harness.monitor.newest is None

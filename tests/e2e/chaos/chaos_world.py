@@ -344,7 +344,7 @@ class ChaosWorld:
                 },
                 "poll_seconds": 0.05, "max_message_bytes": MAX_MESSAGE_BYTES, "dead_letters": {"max_bytes": 2**17},
             },
-            "sketch": {"memory_bytes": 2**22, "half_life_seconds": 3.0, "max_future_seconds": 1e6},
+            "sketch": {"memory_bytes": 2**22, "half_life_seconds": 0.5, "max_future_seconds": 1e6},
             "topology": {"file": str(topology)},
             "planner": {
                 "interval_seconds": 0.4, "min_spacing_seconds": 0.1, "horizon_steps": 1e9, "min_samples": 1_000,
