@@ -38,6 +38,7 @@ MAX_TABLE_NAME_CHARS = 256
 MAX_COUNT = 2**40
 """Limit of the count of one row in one message: in units of a decayed sketch (2^18 an access) it fits 62 bits."""
 MAX_ROW = 2**44
+MAX_PASS = 2**62
 MAX_EVENT_TIME_SECONDS = 1e11
 """Equal to the limit of the other codecs: larger values are milliseconds or worse by mistake."""
 MAX_SEQUENCE_LENGTH = 2**20
@@ -87,6 +88,34 @@ class TableCounts:
 
 
 @dataclass(frozen=True, eq=False)
+class PassRows:
+    """Distinct rows that a rank looked up in one forward pass.
+
+    Attributes:
+        number: of the pass, equal on all ranks.
+        rows: by table of ``TapPasses.tables``, int64[n] ascending without repeats.
+        accesses: look-ups of each table.
+    """
+
+    number: int
+    rows: tuple[Int64Array, ...]
+    accesses: tuple[int, ...]
+
+    @property
+    def values(self) -> int:
+        """Numbers that the pass takes in a message."""
+        return sum(map(len, self.rows)) + 2 * len(self.rows) + 1
+
+
+@dataclass(frozen=True, eq=False)
+class TapPasses:
+    """The sampled passes of an interval, for the touches of rows; each has all tables, ascending numbers."""
+
+    tables: tuple[str, ...] = ()
+    passes: tuple[PassRows, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class TapCounts:
     """The look-ups of one rank in one interval.
 
@@ -95,11 +124,13 @@ class TapCounts:
             access dated up to d away from its own time weighs ``2^(d/H)`` times what it should; over an interval of
             length I the sum is off by less than ``(I ln 2 / H)^2 / 24``.
         tables: at most one entry a table.
+        sampled: passes whose accesses are part of these or earlier counts.
     """
 
     source_rank: int
     event_time_seconds: float
     tables: tuple[TableCounts, ...]
+    sampled: TapPasses = TapPasses()
 
     @property
     def accesses(self) -> int:
@@ -117,14 +148,23 @@ def encode(counts: TapCounts) -> bytes:
     for table in counts.tables:
         tables.append({"table": table.table, "lengths": len(table.lengths.lengths), "rows": len(table.rows)})
         arrays += [_differences(table.rows), table.counts, _differences(table.lengths.lengths), table.lengths.counts]
+    sampled, names = counts.sampled.passes, counts.sampled.tables
+    parts = [rows for each in sampled for rows in each.rows]
+    if sampled:
+        arrays.append(_differences(np.array([each.number for each in sampled], np.int64)))
+        arrays.append(np.array([len(rows) for rows in parts], np.int64))
+        arrays.append(np.array([number for each in sampled for number in each.accesses], np.int64))
+        arrays += [_differences(rows) for rows in parts]
     values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
     if len(values) > MAX_VALUES or len(tables) > MAX_TABLES:
         raise StreamError(f"{len(values)} numbers of {len(tables)} tables in a message", remedy="send several")
     body = to_varints(values)
-    header = {
+    header: dict[str, Any] = {
         "source_rank": counts.source_rank, "event_time": counts.event_time_seconds, "body_bytes": len(body),
         "tables": tables,
     }  # fmt: skip
+    if sampled:
+        header["sampled"] = {"tables": names, "passes": len(sampled), "rows": sum(map(len, parts))}
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     return b"".join((_HEAD.pack(MAGIC, len(text)), text, zlib.compress(body, 1)))
 
@@ -145,6 +185,8 @@ def decode(payload: bytes | memoryview) -> TapCounts:
     header, body_at = _header(payload)
     entries = header["tables"]
     sizes = [size for entry in entries for size in _array_sizes(entry)]
+    names, *sampled_sizes = _sampled_sizes(header.get("sampled"))
+    sizes += sampled_sizes
     total = sum(sizes)
     if total > MAX_VALUES:
         _fail("counted_too_large", f"{total} numbers, at most {MAX_VALUES} are read")
@@ -156,7 +198,7 @@ def decode(payload: bytes | memoryview) -> TapCounts:
     tables = tuple(_table(entry["table"], arrays) for entry in entries)
     if len({table.table for table in tables}) != len(tables):
         _fail("counted_header", "a table is named twice")
-    return TapCounts(header["source_rank"], float(header["event_time"]), tables)
+    return TapCounts(header["source_rank"], float(header["event_time"]), tables, _sampled(names, arrays))
 
 
 def merge(older: TableCounts, newer: TableCounts) -> TableCounts:
@@ -229,6 +271,44 @@ def _array_sizes(entry: Mapping[str, Any]) -> tuple[int, int, int, int]:
     rows = _whole(entry["rows"], 0, MAX_VALUES, "rows")
     lengths = _whole(entry["lengths"], 0, MAX_VALUES, "lengths")
     return rows, rows, lengths, lengths
+
+
+def _sampled_sizes(entry: object) -> tuple[tuple[str, ...], int, int, int, int]:
+    """Return the tables of the sampled passes and the lengths of the arrays: numbers, sizes, accesses, rows."""
+    if entry is None:
+        return (), 0, 0, 0, 0
+    if not isinstance(entry, dict) or not entry.keys() >= {"tables", "passes", "rows"}:
+        _fail("counted_header", "sampled passes without their fields")
+    names = entry["tables"]
+    if not isinstance(names, list) or not 0 < len(names) <= MAX_TABLES:
+        _fail("counted_header", f"tables of the sampled passes: not a list of 1 to {MAX_TABLES} names")
+    if not all(isinstance(name, str) and 0 < len(name) <= MAX_TABLE_NAME_CHARS for name in names):
+        _fail("counted_header", "table names of the sampled passes")
+    if len(set(names)) != len(names):
+        _fail("counted_header", "a table of the sampled passes is named twice")
+    passes = _whole(entry["passes"], 1, MAX_VALUES, "passes")
+    rows = _whole(entry["rows"], 0, MAX_VALUES, "rows of the sampled passes")
+    return tuple(names), passes, passes * len(names), passes * len(names), rows
+
+
+def _sampled(names: tuple[str, ...], arrays: Iterator[Int64Array]) -> TapPasses:
+    if not names:
+        return TapPasses()
+    numbers = _from_differences(next(arrays), MAX_PASS, "numbers of passes")
+    sizes, accesses, rows = next(arrays), next(arrays), next(arrays)
+    low, high = int(sizes.min()), int(sizes.max())
+    if low < 0 or high > len(rows) or int(sizes.sum()) != len(rows):
+        _fail("counted_values", f"parts of {low} to {high} rows in {len(rows)} rows of sampled passes")
+    if bool((accesses < sizes).any()) or int(accesses.max()) > MAX_COUNT:
+        _fail("counted_values", "sampled passes have fewer accesses than distinct rows, or too many")
+    ends = np.cumsum(sizes)[:-1]
+    parts = [_from_differences(part, MAX_ROW, "sampled rows") for part in np.split(rows, ends)]
+    width = len(names)
+    return TapPasses(names, tuple(
+        PassRows(number, tuple(parts[at * width : (at + 1) * width]),
+                 tuple(accesses[at * width : (at + 1) * width].tolist()))
+        for at, number in enumerate(numbers.tolist())
+    ))  # fmt: skip
 
 
 def _whole(value: object, lowest: int, highest: int, name: str) -> int:

@@ -157,5 +157,7 @@ def _check(sketches: SketchSet, batch: AccessBatch | TapCounts) -> None:
 def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float) -> AccessCounts:
     rank, time = batch.source_rank, batch.event_time_seconds
     if isinstance(batch, TapCounts):
-        return sum((sketches.ingest_counted(counts, rank, time, arrival) for counts in batch.tables), AccessCounts())
+        counted = [sketches.ingest_counted(counts, rank, time, arrival) for counts in batch.tables]
+        sketches.ingest_passes(batch, arrival)
+        return sum(counted, AccessCounts())
     return sketches.ingest(batch.table, batch.rows, rank, time, batch.sequence_lengths, arrival, batch.step)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.core.tap_counts import TableCounts
+from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.sketch import budget, kinds, saved_counters, saved_state
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.decay import Admission, ForwardDecay, check_event_time
@@ -212,6 +212,22 @@ class SketchSet:
         if len(counts.lengths.lengths):
             self._lengths.setdefault(index, KllQuantiles()).add_counted(counts.lengths.lengths, counts.lengths.counts)
         return _access_counts(admission, counts.accesses - outside, 0, outside)
+
+    def ingest_passes(self, counts: TapCounts, arrival_seconds: float = math.inf) -> None:
+        """Count the touches of a tap's sampled passes; their accesses are counted by ``ingest_counted``."""
+        sampled = counts.sampled
+        if not sampled.passes:
+            return
+        admission = self._decay.admit(counts.event_time_seconds, arrival_seconds)
+        for at, table in enumerate(sampled.tables):
+            index = self._index.get(table)
+            if index is None:
+                continue
+            for each in sampled.passes:
+                self._touches[index].add_pass(
+                    each.rows[at], each.accesses[at], counts.source_rank, each.number, admission.event_time_seconds,
+                    self._decay,
+                )  # fmt: skip
 
     def advance(self, to_event_time_seconds: float) -> None:
         """Move event time on without an access, so that an idle stream decays."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
+from flexd.core.sampled_steps import is_sampled
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.profile import RowTouches
 
@@ -127,31 +128,60 @@ class TableTouches:
         self._seen_accesses += len(rows)
         self._seen_batches += 1
         number = self._seen_batches if step is None else step
-        if self._seen_accesses > self._whole_accesses and not _is_sampled(number):
+        if self._seen_accesses > self._whole_accesses and not is_sampled(number, SAMPLED_BATCHES):
             return
         distinct = np.sort(rows)
         inside = distinct[np.searchsorted(distinct, 0) : np.searchsorted(distinct, self._table_rows)]
         distinct = inside[_first_of_run(inside)].astype(np.int64)
         if step is None:
             self._count_batch(distinct, len(inside), event_time_seconds, decay)
+        else:
+            self._add_to_step(distinct, len(inside), rank, step, event_time_seconds, decay)
+
+    def add_pass(
+        self,
+        distinct: Int64Array,
+        accesses: int,
+        rank: int,
+        number: int,
+        event_time_seconds: float,
+        decay: ForwardDecay,
+    ) -> None:
+        """Count ascending distinct rows of a rank's forward pass.
+
+        Whoever calls has sampled the passes, the same ones on all ranks, and gives those of a rank in their order: a
+        number that is not above the rank's last one is of a training that was started again.
+        """
+        if self.layout is not None and rank >= self.layout.world_size:
             return
+        if number <= self._latest.get(rank, -1):
+            self._restart(decay)
+        inside = distinct[: np.searchsorted(distinct, self._table_rows)]
+        self._add_to_step(inside, accesses, rank, number, event_time_seconds, decay)
+
+    def _restart(self, decay: ForwardDecay) -> None:
+        self.flush(decay)
+        self._latest.clear()
+        self._closed.clear()
+        self._passed = 0
+        self._closed_before = 0
+
+    def _add_to_step(
+        self, distinct: Int64Array, accesses: int, rank: int, step: int, event_time_seconds: float, decay: ForwardDecay
+    ) -> None:
         if step < self._closed_before or step in self._closed:
             if step > self._closed_before - _RESTART_STEPS:
                 # The step is closed; as a batch of its own the entry still counts for u.
-                self._count_batch(distinct, len(inside), event_time_seconds, decay)
+                self._count_batch(distinct, accesses, event_time_seconds, decay)
                 return
-            self.flush(decay)
-            self._latest.clear()
-            self._closed.clear()
-            self._passed = 0
-            self._closed_before = 0
+            self._restart(decay)
         found = self._open.get(step)
         if found is None:
             found = self._open[step] = _OpenStep(event_time_seconds)
         found.event_time_seconds = max(found.event_time_seconds, event_time_seconds)
         found.ranks.append(rank)
         found.rows.append(distinct)
-        found.accesses += len(inside)
+        found.accesses += accesses
         found.size += len(distinct)
         self._open_rows += len(distinct)
         before = self._latest.get(rank, -1)
@@ -362,11 +392,6 @@ class TableTouches:
         keep = np.sort(np.argpartition(-self._counts[0], self._capacity)[: self._capacity])
         self._rows, self._counts, self._since = self._rows[keep], self._counts[:, keep], self._since[:, keep]
         self._floor = self._totals[:2].copy()
-
-
-def _is_sampled(number: int) -> bool:
-    # Multiplied by the golden ratio: no period of the training, such as its micro-batches, meets the sampled numbers.
-    return ((number * 0x9E3779B97F4A7C15) % 2**64) >> 58 < 64 // SAMPLED_BATCHES
 
 
 def _narrow(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError, StreamError
-from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
+from flexd.core.tap_counts import LengthCounts, PassRows, TableCounts, TapCounts, TapPasses
 from flexd.core.varints import to_varints
 
 
@@ -155,3 +155,45 @@ def test_counts_of_two_tables_do_not_merge():
     other = TableCounts("u", np.arange(2), np.ones(2, np.int64), LengthCounts.none())
     with pytest.raises(StreamError):
         tap_counts.merge(one, other)
+
+
+def sampled_message() -> TapCounts:
+    rows = [np.array([1, 5, 9]), np.array([], np.int64), np.array([2]), np.array([0, 2**40])]
+    passes = (PassRows(7, (rows[0], rows[1]), (4, 0)), PassRows(2**40, (rows[2], rows[3]), (1, 3)))
+    counts = TableCounts("a", np.arange(3), np.ones(3, np.int64), LengthCounts.none())
+    return TapCounts(3, 1.7e9, (counts,), TapPasses(("a", "b"), passes))
+
+
+def test_sampled_passes_come_back():
+    given = sampled_message()
+    back = tap_counts.decode(tap_counts.encode(given))
+    assert equal(back.tables[0], given.tables[0])
+    assert back.sampled.tables == ("a", "b")
+    for mine, theirs in zip(back.sampled.passes, given.sampled.passes, strict=True):
+        assert (mine.number, mine.accesses) == (theirs.number, theirs.accesses)
+        assert [rows.tolist() for rows in mine.rows] == [rows.tolist() for rows in theirs.rows]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_damaged_sampled_passes_are_refused_by_reason_or_hold_ascending_rows(data):
+    """The checksum of zlib hides the values from damage, so the numbers are changed before they are packed."""
+    whole = tap_counts.encode(sampled_message())
+    (length,) = struct.unpack("<I", whole[4:8])
+    header, body = json.loads(whole[8 : 8 + length]), bytearray(zlib.decompress(whole[8 + length :]))
+    if data.draw(st.booleans()):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 127))
+    field = data.draw(st.sampled_from(["tables", "passes", "rows", "nothing"]))
+    header["sampled"][field] = data.draw(
+        st.one_of(st.none(), st.integers(-1, 20), st.lists(st.sampled_from(["a", "b", "", 3]), max_size=3))
+    )
+    text = json.dumps(header).encode()
+    found = decoded(b"".join((tap_counts.MAGIC, struct.pack("<I", len(text)), text, zlib.compress(bytes(body)))))
+    if isinstance(found, TapCounts):
+        for each in found.sampled.passes:
+            assert len(each.rows) == len(found.sampled.tables)
+            for rows, accesses in zip(each.rows, each.accesses, strict=True):
+                assert (np.diff(rows) > 0).all()
+                assert accesses >= len(rows)
+    else:
+        assert found in tap_counts.REASONS

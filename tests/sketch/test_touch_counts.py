@@ -212,3 +212,33 @@ def test_an_entry_of_a_closed_step_counts_for_the_rank_alone():
         touches.add(steps[late][0], 0, late, 0.0, FOREVER)
     touches.flush(FOREVER)
     assert touches._totals[:2].tolist() == [162, 40]
+
+
+def feed_passes(touches: TableTouches, steps, first: int = 0) -> None:
+    """Give each rank's passes in messages of seven, as taps do, one rank behind the others."""
+    for start in range(0, len(steps), 7):
+        for rank in range(LAYOUT.world_size):
+            for number in range(start, min(start + 7, len(steps))):
+                rows = steps[number][rank]
+                touches.add_pass(np.unique(rows), len(rows), rank, first + number, 0.0, FOREVER)
+
+
+def test_passes_of_taps_give_the_touches_of_their_batches():
+    steps = correlated(63)
+    touches = table()
+    touches._seen_accesses = 2**40  # a log would be sampled by now; these passes are a sample already
+    feed_passes(touches, steps)
+    touches.flush(FOREVER)
+    rows = np.arange(ROWS)
+    np.testing.assert_allclose(counted(touches, rows), exact(steps, rows), rtol=1e-12)
+    assert touches.read(rows, FOREVER, LAYOUT).accesses == 40
+
+
+def test_passes_of_a_training_that_starts_again_count_for_nodes_at_once():
+    first, second = correlated(63), correlated(21, seed=1)
+    touches = table()
+    feed_passes(touches, first)
+    feed_passes(touches, second)
+    touches.flush(FOREVER)
+    rows = np.arange(ROWS)
+    np.testing.assert_allclose(counted(touches, rows), exact(first + second, rows), rtol=1e-12)

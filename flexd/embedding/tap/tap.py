@@ -12,10 +12,20 @@ import torch
 
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.core.errors import ConfigError
-from flexd.core.tap_counts import MAX_VALUES, TableCounts, TapCounts, encode, merge, value_count
+from flexd.core.tap_counts import (
+    MAX_VALUES,
+    PassRows,
+    TableCounts,
+    TapCounts,
+    TapPasses,
+    encode,
+    merge,
+    value_count,
+)
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.tap.counters import TableCounter, check_memory
+from flexd.embedding.tap.sampled_passes import PassSample, max_values, thinned
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +58,10 @@ class TapCounters:
 class _Buffer:
     """One set of counters, with the event times that it spans."""
 
-    def __init__(self, collection: EmbeddingCollection) -> None:
-        self.tables = [TableCounter(spec, collection.device) for spec in collection.keyspace.tables]
+    def __init__(self, collection: EmbeddingCollection, touch_steps: int) -> None:
+        specs = collection.keyspace.tables
+        self.tables = [TableCounter(spec, collection.device) for spec in specs]
+        self.sample = PassSample(touch_steps, len(specs), max_values(collection.layout.world_size))
         self.accesses = 0
         self.steps = 0
         self.first_seconds = self.last_seconds = 0.0
@@ -77,6 +89,9 @@ class Tap:
         interval_seconds: how often counts leave the device (the daemon acknowledges at its snapshots, and one message
             is under way at a time, so messages arrive at least ``state.snapshot_interval_seconds`` apart).
         interval_steps: the interval in steps, whichever of the two ends first; None leaves it to the seconds.
+        touch_steps: one forward pass in this many (the same ones on all ranks) is sent with its distinct rows, from
+            which the daemon counts how often a rank, a node and anyone needs a row; 0 sends none, and plans then
+            take look-ups for independent of each other. 1 measures fastest, and sorts every pass on the tap's thread.
         max_bytes: device memory for both buffers, which need 8 bytes for each row of each table.
         clock: event time, Unix seconds; called once a step.
 
@@ -91,6 +106,7 @@ class Tap:
         *,
         interval_seconds: float = 10.0,
         interval_steps: int | None = None,
+        touch_steps: int = 16,
         max_bytes: int = 256 * 2**20,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -98,6 +114,8 @@ class Tap:
             raise ConfigError(
                 f"tap: interval of {interval_seconds} s, {interval_steps} steps", remedy="give positive numbers"
             )
+        if touch_steps < 0:
+            raise ConfigError(f"tap: touch_steps of {touch_steps}", remedy="give 0 (none) or more")
         if collection.after_lookup is not None:
             raise ConfigError("the collection has a tap already", remedy="give each collection one tap")
         check_memory(collection.keyspace.tables, max_bytes)
@@ -107,13 +125,17 @@ class Tap:
         self._interval_steps = interval_steps
         self._clock = clock
         self._table_of = collection.table_of_feature
-        self._counting = _Buffer(collection)
-        self._spare: _Buffer | None = _Buffer(collection)
+        self._counting = _Buffer(collection, touch_steps)
+        self._spare: _Buffer | None = _Buffer(collection, touch_steps)
         """None while the thread reads the other buffer."""
         self._full: _Buffer | None = None
         self._interval_from = time.monotonic()
         self._pending: dict[str, TableCounts] = {}
         """Counts that are read from the device and not yet in the outbox, by table."""
+        self._pending_passes: list[PassRows] = []
+        self._pass_limit = max_values(collection.layout.world_size)
+        self._passes = 0
+        """Training passes so far, equal on all ranks."""
         self._pending_seconds = (0.0, 0.0)
         self._wake = threading.Event()
         self._stopping = False
@@ -157,6 +179,8 @@ class Tap:
     def _count(self, features: Mapping[str, Jagged]) -> None:
         """Count one forward pass. Never waits and never raises: a step must not fail because it was not counted."""
         buffer = self._counting
+        number = self._passes
+        self._passes += 1
         accesses = sum(jagged.values.shape[0] for jagged in features.values())
         if buffer.accesses + accesses > MAX_BUFFER_ACCESSES:
             self._dropped += accesses
@@ -166,6 +190,11 @@ class Tap:
             with torch.no_grad():
                 for name, jagged in features.items():
                     buffer.tables[self._table_of[name]].add(jagged.values, jagged.lengths)
+                if buffer.sample.wants(number):
+                    ids: list[list[torch.Tensor]] = [[] for _ in buffer.tables]
+                    for name, jagged in features.items():
+                        ids[self._table_of[name]].append(jagged.values)
+                    buffer.sample.add(number, ids)
             buffer.record_step(self._clock(), accesses)
         except Exception:
             self._record_failure("a step was not counted whole")
@@ -206,7 +235,7 @@ class Tap:
                 full, self._full = self._full, None
                 if full is not None:
                     self._read(full)
-                if self._pending and self.outbox.free:
+                if (self._pending or self._pending_passes) and self.outbox.free:
                     self._ship()
             except Exception:
                 self._record_failure("an interval could not be read")
@@ -221,8 +250,10 @@ class Tap:
         try:
             with torch.no_grad(), torch.cuda.stream(stream):
                 counts = [table.drain() for table in full.tables]
+                passes = full.sample.drain()
             if stream is not None:
                 stream.synchronize()
+            self._pending_passes = thinned([*self._pending_passes, *passes], self._pass_limit)
             self._add_pending([table for table in counts if table.accesses], full.first_seconds, full.last_seconds)
             self._intervals += 1
         finally:
@@ -242,7 +273,9 @@ class Tap:
         """Put as many pending counts into the outbox as one message holds; the rest waits for the next message."""
         message: list[TableCounts] = []
         rest: dict[str, TableCounts] = {}
-        room = MAX_VALUES
+        # Counts are never dropped; passes are a sample anyway.
+        passes, self._pending_passes = thinned(self._pending_passes, MAX_VALUES // 2), []
+        room = MAX_VALUES - sum(each.values for each in passes)
         for name, counts in self._pending.items():
             lengths = 2 * len(counts.lengths.lengths)
             if value_count([counts]) > room > lengths + 2:
@@ -254,7 +287,9 @@ class Tap:
             else:
                 rest[name] = counts
         first, last = self._pending_seconds
-        self.outbox.put(encode(TapCounts(self.collection.rank, (first + last) / 2, tuple(message))))
+        names = tuple(spec.name for spec in self.collection.keyspace.tables)
+        sampled = TapPasses(names, tuple(passes)) if passes else TapPasses()
+        self.outbox.put(encode(TapCounts(self.collection.rank, (first + last) / 2, tuple(message), sampled)))
         self._pending = rest
 
     def _wait_until_shipped(self, deadline: float) -> bool:
@@ -262,7 +297,12 @@ class Tap:
             self._wake.set()
             if not self.outbox.wait_until_free(min(0.02, max(0.0, deadline - time.monotonic())), urgent=True):
                 continue
-            if self._full is None and self._spare is not None and not self._pending and self.outbox.free:
+            if (
+                self._full is None
+                and self._spare is not None
+                and not (self._pending or self._pending_passes)
+                and self.outbox.free
+            ):
                 return True
         return False
 

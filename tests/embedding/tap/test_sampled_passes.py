@@ -1,0 +1,80 @@
+"""Ranks keep the same passes without agreement, in bounded memory, and send their distinct rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import flexd
+from flexd.core import tap_counts
+from flexd.core.errors import ConfigError
+from flexd.core.tap_counts import PassRows
+from flexd.embedding.tap.sampled_passes import PassSample, thinned
+from tests.support.until import until
+
+
+def test_a_tap_sends_the_distinct_rows_of_one_pass_in_so_many():
+    collection = flexd.EmbeddingCollection([
+        flexd.EmbeddingTable("item", 500, 4, features=("history", "target")), flexd.EmbeddingTable("shop", 50, 4)
+    ])  # fmt: skip
+    tap = flexd.Tap(collection, interval_seconds=1e9, interval_steps=64, touch_steps=4)
+    tap.start()
+    random = np.random.default_rng(0)
+    drawn = []
+    for _ in range(64):
+        history, target = random.integers(0, 500, 30), random.integers(0, 500, 5)
+        ids = torch.from_numpy(history)
+        features = {"history": flexd.Jagged(ids, torch.tensor([30])),
+                    "target": flexd.Jagged(torch.from_numpy(target), torch.tensor([5])),
+                    "shop": flexd.Jagged(torch.empty(0, dtype=torch.int64), torch.tensor([0]))}  # fmt: skip
+        sum(part.values.sum() for part in collection(features).values()).backward()
+        collection.optimizer.step()
+        drawn.append(np.unique(np.concatenate([history, target])))
+        ids.zero_()  # a loader may fill its buffers again
+        with torch.no_grad():
+            collection(features)  # evaluation has no number
+    offered = until(tap.outbox.current, 20)
+    sampled = tap_counts.decode(offered.payload).sampled
+    assert sampled.tables == ("item", "shop")
+    assert [each.number for each in sampled.passes] == [n for n in range(64) if PassSample(4, 1, 1).wants(n)]
+    assert 8 <= len(sampled.passes) <= 24
+    for each in sampled.passes:
+        assert np.array_equal(each.rows[0], drawn[each.number])
+        assert len(each.rows[1]) == 0
+        assert each.accesses == (35, 0)
+
+
+@pytest.mark.parametrize(("every", "kept"), [(0, 0), (1, 40)])
+def test_none_or_all_passes_are_kept(every, kept):
+    sample = PassSample(every, 1, 10**6)
+    assert sum(sample.wants(number) for number in range(40)) == kept
+
+
+def test_a_rank_at_its_limit_keeps_a_part_of_what_the_others_keep():
+    few, many = PassSample(1, 1, 100), PassSample(1, 1, 10**6)
+    for number in range(200):
+        for sample in (few, many):
+            if sample.wants(number):
+                sample.add(number, [[torch.arange(9)]])
+    limited, whole = ([each.number for each in sample.drain()] for sample in (few, many))
+    assert whole == list(range(200))
+    assert 2 <= len(limited) <= 11
+    assert all(few.wants(number) for number in range(9)), "the next interval starts with the sample that was asked for"
+    assert limited == [each.number for each in thinned([_of(n, 9) for n in range(200)], 12 * len(limited))]
+
+
+def test_a_pass_beyond_the_limit_is_left_out():
+    sample = PassSample(1, 1, 100)
+    sample.add(0, [[torch.arange(101)]])
+    assert sample.drain() == []
+    assert thinned([_of(0, 101)], 100) == []
+
+
+def test_a_negative_sample_is_refused():
+    with pytest.raises(ConfigError, match="touch_steps"):
+        flexd.Tap(flexd.EmbeddingCollection([flexd.EmbeddingTable("t", 10, 2)]), touch_steps=-1)
+
+
+def _of(number: int, rows: int) -> PassRows:
+    return PassRows(number, (np.arange(rows),), (rows,))
