@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,15 @@ import flexd
 from flexd.core import tap_counts
 from flexd.core.keyspace import TableSpec
 from flexd.embedding.tap.counters import TableCounter, counter_bytes
+from flexd.embedding.tap.sampled_passes import PassSample
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 
 ZIPF = 1.05
 SEQUENCE = 200
 SHIPPED_STEPS = 100
+TOUCH_STEPS = 16
+"""As by default."""
 
 
 def _batches(rows: int, ids: int, count: int) -> list[torch.Tensor]:
@@ -43,7 +47,7 @@ def _step_seconds(rows: int, dim: int, batches: list[torch.Tensor], steps: int) 
     """Return median seconds of a step "without" and with a "tap". Both take turns in one collection, step by step: a
     collection each would differ in where its memory lies, which is more than a tap costs."""
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", rows, dim)])
-    flexd.Tap(collection, interval_seconds=1e9, max_bytes=counter_bytes(rows))
+    flexd.Tap(collection, interval_seconds=1e9, touch_steps=0, max_bytes=counter_bytes(rows))
     hooks = {"without": None, "tap": collection.after_lookup}
     seconds: dict[str, list[float]] = {kind: [] for kind in hooks}
     for step in range(steps):
@@ -67,6 +71,24 @@ def _ids_per_second(spec: TableSpec, batches: list[torch.Tensor], repeats: int) 
         counter.add(batches[repeat % len(batches)], lengths)
         seconds.append(time.perf_counter() - started)
     return len(batches[0]) / statistics.median(seconds[1:])
+
+
+def _touches(batches: list[torch.Tensor], repeats: int) -> dict[str, float]:
+    """Return the seconds that the training thread and the tap's thread take for one sampled pass, and the bytes that
+    its message grows by; medians."""
+    training, reading, sizes = [], [], []
+    for repeat in range(repeats + 1):
+        sample = PassSample(1, 1, 2**40)
+        started = time.perf_counter()
+        sample.add(repeat, [[batches[repeat % len(batches)]]])
+        kept = time.perf_counter()
+        passes = tuple(sample.drain())
+        training.append(kept - started)
+        reading.append(time.perf_counter() - kept)
+        message = tap_counts.TapCounts(0, 1.0, (), tap_counts.TapPasses(("item",), passes))
+        sizes.append(len(tap_counts.encode(message)))
+    found = {"training_thread": training, "tap_thread": reading, "bytes": sizes}
+    return {name: statistics.median(values[1:]) for name, values in found.items()}
 
 
 def _shipped(spec: TableSpec, batches: list[torch.Tensor], steps: int) -> tuple[int, int]:
@@ -96,15 +118,26 @@ def main() -> None:
     overhead = step["tap"] / step["without"] - 1
     # Repeated batches would compress better than a real stream.
     counts, all_ids = _shipped(spec, _batches(rows, ids, SHIPPED_STEPS), SHIPPED_STEPS)
-    figures = {
+    touches = _touches(batches, 8)
+    touch_share = (touches["training_thread"] + touches["tap_thread"]) / TOUCH_STEPS / step["without"]
+    figures: dict[str, Any] = {
         "rows": rows,
         "ids_per_step": ids,
         "step_ms": {kind: 1e3 * seconds for kind, seconds in step.items()},
         "overhead_share": overhead,
+        "sampled_pass": {
+            "training_thread_ms": 1e3 * touches["training_thread"],
+            "tap_thread_ms": 1e3 * touches["tap_thread"],
+            "bytes": touches["bytes"],
+            "touch_steps": TOUCH_STEPS,
+            "training_thread_share": touches["training_thread"] / TOUCH_STEPS / step["without"],
+            "share": touch_share,
+        },
         "counting_million_ids_per_second": 1e-6 * _ids_per_second(spec, batches, steps),
         "bytes_of_100_steps": {"counts": counts, "ids": all_ids, "ids_to_counts": all_ids / counts},
     }
     checks = [
+        {"name": "touches: share of a step", "value": touch_share, "target": "< 0.01", "ok": touch_share < 0.01},
         {"name": "tap: share of a step", "value": overhead, "target": "< 0.05", "ok": overhead < 0.05},
         {"name": "ids / counts, bytes", "value": all_ids / counts, "target": "> 5", "ok": all_ids > 5 * counts},
     ]

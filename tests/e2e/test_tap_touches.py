@@ -1,0 +1,74 @@
+"""A job without a log: the taps of its ranks tell the daemon which ranks need a row in one step, and it plans so."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
+from flexd.topology.files import write_cluster
+from tests.support.flexd_processes import RunningDaemon, flexd
+from tests.support.rank_pool import RankPool
+from tests.support.tapped_jobs import DIM, ROWS
+from tests.support.until import until
+
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(300)]
+
+
+def test_a_plan_uses_the_touches_of_taps_with_and_without_copies(
+    tmp_path: Path, ranks: Callable[[int], RankPool]
+) -> None:
+    fast, slow = (CollectiveCurve(0.0, ((1.0, speed),)) for speed in (1e10, 1e6))
+    all_to_all = CollectiveCurve(0.0, ((1.0, 2.5e5),))
+    write_cluster(
+        Cluster("test", "given", LinkModel(1e10, fast, fast, fast), LinkModel(1e6, all_to_all, slow, slow)),
+        tmp_path / "topology.yaml",
+    )
+    settings = {
+        "job": "tapped",
+        "tables": [{"name": "item", "rows": ROWS, "dim": DIM}],
+        "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
+        "state": {"snapshot_interval_seconds": 1.0},
+        "topology": {"file": str(tmp_path / "topology.yaml")},
+        "planner": {
+            "interval_seconds": 3.0, "drift_threshold": None, "min_samples": 20_000, "min_coverage": 0.1,
+            "horizon_steps": 1e9, "min_saving": {"seconds": 0.0, "share": 0.0},
+        },
+    }  # fmt: skip
+    results: list[Any] = []
+    stop = tmp_path / "stop"
+    with RunningDaemon(tmp_path, settings) as daemon:
+        port = daemon.config.control.listen_port
+        job = threading.Thread(
+            target=lambda: results.extend(ranks(4).run("tapped_jobs:alike", port, stop, 200_000, timeout=280))
+        )
+        job.start()
+        try:
+
+            def explained() -> list[dict[str, Any]]:
+                shown = flexd("explain", "item", "--hottest", 40, "-o", "json", "--url", daemon.url)
+                return json.loads(shown.stdout)["explained"] if shown.returncode == 0 else []
+
+            def alike() -> list[dict[str, Any]] | None:
+                """Return the rows of middling frequency if the daemon knows that all ranks need them together."""
+                rows = [row for row in explained() if row["per_rank"] and 0.1 < row["per_rank"] < 0.6]
+                return rows if rows and all(row["anywhere"] < 1.02 * row["per_rank"] for row in rows) else None
+
+            until(alike, 120, what=explained)
+            until(
+                lambda: daemon.status()["migration"]["state"] == "COMMITTED", 60,
+                what=lambda: daemon.status()["migration"],
+            )  # fmt: skip
+            steps = daemon.status()["stream"]["accesses"]
+            until(lambda: daemon.status()["stream"]["accesses"] > 2 * steps, 60, what=daemon.status)
+            assert until(alike, 20, what=explained), "copies that answer on the rank are counted too"
+        finally:
+            stop.touch()
+            job.join(60)
+    assert len(results) == 4
+    assert all(each["bit_equal"] and each["listed"] and not each["failures"] for each in results), results
