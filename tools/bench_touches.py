@@ -1,6 +1,6 @@
 """Predicted over measured bytes of planned placements: touches by independence and as measured.
 
-    python tools/bench_touches.py TRACE.npz... [--json] [--steps 120] [--nodes 2 --local-ranks 2]
+    python tools/bench_touches.py TRACE.npz... [--json] [--steps 120] [--splits 4] [--nodes 2 --local-ranks 2]
 
 For each trace and kind of samples (``flexd.stream.samples``: sequences, impressions) and for several ways to divide the
 steps, a profile is counted from one half, a plan is made from it, and real gloo ranks train the other half with the
@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--batch-size", type=int, default=64, help="samples of a rank in a step")
     parser.add_argument("--steps", type=int, default=120, help="steps, half of them trained")
-    parser.add_argument("--splits", type=int, default=2, help="ways to divide the steps, at most 4")
+    parser.add_argument("--splits", type=int, default=4, choices=(1, 2, 3, 4), help="ways to divide the steps")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--local-ranks", type=int, default=2)
     parser.add_argument("--json", action="store_true")
