@@ -8,7 +8,8 @@ with the code paths of an accelerator. A dispatch mode counts the operators of f
   copy to the host);
 * uploads: host lists copied to the device, for which the host does not wait;
 * collectives; and the processor time of the step on this machine without that of the mirrors (median).
-  (``gc.freeze`` first: the garbage collector does not visit what exists before the steps).
+  (``gc.freeze`` first: the garbage collector does not visit what exists before the steps). It includes the forward
+  pass of a function of all features that stands in for a model; "of it model" says how much that is (median).
 
     python tools/bench_dispatch.py [--quick] [--json] [--operators]
 
@@ -146,6 +147,10 @@ class _Model(torch.autograd.Function):
         return tuple(ctx.rows)
 
 
+def _on_accelerator(_: torch.Tensor) -> bool:
+    return False
+
+
 def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
     rng = np.random.default_rng(case.tables)
     rows = np.exp(rng.uniform(np.log(2_000), np.log(20_000), case.tables)).astype(int)
@@ -185,7 +190,7 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
     """Return launches, waits and collectives of a step after the first two, and its processor milliseconds."""
     keyspace = keyspace_of(case)
     ranges = [(group.first_key, group.end_key) for group in keyspace.groups]
-    with mirrored(ranges), mock.patch("flexd.embedding.devices.in_host_memory", return_value=False):
+    with mirrored(ranges), mock.patch("flexd.embedding.devices.in_host_memory", _on_accelerator):
         make = flexd.EmbeddingBagCollection if case.pooled else flexd.EmbeddingCollection
         collection = make(
             tables_of(case), layout=case.layout, optimizer=flexd.RowWiseAdagrad(), exchange=case.exchange,
@@ -195,11 +200,15 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
             engine = collection.engine
             engine.migrator.apply([engine.migrator.prepare(placement(case, keyspace), None)])
         batches = [batch(case, seed) for seed in range(2)]
+        of_model = [0.0]
 
         def step(number: int) -> None:
             rows = collection(batches[number % 2])
             values = [part if isinstance(part, torch.Tensor) else part.values for part in rows.values()]
-            _Model.apply(*values).backward()
+            started = time.thread_time()
+            loss = _Model.apply(*values)
+            of_model[0] = time.thread_time() - started
+            loss.backward()
             collection.optimizer.step()
 
         for number in range(2):
@@ -209,7 +218,7 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
         with counting, counting.host_reads():
             step(2)
         collectives = len(mirror_ranks.COLLECTIVES)
-        seconds = []
+        seconds, model_seconds = [], []
         gc.collect()
         gc.freeze()
         for number in range(steps):
@@ -217,12 +226,14 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
             step(number)
             of_mirrors = mirror_ranks.MIRROR_SECONDS[0] - of_mirrors
             seconds.append(time.thread_time() - started - of_mirrors)
+            model_seconds.append(of_model[0])
     figures = {
         "launches": float(counting.launches.total()),
         "host waits": float(counting.waits.total()),
         "uploads": float(counting.uploads.total()),
         "collectives": float(collectives),
         "processor ms": 1e3 * statistics.median(seconds),
+        "of it model": 1e3 * statistics.median(model_seconds),
     }
     return figures, counting
 
@@ -237,13 +248,16 @@ def main() -> int:
     torch.set_num_threads(1)
     figures: dict[str, dict[str, float]] = {}
     checks = []
-    print(f"{'case':28} {'launches':>9} {'host waits':>11} {'uploads':>8} {'collectives':>12} {'processor ms':>13}")
+    print(
+        f"{'case':28} {'launches':>9} {'host waits':>11} {'uploads':>8} {'collectives':>12} {'processor ms':>13} "
+        f"{'of it model':>12}"
+    )
     for case in (case for case in (QUICK if options.quick else CASES) if options.only in case.name):
         figures[case.name], counting = measure(case, 3 if options.quick else 7, lines=options.operators)
         f = figures[case.name]
         print(
             f"{case.name:28} {f['launches']:9.0f} {f['host waits']:11.0f} {f['uploads']:8.0f} {f['collectives']:12.0f} "
-            f"{f['processor ms']:13.1f}", flush=True,
+            f"{f['processor ms']:13.1f} {f['of it model']:12.1f}", flush=True,
         )  # fmt: skip
         if options.operators:
             for title, counter in (("launches", counting.launches), ("host waits", counting.waits)):

@@ -42,6 +42,37 @@ class EmbeddingBagTable(EmbeddingTable):
             )
 
 
+@dataclass(frozen=True)
+class _Pooling:
+    """Features of a dim-group that one kernel pools.
+
+    Attributes:
+        indices: int64 [ids] rows of ``rows`` [n, dim].
+        lengths: of each feature, integers that sum to ``ids`` over all features.
+        factors: [ids] factor of each id; None: 1.
+    """
+
+    names: list[str]
+    pooling: str
+    indices: torch.Tensor
+    rows: torch.Tensor
+    ids: int
+    lengths: list[torch.Tensor]
+    factors: torch.Tensor | None
+
+
+def _offsets(calls: Sequence[_Pooling]) -> Sequence[torch.Tensor]:
+    """Return int64 [bags + 1] offsets of each, from 0 on. Two kernels and an upload serve any number of dim-groups."""
+    if not calls:
+        return []
+    # A sum over all lengths begins again at 0 for each call, since the ids of the one before are subtracted there.
+    ends = [0, *(-call.ids for call in calls[:-1])]
+    begins = torch.split(torch.tensor(ends, dtype=torch.int64, device=calls[0].indices.device), 1)
+    parts = [part for begin, call in zip(begins, calls, strict=True) for part in (begin, *call.lengths)]
+    sums = torch.cat(parts).cumsum(0)
+    return torch.split(sums, [1 + sum(part.shape[0] for part in call.lengths) for call in calls])
+
+
 class EmbeddingBagCollection(EmbeddingCollection):
     """An ``EmbeddingCollection`` that pools each feature to one vector a sample, like ``nn.EmbeddingBag``.
 
@@ -94,26 +125,32 @@ class EmbeddingBagCollection(EmbeddingCollection):
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         pooled: dict[str, torch.Tensor] = {}
+        calls: list[_Pooling] = []
         for names, distinct, stop in zip(
             self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True
         ):
             indices = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
             sizes = [routed.features[name].values.numel() for name in names]
             index_of = dict(zip(names, torch.split(indices, sizes), strict=True))
+            size_of = dict(zip(names, sizes, strict=True))
             for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
                 alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
-                if not alike:
-                    continue
-                lengths = [routed.features[name].lengths for name in alike]
-                bags = functional.embedding_bag(
-                    torch.cat([index_of[name] for name in alike]),
-                    distinct,
-                    Jagged(distinct, torch.cat(lengths)).offsets,
-                    mode=pooling,
-                    include_last_offset=True,
-                    per_sample_weights=torch.cat([weights[n].to(distinct.dtype) for n in alike]) if weighted else None,
-                )
-                pooled |= zip(alike, torch.split(bags, [part.numel() for part in lengths]), strict=True)
+                if alike:
+                    chosen = indices if alike == names else torch.cat([index_of[name] for name in alike])
+                    factors = torch.cat([weights[n].to(distinct.dtype) for n in alike]) if weighted else None
+                    ids = sum(size_of[name] for name in alike)
+                    lengths = [routed.features[name].lengths for name in alike]
+                    calls.append(_Pooling(alike, pooling, chosen, distinct, ids, lengths, factors))
+        for call, offsets in zip(calls, _offsets(calls), strict=True):
+            bags = functional.embedding_bag(
+                call.indices,
+                call.rows,
+                offsets,
+                mode=call.pooling,
+                include_last_offset=True,
+                per_sample_weights=call.factors,
+            )
+            pooled |= zip(call.names, torch.split(bags, [part.shape[0] for part in call.lengths]), strict=True)
         return {name: pooled[name] for name in routed.features}
 
     def _check_weights(self, given: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor]) -> None:

@@ -31,6 +31,16 @@ def test_launches_and_waits_grow_with_neither_tables_nor_features_nor_peers(exch
         assert other["collectives"] == few["collectives"]
 
 
+def test_pooling_adds_less_than_a_launch_to_each_dim_group() -> None:
+    """Four dim-groups. Pooling takes the place of expanding the rows; offsets of all groups are made together."""
+    figures = [
+        measure(Case("", RankLayout(4, 4), 8, 64, 0.02, pooled=pooled), 1, lines=False) for pooled in (False, True)
+    ]
+    rows, bags = (each for each, _ in figures)
+    assert bags["launches"] <= rows["launches"] + 3
+    assert bags["uploads"] <= rows["uploads"] + 1
+
+
 @pytest.mark.long
 def test_the_tool_prints_its_figures_and_checks() -> None:
     run = subprocess.run(

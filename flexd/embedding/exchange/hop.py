@@ -116,16 +116,20 @@ class Agreement:
     def combined(words: Sequence[Sequence[int]]) -> Agreement:
         """Combine the packed agreements of several ranks."""
         bits = _RANK_BITS + _CALL_BITS
+        signature = 2**bits - 1
+        versions, faults, all_settings = zip(*words, strict=True)
+        # Packed signatures have the order of signatures. Ranks mostly have equal settings.
+        settings = set(all_settings)
         return Agreement(
-            min(version >> bits for version, _, _ in words),
-            max(fault >> bits for _, fault, _ in words),
-            min(CallSignature.unpack(version) for version, _, _ in words),
-            max(CallSignature.unpack(fault) for _, fault, _ in words),
+            min(versions) >> bits,
+            max(faults) >> bits,
+            CallSignature.unpack(min([version & signature for version in versions])),
+            CallSignature.unpack(max([fault & signature for fault in faults])),
             (
-                min((settings >> SETTINGS_BITS) % 2**SETTINGS_BITS for *_, settings in words),
-                max(settings % 2**SETTINGS_BITS for *_, settings in words),
+                min((both >> SETTINGS_BITS) % 2**SETTINGS_BITS for both in settings),
+                max(both % 2**SETTINGS_BITS for both in settings),
             ),
-            max(settings >> 2 * SETTINGS_BITS for *_, settings in words),
+            max(settings) >> 2 * SETTINGS_BITS,
         )
 
 
