@@ -33,7 +33,6 @@ def test_a_plan_uses_the_touches_of_taps_with_and_without_copies(
         "job": "tapped",
         "tables": [{"name": "item", "rows": ROWS, "dim": DIM}],
         "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
-        "state": {"snapshot_interval_seconds": 1.0},
         "topology": {"file": str(tmp_path / "topology.yaml")},
         "planner": {
             "interval_seconds": 3.0, "drift_threshold": None, "min_samples": 20_000, "min_coverage": 0.1,
