@@ -4,7 +4,8 @@
     python tools/bench_planner.py --tables tables.csv [--quick] [--json]
 
 Times are of this machine, everything else is arithmetic of the cost model (docs/cost-model.md). Without ``--tables`` a
-made up list of the same shape is used.
+made up list of the same shape is used. A check of a plan's time, memory or gap fails if any plan that it is about
+copies no row: an empty plan is quick, small and as good as the two-hop chain.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ RANK_MEMORY_BYTES = 40e9
 REPLICA_SHARE = 0.01
 SEQUENCE_ROWS_LISTED = 500_000
 SKEWS = (0.9, 1.05, 1.2)
+MICRO_BATCHES = 4
 
 Figures = dict[str, Any]
 
@@ -138,6 +141,7 @@ def whole_list(tables: list[ListedTable], preset: str) -> Figures:
         "tables": len(tables),
         "dim_groups": len(keyspace.groups),
         "listed_rows": sum(len(table.hot_rows) for table in profile.tables),
+        "rows_above_home": len(plan.target),
         "plan_seconds": seconds,
         "gap": plan.gap,
         **daemon_share(profile, keyspace, preset, plan, processor_seconds),
@@ -158,7 +162,10 @@ def daemon_share(profile: Profile, keyspace: KeySpace, preset: str, plan: Plan, 
 
 
 def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
-    """10^9 rows in the largest number of tables, on 128 ranks; the same tables, fewer of them, before."""
+    """10^9 rows in the largest number of tables, on 128 ranks; before, the same tables, fewer of them.
+
+    A step has MICRO_BATCHES passes: with one, plans of 107, 214 and 428 tables copy no row.
+    """
     result = []
     for count in counts:
         nan = float("nan")
@@ -168,6 +175,7 @@ def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
         ]
         layout = RankLayout(16, 8)
         profile, keyspace, shape = problem_of(tables, layout.world_size, 1.05, [1000] * count)
+        shape = replace(shape, micro_batches=MICRO_BATCHES)
         plan, seconds = plan_of(profile, keyspace, layout, preset, shape)
         result.append({"tables": count, "plan_seconds": seconds, "gap": plan.gap, "rows_above_home": len(plan.target)})
     return result
@@ -235,7 +243,8 @@ def torchrec_estimate(tables: list[ListedTable]) -> list[Figures]:
 
 def checks(figures: Figures) -> list[Figures]:
     by_skew: list[Figures] = figures["strategies"]
-    plans = [*by_skew, figures["whole_list"]]
+    most_listed = figures["whole_list"]
+    plans = [*by_skew, most_listed]
     ahead = []
     for skew in by_skew:
         named = {row["strategy"]: row for row in skew["strategies"]}
@@ -245,29 +254,36 @@ def checks(figures: Figures) -> list[Figures]:
     faster = min(skew["flexshard_mean_speedup"] for skew in by_skew)
     copies = min(sum(skew["rows"].values()) for skew in by_skew)
     many = figures["many_tables"]
+    largest, peak = many[-1]["plan_seconds"], figures["peak_gibibytes"]
     per_table = [entry["plan_seconds"] / entry["tables"] for entry in many]
 
     slowest, gap = max(p["plan_seconds"] for p in plans), max(p["gap"] for p in [*plans, *many])
     cap, own = (max(skew[f"{name}_memory_over_cap"] for skew in by_skew) for name in ("flexshard", "flexd"))
     whole = max(skew["flexd_memory_over_flexshard"] for skew in by_skew)
-    of_core = figures["whole_list"]["share_of_a_core"]
+    of_core = most_listed["share_of_a_core"]
+    by_skew_copy, list_copies = copies > 0, most_listed["rows_above_home"] > 0
+    many_copy = all(entry["rows_above_home"] > 0 for entry in many)
+    all_copy = by_skew_copy and list_copies and many_copy
     return [
-        check("plan seconds, worst", slowest, "< 5", slowest < 5),
-        check("peak memory of this process, GiB", figures["peak_gibibytes"], "< 2", figures["peak_gibibytes"] < 2),
-        check("rows with copies, fewest", copies, "> 0", copies > 0),
-        check("gap to the lower bound as a share of the saving, worst", gap, "< 0.001", gap < 1e-3),
-        check("flexd over the best peer, time, worst skew", max(ahead), "<= 1", max(ahead) <= 1 + 1e-9),
+        check("plan seconds, worst", slowest, "< 5", all_copy and slowest < 5),
+        check("peak memory of this process, GiB", peak, "< 2", all_copy and peak < 2),
+        check("rows with copies, fewest", copies, "> 0", by_skew_copy),
+        check("gap to the lower bound as a share of the saving, worst", gap, "< 0.001", all_copy and gap < 1e-3),
+        check("flexd over the best peer, time, worst skew", max(ahead), "< 1", by_skew_copy and max(ahead) < 1),
         check("FlexShard: all-to-all saved, worst skew", saved, "> 0.85", saved > 0.85),
         check("FlexShard: times faster than row-wise (mean over ranks), worst skew", faster, "> 5", faster > 5),
         check("FlexShard: memory over the cap", cap, "<= 1", cap <= 1 + 1e-9),
         # The cap has homes spread evenly to a fraction of a row; a rank's are a whole number.
-        check("flexd: memory over the cap", own, "<= 1", own <= 1 + 1e-5),
-        check("flexd over FlexShard, memory with buffers, worst skew", whole, "<= 1", whole <= 1),
-        check("planning and drift, share of a core at the default intervals", of_core, "< 0.01", of_core < 0.01),
-        check("10^9 rows: plan seconds", many[-1]["plan_seconds"], "< 10", many[-1]["plan_seconds"] < 10),
+        check("flexd: memory over the cap", own, "<= 1", by_skew_copy and own <= 1 + 1e-5),
+        check("flexd over FlexShard, memory with buffers, worst skew", whole, "<= 1", by_skew_copy and whole <= 1),
+        check(
+            "planning and drift, share of a core at the default intervals", of_core, "< 0.01",
+            list_copies and of_core < 0.01,
+        ),
+        check("10^9 rows: plan seconds", largest, "< 10", many_copy and largest < 10),
         check(
             "10^9 rows: seconds per table, most tables over fewest", per_table[-1] / per_table[0], "< 1.5",
-            per_table[-1] < 1.5 * per_table[0],
+            many_copy and per_table[-1] < 1.5 * per_table[0],
         ),
     ]  # fmt: skip
 
