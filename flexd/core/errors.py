@@ -121,6 +121,10 @@ class CheckpointError(EmbeddingError):
     """A checkpoint is incomplete, or of other tables than the collection it is loaded into."""
 
 
+class SlowMemoryError(EmbeddingError):
+    """Rows cannot be read from slow memory or written to it (disk full, file cut, removed or damaged)."""
+
+
 class CollectiveError(FlexdError, RuntimeError):
     """A collective among the training ranks failed or passed its deadline. Also a RuntimeError, as in torch."""
 

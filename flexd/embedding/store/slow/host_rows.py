@@ -1,0 +1,64 @@
+"""Slow rows in host memory, beside frames on an accelerator."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
+
+
+class HostRows:
+    """See ``SlowRows``. Pages of host memory are taken by the rows that are written.
+
+    Args:
+        pinned: page-locked, for copies to a device that do not wait; takes all pages at once.
+    """
+
+    def __init__(self, rows: int, row_bytes: int, fresh: FreshRows, *, pinned: bool = False) -> None:
+        self._packed = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=pinned)
+        self._written = torch.zeros(rows, dtype=torch.bool)
+        self._fresh = fresh
+        self._traffic = SlowTraffic()
+
+    @property
+    def rows(self) -> int:
+        return self._packed.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return self._packed.shape[1]
+
+    @property
+    def fast_nbytes(self) -> int:
+        return self._written.nbytes
+
+    @property
+    def traffic(self) -> SlowTraffic:
+        return self._traffic
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
+        packed = self._packed.index_select(0, slots)
+        unwritten = (~self._written.index_select(0, slots)).nonzero().view(-1)
+        if len(unwritten):
+            packed.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
+        self._traffic.rows_read += len(slots)
+        self._traffic.rows_made += len(unwritten)
+        self._traffic.bytes_read += (len(slots) - len(unwritten)) * self.row_bytes
+        self._traffic.operations += 1
+        self._traffic.seconds += time.perf_counter() - began
+        return packed
+
+    def write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        began = time.perf_counter()
+        self._packed.index_copy_(0, slots, packed)
+        self._written[slots] = True
+        self._traffic.rows_written += len(slots)
+        self._traffic.bytes_written += packed.numel()
+        self._traffic.operations += 1
+        self._traffic.seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        self._packed, self._written = self._packed[:0].clone(), self._written[:0].clone()

@@ -1,0 +1,97 @@
+"""What every slow memory promises: rows come back as written, others as their seed makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
+from flexd.embedding.store.slow.host_rows import HostRows
+from flexd.embedding.store.slow.slow_rows import SlowRows
+
+ROWS = 2_000
+
+
+def fresh(row_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows of bytes that depend on the slot alone."""
+
+    def make(slots: torch.Tensor) -> torch.Tensor:
+        return ((slots[:, None] * 31 + torch.arange(row_bytes)) % 251).to(torch.uint8)
+
+    return make
+
+
+@pytest.fixture(params=["host", "file"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], SlowRows]]:
+    made: list[SlowRows] = []
+
+    def of_width(row_bytes: int) -> SlowRows:
+        path = tmp_path / f"rows{len(made)}"
+        slow: SlowRows
+        if request.param == "host":
+            slow = HostRows(ROWS, row_bytes, fresh(row_bytes))
+        else:
+            slow = FileRows(path, ROWS, row_bytes, fresh(row_bytes), threads=4)
+        made.append(slow)
+        return slow
+
+    yield of_width
+    for slow in made:
+        slow.close()
+        slow.close()
+
+
+def drawn(generator: np.random.Generator, count: int) -> torch.Tensor:
+    return torch.from_numpy(generator.choice(ROWS, count, replace=False))
+
+
+@pytest.mark.parametrize("row_bytes", [8, 68, 260, 4096, 5000])
+def test_rows_come_back_as_written(make: Callable[[int], SlowRows], row_bytes: int) -> None:
+    slow = make(row_bytes)
+    assert (slow.rows, slow.row_bytes) == (ROWS, row_bytes)
+    whole = fresh(row_bytes)(torch.arange(ROWS))
+    generator = np.random.default_rng(row_bytes)
+    for count in (1, 50, 700, ROWS, 0):
+        slots = drawn(generator, count)
+        assert torch.equal(slow.read(slots), whole[slots])
+        slots = drawn(generator, count // 2)
+        data = torch.from_numpy(generator.integers(0, 256, (len(slots), row_bytes), dtype=np.uint8))
+        whole[slots] = data
+        slow.write(slots, data)
+    assert torch.equal(slow.read(torch.arange(ROWS).flip(0)), whole.flip(0))
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, ROWS - 1), max_size=80)), max_size=12))
+def test_any_order_of_calls(make: Callable[[int], SlowRows], calls: list[tuple[bool, set[int]]]) -> None:
+    slow, whole = make(24), fresh(24)(torch.arange(ROWS))
+    for number, (writes, chosen) in enumerate(calls):
+        slots = torch.tensor(sorted(chosen, key=lambda slot: hash((slot, number))), dtype=torch.int64)
+        if writes:
+            whole[slots] = torch.full((len(slots), 24), number, dtype=torch.uint8)
+            slow.write(slots, whole[slots])
+        else:
+            assert torch.equal(slow.read(slots), whole[slots])
+    slow.close()
+
+
+def test_traffic_counts_rows_and_bytes(make: Callable[[int], SlowRows]) -> None:
+    slow = make(100)
+    slow.read(torch.tensor([1, 2]))
+    assert (slow.traffic.rows_read, slow.traffic.rows_made, slow.traffic.bytes_read) == (2, 2, 0), "never written"
+    slow.write(torch.tensor([1]), torch.zeros(1, 100, dtype=torch.uint8))
+    before = slow.traffic.bytes_read
+    slow.read(torch.tensor([1, 2, 1999]))
+    traffic = slow.traffic
+    assert (traffic.rows_read, traffic.rows_made, traffic.rows_written) == (5, 4, 1)
+    moved = 100 if isinstance(slow, HostRows) else rows_per_block(100)[1]
+    assert (traffic.bytes_read - before, traffic.bytes_written) == (moved, moved)
+    assert traffic.seconds > 0
+    assert traffic.operations > 0
+    assert slow.fast_nbytes > 0
