@@ -1,0 +1,241 @@
+"""Which rows are in the frames of fast memory, and which leave when others come in.
+
+Out goes the row whose next use is farthest, as far as batches ahead are known, and among the rows not seen ahead the
+one with the lowest decayed count of uses. Decay is *forward* (Cormode, Shkapenyuk, Srivastava, Xu: Forward decay, ICDE
+2009): counts grow with the step of a use instead of falling with time, so the order of two rows changes only when one
+of them is used. So the rows that leave next are found once for many steps, and a step costs what it brings in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.bucket_table import BucketTable
+
+_AHEAD = 1e12
+"""Scores of rows with a known next use begin here, above every count."""
+_QUEUE_SHARE = 16
+"""The frames that leave next are found for so many parts of all frames at a time."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Frames of the rows of one batch, and what must move before they can be read.
+
+    Attributes:
+        frames: int64 [n] of the slots asked for.
+        missing: int64 [m] places among these whose rows must be read into their frames.
+        evicted_slots: int64 [e] slots of the rows that were in frames which the missing take over and were changed
+            there: they must be written before.
+        evicted_frames: int64 [e], their frames.
+        evicted_counts: float64 [e], log2 of their decayed counts, to give back when they come in again.
+    """
+
+    frames: torch.Tensor
+    missing: torch.Tensor
+    evicted_slots: torch.Tensor
+    evicted_frames: torch.Tensor
+    evicted_counts: torch.Tensor
+
+
+class FrameTable:
+    """Maps slots to frames. Not thread-safe.
+
+    Args:
+        frames: number of frames.
+        max_slot: slots lie in [0, max_slot].
+        half_life_steps: of counts; 0: only the last use counts (LRU).
+    """
+
+    def __init__(self, frames: int, max_slot: int, device: torch.device, *, half_life_steps: float) -> None:
+        self._table = BucketTable(frames, max_slot, device)
+        self._half_life = half_life_steps
+        self._slots = torch.full((frames,), -1, dtype=torch.int64, device=device)
+        self._counts = torch.full((frames,), -math.inf, dtype=torch.float64, device=device)
+        self._scores = torch.full((frames,), -math.inf, dtype=torch.float64, device=device)
+        self._pins = torch.zeros(frames, dtype=torch.int16, device=device)
+        self._changed = torch.zeros(frames, dtype=torch.bool, device=device)
+        self._used = 0
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        self._queue, self._queue_scores, self._head = none, none.to(torch.float64), 0
+        self._cut = -math.inf
+        self._rescored: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        """Number of rows in frames."""
+        return len(self._table)
+
+    @property
+    def frames(self) -> int:
+        return len(self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        own = (self._slots, self._counts, self._scores, self._pins, self._changed, self._queue, self._queue_scores)
+        return self._table.nbytes + sum(tensor.nbytes for tensor in (*own, *self._rescored))
+
+    def find(self, slots: torch.Tensor) -> torch.Tensor:
+        """int64 [n] slots -> int64 [n] frames, -1 where a row is in none."""
+        return (
+            self._table.values_of(slots, torch.tensor(self.frames, dtype=torch.int32, device=slots.device))
+            .to(torch.int64)
+            .add_(1)
+            .remainder_(self.frames + 1)
+            .sub_(1)
+        )
+
+    def bring(self, slots: torch.Tensor) -> Arrivals:
+        """Give int64 [n] distinct slots frames, and keep these until ``release``.
+
+        Raises:
+            SlowMemoryError: fewer frames are free of kept rows than rows are missing; nothing has changed then.
+        """
+        frames = self.find(slots)
+        missing = (frames < 0).nonzero().view(-1)
+        held = frames[frames >= 0]
+        self._pins.index_add_(0, held, torch.ones_like(held, dtype=torch.int16))
+        try:
+            taken = self._take(len(missing))
+        except SlowMemoryError:
+            self.release(held)
+            raise
+        leaves = self._slots.index_select(0, taken) >= 0
+        gone = taken[leaves]
+        if len(gone):
+            cells = self._table.find(self._slots.index_select(0, gone))[1]
+            self._table.remove(cells)
+        evicted = gone[self._changed.index_select(0, gone)]
+        arrivals = Arrivals(
+            frames.index_copy_(0, missing, taken), missing, self._slots.index_select(0, evicted), evicted,
+            self._counts.index_select(0, evicted),
+        )  # fmt: skip
+        come = slots.index_select(0, missing)
+        self._table.insert(come, taken.to(torch.int32))
+        self._slots.index_copy_(0, taken, come)
+        self._changed.index_fill_(0, taken, False)
+        self._counts.index_fill_(0, taken, -math.inf)
+        self._pins.index_fill_(0, taken, 1)
+        return arrivals
+
+    def release(self, frames: torch.Tensor) -> None:
+        """Let the rows of int64 [n] distinct frames leave again; once for each ``bring`` of them."""
+        self._pins.index_add_(0, frames, torch.full_like(frames, -1, dtype=torch.int16))
+
+    def changed(self, frames: torch.Tensor) -> None:
+        """Note that the rows in int64 [n] frames differ from what is in slow memory."""
+        self._changed.index_fill_(0, frames, True)
+
+    def dirty(self) -> torch.Tensor:
+        """Return int64 [n] frames that differ from slow memory."""
+        return (self._changed & (self._slots >= 0)).nonzero().view(-1)
+
+    def cleaned(self, frames: torch.Tensor) -> None:
+        """Note that the rows in int64 [n] frames were written to slow memory."""
+        self._changed.index_fill_(0, frames, False)
+
+    def slots_at(self, frames: torch.Tensor) -> torch.Tensor:
+        """int64 [n] frames in use -> int64 [n] slots."""
+        return self._slots.index_select(0, frames)
+
+    def use(
+        self, frames: torch.Tensor, step: int, *, counts: torch.Tensor | None = None, ahead: torch.Tensor | None = None
+    ) -> None:
+        """Count a use of the rows in int64 [n] distinct frames at a step.
+
+        Args:
+            counts: float64 [n], log2 of the decayed counts of rows that have just come in, from when they left; -inf
+                where they are not known. Frames that had a count keep theirs.
+            ahead: int64 [n], the step of the next use that is known, 0 where none is.
+        """
+        old = self._counts.index_select(0, frames)
+        if counts is not None:
+            old = torch.maximum(old, counts)
+        if self._half_life:
+            now = torch.tensor(step / self._half_life, dtype=torch.float64, device=frames.device)
+            count = torch.logaddexp2(old, now)
+        else:
+            count = torch.full_like(old, float(step))
+        self._counts.index_copy_(0, frames, count)
+        self._score(frames, count if ahead is None else torch.where(ahead > 0, _AHEAD - ahead.to(torch.float64), count))
+
+    def expect(self, frames: torch.Tensor, step: int) -> None:
+        """Note that the rows in int64 [n] distinct frames will be used at a step, farther than any noted before."""
+        of_now = self._scores.index_select(0, frames)
+        self._score(frames, torch.where(of_now > _AHEAD / 2, of_now, _AHEAD - step))
+
+    def _score(self, frames: torch.Tensor, scores: torch.Tensor) -> None:
+        self._scores.index_copy_(0, frames, scores)
+        low = frames[scores <= self._cut]
+        if len(low):
+            self._rescored.append(low)
+
+    def _take(self, count: int) -> torch.Tensor:
+        """Return int64 [count] frames: free ones, then those with the lowest scores."""
+        free = min(count, self.frames - self._used)
+        taken = torch.arange(self._used, self._used + free, device=self._slots.device)
+        if free < count:
+            taken = torch.cat([taken, self._lowest(count - free)])
+        self._used += free
+        return taken
+
+    def _lowest(self, count: int) -> torch.Tensor:
+        """Return the frames with the lowest scores that are not kept, ascending."""
+        found = self._from_queue(count)
+        if found is None:
+            self._rebuild(count)
+            found = self._from_queue(count)
+        if found is None:
+            kept = int((self._pins > 0).sum())
+            raise SlowMemoryError(
+                f"of {self.frames} frames of fast memory {kept} hold rows in use: {count} more are not free",
+                remedy="give fast_memory_bytes for the rows of one batch at least, or look fewer batches ahead",
+            )
+        return found
+
+    def _from_queue(self, count: int) -> torch.Tensor | None:
+        """Return the lowest of the queue and of the frames that were rescored since it was made; None if too few."""
+        rescored = _distinct(self._rescored) if self._rescored else self._queue[:0]
+        rescored = rescored[self._scores.index_select(0, rescored) <= self._cut]
+        candidates = rescored[self._pins.index_select(0, rescored) == 0]
+        head, reach = self._head, self._head + 2 * count + 64
+        while True:
+            segment = self._queue[head:reach]
+            same = self._scores.index_select(0, segment) == self._queue_scores[head:reach]
+            places = (same & (self._pins.index_select(0, segment) == 0)).nonzero().view(-1)[:count]
+            if len(places) == count or reach >= len(self._queue):
+                break
+            reach = head + 2 * (reach - head)
+        queued = segment.index_select(0, places)
+        frames = _distinct([candidates, queued])
+        if len(frames) < count:
+            return None
+        order = self._scores.index_select(0, frames).argsort(stable=True)
+        taken = frames.index_select(0, order[:count])
+        self._scores.index_fill_(0, taken, math.inf)
+        # What stays of the part of the queue that was looked through: kept rows, and those above what was taken.
+        passed = int(places[-1]) + 1 if len(places) else 0
+        self._head = head + passed
+        left = torch.cat([rescored, segment[:passed][same[:passed]]])
+        left = left[self._scores.index_select(0, left) <= self._cut]
+        self._rescored = [left] if len(left) else []
+        return taken
+
+    def _rebuild(self, count: int) -> None:
+        used = self._scores[: self._used]
+        kept = self._pins[: self._used] > 0
+        number = min(int((~kept).sum()), max(8 * count, self._used // _QUEUE_SHARE))
+        scores = torch.where(kept, math.inf, used)
+        lowest = torch.topk(scores, number, largest=False, sorted=True)
+        self._queue, self._queue_scores, self._head = lowest.indices, lowest.values, 0
+        self._cut = float(lowest.values[-1]) if number else -math.inf
+        below = (kept & (used <= self._cut)).nonzero().view(-1)
+        self._rescored = [below] if len(below) else []
+
+
+def _distinct(parts: list[torch.Tensor]) -> torch.Tensor:
+    distinct: torch.Tensor = torch.cat(parts).unique()  # type: ignore[no-untyped-call]
+    return distinct

@@ -1,0 +1,133 @@
+"""Frames: rows keep theirs while they are in use, and those that leave have the lowest scores of all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow.frame_table import FrameTable
+
+CPU = torch.device("cpu")
+
+
+def slots(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def step(table: FrameTable, at: int, rows: torch.Tensor) -> list[int]:
+    """Bring rows in, use and change them; return the slots that left."""
+    arrivals = table.bring(rows)
+    assert torch.equal(table.find(rows), arrivals.frames)
+    table.use(arrivals.frames, at)
+    table.changed(arrivals.frames)
+    table.release(arrivals.frames)
+    return sorted(arrivals.evicted_slots.tolist())
+
+
+def test_the_least_recently_used_leaves() -> None:
+    table = FrameTable(3, 99, CPU, half_life_steps=0)
+    assert step(table, 1, slots(10, 20, 30)) == []
+    assert step(table, 2, slots(10)) == []
+    assert step(table, 3, slots(40, 50)) == [20, 30]
+    assert sorted(table.slots_at(torch.arange(3)).tolist()) == [10, 40, 50]
+
+
+def test_the_lowest_decayed_count_leaves() -> None:
+    table = FrameTable(2, 99, CPU, half_life_steps=10.0)
+    for at in range(1, 6):
+        step(table, at, slots(1))
+    step(table, 6, slots(2))
+    assert step(table, 7, slots(3)) == [2], "used once, later than the other"
+    assert step(table, 200, slots(4)) == [3]
+    assert step(table, 201, slots(5)) == [1], "five uses twenty half-lives ago"
+
+
+def test_a_row_known_to_be_used_soon_stays() -> None:
+    table = FrameTable(2, 99, CPU, half_life_steps=10.0)
+    arrivals = table.bring(slots(1, 2))
+    table.use(arrivals.frames, 1, ahead=slots(5, 3))
+    table.release(arrivals.frames)
+    arrivals = table.bring(slots(3))
+    assert table.find(slots(1, 2, 3)).tolist() == [-1, arrivals.frames.item() ^ 1, arrivals.frames.item()]
+    table.use(arrivals.frames, 2)
+    table.release(arrivals.frames)
+    table.expect(table.find(slots(3)), 4)
+    assert table.bring(slots(4)).frames.item() == table.find(slots(4)).item()
+    assert table.find(slots(2)).item() >= 0, "used before the other"
+
+
+def test_rows_in_use_do_not_leave_and_a_refusal_changes_nothing() -> None:
+    table = FrameTable(3, 99, CPU, half_life_steps=10.0)
+    kept = table.bring(slots(1, 2)).frames
+    table.use(kept, 1)
+    with pytest.raises(SlowMemoryError, match="of 3 frames of fast memory 2 hold rows in use: 1 more"):
+        table.bring(slots(2, 3, 4))
+    assert len(table) == 2
+    table.release(kept)
+    assert step(table, 2, slots(3, 4)) == [], "what was not changed is not written"
+    assert sorted(table.slots_at(table.dirty()).tolist()) == [3, 4]
+    table.cleaned(table.dirty())
+    assert table.dirty().tolist() == []
+
+
+def test_counts_leave_and_come_back_with_their_rows() -> None:
+    table = FrameTable(1, 99, CPU, half_life_steps=10.0)
+    for at in (1, 2, 3):
+        step(table, at, slots(1))
+    arrivals = table.bring(slots(2))
+    expected = math.log2(sum(2 ** (at / 10) for at in (1, 2, 3)))
+    assert arrivals.evicted_counts.tolist() == pytest.approx([expected])
+    table.use(arrivals.frames, 4, counts=arrivals.evicted_counts)
+    table.changed(arrivals.frames)
+    table.release(arrivals.frames)
+    expected = math.log2(2**expected + 2 ** (4 / 10))
+    assert table.bring(slots(3)).evicted_counts.tolist() == pytest.approx([expected])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(4, 40),
+    st.sampled_from([0.0, 3.0, 50.0]),
+    st.lists(st.tuples(st.sets(st.integers(0, 120), min_size=1, max_size=12), st.booleans()), max_size=60),
+)
+def test_what_leaves_is_what_a_search_of_all_frames_finds(
+    frames: int, half_life: float, batches: list[tuple[set[int], bool]]
+) -> None:
+    table = FrameTable(frames, 120, CPU, half_life_steps=half_life)
+    score: dict[int, float] = {}
+    waiting: list[torch.Tensor] = []
+    pinned: list[set[int]] = []
+    for at, (chosen, waits) in enumerate(batches, start=1):
+        rows = slots(*sorted(chosen))
+        held = set().union(*pinned) | chosen
+        room = frames - len([slot for slot in score if slot in held])
+        missing = [slot for slot in rows.tolist() if slot not in score]
+        if len(missing) > room:
+            with pytest.raises(SlowMemoryError):
+                table.bring(rows)
+            continue
+        before = set(score)
+        arrivals = table.bring(rows)
+        now = {slot for slot in range(121) if table.find(slots(slot)).item() >= 0}
+        left = before - now
+        assert now == (before | chosen) - left
+        assert len(left) == max(0, len(before) + len(missing) - frames)
+        could = sorted(value for slot, value in score.items() if slot not in held)
+        assert sorted(score[slot] for slot in left) == pytest.approx(could[: len(left)])
+        for slot in left:
+            del score[slot]
+        for slot in chosen:
+            old = score.get(slot, -math.inf)
+            score[slot] = float(at) if not half_life else math.log2(2 ** (old - at / half_life) + 1) + at / half_life
+        table.use(arrivals.frames, at)
+        waiting.append(arrivals.frames)
+        pinned.append(chosen)
+        while waiting and not (waits and len(waiting) < 3):
+            table.release(waiting.pop(0))
+            pinned.pop(0)
+    assert len(table) == len(score)
