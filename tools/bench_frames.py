@@ -93,7 +93,9 @@ def missed_by_frames(steps: Steps, frames: int, half_life: float, ahead: int) ->
         arrivals = table.bring(batch)
         kept[arrivals.evicted_slots] = arrivals.evicted_counts
         known = torch.where(following <= step + ahead, following, 0) if ahead else None
-        table.use(arrivals.frames, step, counts=kept[batch], ahead=known)
+        come = arrivals.missing
+        table.remember(arrivals.frames[come], kept[batch[come]])
+        table.use(arrivals.frames, step, ahead=known)
         table.changed(arrivals.frames)
         table.release(arrivals.frames)
         if 0 < ahead < len(steps) and step + ahead + 1 < len(steps):

@@ -33,6 +33,7 @@ class Arrivals:
             there: they must be written before.
         evicted_frames: int64 [e], their frames.
         evicted_counts: float64 [e], log2 of their decayed counts, to give back when they come in again.
+        evicted: number of all rows that left, changed or not.
     """
 
     frames: torch.Tensor
@@ -40,6 +41,7 @@ class Arrivals:
     evicted_slots: torch.Tensor
     evicted_frames: torch.Tensor
     evicted_counts: torch.Tensor
+    evicted: int
 
 
 class FrameTable:
@@ -111,7 +113,7 @@ class FrameTable:
         evicted = gone[self._changed.index_select(0, gone)]
         arrivals = Arrivals(
             frames.index_copy_(0, missing, taken), missing, self._slots.index_select(0, evicted), evicted,
-            self._counts.index_select(0, evicted),
+            self._counts.index_select(0, evicted), len(gone),
         )  # fmt: skip
         come = slots.index_select(0, missing)
         self._table.insert(come, taken.to(torch.int32))
@@ -141,19 +143,23 @@ class FrameTable:
         """int64 [n] frames in use -> int64 [n] slots."""
         return self._slots.index_select(0, frames)
 
-    def use(
-        self, frames: torch.Tensor, step: int, *, counts: torch.Tensor | None = None, ahead: torch.Tensor | None = None
-    ) -> None:
+    def counts_at(self, frames: torch.Tensor) -> torch.Tensor:
+        """int64 [n] frames in use -> float64 [n] log2 of the decayed counts."""
+        return self._counts.index_select(0, frames)
+
+    def remember(self, frames: torch.Tensor, counts: torch.Tensor) -> None:
+        """Give the rows in int64 [n] frames, which have just come in, the float64 [n] counts with which they left, -inf
+        where there is none."""
+        self._counts.index_copy_(0, frames, counts)
+        self._score(frames, counts)
+
+    def use(self, frames: torch.Tensor, step: int, *, ahead: torch.Tensor | None = None) -> None:
         """Count a use of the rows in int64 [n] distinct frames at a step.
 
         Args:
-            counts: float64 [n], log2 of the decayed counts of rows that have just come in, from when they left; -inf
-                where they are not known. Frames that had a count keep theirs.
             ahead: int64 [n], the step of the next use that is known, 0 where none is.
         """
         old = self._counts.index_select(0, frames)
-        if counts is not None:
-            old = torch.maximum(old, counts)
         if self._half_life:
             now = torch.tensor(step / self._half_life, dtype=torch.float64, device=frames.device)
             count = torch.logaddexp2(old, now)

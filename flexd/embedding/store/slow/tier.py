@@ -1,0 +1,260 @@
+"""Rows of a dim-group in two memories: frames in fast memory, and slow rows behind them.
+
+Code that reads and writes rows by slot sees ``TieredColumn`` where it would see a tensor: rows come into frames for the
+time of one call and leave when others need the frames, so there is one authoritative copy of a row at any time and
+results do not depend on where it is. Replicas have slots of their own in fast memory.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexd.embedding.store.slow.frame_table import FrameTable
+from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
+
+COUNT_BYTES = 8
+"""A row's decayed count of uses (float64, log2) travels with it."""
+HALF_LIFE_STEPS = 20.0
+
+
+@dataclass
+class FrameCounts:
+    """Of one dim-group since its tables were made.
+
+    Attributes:
+        used: distinct rows that look-ups needed.
+        missed: of those, the ones that were not in a frame.
+        evicted: rows that left their frames.
+        written: of those, the ones that had changed.
+    """
+
+    used: int = 0
+    missed: int = 0
+    evicted: int = 0
+    written: int = 0
+
+
+class Tier:
+    """Home rows of a dim-group in frames, and the slow rows behind them. Thread-safe.
+
+    Slots in [0, home_rows) are home rows, those after them replicas.
+
+    Args:
+        rows, state: [frames + replica slots, width], the frames first.
+        slow: of ``packed_bytes(rows, state)`` a row.
+        fresh: rows and state of home slots that nobody has written: [n, dim] and [n, s].
+    """
+
+    def __init__(self, rows: torch.Tensor, state: torch.Tensor, frames: int, home_rows: int) -> None:
+        self.rows, self.state = rows, state
+        self.home_rows = home_rows
+        self._frames = frames
+        self.counts = FrameCounts()
+        self._lock = threading.RLock()
+        self._slow: SlowRows | None = None
+        self._table = self._new_table()
+        self._clock = 0
+        self._row_bytes = rows.shape[1] * rows.element_size()
+        self._state_bytes = state.shape[1] * state.element_size()
+
+    @property
+    def frames(self) -> int:
+        return self._frames
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of a slow row: its values, its optimizer state and its count."""
+        return self._row_bytes + self._state_bytes + COUNT_BYTES
+
+    @property
+    def slow(self) -> SlowRows:
+        if self._slow is None:
+            raise AssertionError("no slow rows yet")
+        return self._slow
+
+    @property
+    def table_nbytes(self) -> int:
+        """Fast memory that finding rows takes, here and in slow memory's index."""
+        return self._table.nbytes + (0 if self._slow is None else self._slow.fast_nbytes)
+
+    def begin(self, slow: SlowRows) -> None:
+        """Use these slow rows, and forget what is in the frames."""
+        with self._lock:
+            if self._slow is not None:
+                self._slow.close()
+            self._slow, self._table, self._clock = slow, self._new_table(), 0
+
+    def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
+        """Return what makes packed rows from int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
+
+        def fresh(slots: torch.Tensor) -> torch.Tensor:
+            rows, state = make(slots)
+            counts = torch.full((len(slots), 1), -math.inf, dtype=torch.float64)
+            return _packed(rows, state, counts)
+
+        return fresh
+
+    def visit(self, slots: torch.Tensor, *, changes: bool, counts: bool = False) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield (index into ``slots``, int64 [m] places in ``rows`` and ``state``) until all slots have had their turn.
+
+        The places are valid until the next turn.
+
+        Args:
+            slots: int64 [n] distinct.
+            changes: the rows are written in their turn.
+            counts: it is a use of the rows, as look-ups make it.
+        """
+        with self._lock:
+            if counts:
+                self._clock += 1
+            replicas = slots >= self.home_rows
+            if bool(replicas.any()):
+                at = replicas.nonzero().view(-1)
+                yield at, slots.index_select(0, at) - self.home_rows + self._frames
+                homes = (~replicas).nonzero().view(-1)
+            else:
+                homes = None
+            number = len(slots) if homes is None else len(homes)
+            for first in range(0, number, self._frames):
+                block: Any = slice(first, min(number, first + self._frames))
+                if homes is not None:
+                    block = homes[block]
+                frames = self._bring(slots[block], counts=counts)
+                try:
+                    yield block, frames
+                finally:
+                    if changes:
+                        self._table.changed(frames)
+                    self._table.release(frames)
+
+    def slots_at(self, places: torch.Tensor) -> torch.Tensor:
+        """int64 [n] places of ``rows`` in use -> int64 [n] slots."""
+        frames = self._table.slots_at(places.clamp(max=self._frames - 1))
+        return torch.where(places < self._frames, frames, places - self._frames + self.home_rows)
+
+    def write_back(self) -> None:
+        """Write all changed frames to slow memory; they stay in their frames."""
+        with self._lock:
+            for frames in self._table.dirty().split(1 << 16):  # type: ignore[no-untyped-call]
+                counts = self._table.counts_at(frames)
+                self._write(self._table.slots_at(frames), frames, counts)
+                self._table.cleaned(frames)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._slow is not None:
+                self._slow.close()
+
+    def _new_table(self) -> FrameTable:
+        return FrameTable(self._frames, max(0, self.home_rows - 1), self.rows.device, half_life_steps=HALF_LIFE_STEPS)
+
+    def _bring(self, slots: torch.Tensor, *, counts: bool) -> torch.Tensor:
+        arrivals = self._table.bring(slots)
+        if len(arrivals.evicted_slots):
+            self._write(arrivals.evicted_slots, arrivals.evicted_frames, arrivals.evicted_counts)
+        missing = len(arrivals.missing)
+        self.counts.evicted += arrivals.evicted
+        self.counts.written += len(arrivals.evicted_slots)
+        if counts:
+            self.counts.used += len(slots)
+            self.counts.missed += missing
+        if missing:
+            frames = arrivals.frames.index_select(0, arrivals.missing)
+            known = self._read(slots.index_select(0, arrivals.missing), frames)
+            self._table.remember(frames, known)
+        if counts:
+            self._table.use(arrivals.frames, self._clock)
+        return arrivals.frames
+
+    def _read(self, slots: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
+        """Read rows into frames, and return float64 [n] their counts."""
+        packed = self.slow.read(slots.to("cpu")).to(self.rows.device)
+        ends = (self._row_bytes, self._row_bytes + self._state_bytes)
+        self.rows.index_copy_(0, frames, _numbers(packed[:, : ends[0]], self.rows.dtype))
+        if self._state_bytes:
+            self.state.index_copy_(0, frames, _numbers(packed[:, ends[0] : ends[1]], self.state.dtype))
+        return _numbers(packed[:, ends[1] :], torch.float64).view(-1)
+
+    def _write(self, slots: torch.Tensor, frames: torch.Tensor, counts: torch.Tensor) -> None:
+        packed = _packed(self.rows.index_select(0, frames), self.state.index_select(0, frames), counts.view(-1, 1))
+        self.slow.write(slots.to("cpu"), packed.to("cpu"))
+
+
+class TieredColumn:
+    """Rows or state of a dim-group by slot: what code that moves rows needs of a tensor [slots, width]."""
+
+    def __init__(self, tier: Tier, column: torch.Tensor, first: int = 0, width: int | None = None) -> None:
+        self._tier, self._column = tier, column
+        self._part = slice(first, column.shape[1] if width is None else first + width)
+        replicas = column.shape[0] - tier.frames
+        self.shape = torch.Size((tier.home_rows + replicas, self._part.stop - self._part.start))
+        self.dtype, self.device = column.dtype, column.device
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def element_size(self) -> int:
+        return self._column.element_size()
+
+    def new_empty(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        return self._column.new_empty(*arguments, **named)
+
+    def new_zeros(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        return self._column.new_zeros(*arguments, **named)
+
+    def narrow(self, first: int, width: int) -> TieredColumn:
+        """Return the columns from ``first`` on."""
+        return TieredColumn(self._tier, self._column, self._part.start + first, width)
+
+    def index_select(self, dim: int, slots: torch.Tensor, *, counts: bool = False) -> torch.Tensor:
+        """Return [n, width] of int64 [n] slots, repeats allowed; ``counts`` as in ``Tier.visit``, without repeats."""
+        if dim != 0:
+            raise AssertionError("rows are selected along dimension 0")
+        if counts:
+            return self._read(slots, counts=True)
+        distinct, places = torch.unique(slots, return_inverse=True)
+        if len(distinct) == len(slots):
+            return self._read(slots)
+        return self._read(distinct).index_select(0, places)
+
+    def index_copy_(self, dim: int, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """Write [n, width] to int64 [n] distinct slots."""
+        if dim != 0:
+            raise AssertionError("rows are written along dimension 0")
+        for block, places in self._tier.visit(slots, changes=True):
+            self._column[places, self._part] = values[block].to(self.dtype)
+
+    def __getitem__(self, part: slice) -> torch.Tensor:
+        return self._read(self._range(part))
+
+    def __setitem__(self, part: slice, values: torch.Tensor) -> None:
+        self.index_copy_(0, self._range(part), values)
+
+    def _read(self, slots: torch.Tensor, *, counts: bool = False) -> torch.Tensor:
+        found = self._column.new_empty((len(slots), self.shape[1]))
+        for block, places in self._tier.visit(slots, changes=False, counts=counts):
+            found[block] = self._column[places, self._part]
+        return found
+
+    def _range(self, part: slice) -> torch.Tensor:
+        return torch.arange(*part.indices(len(self)), device=self.device)
+
+
+RowColumn = torch.Tensor | TieredColumn
+"""[slots, width]: a tensor, or what stands for it where rows are in two memories."""
+
+
+def _packed(rows: torch.Tensor, state: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    parts = [part.contiguous().view(torch.uint8) for part in (rows, state, counts) if part.shape[1]]
+    return torch.cat(parts, dim=1)
+
+
+def _numbers(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # A copy: part of a row may begin at an offset that is invalid for a wider dtype.
+    return packed.clone(memory_format=torch.contiguous_format).view(dtype)

@@ -1,0 +1,116 @@
+"""Rows in two memories: code that reads and writes by slot sees one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexd.embedding.store.slow.file_rows import FileRows
+from flexd.embedding.store.slow.host_rows import HostRows
+from flexd.embedding.store.slow.slow_rows import SlowRows
+from flexd.embedding.store.slow.tier import Tier, TieredColumn
+
+HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
+
+
+def initial(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = slots[:, None] + torch.arange(DIM) / 8
+    return rows.to(torch.float16), torch.full((len(slots), STATE), 0.5)
+
+
+def made(frames: int, slow_rows: Callable[[Tier], SlowRows]) -> tuple[Tier, TieredColumn, TieredColumn]:
+    rows = torch.zeros(frames + REPLICAS, DIM, dtype=torch.float16)
+    state = torch.zeros(frames + REPLICAS, STATE)
+    tier = Tier(rows, state, frames, HOME)
+    tier.begin(slow_rows(tier))
+    return tier, TieredColumn(tier, rows), TieredColumn(tier, state)
+
+
+def in_host_memory(tier: Tier) -> SlowRows:
+    return HostRows(HOME, tier.packed_bytes, tier.packed_fresh(initial))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([1, 7, HOME]),
+    st.sampled_from(["host", "file"]),
+    st.lists(
+        st.tuples(st.sampled_from(["read", "count", "rows", "state", "flush"]), st.integers(0, 2**31)), max_size=25
+    ),
+)
+def test_a_column_is_read_and_written_like_a_tensor(
+    tmp_path: Path, frames: int, medium: str, calls: list[tuple[str, int]]
+) -> None:
+    def slow_rows(tier: Tier) -> SlowRows:
+        if medium == "host":
+            return in_host_memory(tier)
+        path = tmp_path / "rows"
+        path.unlink(missing_ok=True)
+        return FileRows(path, HOME, tier.packed_bytes, tier.packed_fresh(initial), threads=2)
+
+    tier, rows, state = made(frames, slow_rows)
+    try:
+        expected_rows, expected_state = initial(torch.arange(HOME + REPLICAS))
+        for column, expected in ((rows, expected_rows), (state, expected_state)):
+            column[HOME : HOME + REPLICAS] = expected[HOME:]
+        for what, seed in calls:
+            generator = np.random.default_rng(seed)
+            slots = torch.from_numpy(generator.choice(HOME + REPLICAS, generator.integers(0, 60), replace=False))
+            if what == "read":
+                repeated = torch.cat([slots, slots[:5]])
+                assert torch.equal(rows.index_select(0, repeated), expected_rows[repeated])
+                assert torch.equal(state.narrow(0, 1).index_select(0, slots), expected_state[slots])
+            elif what == "count":
+                assert torch.equal(rows.index_select(0, slots, counts=True), expected_rows[slots])
+            elif what == "flush":
+                tier.write_back()
+            else:
+                column, expected = (rows, expected_rows) if what == "rows" else (state, expected_state)
+                values = torch.from_numpy(generator.random((len(slots), column.shape[1]))).to(column.dtype)
+                column.index_copy_(0, slots, values)
+                expected[slots] = values
+        assert torch.equal(rows[:], expected_rows)
+        assert torch.equal(state[:], expected_state)
+    finally:
+        tier.close()
+
+
+def test_hits_misses_and_writes_are_counted() -> None:
+    tier, rows, _ = made(4, in_host_memory)
+    rows.index_select(0, torch.tensor([1, 2, 3, HOME]), counts=True)
+    rows.index_select(0, torch.tensor([2, 3]), counts=True)
+    assert (tier.counts.used, tier.counts.missed, tier.counts.evicted) == (5, 3, 0)
+    rows.index_copy_(0, torch.tensor([1]), torch.ones(1, DIM))
+    rows.index_select(0, torch.tensor([10, 11, 12, 13]), counts=True)
+    assert (tier.counts.missed, tier.counts.evicted, tier.counts.written) == (7, 3, 1), "one frame was never used"
+    assert tier.slow.traffic.rows_written == 1
+    assert tier.table_nbytes > 0
+
+
+def test_places_lead_back_to_slots() -> None:
+    tier, _, _ = made(4, in_host_memory)
+    slots = torch.tensor([HOME + 3, 7, 140, HOME])
+    for block, places in tier.visit(slots, changes=False):
+        assert torch.equal(tier.slots_at(places), slots[block])
+        assert torch.equal(tier.rows[places, 0] == slots[block], slots[block] < HOME)
+
+
+def test_tables_that_begin_again_forget_their_frames() -> None:
+    tier, rows, _ = made(4, in_host_memory)
+    rows[0:3] = torch.full((3, DIM), 9.0)
+    tier.begin(in_host_memory(tier))
+    assert torch.equal(rows[0:3], initial(torch.arange(3))[0])
+
+
+def test_only_rows_are_selected() -> None:
+    _, rows, _ = made(4, in_host_memory)
+    with pytest.raises(AssertionError, match="dimension 0"):
+        rows.index_select(1, torch.tensor([0]))
+    with pytest.raises(AssertionError, match="dimension 0"):
+        rows.index_copy_(1, torch.tensor([0]), torch.zeros(1, DIM))
