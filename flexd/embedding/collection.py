@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory
+from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -106,6 +108,9 @@ class EmbeddingCollection(DeferredTables):
             table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
             does not depend on the placement. Set ``planner.comm_dtype`` of the daemon to the same value.
         max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
+        fast_memory_bytes: of home rows that a rank keeps in fast memory, with optimizer state; the others are in slow
+            memory, and come in when a step needs them. Default: all rows are fast. It does not change the result.
+        slow_memory_dir: directory of a rank's file of slow rows, on a disk of its own machine; default: host memory.
         seed: seed of the initial values; the same seed gives the same tables on any number of ranks.
         device: of the tables; default ``torch.get_default_device()``. On ``meta`` nothing is allocated and no other
             rank is needed; ``to_empty(device=...)`` of the collection or the model then makes the tables with their
@@ -130,6 +135,8 @@ class EmbeddingCollection(DeferredTables):
         exchange: str = "chain",
         comm_dtype: str | None = None,
         max_migration_bytes_per_step: int = 2**20,
+        fast_memory_bytes: int | None = None,
+        slow_memory_dir: str | os.PathLike[str] | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -150,6 +157,7 @@ class EmbeddingCollection(DeferredTables):
                 exchange=exchange,
                 comm_dtype=comm_dtype,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
+                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir),
             )
         )
 
@@ -162,6 +170,7 @@ class EmbeddingCollection(DeferredTables):
         exchange: str,
         comm_dtype: str | None,
         max_migration_bytes_per_step: int,
+        two_memories: TwoMemories | None,
     ) -> None:
         self.traffic = Traffic()
         self.traffic.phases = PhaseMeter(self.device)
@@ -185,6 +194,7 @@ class EmbeddingCollection(DeferredTables):
             max_migration_bytes_per_step=max_migration_bytes_per_step,
             device=self.device,
             comm_dtype=comm_dtype,
+            two_memories=two_memories,
         )
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
@@ -414,7 +424,8 @@ class EmbeddingCollection(DeferredTables):
         store, homes = self._homes(table)
         mine = homes.homed(self.rank, range(first_row, first_row + values.shape[0]))
         self.engine.before_rows_load()
-        store.rows[homes.slots(mine)] = values[mine.start - first_row :: self.layout.world_size].to(store.rows)
+        given = values[mine.start - first_row :: self.layout.world_size]
+        store.rows[homes.slots(mine)] = given.to(store.rows.device, store.rows.dtype)
 
     def gather_table(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,7 +17,12 @@ def allocated_device(device: torch.device | str) -> torch.device:
     return torch.empty(0, device=device).device
 
 
-def in_host_memory(tensor: torch.Tensor) -> bool:
+class _OnDevice(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+
+def in_host_memory(tensor: _OnDevice) -> bool:
     """Return whether numpy reads the tensor without a copy; its loops over bits and masks are then the faster ones."""
     return tensor.device.type == "cpu"
 

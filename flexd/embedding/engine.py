@@ -31,6 +31,7 @@ from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
+from flexd.embedding.store.slow.two_memories import TwoMemories, initial_rows_of
 from flexd.embedding.store.store import make_stores
 
 MAX_PENDING_PASSES = 64
@@ -47,6 +48,7 @@ class RowEngine:
         exchange: "auto", "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype: as in ``EmbeddingCollection``.
+        two_memories: None: all rows are in fast memory.
 
     Raises:
         EmbeddingError: an unknown exchange.
@@ -64,11 +66,14 @@ class RowEngine:
         max_migration_bytes_per_step: int,
         device: torch.device,
         comm_dtype: str | None = None,
+        two_memories: TwoMemories | None = None,
     ) -> None:
         self.keyspace = keyspace
+        self._two_memories = two_memories
         self.groups = groups
         self.guard = StepGuard(groups.rank, groups.notices)
-        self.stores = make_stores(keyspace.groups, groups.layout, groups.rank, replica_slots, device)
+        frames = None if two_memories is None else two_memories.frames(keyspace.groups, groups.layout)
+        self.stores = make_stores(keyspace.groups, groups.layout, groups.rank, replica_slots, device, frames)
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
@@ -115,7 +120,12 @@ class RowEngine:
     def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to ``state``."""
         layout, rank = self.groups.layout, self.groups.rank
-        for store in self.stores:
+        for number, store in enumerate(self.stores):
+            if self._two_memories is not None and store.tier is not None:
+                make = initial_rows_of(store, self.keyspace, scales, seed, state)
+                self._two_memories.begin(store, number, self.keyspace, make)
+            if not isinstance(store.rows, torch.Tensor):
+                continue
             store.state.fill_(state)
             for table in store.group.tables:
                 spec = self.keyspace.tables[table]
@@ -345,6 +355,9 @@ class RowEngine:
             return
         self.guard.closed = True
         ended = self.hooks.end()
+        for store in self.stores:
+            if store.tier is not None:
+                store.tier.close()
         self.groups.close(destroy=orderly and ended)
 
     def settle(self) -> None:

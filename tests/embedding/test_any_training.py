@@ -43,6 +43,8 @@ scenarios = st.builds(
     switch_every=st.sampled_from([0, 0, 2, 3]),
     comm_dtype=st.sampled_from([None, None, None, "float32"]),
     second_dtype=st.sampled_from(["", "", "", "float32"]),
+    fast_memory_bytes=st.sampled_from([None, None, 1, 1_500, 10_000]),
+    slow_file=st.booleans(),
 )
 three_nodes = st.builds(
     Scenario,

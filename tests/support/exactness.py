@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +44,17 @@ class Scenario:
     comm_dtype: str | None = None
     switch_every: int = 0
     """Steps after which one of the ranks proposes the other exchange; 0: never."""
+    fast_memory_bytes: int | None = None
+    """Of home rows of a rank; None: all are fast."""
+    slow_file: bool = False
+    """Slow rows are in a file instead of host memory."""
+
+    def memories(self) -> dict[str, Any]:
+        """Arguments of a collection. A directory is the caller's to remove."""
+        if self.fast_memory_bytes is None:
+            return {}
+        directory = tempfile.mkdtemp(prefix="flexd-slow-rows-") if self.slow_file else None
+        return {"fast_memory_bytes": self.fast_memory_bytes, "slow_memory_dir": directory}
 
     @property
     def layout(self) -> RankLayout:
@@ -153,7 +166,7 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
     collection = EmbeddingCollection(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
-        max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
+        max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients, **scenario.memories(),
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
     chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)

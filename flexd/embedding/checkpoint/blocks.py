@@ -13,6 +13,7 @@ import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.store.slow.tier import RowColumn
 
 MAX_WINDOW_BYTES = 32 * 2**20
 """Bytes that each rank sends at once, and receives at once."""
@@ -56,7 +57,7 @@ class TableHomes:
         return slice(start, start + len(homed))
 
 
-def to_block(world: Peers, homes: TableHomes, held: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_block(world: Peers, homes: TableHomes, held: RowColumn, device: torch.device) -> torch.Tensor:
     """Collective. Return the rows of this rank's block, [block, c] on ``device``. ``held`` is [slots, c]."""
     width = held.shape[1]
     block = torch.empty((len(homes.block(homes.rank)), width), dtype=held.dtype, device=device)
@@ -74,7 +75,7 @@ def to_block(world: Peers, homes: TableHomes, held: torch.Tensor, device: torch.
     return block
 
 
-def from_block(world: Peers, homes: TableHomes, block: torch.Tensor, held: torch.Tensor) -> None:
+def from_block(world: Peers, homes: TableHomes, block: torch.Tensor, held: RowColumn) -> None:
     """Collective. Write the blocks of all ranks into ``held``; inverse of ``to_block``."""
     width = held.shape[1]
     window_rows, windows = _windows(homes, held)
@@ -115,7 +116,7 @@ def _window_rows(
     return order, counts.tolist()
 
 
-def _windows(homes: TableHomes, held: torch.Tensor) -> tuple[int, int]:
+def _windows(homes: TableHomes, held: RowColumn) -> tuple[int, int]:
     """Return (rows of a window, windows of a block), equal on all ranks."""
     rows = max(1, MAX_WINDOW_BYTES // max(1, held.shape[1] * held.element_size()))
     return rows, -(-homes.block_rows // rows)

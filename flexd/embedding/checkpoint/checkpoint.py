@@ -237,7 +237,9 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
         for key, column in expected.items():
             homes = column.homes
             rows = homes.homed(homes.rank, range(homes.rows))
-            column.held[homes.slots(rows)] = state[key][rows.start :: rows.step].to(column.held)
+            column.held[homes.slots(rows)] = state[key][rows.start :: rows.step].to(
+                column.held.device, column.held.dtype
+            )
         if not stateful:
             for store in collection.engine.stores:
                 store.state.fill_(collection.optimizer.initial_state)

@@ -58,7 +58,7 @@ def load_local(
             elif value.shape != (store.home_rows, held.shape[1]):
                 errors.append(f"{key}: shape {tuple(value.shape)}, this rank holds {(store.home_rows, held.shape[1])}")
             else:
-                held[: store.home_rows].copy_(value)
+                held[: store.home_rows] = value
     if shard is None:
         missing.append(f"{own}shard")
     else:

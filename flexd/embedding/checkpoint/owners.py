@@ -15,6 +15,7 @@ import torch
 from flexd.embedding.checkpoint import blocks
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.store.slow.tier import RowColumn
 
 Owned = tuple[int, int]
 """The owner of a table, and the round in which it travels."""
@@ -48,7 +49,7 @@ class OwnedTable:
     """
 
     homes: TableHomes
-    columns: Sequence[torch.Tensor]
+    columns: Sequence[RowColumn]
     owned: Owned
 
     @property
@@ -150,7 +151,7 @@ def _exchange(
     return world.all_to_all(torch.cat(list(parts)), send_counts, receive_counts)
 
 
-def _padded(table: OwnedTable, column: torch.Tensor) -> torch.Tensor:
+def _padded(table: OwnedTable, column: RowColumn) -> torch.Tensor:
     mine = table.homes.homed(table.homes.rank, range(table.homes.rows))
     part = column.new_zeros((table.each, column.shape[1]))
     part[: len(mine)] = column[table.homes.slots(mine)]

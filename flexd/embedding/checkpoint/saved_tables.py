@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from flexd.core.keyspace import TableSpec, state_columns
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.owners import Owned, OwnedTable, assign_owners
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.store.slow.tier import RowColumn, TieredColumn
 from flexd.embedding.store.store import GroupStore
 
 _WEIGHT = "embeddings.{table}.weight"
@@ -25,7 +24,7 @@ class Column:
     key: str
     spec: TableSpec
     homes: TableHomes
-    held: torch.Tensor
+    held: RowColumn
     """[slots, c], a view into this rank's store."""
 
     @property
@@ -109,7 +108,11 @@ def _columns(collection: EmbeddingCollection, store: GroupStore, table: int) -> 
     )
     columns = [Column(_WEIGHT.format(table=spec.name), spec, homes, store.rows)]
     widths = state_columns(spec.optimizer, spec.dim)
-    for (name, _), part in zip(widths.items(), torch.split(store.state, list(widths.values()), dim=1), strict=True):
+    first = 0
+    for name, width in widths.items():
+        state = store.state
+        part = state.narrow(first, width) if isinstance(state, TieredColumn) else state.narrow(1, first, width)
         key = _STATE.format(optimizer=spec.optimizer, table=spec.name, column=name)
         columns.append(Column(key, spec, homes, part))
+        first += width
     return columns

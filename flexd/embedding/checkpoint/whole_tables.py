@@ -11,11 +11,12 @@ from flexd.core.layout import Tier
 from flexd.embedding.checkpoint.blocks import MAX_WINDOW_BYTES, TableHomes
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.store.slow.tier import RowColumn
 from flexd.embedding.store.store import GroupStore
 
 
 def gather_rows(
-    world: Peers, homes: TableHomes, held: torch.Tensor, device: torch.device | str | None = None
+    world: Peers, homes: TableHomes, held: RowColumn, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """Collective. Return [rows, c] of a whole table on every rank; ``held`` is [slots, c].
 

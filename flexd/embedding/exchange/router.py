@@ -39,6 +39,7 @@ from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.station_lookup import StationLookup, regrouped, transposed
 from flexd.embedding.store.directory import Directory
+from flexd.embedding.store.slow.tier import TieredColumn
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 _KEY_MASK = (1 << COUNT_SHIFT) - 1
@@ -258,20 +259,24 @@ class Router:
         found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         joined: list[int] = []
         for group, (rows, wire) in enumerate(zip(station, self.wire, strict=True)):
-            source, index = self._stores[group].rows, rows.expand if expand else None
+            column, slots, index = self._stores[group].rows, rows.slots, rows.expand if expand else None
+            if isinstance(column, TieredColumn):
+                source, slots = column.index_select(0, slots, counts=True), torch.arange(rows.held, device=slots.device)
+            else:
+                source = column
             if rows.held == rows.rows and source.dtype == wire:
                 # Expanded when they are read: the distinct rows are not made.
-                found.append((source, rows.slots if index is None else rows.slots.index_select(0, index)))
+                found.append((source, slots if index is None else slots.index_select(0, index)))
                 continue
             if rows.held == rows.rows or arrived is None or isinstance(arrived[group], PackedRows):
-                found.append((source.index_select(0, rows.slots).to(wire), index))
+                found.append((source.index_select(0, slots).to(wire), index))
                 joined += [] if rows.held == rows.rows else [group]
                 continue
             made = source.new_empty((rows.rows, source.shape[1]), dtype=wire)
             if source.dtype == wire:
-                torch.index_select(source, 0, rows.slots, out=made[: rows.held])
+                torch.index_select(source, 0, slots, out=made[: rows.held])
             else:
-                made[: rows.held].copy_(source.index_select(0, rows.slots))
+                made[: rows.held].copy_(source.index_select(0, slots))
             arrived[group].write_to(made[rows.held :])
             found.append((made, index))
         if joined and arrived is not None:

@@ -22,6 +22,7 @@ from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Peers, Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.side_stream import SideStream, receive
+from flexd.embedding.store.slow.tier import RowColumn
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
 Int32Array = npt.NDArray[np.int32]
@@ -348,7 +349,10 @@ def _copy_rows(peers: Peers, stores: Sequence[GroupStore], slots: _SlotsByPeer) 
     for section, of_peers in zip(sections, _by_section(slots), strict=True):
         held = of_peers[peers.index]
         if section.column.shape[1] and len(held):
-            torch.index_select(section.column, 0, held, out=section.rows(mine, len(held)))
+            if isinstance(section.column, torch.Tensor):
+                torch.index_select(section.column, 0, held, out=section.rows(mine, len(held)))
+            else:
+                section.rows(mine, len(held)).copy_(section.column.index_select(0, held))
     gathered = peers.all_gather(mine)
     for section, of_peers in zip(sections, _by_section(slots), strict=True):
         for peer, here in enumerate(of_peers):
@@ -364,7 +368,7 @@ _ALIGNMENT = 16
 class _Section:
     """The place of rows of ``column`` [slots, width] in a member's part of a buffer, from byte ``start``."""
 
-    column: torch.Tensor
+    column: RowColumn
     start: int
 
     def rows(self, part: torch.Tensor, count: int) -> torch.Tensor:

@@ -30,7 +30,8 @@ from flexd.embedding.exchange.route import Route, StationRows
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.replica_sums import ReplicaSums
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
-from flexd.embedding.row_optimizers import GroupUpdate, RowOptimizer
+from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer
+from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import GroupStore
 
 
@@ -138,12 +139,13 @@ class ReplicaSync:
     def update(self, summed: Sequence[RowGradients], optimizer: RowOptimizer, step: int) -> None:
         """Update the rows. ``step``: as in ``RowOptimizer.update``."""
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
-        groups = [
-            GroupUpdate(
-                store.rows, store.state, [(part.slots, part.grads) for part in summed if part.group == g], store.keys_at
-            )
-            for g, store in enumerate(self._stores)
-        ]
+        groups = []
+        for g, store in enumerate(self._stores):
+            parts = [(part.slots, part.grads) for part in summed if part.group == g]
+            if store.tier is not None:
+                _update_tier(store.tier, parts, store.keys_at, optimizer, step)
+            elif isinstance(store.rows, torch.Tensor) and isinstance(store.state, torch.Tensor):
+                groups.append(GroupUpdate(store.rows, store.state, parts, store.keys_at))
         together = getattr(optimizer, "update_groups", None)
         if together is not None:
             together(groups, step)
@@ -235,3 +237,24 @@ class ReplicaSync:
             numbers = [sum(part.shape[0] for part in parts[g]) for g in chosen]
             joined |= dict(zip(chosen, torch.split(flat, numbers), strict=True))
         return [joined[g].view(-1, store.rows.shape[1]) for g, store in enumerate(self._stores)]
+
+
+def _update_tier(
+    tier: Tier,
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    keys_at: KeysOf,
+    optimizer: RowOptimizer,
+    step: int,
+) -> None:
+    """Update rows in two memories, as many at a time as there are frames."""
+
+    def keys_of(places: torch.Tensor) -> torch.Tensor:
+        return keys_at(tier.slots_at(places))
+
+    together = getattr(optimizer, "update_groups", None)
+    for slots, grads in parts:
+        for block, places in tier.visit(slots, changes=True):
+            if together is not None:
+                together([GroupUpdate(tier.rows, tier.state, [(places, grads[block])], keys_of)], step)
+            else:
+                optimizer.update(tier.rows, tier.state, places, grads[block], step)

@@ -31,7 +31,8 @@ class RankMemory:
     """Bytes of one rank, without the activations of the model.
 
     Attributes:
-        home_bytes: home rows with optimizer state; allocated once.
+        home_bytes: home rows with optimizer state; allocated once. Where they are in two memories, the frames, what
+            finds rows in them, and the index and buffers of slow memory.
         replica_bytes: all replica slots with optimizer state; allocated once.
         free_list_bytes: free lists of the replica slots, in host memory; allocated once.
         directory_bytes: the directory of the listed rows, now; most of it is allocated once.
@@ -136,7 +137,12 @@ def rank_memory(
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in iterate_tensors(pending)
     }
     return RankMemory(
-        home_bytes=sum(store.home_rows * store.row_bytes for store in stores),
+        home_bytes=sum(
+            store.home_rows * store.row_bytes
+            if store.tier is None
+            else store.tier.frames * store.row_bytes + store.tier.table_nbytes
+            for store in stores
+        ),
         replica_bytes=sum(store.replica_slots * store.row_bytes for store in stores),
         free_list_bytes=sum(4 * store.replica_slots for store in stores),
         directory_bytes=stores[0].directory.nbytes,

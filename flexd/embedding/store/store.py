@@ -13,6 +13,7 @@ from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.rounding import HALF_DTYPES
 from flexd.embedding.store.directory import Directory, max_listed_rows
+from flexd.embedding.store.slow.tier import RowColumn, Tier, TieredColumn
 
 TORCH_DTYPES = {
     "float64": torch.float64,
@@ -62,7 +63,12 @@ class GroupStore:
 
     Args:
         directory: of all dim-groups; None: the dim-group has one of its own.
+        frames: of fast memory; with fewer than there are home rows these are in two memories (``tier``), and ``rows``
+            and ``state`` stand for tensors.
     """
+
+    rows: RowColumn
+    state: RowColumn
 
     def __init__(
         self,
@@ -72,6 +78,7 @@ class GroupStore:
         replica_slots: int,
         device: torch.device,
         directory: Directory | None = None,
+        frames: int | None = None,
     ) -> None:
         self.group = group
         self.world_size = layout.world_size
@@ -81,10 +88,17 @@ class GroupStore:
         self.replica_slots = replica_slots
         self.dtype = TORCH_DTYPES[group.dtype]
         slots = self.home_rows + replica_slots
+        fast_home_rows = self.home_rows if frames is None else min(frames, self.home_rows)
         state_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.rows = torch.zeros((slots, group.dim), dtype=self.dtype, device=device)
+        rows = torch.zeros((fast_home_rows + replica_slots, group.dim), dtype=self.dtype, device=device)
         floats = sum(state_columns(group.optimizer, group.dim).values())
-        self.state = torch.zeros((slots, floats), dtype=state_dtype, device=device)
+        state = torch.zeros((fast_home_rows + replica_slots, floats), dtype=state_dtype, device=device)
+        self.rows, self.state = rows, state
+        self.tier: Tier | None = None
+        """Of home rows in two memories."""
+        if fast_home_rows < self.home_rows:
+            self.tier = Tier(rows, state, fast_home_rows, self.home_rows)
+            self.rows, self.state = TieredColumn(self.tier, rows), TieredColumn(self.tier, state)
         if directory is None:
             directory = Directory([group], layout, max_listed_rows(group, layout, replica_slots), device)
         self.directory = directory
@@ -162,12 +176,21 @@ def _aligned(columns: torch.Tensor) -> torch.Tensor:
 
 
 def make_stores(
-    groups: Sequence[DimGroup], layout: RankLayout, rank: int, replica_slots: Sequence[int], device: torch.device
+    groups: Sequence[DimGroup],
+    layout: RankLayout,
+    rank: int,
+    replica_slots: Sequence[int],
+    device: torch.device,
+    frames: Sequence[int | None] | None = None,
 ) -> list[GroupStore]:
-    """Make the stores of all dim-groups of a rank, with one directory."""
+    """Make the stores of all dim-groups of a rank, with one directory.
+
+    Args:
+        frames: of each dim-group, as in ``GroupStore``.
+    """
     max_rows = sum(max_listed_rows(group, layout, slots) for group, slots in zip(groups, replica_slots, strict=True))
     directory = Directory(groups, layout, max_rows, device)
     return [
-        GroupStore(group, layout, rank, slots, device, directory)
-        for group, slots in zip(groups, replica_slots, strict=True)
+        GroupStore(group, layout, rank, slots, device, directory, of_group)
+        for group, slots, of_group in zip(groups, replica_slots, frames or [None] * len(groups), strict=True)
     ]

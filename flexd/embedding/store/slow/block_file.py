@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -34,7 +36,7 @@ class BlockFile:
     Direct I/O where the file system has it, so that the page cache holds no second copy.
 
     Args:
-        create: make the file; it must not exist. Else it must.
+        create: make the file, or empty one that ``is_left`` recognises. Else it must exist.
         blocks: of ``block_bytes``, a multiple of ``PAGE_BYTES``; the file is sparse.
         threads: calls in flight at once.
         deadline_seconds: of a batch.
@@ -44,25 +46,51 @@ class BlockFile:
     """
 
     def __init__(
-        self, path: Path, blocks: int, block_bytes: int, *, create: bool, threads: int, deadline_seconds: float
+        self,
+        path: Path,
+        blocks: int,
+        block_bytes: int,
+        *,
+        create: bool,
+        threads: int,
+        deadline_seconds: float,
+        is_left: Callable[[bytes], bool] = lambda header: False,
     ) -> None:
         self.path, self.blocks, self.block_bytes = path, blocks, block_bytes
         self._deadline_seconds = deadline_seconds
-        flags = os.O_RDWR | os.O_CLOEXEC | ((os.O_CREAT | os.O_EXCL) if create else 0)
+        self._threads = threads
         try:
-            self._file, self.direct = _open(path, flags)
-            if create:
-                os.ftruncate(self._file, PAGE_BYTES + blocks * block_bytes)
-        except FileExistsError:
-            raise SlowMemoryError(
-                f"{path}: exists", remedy="give a directory without rows of an earlier run, or remove the file"
-            ) from None
+            self._file, self.direct = _open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0))
         except OSError as error:
             raise self._error("cannot be opened", error) from error
-        self._threads = threads
+        try:
+            self._take(create, PAGE_BYTES + blocks * block_bytes, is_left)
+        except OSError as error:
+            os.close(self._file)
+            raise self._error("cannot be made", error) from error
+        except SlowMemoryError:
+            os.close(self._file)
+            raise
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="flexd-slow-rows")
         self._header = aligned_bytes(PAGE_BYTES)
         self._late = ""
+
+    def _take(self, create: bool, size: int, is_left: Callable[[bytes], bool]) -> None:
+        """Lock the file against other processes, and empty it if it is to be made."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SlowMemoryError(
+                f"{self.path}: is in use by another process", remedy="give each job a directory of its own"
+            ) from None
+        if create:
+            if os.fstat(self._file).st_size and not is_left(_head(self.path)):
+                raise SlowMemoryError(
+                    f"{self.path}: exists, and is not what an ended run has left",
+                    remedy="give another directory, or remove the file",
+                )
+            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, size)
 
     def read_header(self) -> bytes:
         """Return the first page."""
@@ -154,6 +182,11 @@ class BlockFile:
         )
 
 
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(PAGE_BYTES)
+
+
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     """Return the file, and whether it takes direct I/O."""
     if _DIRECT:
@@ -162,9 +195,6 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            # A file system without direct I/O may have made the file before it refused.
-            if flags & os.O_EXCL and path.exists():
-                path.unlink()
     return os.open(path, flags, 0o600), False
 
 

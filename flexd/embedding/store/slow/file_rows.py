@@ -35,7 +35,8 @@ class FileRows:
     """See ``SlowRows``. Row ``slot`` is in block ``slot // rows_per_block``.
 
     A block that was never written is a hole: it takes no room and is not read. While the file is in use its header
-    says so; ``save`` records an epoch, after which ``open`` takes the file until it is written again.
+    says so, and other processes are refused; ``save`` records an epoch, with which the file can be opened again until
+    it is written. A file that a run left in use holds nothing of worth: a new one takes its place.
 
     Args:
         identity: what the rows are (tables, seed, optimizer), compared when the file is opened again.
@@ -44,8 +45,8 @@ class FileRows:
         deadline_seconds: of a batch of blocks.
 
     Raises:
-        SlowMemoryError: the file exists or does not, is of another identity or epoch, was in use when its process
-            ended, or cannot be read.
+        SlowMemoryError: the file is saved, another's or in use, or does not exist; it is of another identity or epoch,
+            was in use when its process ended, or cannot be read.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class FileRows:
         self._per_block, block_bytes = rows_per_block(row_bytes)
         blocks = -(-rows // self._per_block)
         self._file = BlockFile(
-            path, blocks, block_bytes, create=epoch is None, threads=threads, deadline_seconds=deadline_seconds
-        )
+            path, blocks, block_bytes, create=epoch is None, threads=threads, deadline_seconds=deadline_seconds,
+            is_left=_is_left,
+        )  # fmt: skip
         self._identity = identity
         self._traffic = SlowTraffic()
         self._window = max(1, _WINDOW_BYTES // block_bytes)
@@ -169,6 +171,13 @@ class FileRows:
     def close(self) -> None:
         self._file.close()
 
+    def remove(self) -> None:
+        """Close the file, and remove what is not saved."""
+        self.close()
+        if self._in_use:
+            for path in (self._file.path, self._beside()):
+                path.unlink(missing_ok=True)
+
     def _by_block(self, slots: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return (order of the slots by block, distinct blocks, where each begins in it, and the end)."""
         if len(slots) and not 0 <= slots.min() <= slots.max() < self._rows:
@@ -251,6 +260,14 @@ def _odd_factors(count: int) -> npt.NDArray[np.uint64]:
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     return (mixed ^ (mixed >> np.uint64(27))) | np.uint64(1)
+
+
+def _is_left(header: bytes) -> bool:
+    """True for the header of a file that was in use when its process ended."""
+    try:
+        return _fields_of(Path(), header)["epoch"] is None
+    except SlowMemoryError:
+        return False
 
 
 def _fields_of(path: Path, header: bytes) -> dict[str, object]:

@@ -74,5 +74,9 @@ class SlowRows(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the medium; twice is fine. What was written stays only where ``FileRows.save`` was called last."""
+        """Let go of the medium; twice is fine."""
+        ...
+
+    def remove(self) -> None:
+        """Let go of the medium and of its content, unless that was saved; twice is fine."""
         ...

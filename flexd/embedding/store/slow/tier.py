@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
+from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.frame_table import FrameTable
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
 
 COUNT_BYTES = 8
 """A row's decayed count of uses (float64, log2) travels with it."""
 HALF_LIFE_STEPS = 20.0
+_FILLED_ROWS = 1 << 16
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Tier:
     @property
     def slow(self) -> SlowRows:
         if self._slow is None:
-            raise AssertionError("no slow rows yet")
+            raise SlowMemoryError("the rows of a closed collection", remedy="make a new collection")
         return self._slow
 
     @property
@@ -86,8 +88,7 @@ class Tier:
     def begin(self, slow: SlowRows) -> None:
         """Use these slow rows, and forget what is in the frames."""
         with self._lock:
-            if self._slow is not None:
-                self._slow.close()
+            self.close()
             self._slow, self._table, self._clock = slow, self._new_table(), 0
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
@@ -147,9 +148,11 @@ class Tier:
                 self._table.cleaned(frames)
 
     def close(self) -> None:
+        """Let go of the slow rows; reads and writes are refused until ``begin``."""
         with self._lock:
             if self._slow is not None:
-                self._slow.close()
+                self._slow.remove()
+            self._slow = None
 
     def _new_table(self) -> FrameTable:
         return FrameTable(self._frames, max(0, self.home_rows - 1), self.rows.device, half_life_steps=HALF_LIFE_STEPS)
@@ -202,6 +205,12 @@ class TieredColumn:
     def element_size(self) -> int:
         return self._column.element_size()
 
+    def fill_(self, value: float) -> None:
+        """Write one value everywhere."""
+        for first in range(0, len(self), _FILLED_ROWS):
+            part = slice(first, min(len(self), first + _FILLED_ROWS))
+            self[part] = self._column.new_full((part.stop - first, self.shape[1]), value)
+
     def new_empty(self, *arguments: Any, **named: Any) -> torch.Tensor:
         return self._column.new_empty(*arguments, **named)
 
@@ -228,7 +237,7 @@ class TieredColumn:
         if dim != 0:
             raise AssertionError("rows are written along dimension 0")
         for block, places in self._tier.visit(slots, changes=True):
-            self._column[places, self._part] = values[block].to(self.dtype)
+            self._column[places, self._part] = values[block].to(self._column)
 
     def __getitem__(self, part: slice) -> torch.Tensor:
         return self._read(self._range(part))

@@ -56,7 +56,7 @@ def test_a_saved_file_is_opened_again_until_it_is_written(saved: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_by_name(saved: Path) -> None:
-    with pytest.raises(SlowMemoryError, match="rows: exists - give a directory without rows"):
+    with pytest.raises(SlowMemoryError, match="rows: exists, and is not what an ended run has left - give another"):
         rows_in(saved)
     with pytest.raises(SlowMemoryError, match="is of epoch 3, not 4"):
         rows_in(saved, epoch=4)
@@ -158,3 +158,24 @@ def test_a_billion_rows_take_no_room_until_they_are_written(tmp_path: Path) -> N
     assert not slow.read(far[:1] - 1).any()
     assert (tmp_path / "rows").stat().st_blocks * 512 < 2**20
     slow.close()
+
+
+def test_what_an_ended_run_left_is_replaced_and_a_running_one_is_not(tmp_path: Path) -> None:
+    slow = rows_in(tmp_path / "rows")
+    slow.write(SLOTS, data(1))
+    with pytest.raises(SlowMemoryError, match="rows: is in use by another process - give each job a directory"):
+        rows_in(tmp_path / "rows")
+    slow.close()
+    other = rows_in(tmp_path / "rows")
+    assert not other.read(SLOTS).any()
+    other.remove()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "rows").write_text("letters")
+    with pytest.raises(SlowMemoryError, match="is not what an ended run has left"):
+        rows_in(tmp_path / "rows")
+    assert (tmp_path / "rows").read_text() == "letters"
+
+
+def test_removing_keeps_what_is_saved(saved: Path) -> None:
+    rows_in(saved, epoch=3).remove()
+    assert saved.exists()

@@ -1,0 +1,126 @@
+"""How a rank divides its rows over two memories, and where the slow ones are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flexd.core.errors import EmbeddingError, SlowMemoryError
+from flexd.core.keyspace import DimGroup, KeySpace, state_columns
+from flexd.core.layout import RankLayout
+from flexd.embedding.store.initial_values import fill_initial_rows
+from flexd.embedding.store.slow.file_rows import FileRows
+from flexd.embedding.store.slow.host_rows import HostRows
+from flexd.embedding.store.slow.slow_rows import SlowRows
+from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+FRAME_BYTES = 64
+"""Of a frame beside its row and state: what finds it, and its score (``FrameTable``)."""
+
+
+@dataclass(frozen=True)
+class TwoMemories:
+    """Settings of slow memory, and the part of them that ranks must share.
+
+    Attributes:
+        fast_memory_bytes: of home rows in fast memory on each rank, with optimizer state and what finds them.
+        directory: of the files of slow rows; None: they are in host memory.
+    """
+
+    fast_memory_bytes: int
+    directory: Path | None = None
+
+    @classmethod
+    def of(cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None) -> TwoMemories | None:
+        """Return None for rows that are all fast.
+
+        Raises:
+            EmbeddingError: no bytes, or a directory for rows that are all fast.
+        """
+        if fast_memory_bytes is None:
+            if directory is not None:
+                raise EmbeddingError(
+                    "slow_memory_dir without fast_memory_bytes", remedy="give fast_memory_bytes, the limit of a rank"
+                )
+            return None
+        if fast_memory_bytes < 1:
+            raise EmbeddingError(f"fast_memory_bytes={fast_memory_bytes}", remedy="give at least the bytes of a row")
+        return cls(fast_memory_bytes, None if directory is None else Path(directory))
+
+    def frames(self, groups: Sequence[DimGroup], layout: RankLayout) -> list[int]:
+        """Return the frames of each dim-group, in proportion to the bytes of its rows; at least one each."""
+        row_bytes = [_row_bytes(group) + FRAME_BYTES for group in groups]
+        rows = [-(-(group.end_key - group.first_key) // layout.world_size) for group in groups]
+        whole = sum(n * size for n, size in zip(rows, row_bytes, strict=True))
+        share = min(1.0, self.fast_memory_bytes / max(1, whole))
+        return [min(n, max(1, int(n * share))) for n in rows]
+
+    def begin(self, store: GroupStore, number: int, keyspace: KeySpace, make: InitialRows) -> None:
+        """Let the home rows of a dim-group begin with their initial values.
+
+        Args:
+            number: of the dim-group.
+            make: their initial values.
+
+        Raises:
+            SlowMemoryError: the file cannot be made.
+        """
+        tier = store.tier
+        if tier is None:
+            return
+        tier.close()
+        fresh = tier.packed_fresh(make)
+        slow: SlowRows
+        if self.directory is None:
+            slow = HostRows(store.home_rows, tier.packed_bytes, fresh, pinned=store.rows.device.type == "cuda")
+        else:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise SlowMemoryError(
+                    f"{self.directory}: cannot be made: {error.strerror}", remedy="give slow_memory_dir a path to write"
+                ) from error
+            path = self.directory / f"rank{store.rank}.group{number}.rows"
+            slow = FileRows(path, store.home_rows, tier.packed_bytes, fresh, identity=keyspace.digest)
+        tier.begin(slow)
+
+
+InitialRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
+
+
+def initial_rows_of(
+    store: GroupStore, keyspace: KeySpace, scales: Sequence[float], seed: int, state: float
+) -> InitialRows:
+    """Return what makes the initial values of home rows, those that ``RowEngine.initialise`` gives them."""
+    group = store.group
+    floats, dtype = store.state.shape[1], store.state.dtype
+    first_keys = torch.tensor([int(keyspace.first_key[table]) for table in group.tables])
+
+    def make(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.empty((len(slots), group.dim), dtype=TORCH_DTYPES[group.dtype])
+        keys = slots * store.world_size + store.first_home_key
+        of_table = torch.searchsorted(first_keys, keys, right=True) - 1
+        for at in np.unique(of_table.numpy()).tolist():
+            table = group.tables[at]
+            here = (of_table == at).nonzero().view(-1)
+            part = rows.new_empty((len(here), group.dim))
+            fill_initial_rows(
+                part, keyspace.tables[table].name, keys.index_select(0, here) - first_keys[at],
+                scale=scales[table], seed=seed,
+            )  # fmt: skip
+            rows.index_copy_(0, here, part)
+        return rows, torch.full((len(slots), floats), state, dtype=dtype)
+
+    return make
+
+
+def _row_bytes(group: DimGroup) -> int:
+    dtype = TORCH_DTYPES[group.dtype]
+    floats = sum(state_columns(group.optimizer, group.dim).values())
+    return group.dim * dtype.itemsize + floats * (8 if dtype == torch.float64 else 4)

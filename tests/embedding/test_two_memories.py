@@ -1,0 +1,45 @@
+"""Rows in two memories: training, migrations, checkpoints and errors are those of rows that are all fast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from tests.support.exactness import Scenario, train_alone
+from tests.support.rank_pool import RankPool
+from tests.support.run_ahead_jobs import Loop
+
+Ranks = Callable[[int], RankPool]
+TABLES = [EmbeddingTable("item", 50, 4)]
+
+
+@pytest.mark.parametrize(
+    ("more", "ahead"),
+    [
+        ({"fast_memory_bytes": 1}, False),
+        ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "optimizer": "adam"}, True),
+        ({"fast_memory_bytes": 1_500, "exchange": "direct", "passes": 3, "replica_fraction": 1.0}, False),
+    ],
+)
+def test_training_is_that_of_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], ahead: bool) -> None:
+    scenario = Scenario(nodes=2, local_ranks=2, steps=10, seed=5, **more)
+    results = ranks(4).run("run_ahead_jobs:train", scenario, Loop(ahead=ahead, evaluate_every=2, loops=1))
+    losses, tables = train_alone(scenario)
+    for rank, result in enumerate(results):
+        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
+        assert result["unequal"] == 0
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
+
+
+def test_settings_that_contradict_are_refused() -> None:
+    with pytest.raises(EmbeddingError, match="slow_memory_dir without fast_memory_bytes"):
+        EmbeddingCollection(TABLES, layout=RankLayout(1, 1), slow_memory_dir="somewhere")
+    with pytest.raises(EmbeddingError, match="fast_memory_bytes=0 - give at least the bytes of a row"):
+        EmbeddingCollection(TABLES, layout=RankLayout(1, 1), fast_memory_bytes=0)
