@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""One way to train a table larger than memory, for tools/bench_memory.py: prints one JSON object.
+
+The step of all ways: the distinct rows of a batch are read, their gradients (of half the squared rows) summed, and
+rows and row-wise Adagrad state written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+LEARNING_RATE = 0.05
+
+
+class Way(Protocol):
+    """A way to keep rows."""
+
+    def step(self, ids: torch.Tensor, dense: Callable[[], None]) -> None: ...
+
+    def figures(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+def batches(rows: int, ids: int, zipf: float, seed: int) -> Iterator[torch.Tensor]:
+    """Zipf-popular rows, the popular ones anywhere in the table."""
+    generator = np.random.default_rng(seed)
+    # The inverse of the integral of x^-s, of which the sum over whole numbers differs by little.
+    power = 1.0 - zipf
+    while True:
+        drawn = ((rows**power - 1.0) * generator.random(ids) + 1.0) ** (1.0 / power)
+        yield torch.from_numpy((drawn.astype(np.int64) - 1) * 2_654_435_761 % rows)
+
+
+def compute(seconds: float) -> Callable[[], None]:
+    """A dense part of about so long, on one thread."""
+    left, right = torch.randn(256, 256), torch.randn(256, 256)
+
+    def run() -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            torch.mm(left, right)
+
+    return run
+
+
+class Tensors:
+    """Rows and state in tensors: in memory, or in a file that is mapped into it."""
+
+    def __init__(self, setting: dict[str, Any], directory: Path | None) -> None:
+        from flexd.embedding.row_optimizers import RowWiseAdagrad
+
+        rows, dim = setting["rows"], setting["dim"]
+        if directory is None:
+            self._rows, self._state = torch.ones(rows, dim), torch.zeros(rows, 1)
+        else:
+            path = directory / "mapped"
+            fill_file(path, rows * dim)
+            self._rows = torch.from_file(str(path), shared=True, size=rows * dim).view(rows, dim)
+            self._state = torch.zeros(rows, 1)
+        self._optimizer, self._steps = RowWiseAdagrad(lr=LEARNING_RATE), 0
+
+    def step(self, ids: torch.Tensor, dense: Callable[[], None]) -> None:
+        self._steps += 1
+        distinct, places, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        values = self._rows.index_select(0, distinct)
+        _ = values.index_select(0, places)
+        dense()
+        self._optimizer.update(self._rows, self._state, distinct, values * counts[:, None], self._steps)
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class RocksDb:
+    """Rows with their state in RocksDB, read and written in batches."""
+
+    def __init__(self, setting: dict[str, Any], directory: Path) -> None:
+        import rocksdict
+
+        from flexd.embedding.row_optimizers import RowWiseAdagrad
+
+        self._rocksdict, self._dim = rocksdict, setting["dim"]
+        options = rocksdict.Options(raw_mode=True)
+        options.create_if_missing(True)
+        table = rocksdict.BlockBasedOptions()
+        table.set_block_cache(rocksdict.Cache(setting["fast_bytes"]))
+        table.set_bloom_filter(10, False)
+        table.set_cache_index_and_filter_blocks(True)
+        options.set_block_based_table_factory(table)
+        options.set_use_direct_reads(True)
+        options.set_use_direct_io_for_flush_and_compaction(True)
+        options.set_compression_type(rocksdict.DBCompressionType.none())
+        options.increase_parallelism(4)
+        row, files = np.ones(self._dim + 1, dtype=np.float32).tobytes(), []
+        for first in range(0, setting["rows"], 2_000_000):
+            path = directory / f"{first}.sst"
+            writer = rocksdict.SstFileWriter(options=options)
+            writer.open(str(path))
+            last = min(first + 2_000_000, setting["rows"])
+            keys = np.arange(first, last, dtype=">u8").tobytes()
+            for at in range(0, 8 * (last - first), 8):
+                writer[keys[at : at + 8]] = row
+            writer.finish()
+            files.append(str(path))
+        self._db = rocksdict.Rdict(str(directory / "rocks"), options)
+        self._db.ingest_external_file(files)
+        self._optimizer, self._steps = RowWiseAdagrad(lr=LEARNING_RATE), 0
+
+    def step(self, ids: torch.Tensor, dense: Callable[[], None]) -> None:
+        self._steps += 1
+        distinct, places, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        packed = distinct.numpy().astype(">u8").tobytes()
+        keys = [packed[at : at + 8] for at in range(0, len(packed), 8)]
+        found = np.frombuffer(b"".join(self._db[keys]), dtype=np.float32).reshape(len(keys), self._dim + 1)
+        rows, state = torch.tensor(found[:, :-1]), torch.tensor(found[:, -1:])
+        _ = rows.index_select(0, places)
+        dense()
+        self._optimizer.update(rows, state, torch.arange(len(keys)), rows * counts[:, None], self._steps)
+        changed = torch.cat([rows, state], dim=1).numpy()
+        batch = self._rocksdict.WriteBatch(raw_mode=True)
+        for key, row in zip(keys, changed, strict=True):
+            batch[key] = row.tobytes()
+        self._db.write(batch)
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class Flexd:
+    """A collection of one rank; with ``ahead`` the rows of the next batch are fetched during the dense part."""
+
+    def __init__(self, setting: dict[str, Any], directory: Path, *, half_life: float, ahead: bool) -> None:
+        import flexd
+        from flexd.embedding.store.slow import tier
+
+        tier.HALF_LIFE_STEPS = half_life
+        table = flexd.EmbeddingTable("item", setting["rows"], setting["dim"])
+        self._collection = flexd.EmbeddingCollection(
+            [table], optimizer=flexd.RowWiseAdagrad(lr=LEARNING_RATE), layout=flexd.RankLayout(1, 1),
+            fast_memory_bytes=setting["fast_bytes"], slow_memory_dir=directory,
+        )  # fmt: skip
+        held = self._collection.engine.stores[0].tier
+        assert held is not None
+        self._tier, self._flexd, self._ahead = held, flexd, ahead
+        one = torch.cat([torch.ones(setting["dim"]).view(torch.uint8), torch.zeros(3).view(torch.uint8)])
+        for first in range(0, setting["rows"], 1 << 18):
+            slots = torch.arange(first, min(setting["rows"], first + (1 << 18)))
+            held.slow.write(slots, one[None].expand(len(slots), -1))
+        self._loop: Iterator[Any] | None = None
+        self._pending: list[dict[str, Any]] = []
+
+    def step(self, ids: torch.Tensor, dense: Callable[[], None]) -> None:
+        features = {"item": self._flexd.Jagged(ids, torch.tensor([len(ids)]))}
+        if self._ahead:
+            self._pending.append(features)
+            if self._loop is None:
+                self._loop = iter(self._flexd.prefetch(self._drawn(), self._collection))
+                return  # the next batch is not known yet
+            features = next(self._loop)
+        values = self._collection(features)["item"].values
+        dense()
+        (values.square().sum() / 2).backward()
+        self._collection.optimizer.step()
+
+    def _drawn(self) -> Iterator[Any]:
+        while True:
+            yield self._pending.pop(0)
+
+    def figures(self) -> dict[str, float]:
+        counts, traffic = self._tier.counts, self._tier.slow.traffic
+        return {
+            "frames": self._tier.frames, "used": counts.used, "missed": counts.missed, "bytes_read": traffic.bytes_read,
+            "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self._collection.close()
+
+
+def fill_file(path: Path, numbers: int) -> None:
+    chunk = np.ones(1 << 22, dtype=np.float32)
+    with path.open("wb") as file:
+        for first in range(0, numbers, len(chunk)):
+            file.write(chunk[: min(len(chunk), numbers - first)].tobytes())
+        os.fsync(file.fileno())
+
+
+def made(way: str, setting: dict[str, Any], directory: Path) -> Way:
+    if way == "all fast":
+        return Tensors(setting, None)
+    if way == "memory map":
+        return Tensors(setting, directory)
+    if way == "RocksDB":
+        return RocksDb(setting, directory)
+    half_life = 0.0 if "LRU" in way else 20.0
+    return Flexd(setting, directory, half_life=half_life, ahead="run-ahead" in way)
+
+
+def main() -> int:
+    way, setting, directory = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(2)
+    began = time.perf_counter()
+    held = made(way, setting, directory)
+    made_seconds = time.perf_counter() - began
+    drawn = batches(setting["rows"], setting["ids"], setting["zipf"], seed=1)
+    dense = compute(setting["dense_seconds"])
+
+    def run(seconds: float, least: int) -> list[float]:
+        took: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(took) < least or time.perf_counter() < end:
+            ids = next(drawn)
+            clock = time.perf_counter()
+            held.step(ids, dense)
+            took.append(time.perf_counter() - clock)
+        return took
+
+    warmed = run(setting["warm_seconds"], 2)
+    before = held.figures()
+    took = run(setting["seconds"], 3)
+    after = held.figures()
+    steps = len(took)
+    answer = {name: (after[name] - before[name]) / steps for name in after if name != "frames"}
+    answer |= {"frames": after.get("frames", 0)}
+    answer |= {"step_seconds": float(np.median(took)), "mean_step_seconds": float(np.mean(took)), "steps": steps}
+    answer |= {"warm_steps": len(warmed), "made_seconds": made_seconds}
+    held.close()
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
