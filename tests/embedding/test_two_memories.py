@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,3 +44,32 @@ def test_settings_that_contradict_are_refused() -> None:
         EmbeddingCollection(TABLES, layout=RankLayout(1, 1), slow_memory_dir="somewhere")
     with pytest.raises(EmbeddingError, match="fast_memory_bytes=0 - give at least the bytes of a row"):
         EmbeddingCollection(TABLES, layout=RankLayout(1, 1), fast_memory_bytes=0)
+
+
+def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_path: Path) -> None:
+    for result in ranks(4).run("two_memories_jobs:both", RankLayout(2, 2), str(tmp_path / "saved")):
+        assert result["frames"]
+        assert all(frames < rows for frames, rows in result["frames"])
+        assert result["after"] == [], "float32, bit for bit"
+        assert result["loaded"] == [[], []]
+        assert not result["pretrained"]
+        assert result["again"] == []
+        assert not result["initial"]
+        assert result["left"] == [], "files go with the collection"
+        assert result["memory"][0] != result["memory"][1]
+
+
+def test_pooled_tables_are_in_two_memories_too(ranks: Ranks) -> None:
+    assert ranks(2).run("two_memories_jobs:bags", RankLayout(1, 2)) == [True, True]
+
+
+def test_a_lost_file_is_an_error_on_every_rank_that_names_it() -> None:
+    pool = RankPool(4)
+    try:
+        results = pool.run("two_memories_jobs:lose_the_file", RankLayout(2, 2), 2, timeout=60)
+    finally:
+        pool.close()
+    for rank, (kind, text) in enumerate(results):
+        assert kind == ("SlowMemoryError" if rank == 2 else "CollectiveError")
+        assert "rank2.group" in text
+        assert "was removed while in use" in text

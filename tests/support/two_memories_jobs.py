@@ -1,0 +1,109 @@
+"""Jobs of ranks whose home rows are in two memories."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexd.core.errors import CollectiveError, FlexdError
+from flexd.core.layout import RankLayout
+from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
+from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.row_optimizers import Adam, RowWiseAdagrad
+from tests.support.checkpoint_jobs import as_numpy, train_steps
+from tests.support.collection_jobs import tables
+
+FRAMES_OF_A_FEW = 2_000
+"""Bytes of frames for a few rows of each dim-group."""
+
+
+def made(
+    layout: RankLayout, directory: str | None, fast_memory_bytes: int | None, seed: int = 3
+) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        tables("float32"), optimizer=Adam(0.05), layout=layout, average_gradients=False, seed=seed,
+        fast_memory_bytes=fast_memory_bytes, slow_memory_dir=directory,
+    )  # fmt: skip
+
+
+def both(rank: int, layout: RankLayout, path: str) -> dict[str, Any]:
+    """Train, save and load with rows in two memories and with all rows fast; return what differs."""
+    with tempfile.TemporaryDirectory() as directory:
+        slow, fast = made(layout, directory, FRAMES_OF_A_FEW), made(layout, None, None)
+        frames = [(store.tier.frames, store.home_rows) for store in slow.engine.stores if store.tier is not None]
+        for collection in (slow, fast):
+            train_steps(collection, 0, 5)
+        after = [as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast)]
+        checkpoint.save_checkpoint(slow, path)
+        collections = [made(layout, None, None, seed=8), made(layout, directory + "/again", FRAMES_OF_A_FEW, seed=9)]
+        loaded = []
+        for collection in collections:
+            checkpoint.load_checkpoint(collection, path)
+            loaded.append(as_numpy(checkpoint.whole_state_dict(collection)))
+        local = {key: value.clone() for key, value in slow.state_dict().items()}
+        rows = torch.full((4, slow.tables[0].dim), 2.5)
+        for each in (slow, fast):
+            each.load_rows(slow.tables[0].name, 10, rows)
+        pretrained = [each.gather_table(slow.tables[0].name).numpy() for each in (slow, fast)]
+        slow.load_state_dict(local)
+        again = as_numpy(checkpoint.whole_state_dict(slow))
+        memory = slow.memory().home_bytes, fast.memory().home_bytes
+        slow.reset_parameters()
+        initial = (
+            [slow.gather_table(t.name).numpy() for t in slow.tables],
+            [slow.initial_table(t.name).numpy() for t in slow.tables],
+        )
+        for each in (slow, fast, *collections):
+            each.close()
+        left = [file.name for file in Path(directory).rglob("*") if file.is_file()]
+    return {
+        "frames": frames, "after": _differ(*after), "loaded": [_differ(after[0], each) for each in loaded],
+        "pretrained": not np.array_equal(*pretrained), "again": _differ(after[0], again), "memory": memory,
+        "initial": not all(np.array_equal(a, b) for a, b in zip(*initial, strict=True)), "left": left,
+    }  # fmt: skip
+
+
+def _differ(some: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> list[str]:
+    return [key for key in some if some[key].tobytes() != others[key].tobytes()]
+
+
+def bags(rank: int, layout: RankLayout) -> bool:
+    """Train pooled tables of both kinds; return whether they are equal, bit for bit."""
+    specs = [EmbeddingBagTable("item", 200, 8), EmbeddingBagTable("shop", 31, 8)]
+    results = []
+    for fast_memory_bytes in (1_000, None):
+        collection = EmbeddingBagCollection(
+            specs, optimizer=RowWiseAdagrad(0.1), layout=layout, fast_memory_bytes=fast_memory_bytes
+        )
+        for step in range(4):
+            rng = np.random.default_rng([step, rank])
+            features = {
+                t.name: Jagged(torch.from_numpy(rng.integers(0, t.rows, 12)), torch.tensor([5, 0, 7])) for t in specs
+            }
+            sum(value.square().sum() for value in collection(features).values()).backward()
+            collection.optimizer.step()
+        results.append([collection.gather_table(t.name) for t in specs])
+        collection.close()
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def lose_the_file(rank: int, layout: RankLayout, losing: int) -> tuple[str, str]:
+    """Train until the file of one rank is removed; return the type and the text of the error."""
+    with tempfile.TemporaryDirectory() as directory:
+        collection = made(layout, directory, FRAMES_OF_A_FEW)
+        try:
+            with collection:
+                train_steps(collection, 0, 2)
+                if rank == losing:
+                    for file in Path(directory).iterdir():
+                        file.unlink()
+                train_steps(collection, 2, 3)
+        except (FlexdError, CollectiveError) as error:
+            return type(error).__name__, str(error)
+    return "", ""
