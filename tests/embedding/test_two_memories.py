@@ -24,6 +24,7 @@ TABLES = [EmbeddingTable("item", 50, 4)]
     ("more", "ahead"),
     [
         ({"fast_memory_bytes": 1}, False),
+        ({"fast_memory_bytes": 1_500, "exchange": "direct_no_dedup"}, False),
         ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "optimizer": "adam"}, True),
         ({"fast_memory_bytes": 1_500, "exchange": "direct", "passes": 3, "replica_fraction": 1.0}, False),
     ],

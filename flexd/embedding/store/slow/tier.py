@@ -222,15 +222,14 @@ class TieredColumn:
         return TieredColumn(self._tier, self._column, self._part.start + first, width)
 
     def index_select(self, dim: int, slots: torch.Tensor, *, counts: bool = False) -> torch.Tensor:
-        """Return [n, width] of int64 [n] slots, repeats allowed; ``counts`` as in ``Tier.visit``, without repeats."""
+        """Return [n, width] of int64 [n] slots, repeats allowed; ``counts`` as in ``Tier.visit``."""
         if dim != 0:
             raise AssertionError("rows are selected along dimension 0")
-        if counts:
-            return self._read(slots, counts=True)
+        # Without dedup a station holds a row as often as it was requested.
         distinct, places = torch.unique(slots, return_inverse=True)
         if len(distinct) == len(slots):
-            return self._read(slots)
-        return self._read(distinct).index_select(0, places)
+            return self._read(slots, counts=counts)
+        return self._read(distinct, counts=counts).index_select(0, places)
 
     def index_copy_(self, dim: int, slots: torch.Tensor, values: torch.Tensor) -> None:
         """Write [n, width] to int64 [n] distinct slots."""
