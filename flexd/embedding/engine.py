@@ -123,8 +123,7 @@ class RowEngine:
         for number, store in enumerate(self.stores):
             if self._two_memories is not None and store.tier is not None:
                 make = initial_rows_of(store, self.keyspace, scales, seed, state)
-                self._two_memories.begin(store, number, self.keyspace, make)
-            if not isinstance(store.rows, torch.Tensor):
+                self._two_memories.begin(store, number, make)
                 continue
             store.state.fill_(state)
             for table in store.group.tables:

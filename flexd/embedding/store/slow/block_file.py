@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from flexd.core.errors import SlowMemoryError
 PAGE_BYTES = 4096
 """Unit of direct I/O: offsets, lengths and buffers are multiples of it."""
 MAX_CALL_BYTES = 1 << 20
+_MARK = b"flexd slow rows 1\n"
+"""Begins the first page, so that no other file is taken for one of these."""
 _SLOW_DISK = "look at the disk (iostat), or put the file on a faster one"
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -31,40 +32,31 @@ def aligned_bytes(count: int) -> Bytes:
 
 
 class BlockFile:
-    """A file of equal blocks after one page for a header. Calls come from one thread at a time.
+    """A new file of equal blocks after one page that marks it. Calls come from one thread at a time.
 
-    Direct I/O where the file system has it, so that the page cache holds no second copy.
+    Direct I/O where the file system has it, so that the page cache holds no second copy. Other processes are refused
+    while it is open; a file that an ended run has left is emptied.
 
     Args:
-        create: make the file, or empty one that ``is_left`` recognises. Else it must exist.
         blocks: of ``block_bytes``, a multiple of ``PAGE_BYTES``; the file is sparse.
         threads: calls in flight at once.
         deadline_seconds: of a batch.
 
     Raises:
-        SlowMemoryError: the file cannot be made or opened.
+        SlowMemoryError: the file cannot be made, is in use, or is something else.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        blocks: int,
-        block_bytes: int,
-        *,
-        create: bool,
-        threads: int,
-        deadline_seconds: float,
-        is_left: Callable[[bytes], bool] = lambda header: False,
-    ) -> None:
-        self.path, self.blocks, self.block_bytes = path, blocks, block_bytes
+    def __init__(self, path: Path, blocks: int, block_bytes: int, *, threads: int, deadline_seconds: float) -> None:
+        self.path, self.block_bytes = path, block_bytes
         self._deadline_seconds = deadline_seconds
         self._threads = threads
+        self._late = ""
         try:
-            self._file, self.direct = _open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0))
+            self._file = _open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT)
         except OSError as error:
             raise self._error("cannot be opened", error) from error
         try:
-            self._take(create, PAGE_BYTES + blocks * block_bytes, is_left)
+            self._begin(PAGE_BYTES + blocks * block_bytes)
         except OSError as error:
             os.close(self._file)
             raise self._error("cannot be made", error) from error
@@ -72,44 +64,28 @@ class BlockFile:
             os.close(self._file)
             raise
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="flexd-slow-rows")
-        self._header = aligned_bytes(PAGE_BYTES)
-        self._late = ""
 
-    def _take(self, create: bool, size: int, is_left: Callable[[bytes], bool]) -> None:
-        """Lock the file against other processes, and empty it if it is to be made."""
+    def _begin(self, size: int) -> None:
+        """Lock the file, and empty it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SlowMemoryError(
                 f"{self.path}: is in use by another process", remedy="give each job a directory of its own"
             ) from None
-        if create:
-            if os.fstat(self._file).st_size and not is_left(_head(self.path)):
+        page = aligned_bytes(PAGE_BYTES)
+        if os.fstat(self._file).st_size:
+            os.preadv(self._file, [page.data], 0)
+            if not page.tobytes().startswith(_MARK):
                 raise SlowMemoryError(
                     f"{self.path}: exists, and is not what an ended run has left",
                     remedy="give another directory, or remove the file",
                 )
-            os.ftruncate(self._file, 0)
-            os.ftruncate(self._file, size)
-
-    def read_header(self) -> bytes:
-        """Return the first page."""
-        self._call(self._header, 0, writes=False)
-        return self._header.tobytes()
-
-    def write_header(self, header: bytes) -> None:
-        """Write the first page, and everything before it, so that it survives a crash of the machine."""
-        self._header[:] = 0
-        self._header[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        self.sync()
-        self._call(self._header, 0, writes=True)
-        self.sync()
-
-    def sync(self) -> None:
-        try:
-            os.fsync(self._file)
-        except OSError as error:
-            raise self._error("cannot be written", error) from error
+        os.ftruncate(self._file, 0)
+        os.ftruncate(self._file, size)
+        page[:] = 0
+        page[: len(_MARK)] = np.frombuffer(_MARK, dtype=np.uint8)
+        self._call(page, 0, writes=True)
 
     def check(self) -> None:
         """Raise SlowMemoryError if the file is closed, was removed, or had a batch beyond its deadline."""
@@ -131,7 +107,9 @@ class BlockFile:
         return self._batch(blocks, data, writes=True)
 
     def close(self) -> None:
+        """Close the file and remove it; twice is fine."""
         if self._file >= 0:
+            self.path.unlink(missing_ok=True)
             self._pool.shutdown(wait=not self._late, cancel_futures=True)
             if not self._late:  # a late call must not find another file under its number
                 os.close(self._file)
@@ -150,11 +128,12 @@ class BlockFile:
 
         futures: list[Future[None]] = [self._pool.submit(run, share) for share in shares]
         done, late = wait(futures, self._deadline_seconds)
-        for future in done:
-            future.result()
         if late:
             # Calls that are still on their way use the caller's buffer: no further batch may.
             self._late = f"{self.path}: {len(blocks)} blocks took more than {self._deadline_seconds:g} s"
+        for future in done:
+            future.result()
+        if late:
             raise SlowMemoryError(self._late, remedy=_SLOW_DISK)
         return len(calls)
 
@@ -170,7 +149,7 @@ class BlockFile:
             if moved <= 0:
                 raise SlowMemoryError(
                     f"{self.path}: ends within the block at byte {offset}",
-                    remedy="the file was cut: remove it and start again from the checkpoint",
+                    remedy="the file was cut: start again from the checkpoint",
                 )
             done += moved
 
@@ -182,20 +161,14 @@ class BlockFile:
         )
 
 
-def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(PAGE_BYTES)
-
-
-def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Return the file, and whether it takes direct I/O."""
+def _open(path: Path, flags: int) -> int:
     if _DIRECT:
         try:
-            return os.open(path, flags | _DIRECT, 0o600), True
+            return os.open(path, flags | _DIRECT, 0o600)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    return os.open(path, flags, 0o600), False
+    return os.open(path, flags, 0o600)
 
 
 def _runs(blocks: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:

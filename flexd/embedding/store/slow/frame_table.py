@@ -131,21 +131,9 @@ class FrameTable:
         """Note that the rows in int64 [n] frames differ from what is in slow memory."""
         self._changed.index_fill_(0, frames, True)
 
-    def dirty(self) -> torch.Tensor:
-        """Return int64 [n] frames that differ from slow memory."""
-        return (self._changed & (self._slots >= 0)).nonzero().view(-1)
-
-    def cleaned(self, frames: torch.Tensor) -> None:
-        """Note that the rows in int64 [n] frames were written to slow memory."""
-        self._changed.index_fill_(0, frames, False)
-
     def slots_at(self, frames: torch.Tensor) -> torch.Tensor:
         """int64 [n] frames in use -> int64 [n] slots."""
         return self._slots.index_select(0, frames)
-
-    def counts_at(self, frames: torch.Tensor) -> torch.Tensor:
-        """int64 [n] frames in use -> float64 [n] log2 of the decayed counts."""
-        return self._counts.index_select(0, frames)
 
     def remember(self, frames: torch.Tensor, counts: torch.Tensor) -> None:
         """Give the rows in int64 [n] frames, which have just come in, the float64 [n] counts with which they left, -inf

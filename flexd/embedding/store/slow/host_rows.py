@@ -62,6 +62,3 @@ class HostRows:
 
     def close(self) -> None:
         self._packed, self._written = self._packed[:0].clone(), self._written[:0].clone()
-
-    def remove(self) -> None:
-        self.close()

@@ -74,9 +74,5 @@ class SlowRows(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the medium; twice is fine."""
-        ...
-
-    def remove(self) -> None:
-        """Let go of the medium and of its content, unless that was saved; twice is fine."""
+        """Let go of the medium and its content; twice is fine."""
         ...

@@ -49,8 +49,7 @@ class Tier:
 
     Args:
         rows, state: [frames + replica slots, width], the frames first.
-        slow: of ``packed_bytes(rows, state)`` a row.
-        fresh: rows and state of home slots that nobody has written: [n, dim] and [n, s].
+        frames, home_rows: numbers of them.
     """
 
     def __init__(self, rows: torch.Tensor, state: torch.Tensor, frames: int, home_rows: int) -> None:
@@ -62,6 +61,7 @@ class Tier:
         self._slow: SlowRows | None = None
         self._table = self._new_table()
         self._clock = 0
+        self._failure: SlowMemoryError | None = None
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._state_bytes = state.shape[1] * state.element_size()
 
@@ -85,11 +85,11 @@ class Tier:
         """Fast memory that finding rows takes, here and in slow memory's index."""
         return self._table.nbytes + (0 if self._slow is None else self._slow.fast_nbytes)
 
-    def begin(self, slow: SlowRows) -> None:
-        """Use these slow rows, and forget what is in the frames."""
+    def begin(self, make: Callable[[], SlowRows]) -> None:
+        """Use new slow rows in place of those there are, and forget what is in the frames."""
         with self._lock:
             self.close()
-            self._slow, self._table, self._clock = slow, self._new_table(), 0
+            self._slow, self._table, self._clock, self._failure = make(), self._new_table(), 0, None
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
         """Return what makes packed rows from int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
@@ -110,8 +110,14 @@ class Tier:
             slots: int64 [n] distinct.
             changes: the rows are written in their turn.
             counts: it is a use of the rows, as look-ups make it.
+
+        Raises:
+            SlowMemoryError: slow memory failed, now or in an earlier call. Rows may have been on their way between the
+                memories then, so no row is read or written any more.
         """
         with self._lock:
+            if self._failure is not None:
+                raise self._failure
             if counts:
                 self._clock += 1
             replicas = slots >= self.home_rows
@@ -126,7 +132,11 @@ class Tier:
                 block: Any = slice(first, min(number, first + self._frames))
                 if homes is not None:
                     block = homes[block]
-                frames = self._bring(slots[block], counts=counts)
+                try:
+                    frames = self._bring(slots[block], counts=counts)
+                except SlowMemoryError as error:
+                    self._failure = error
+                    raise
                 try:
                     yield block, frames
                 finally:
@@ -139,19 +149,11 @@ class Tier:
         frames = self._table.slots_at(places.clamp(max=self._frames - 1))
         return torch.where(places < self._frames, frames, places - self._frames + self.home_rows)
 
-    def write_back(self) -> None:
-        """Write all changed frames to slow memory; they stay in their frames."""
-        with self._lock:
-            for frames in self._table.dirty().split(1 << 16):  # type: ignore[no-untyped-call]
-                counts = self._table.counts_at(frames)
-                self._write(self._table.slots_at(frames), frames, counts)
-                self._table.cleaned(frames)
-
     def close(self) -> None:
         """Let go of the slow rows; reads and writes are refused until ``begin``."""
         with self._lock:
             if self._slow is not None:
-                self._slow.remove()
+                self._slow.close()
             self._slow = None
 
     def _new_table(self) -> FrameTable:

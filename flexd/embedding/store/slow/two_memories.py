@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.slow_rows import SlowRows
+from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
 FRAME_BYTES = 64
@@ -25,7 +27,7 @@ FRAME_BYTES = 64
 
 @dataclass(frozen=True)
 class TwoMemories:
-    """Settings of slow memory, and the part of them that ranks must share.
+    """Settings of a rank's fast and slow memory. Ranks may differ in them.
 
     Attributes:
         fast_memory_bytes: of home rows in fast memory on each rank, with optimizer state and what finds them.
@@ -60,7 +62,7 @@ class TwoMemories:
         share = min(1.0, self.fast_memory_bytes / max(1, whole))
         return [min(n, max(1, int(n * share))) for n in rows]
 
-    def begin(self, store: GroupStore, number: int, keyspace: KeySpace, make: InitialRows) -> None:
+    def begin(self, store: GroupStore, number: int, make: InitialRows) -> None:
         """Let the home rows of a dim-group begin with their initial values.
 
         Args:
@@ -70,24 +72,21 @@ class TwoMemories:
         Raises:
             SlowMemoryError: the file cannot be made.
         """
-        tier = store.tier
-        if tier is None:
-            return
-        tier.close()
+        if store.tier is not None:
+            store.tier.begin(partial(self._slow_rows, store, store.tier, number, make))
+
+    def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows) -> SlowRows:
         fresh = tier.packed_fresh(make)
-        slow: SlowRows
         if self.directory is None:
-            slow = HostRows(store.home_rows, tier.packed_bytes, fresh, pinned=store.rows.device.type == "cuda")
-        else:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise SlowMemoryError(
-                    f"{self.directory}: cannot be made: {error.strerror}", remedy="give slow_memory_dir a path to write"
-                ) from error
-            path = self.directory / f"rank{store.rank}.group{number}.rows"
-            slow = FileRows(path, store.home_rows, tier.packed_bytes, fresh, identity=keyspace.digest)
-        tier.begin(slow)
+            return HostRows(store.home_rows, tier.packed_bytes, fresh, pinned=store.rows.device.type == "cuda")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SlowMemoryError(
+                f"{self.directory}: cannot be made: {error.strerror}", remedy="give slow_memory_dir a path to write"
+            ) from error
+        path = self.directory / f"rank{store.rank}.group{number}.rows"
+        return FileRows(path, store.home_rows, tier.packed_bytes, fresh)
 
 
 InitialRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

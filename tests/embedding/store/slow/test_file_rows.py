@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.block_file import PAGE_BYTES
 from flexd.embedding.store.slow.file_rows import FileRows
+from tests.support.repository import child_environment
 
 ROWS, WIDTH = 4_000, 260
 SLOTS = torch.arange(0, ROWS, 7)
@@ -28,80 +30,62 @@ def data(seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (len(SLOTS), WIDTH), dtype=torch.uint8, generator=generator)
 
 
-def rows_in(path: Path, epoch: int | None = None, identity: str = "items of seed 1", rows: int = ROWS) -> FileRows:
-    return FileRows(path, rows, WIDTH, zeros, identity=identity, epoch=epoch, threads=2, deadline_seconds=30.0)
+def rows_in(path: Path, rows: int = ROWS) -> FileRows:
+    return FileRows(path, rows, WIDTH, zeros, threads=2, deadline_seconds=30.0)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A file that was saved as of epoch 3 and closed."""
+def test_what_an_ended_run_left_is_replaced_and_a_running_one_is_not(tmp_path: Path) -> None:
     path = tmp_path / "rows"
+    write = f"""
+import os, sys
+from pathlib import Path
+import torch
+from flexd.embedding.store.slow.file_rows import FileRows
+slow = FileRows(Path(sys.argv[1]), {ROWS}, {WIDTH}, None)
+slow.write(torch.arange({ROWS}), torch.ones({ROWS}, {WIDTH}, dtype=torch.uint8))
+os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", write, str(path)], check=True, env=child_environment(), timeout=60)
+    assert path.stat().st_blocks * 512 > ROWS * WIDTH
     slow = rows_in(path)
-    slow.write(SLOTS, data(1))
-    slow.save(3)
+    assert not slow.read(SLOTS).any(), "made from the seed, not from the other run"
+    with pytest.raises(SlowMemoryError, match="rows: is in use by another process - give each job a directory"):
+        rows_in(path)
     slow.close()
-    return path
-
-
-def test_a_saved_file_is_opened_again_until_it_is_written(saved: Path) -> None:
-    slow = rows_in(saved, epoch=3)
-    assert torch.equal(slow.read(SLOTS), data(1))
-    assert not slow.read(torch.tensor([1])).any()
-    slow.close()
-    slow = rows_in(saved, epoch=3)  # what was only read is as it was
-    slow.write(SLOTS, data(2))
-    slow.close()
-    with pytest.raises(SlowMemoryError, match="was in use when its process ended - remove the file and start again"):
-        rows_in(saved, epoch=3)
-
-
-def test_what_does_not_fit_is_refused_by_name(saved: Path) -> None:
+    assert list(tmp_path.iterdir()) == []
+    path.write_text("letters")
     with pytest.raises(SlowMemoryError, match="rows: exists, and is not what an ended run has left - give another"):
-        rows_in(saved)
-    with pytest.raises(SlowMemoryError, match="is of epoch 3, not 4"):
-        rows_in(saved, epoch=4)
-    with pytest.raises(SlowMemoryError, match="identity is 'items of seed 1', not 'items of seed 2'"):
-        rows_in(saved, epoch=3, identity="items of seed 2")
-    with pytest.raises(SlowMemoryError, match="rows is 4000, not 5000"):
-        rows_in(saved, epoch=3, rows=5_000)
+        rows_in(path)
+    assert path.read_text() == "letters"
     with pytest.raises(SlowMemoryError, match="cannot be opened: No such file"):
-        rows_in(saved.with_name("other"), epoch=3)
+        rows_in(tmp_path / "nowhere" / "rows")
 
 
-def test_damage_is_found_where_it_is_read(saved: Path) -> None:
-    with saved.open("r+b") as file:
-        file.seek(PAGE_BYTES + PAGE_BYTES * 2 + 1_000)
+@pytest.mark.parametrize("at", [3, 12, 1_000], ids=["checksum", "mask", "rows"])
+def test_damage_is_found_where_it_is_read(tmp_path: Path, at: int) -> None:
+    slow = rows_in(tmp_path / "rows")
+    slow.write(SLOTS, data(1))
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES + PAGE_BYTES * 2 + at)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    slow = rows_in(saved, epoch=3)
     per_block = (PAGE_BYTES - 16) // WIDTH
-    assert torch.equal(slow.read(SLOTS[2 * per_block > SLOTS]), data(1)[2 * per_block > SLOTS])
-    with pytest.raises(SlowMemoryError, match=f"1 of 1 blocks are not what was written, .* from slot {2 * per_block} "):
-        slow.read(SLOTS[(2 * per_block <= SLOTS) & (3 * per_block > SLOTS)])
+    before, damaged = 2 * per_block > SLOTS, (2 * per_block <= SLOTS) & (3 * per_block > SLOTS)
+    assert torch.equal(slow.read(SLOTS[before]), data(1)[before])
+    for use in (slow.read, lambda slots: slow.write(slots, data(1)[: len(slots)])):
+        with pytest.raises(SlowMemoryError, match=f"1 of 1 blocks are not what was written, .* slot {2 * per_block} "):
+            use(SLOTS[damaged])
     slow.close()
 
 
-@pytest.mark.parametrize("part", ["header", "blocks"])
-def test_a_damaged_header_or_list_of_blocks_is_refused(saved: Path, part: str) -> None:
-    path = saved if part == "header" else saved.with_name("rows.blocks")
-    content = bytearray(path.read_bytes()[: 2**20])
-    content[30] ^= 255
-    with path.open("r+b") as file:
-        file.write(content)
-    with pytest.raises(SlowMemoryError, match="its header is damaged" if part == "header" else "is not what was writ"):
-        rows_in(saved, epoch=3)
-    path.unlink()
-    with pytest.raises(SlowMemoryError, match="No such file"):
-        rows_in(saved, epoch=3)
-
-
-def test_a_file_that_was_cut_or_removed(saved: Path) -> None:
-    slow = rows_in(saved, epoch=3)
-    os.truncate(saved, PAGE_BYTES * 100 + 100)
+def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
+    slow = rows_in(tmp_path / "rows")
+    slow.write(SLOTS, data(1))
+    os.truncate(tmp_path / "rows", PAGE_BYTES * 100 + 100)
     with pytest.raises(SlowMemoryError, match="rows: ends within the block at byte"):
         slow.read(SLOTS)
-    saved.unlink()
+    (tmp_path / "rows").unlink()
     with pytest.raises(SlowMemoryError, match="rows: was removed while in use - start again from the checkpoint"):
         slow.read(SLOTS)
     slow.close()
@@ -158,24 +142,3 @@ def test_a_billion_rows_take_no_room_until_they_are_written(tmp_path: Path) -> N
     assert not slow.read(far[:1] - 1).any()
     assert (tmp_path / "rows").stat().st_blocks * 512 < 2**20
     slow.close()
-
-
-def test_what_an_ended_run_left_is_replaced_and_a_running_one_is_not(tmp_path: Path) -> None:
-    slow = rows_in(tmp_path / "rows")
-    slow.write(SLOTS, data(1))
-    with pytest.raises(SlowMemoryError, match="rows: is in use by another process - give each job a directory"):
-        rows_in(tmp_path / "rows")
-    slow.close()
-    other = rows_in(tmp_path / "rows")
-    assert not other.read(SLOTS).any()
-    other.remove()
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "rows").write_text("letters")
-    with pytest.raises(SlowMemoryError, match="is not what an ended run has left"):
-        rows_in(tmp_path / "rows")
-    assert (tmp_path / "rows").read_text() == "letters"
-
-
-def test_removing_keeps_what_is_saved(saved: Path) -> None:
-    rows_in(saved, epoch=3).remove()
-    assert saved.exists()

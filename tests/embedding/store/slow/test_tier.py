@@ -11,10 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.slow_rows import SlowRows
 from flexd.embedding.store.slow.tier import Tier, TieredColumn
+from flexd.embedding.store.slow.two_memories import FRAME_BYTES
 
 HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
 
@@ -28,7 +30,7 @@ def made(frames: int, slow_rows: Callable[[Tier], SlowRows]) -> tuple[Tier, Tier
     rows = torch.zeros(frames + REPLICAS, DIM, dtype=torch.float16)
     state = torch.zeros(frames + REPLICAS, STATE)
     tier = Tier(rows, state, frames, HOME)
-    tier.begin(slow_rows(tier))
+    tier.begin(lambda: slow_rows(tier))
     return tier, TieredColumn(tier, rows), TieredColumn(tier, state)
 
 
@@ -40,9 +42,7 @@ def in_host_memory(tier: Tier) -> SlowRows:
 @given(
     st.sampled_from([1, 7, HOME]),
     st.sampled_from(["host", "file"]),
-    st.lists(
-        st.tuples(st.sampled_from(["read", "count", "rows", "state", "flush"]), st.integers(0, 2**31)), max_size=25
-    ),
+    st.lists(st.tuples(st.sampled_from(["read", "count", "rows", "state"]), st.integers(0, 2**31)), max_size=25),
 )
 def test_a_column_is_read_and_written_like_a_tensor(
     tmp_path: Path, frames: int, medium: str, calls: list[tuple[str, int]]
@@ -50,9 +50,7 @@ def test_a_column_is_read_and_written_like_a_tensor(
     def slow_rows(tier: Tier) -> SlowRows:
         if medium == "host":
             return in_host_memory(tier)
-        path = tmp_path / "rows"
-        path.unlink(missing_ok=True)
-        return FileRows(path, HOME, tier.packed_bytes, tier.packed_fresh(initial), threads=2)
+        return FileRows(tmp_path / "rows", HOME, tier.packed_bytes, tier.packed_fresh(initial), threads=2)
 
     tier, rows, state = made(frames, slow_rows)
     try:
@@ -69,8 +67,6 @@ def test_a_column_is_read_and_written_like_a_tensor(
             elif what == "count":
                 repeated = torch.cat([slots[:5], slots])
                 assert torch.equal(rows.index_select(0, repeated, counts=True), expected_rows[repeated])
-            elif what == "flush":
-                tier.write_back()
             else:
                 column, expected = (rows, expected_rows) if what == "rows" else (state, expected_state)
                 values = torch.from_numpy(generator.random((len(slots), column.shape[1]))).to(column.dtype)
@@ -105,7 +101,7 @@ def test_places_lead_back_to_slots() -> None:
 def test_tables_that_begin_again_forget_their_frames() -> None:
     tier, rows, _ = made(4, in_host_memory)
     rows[0:3] = torch.full((3, DIM), 9.0)
-    tier.begin(in_host_memory(tier))
+    tier.begin(lambda: in_host_memory(tier))
     assert torch.equal(rows[0:3], initial(torch.arange(3))[0])
 
 
@@ -115,3 +111,36 @@ def test_only_rows_are_selected() -> None:
         rows.index_select(1, torch.tensor([0]))
     with pytest.raises(AssertionError, match="dimension 0"):
         rows.index_copy_(1, torch.tensor([0]), torch.zeros(1, DIM))
+
+
+@pytest.mark.parametrize("fails", ["read", "write"])
+def test_after_a_failure_between_the_memories_no_row_is_given(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    tier, rows, _ = made(4, in_host_memory)
+    rows[0:4] = torch.full((4, DIM), 9.0)
+
+    def broken(*_: object) -> None:
+        raise SlowMemoryError("the disk is gone")
+
+    with monkeypatch.context() as broke:
+        broke.setattr(tier.slow, fails, broken)
+        with pytest.raises(SlowMemoryError, match="the disk is gone"):
+            rows[4:8]
+    for use in (lambda: rows[4:8], lambda: rows[0:1], lambda: rows.index_copy_(0, torch.tensor([1]), rows[1:2])):
+        with pytest.raises(SlowMemoryError, match="the disk is gone"):
+            use()
+    tier.begin(lambda: in_host_memory(tier))
+    assert torch.equal(rows[0:8], initial(torch.arange(8))[0])
+
+
+def test_what_finds_a_frame_takes_no_more_than_is_reckoned() -> None:
+    frames = 10_000
+    tier = Tier(torch.zeros(frames, DIM), torch.zeros(frames, STATE), frames, 10 * frames)
+    tier.begin(lambda: HostRows(10 * frames, tier.packed_bytes, tier.packed_fresh(float32_rows)))
+    rows = TieredColumn(tier, tier.rows)
+    for first in range(0, 30_000, 5_000):
+        rows.index_select(0, torch.arange(first, first + 5_000), counts=True)
+    assert 0 < tier.table_nbytes - tier.slow.fast_nbytes <= FRAME_BYTES * frames
+
+
+def float32_rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(len(slots), DIM), torch.zeros(len(slots), STATE)
