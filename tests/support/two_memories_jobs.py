@@ -24,24 +24,26 @@ FRAMES_OF_A_FEW = 2_000
 
 
 def made(
-    layout: RankLayout, directory: str | None, fast_memory_bytes: int | None, seed: int = 3
+    layout: RankLayout, directory: str | None, fast_memory_bytes: int | None, seed: int = 3, dtype: str = "float32"
 ) -> EmbeddingCollection:
     return EmbeddingCollection(
-        tables("float32"), optimizer=Adam(0.05), layout=layout, average_gradients=False, seed=seed,
+        tables(dtype), optimizer=Adam(0.05), layout=layout, average_gradients=False, seed=seed,
         fast_memory_bytes=fast_memory_bytes, slow_memory_dir=directory,
     )  # fmt: skip
 
 
-def both(rank: int, layout: RankLayout, path: str) -> dict[str, Any]:
+def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]:
     """Train, save and load with rows in two memories and with all rows fast; return what differs."""
     with tempfile.TemporaryDirectory() as directory:
-        slow, fast = made(layout, directory, FRAMES_OF_A_FEW), made(layout, None, None)
+        slow, fast = (made(layout, *where, dtype=dtype) for where in ((directory, FRAMES_OF_A_FEW), (None, None)))
         frames = [(store.tier.frames, store.home_rows) for store in slow.engine.stores if store.tier is not None]
         for collection in (slow, fast):
             train_steps(collection, 0, 5)
         after = [as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast)]
         checkpoint.save_checkpoint(slow, path)
-        collections = [made(layout, None, None, seed=8), made(layout, directory + "/again", FRAMES_OF_A_FEW, seed=9)]
+        collections = [
+            made(layout, None, None, 8, dtype), made(layout, directory + "/again", FRAMES_OF_A_FEW, 9, dtype)
+        ]  # fmt: skip
         loaded = []
         for collection in collections:
             checkpoint.load_checkpoint(collection, path)
@@ -50,22 +52,19 @@ def both(rank: int, layout: RankLayout, path: str) -> dict[str, Any]:
         rows = torch.full((4, slow.tables[0].dim), 2.5)
         for each in (slow, fast):
             each.load_rows(slow.tables[0].name, 10, rows)
-        pretrained = [each.gather_table(slow.tables[0].name).numpy() for each in (slow, fast)]
+        pretrained = [each.gather_table(slow.tables[0].name).double().numpy() for each in (slow, fast)]
         slow.load_state_dict(local)
         again = as_numpy(checkpoint.whole_state_dict(slow))
         memory = slow.memory().home_bytes, fast.memory().home_bytes
         slow.reset_parameters()
-        initial = (
-            [slow.gather_table(t.name).numpy() for t in slow.tables],
-            [slow.initial_table(t.name).numpy() for t in slow.tables],
-        )
+        initial = [(slow.gather_table(t.name), slow.initial_table(t.name)) for t in slow.tables]
         for each in (slow, fast, *collections):
             each.close()
         left = [file.name for file in Path(directory).rglob("*") if file.is_file()]
     return {
         "frames": frames, "after": _differ(*after), "loaded": [_differ(after[0], each) for each in loaded],
         "pretrained": not np.array_equal(*pretrained), "again": _differ(after[0], again), "memory": memory,
-        "initial": not all(np.array_equal(a, b) for a, b in zip(*initial, strict=True)), "left": left,
+        "initial": not all(torch.equal(*each) for each in initial), "left": left,
     }  # fmt: skip
 
 

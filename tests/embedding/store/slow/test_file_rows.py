@@ -48,6 +48,7 @@ os._exit(0)
     subprocess.run([sys.executable, "-c", write, str(path)], check=True, env=child_environment(), timeout=60)
     assert path.stat().st_blocks * 512 > ROWS * WIDTH
     slow = rows_in(path)
+    assert path.stat().st_blocks * 512 < ROWS * WIDTH / 2
     assert not slow.read(SLOTS).any(), "made from the seed, not from the other run"
     with pytest.raises(SlowMemoryError, match="rows: is in use by another process - give each job a directory"):
         rows_in(path)

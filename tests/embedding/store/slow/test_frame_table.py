@@ -72,6 +72,20 @@ def test_rows_in_use_do_not_leave_and_a_refusal_changes_nothing() -> None:
     assert step(table, 2, slots(3, 4)) == [], "what was not changed is not written"
 
 
+def test_a_row_that_was_only_kept_is_still_the_next_to_leave() -> None:
+    table = FrameTable(4, 99, CPU, half_life_steps=0)
+    for at in range(1, 6):
+        step(table, at, slots(at))
+    assert table.find(slots(1, 2)).tolist() == [-1, 1]
+    arrivals = table.bring(slots(2, 6))  # an update: of these only the row that came in gets a score
+    table.use(arrivals.frames[arrivals.missing], 6)
+    table.release(arrivals.frames)
+    assert table.find(slots(3)).item() == -1
+    table.bring(slots(7))
+    assert table.find(slots(2)).item() == -1
+    assert table.find(slots(4)).item() >= 0
+
+
 def test_counts_leave_and_come_back_with_their_rows() -> None:
     table = FrameTable(1, 99, CPU, half_life_steps=10.0)
     for at in (1, 2, 3):
@@ -91,16 +105,20 @@ def test_counts_leave_and_come_back_with_their_rows() -> None:
 @given(
     st.integers(4, 40),
     st.sampled_from([0.0, 3.0, 50.0]),
-    st.lists(st.tuples(st.sets(st.integers(0, 120), min_size=1, max_size=12), st.booleans()), max_size=60),
+    st.lists(
+        st.tuples(st.sets(st.integers(0, 120), min_size=1, max_size=12), st.booleans(), st.sampled_from([True, False])),
+        max_size=60,
+    ),
 )
 def test_what_leaves_is_what_a_search_of_all_frames_finds(
-    frames: int, half_life: float, batches: list[tuple[set[int], bool]]
+    frames: int, half_life: float, batches: list[tuple[set[int], bool, bool]]
 ) -> None:
+    """Batches of look-ups, which are uses of their rows, and of updates, which are none."""
     table = FrameTable(frames, 120, CPU, half_life_steps=half_life)
     score: dict[int, float] = {}
     waiting: list[torch.Tensor] = []
     pinned: list[set[int]] = []
-    for at, (chosen, waits) in enumerate(batches, start=1):
+    for at, (chosen, waits, uses) in enumerate(batches, start=1):
         rows = slots(*sorted(chosen))
         held = set().union(*pinned) | chosen
         room = frames - len([slot for slot in score if slot in held])
@@ -119,10 +137,14 @@ def test_what_leaves_is_what_a_search_of_all_frames_finds(
         assert sorted(score[slot] for slot in left) == pytest.approx(could[: len(left)])
         for slot in left:
             del score[slot]
-        for slot in chosen:
-            old = score.get(slot, -math.inf)
+        come = arrivals.frames[arrivals.missing]
+        table.remember(come, torch.full((len(come),), -math.inf, dtype=torch.float64))
+        score |= dict.fromkeys(missing, -math.inf)
+        for slot in chosen if uses else ():
+            old = score[slot]
             score[slot] = float(at) if not half_life else math.log2(2 ** (old - at / half_life) + 1) + at / half_life
-        table.use(arrivals.frames, at)
+        if uses:
+            table.use(arrivals.frames, at)
         waiting.append(arrivals.frames)
         pinned.append(chosen)
         while waiting and not (waits and len(waiting) < 3):

@@ -90,6 +90,18 @@ def test_hits_misses_and_writes_are_counted() -> None:
     assert tier.table_nbytes > 0
 
 
+def test_a_rows_count_of_uses_leaves_and_comes_back_with_it() -> None:
+    tier, rows, _ = made(3, in_host_memory)
+    for _ in range(5):
+        rows.index_select(0, torch.tensor([1]), counts=True)
+    rows[1:2] = torch.full((1, DIM), 9.0)
+    for slots in ([4, 5, 6], [1, 7, 8], [7, 8], [9]):  # all leave; it comes back; the others are used; one leaves
+        rows.index_select(0, torch.tensor(slots), counts=True)
+    missed = tier.counts.missed
+    rows.index_select(0, torch.tensor([1]), counts=True)
+    assert tier.counts.missed == missed
+
+
 def test_places_lead_back_to_slots() -> None:
     tier, _, _ = made(4, in_host_memory)
     slots = torch.tensor([HOME + 3, 7, 140, HOME])
