@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from bench_cluster import Effort, run_setting
 from bench_cluster_data import Setting, batches_of, given_cluster, keys_of
-from bench_report import check, last_line
+from bench_report import check, ending
 from cluster import ClusterError, exit_on_sigterm, why_not
 
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -146,12 +146,7 @@ def main() -> int:
                 worst = max(errors, key=errors.__getitem__)
                 name = f"Zipf {setting.zipf}, {title}: largest error of a predicted step ({worst})"
                 checks.append(check(name, errors[worst], f"<= {TARGET}", errors[worst] <= TARGET))
-    for entry in checks:
-        if not entry["ok"]:
-            print(f"not met: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
-    if arguments.json:
-        print(last_line(answers, checks))
-    return 0 if all(entry["ok"] for entry in checks) else 1
+    return ending(answers, checks, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import numpy as np
 from bench_cluster_data import Setting, bounds
 from bench_cluster_plot import plot_steps
 from bench_cluster_runs import median_answer
-from bench_report import check, last_line
+from bench_report import check, ending
 from cluster import Cluster, ClusterError, LinkBytes, exit_on_sigterm, why_not
 from cluster_ranks import Ranks
 
@@ -311,12 +311,7 @@ def main() -> int:
     if arguments.plot is not None:
         plot_steps(answers, arguments.rate_mbit, arguments.plot)
     checks = [entry for answer in answers for entry in checks_of(answer, full_size=not arguments.quick)]
-    for entry in checks:
-        if not entry["ok"]:
-            print(f"not met: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
-    if arguments.json:
-        print(last_line(answers, checks))
-    return 0 if all(entry["ok"] for entry in checks) else 1
+    return ending(answers, checks, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from bench_report import check, last_line
+from bench_report import check, ending
 
 from flexd.embedding.store.slow.frame_table import FrameTable
 from flexd.stream.trace import Trace, load_trace
@@ -226,12 +226,7 @@ def main() -> int:
         run(path, arguments.batch, shares, 20_000 if arguments.quick else 200_000, library) for path in arguments.trace
     ]
     checks = checks_of(answers)
-    for entry in checks:
-        if not entry["ok"]:
-            print(f"not met: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
-    if arguments.json:
-        print(last_line(answers, checks))
-    return 0 if all(entry["ok"] for entry in checks) else 1
+    return ending(answers, checks, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench_report import check, last_line
+from bench_report import check, ending
 
 JOB = Path(__file__).parent / "bench_memory_job.py"
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -165,12 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(way, answers[way], answers.get("all fast", {}).get("step_seconds"))
     checks = [] if given.quick else checks_of(answers, given.dense > 0)
     failed = [way for way, answer in answers.items() if "error" in answer]
-    for entry in checks:
-        if not entry["ok"]:
-            print(f"not met: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
-    if given.json:
-        print(last_line(answers, checks))
-    return 1 if failed or not all(entry["ok"] for entry in checks) else 0
+    code = ending(answers, checks, as_json=given.json)
+    return 1 if failed else code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,3 +44,13 @@ def check(name: str, value: float, target: str, ok: bool) -> dict[str, Any]:
 def last_line(figures: Any, checks: Sequence[Mapping[str, Any]]) -> str:
     """``{"figures": {name: number}, "checks": [{"name", "value", "target", "ok"}]}``."""
     return json.dumps({"figures": flat(figures), "checks": [dict(entry) for entry in checks]}, default=float)
+
+
+def ending(figures: Any, checks: Sequence[Mapping[str, Any]], *, as_json: bool) -> int:
+    """Print the checks that are not met, and the last line if it is asked for; return the exit code."""
+    missed = [entry for entry in checks if not entry["ok"]]
+    for entry in missed:
+        print(f"not met: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
+    if as_json:
+        print(last_line(figures, checks))
+    return 1 if missed else 0

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 import yaml
 from bench_cluster_data import Setting, given_cluster
-from bench_report import check, last_line
+from bench_report import check, ending
 from cluster import Cluster, ClusterError, exit_on_sigterm, why_not
 from cluster_ranks import Ranks
 from scipy.stats import binom
@@ -338,12 +338,7 @@ def main() -> int:
     except ClusterError as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1
-    for entry in checks:
-        if not entry["ok"]:
-            print(f"not met: {entry['name']}: {entry['value']:.4g} (target {entry['target']})", file=sys.stderr)
-    if arguments.json:
-        print(last_line(answers, checks))
-    return 0 if all(entry["ok"] for entry in checks) else 1
+    return ending(answers, checks, as_json=arguments.json)
 
 
 def run(chosen: Sequence[Job], effort: Effort) -> Iterator[tuple[Job, dict[str, Any]]]:

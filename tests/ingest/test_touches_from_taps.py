@@ -10,37 +10,22 @@ import torch
 
 import flexd
 from flexd.core import tap_counts
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
 from flexd.ingest.message_counter import _ingest
-from flexd.planner.model.row_bytes import Exchange, TrafficLink
-from flexd.planner.model.workload import make_loads
-from flexd.planner.plan import make_plan, placement_cost
-from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, SYNC_PARTS, StepByteCounter
-from flexd.simulate.step_keys import StepPasses
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
-from flexd.topology.files import load_preset
+from tests.support.bursty_steps import (
+    ACCESSES,
+    LAYOUT,
+    TABLE,
+    batches,
+    planned,
+    predicted_between_nodes,
+    sent_between_nodes,
+)
 from tests.support.until import until
 
-LAYOUT = RankLayout(2, 2)
-TABLE = TableSpec("items", 2000, 128)
-KEYSPACE = KeySpace([TABLE])
-CLUSTER = load_preset("azure-a100-200g").bandwidth_only()
-STEPS, ACCESSES = 60, 300
-
-
-def batches() -> list[list[np.ndarray]]:
-    """Batches by step and rank. The ranks of a step look up what is fashionable in it, as in bursty traces."""
-    random = np.random.default_rng(4)
-    share = 1.0 / np.arange(1, TABLE.rows + 1)
-    made = []
-    for _ in range(STEPS):
-        weights = share * random.exponential(size=TABLE.rows) ** 6
-        made.append([random.choice(TABLE.rows, ACCESSES, p=weights / weights.sum()) for _ in range(LAYOUT.world_size)])
-    return made
+STEPS = 60
 
 
 def counted_by_a_tap(passes: list[np.ndarray], touch_steps: int) -> tap_counts.TapCounts:
@@ -68,31 +53,12 @@ def profile_of(steps: list[list[np.ndarray]], touch_steps: int) -> Profile:
     return sketches.profile(ACCESSES * LAYOUT.world_size, layout=LAYOUT)
 
 
-def between_nodes(steps: list[list[np.ndarray]], placement: Placement) -> float:
-    """Return bytes a rank and step, as ranks send them."""
-    counter = StepByteCounter(KEYSPACE, LAYOUT)
-    parts = [
-        part for ranks in steps for part in counter.step(StepPasses.of([ranks], LAYOUT), placement, Exchange.CHAIN)
-    ]
-    kinds = (*ALL_TO_ALL_PARTS, *SYNC_PARTS)
-    return sum(int(part.sent[:, INTER].sum()) for part in parts if part.part in kinds) / len(steps) / LAYOUT.world_size
-
-
-def predicted(profile: Profile, placement: Placement) -> float:
-    cost = placement_cost(make_loads(profile, KEYSPACE, LAYOUT), placement, KEYSPACE, LAYOUT, CLUSTER)
-    return cost.all_to_all_bytes(TrafficLink.INTER_NODE) + cost.sync_bytes(TrafficLink.INTER_NODE)
-
-
 def test_a_plan_from_taps_predicts_the_bytes_between_nodes():
-    steps = batches()
+    steps = batches(STEPS)
     profile = profile_of(steps, touch_steps=1)
-    plan = make_plan(
-        profile, KEYSPACE, LAYOUT, CLUSTER, [200], Placement.empty(), plan_id="p", parent_id="", topology_generation=1,
-        horizon_steps=1e9, now_unix_seconds=0.0, reason="test",
-    )  # fmt: skip
-    assert len(plan.target) > 0
-    sent = between_nodes(steps, plan.target)
-    assert predicted(profile, plan.target) == pytest.approx(sent, rel=0.01)
+    target = planned(profile)
+    sent = sent_between_nodes(steps, target)
+    assert predicted_between_nodes(profile, target) == pytest.approx(sent, rel=0.01)
     without = profile_of(steps, touch_steps=0)
     assert without.tables[0].touches is None
-    assert predicted(without, plan.target) > 1.2 * sent
+    assert predicted_between_nodes(without, target) > 1.2 * sent

@@ -17,14 +17,39 @@ def test_a_step_uses_each_distinct_row_once_and_knows_its_next_use() -> None:
     assert (len(steps), steps.distinct, steps.first_counted) == (4, 4, 1)
 
 
-@pytest.mark.parametrize(("frames", "half_life", "ahead", "least"), [(4, 20.0, 0, 0.0), (3, 20.0, 100, 0.2)])
-def test_misses_are_counted_from_the_first_quarter_on(frames: int, half_life: float, ahead: int, least: float) -> None:
-    steps = Steps.of(KEYS, 3)
-    misses, seconds = missed_by_frames(steps, frames, half_life, ahead)
-    assert misses == pytest.approx(least, abs=0.15)
+def missed_by_search(steps: Steps, frames: int, ahead: bool) -> float:
+    """Belady's choice, or the least recently used, by a search of all rows; the rows of a batch stay."""
+    held: dict[int, int] = {}
+    missed = 0
+    for step in range(len(steps)):
+        mine = range(steps.starts[step], steps.starts[step + 1])
+        batch = {int(steps.rows[at]): int(steps.next_step[at]) for at in mine}
+        for row in batch.keys() - held.keys():
+            missed += step >= steps.first_counted
+            if len(held) == frames:
+                free = held.keys() - batch.keys()
+                del held[max(free, key=lambda one: held[one] if ahead else -held[one])]
+            held[row] = batch[row] if ahead else step
+        held |= batch if ahead else dict.fromkeys(batch, step)
+    return missed / int(steps.starts[-1] - steps.starts[steps.first_counted])
+
+
+@pytest.mark.parametrize("frames", [8, 20])
+def test_misses_are_those_of_a_search(frames: int) -> None:
+    weights = 1.0 / np.arange(1, 61)
+    keys = np.random.default_rng(1).choice(60, 900, p=weights / weights.sum())
+    steps, single = Steps.of(keys, 5), Steps.of(keys, 1)  # in single rows no two have the same last use
+    lru, seconds = missed_by_frames(single, frames, 0.0, 0)
+    assert lru == pytest.approx(missed_by_search(single, frames, ahead=False))
+    belady, _ = missed_by_frames(steps, frames, 20.0, len(steps) + 1)
+    assert belady == pytest.approx(missed_by_search(steps, frames, ahead=True))
+    assert belady <= missed_by_frames(steps, frames, 20.0, 2)[0] <= missed_by_frames(steps, frames, 20.0, 0)[0]
     assert seconds > 0
-    assert missed_by_frames(steps, frames, 0.0, 0)[0] >= misses
-    assert 0 <= missed_by_static(steps, 3) < 0.5
+
+
+def test_static_misses_what_was_not_frequent_in_the_first_quarter() -> None:
+    steps = Steps.of(np.array([1, 1, 2, 1, 2, 3, 1, 4, 2, 3, 3, 4]), 3)
+    assert missed_by_static(steps, 2) == 4 / 8
 
 
 def test_checks() -> None:
