@@ -1,0 +1,91 @@
+"""Tables as wholes: read, loaded and saved, beside the look-ups of a collection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.checkpoint.local_state import load_local, save_local
+from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
+from flexd.embedding.deferred_tables import DeferredTables
+from flexd.embedding.engine import RowEngine
+from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+
+class TableAccess(DeferredTables):
+    """What a collection does with whole tables. Its attributes are those of ``EmbeddingCollection``."""
+
+    keyspace: KeySpace
+    layout: RankLayout
+    rank: int
+    engine: RowEngine
+    traffic: Traffic
+    _groups: ChainGroups
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a table's rows."""
+        return TORCH_DTYPES[self.tables[self.keyspace.index[name]].dtype]
+
+    @torch.no_grad()
+    def load_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:
+        """Set rows of a table, starting at ``first_row``, to ``values`` [n, dim], for instance pretrained vectors.
+
+        Call it on every rank with the same values; each rank keeps those of its home rows. It communicates only to
+        finish a running ``flexd.prefetch`` exchange; replicas are copied again before the next pass. The optimizer's
+        state does not change.
+
+        Raises:
+            EmbeddingError: the table is unknown, or the values do not fit it.
+        """
+        if name not in self.keyspace.index:
+            raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
+        table = self.keyspace.index[name]
+        spec = self.keyspace.tables[table]
+        fits = values.dim() == 2 and values.shape[1] == spec.dim and 0 <= first_row <= spec.rows - values.shape[0]
+        if not fits:
+            raise EmbeddingError(
+                f"table {name!r}: values of shape {tuple(values.shape)} from row {first_row} on, in {spec.rows} rows "
+                f"of {spec.dim}",
+                remedy="[n, dim] values with first_row + n <= rows",
+            )
+        store, homes = self._homes(table)
+        mine = homes.homed(self.rank, range(first_row, first_row + values.shape[0]))
+        self.engine.before_rows_load()
+        given = values[mine.start - first_row :: self.layout.world_size]
+        store.rows[homes.slots(mine)] = given.to(store.rows.device, store.rows.dtype)
+
+    def gather_table(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
+        """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports.
+
+        Args:
+            device: of the result; default that of the tables. With "cpu" an accelerator holds one window at a time.
+        """
+        store, homes = self._homes(self.keyspace.index[name])
+        self.engine.settle()
+        with self.traffic.uncounted():
+            return gather_rows(self._groups.world, homes, store.rows, device)
+
+    def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
+        store = next(store for store in self.engine.stores if table in store.group.tables)
+        first_key, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
+        return store, TableHomes(rows, first_key, store.first_home_key, self.layout.world_size, self.rank)
+
+    def replicas_bit_equal(self) -> bool:
+        """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
+        self.engine.hooks.wait()
+        with self.traffic.uncounted():
+            return replicas_bit_equal(self._groups, self.engine.stores)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_local(self.engine, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        load_local(self.engine, state_dict, prefix, *args[2:5])
