@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="300,000 rows of 64, 2,560 ids, 400 MiB, a second each")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
+    if not given.directory.is_dir():
+        parser.error(f"--directory {given.directory}: no such directory")
     if (reason := why_not()) is not None:
         print(f"skipped: {reason}")
         return 0
