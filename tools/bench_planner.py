@@ -121,12 +121,14 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
         "flexshard_mean_speedup": plain.exposed_seconds / published.exposed_seconds,
         "flexd_speedup": plain.peak_exposed_seconds / plan.after.peak_exposed_seconds,
         "flexd_mean_speedup": plain.exposed_seconds / plan.after.exposed_seconds,
-        "flexshard_memory_over_cap": float(outcomes["flexshard"].memory_bytes.max())
-        / outcomes["flexshard"].figures["memory_cap_bytes"],
+        "flexshard_memory_over_cap": max(
+            float(outcomes[name].memory_bytes.max()) / outcomes[name].figures["memory_cap_bytes"]
+            for name in ("flexshard", "flexshard_slots")
+        ),
         "flexd_memory_over_cap": float((plan.memory.home + plan.memory.replicas).max())
-        / outcomes["flexshard"].figures["memory_cap_bytes"],
+        / outcomes["flexshard_slots"].figures["memory_cap_bytes"],
         "flexd_memory_over_flexshard": float(plan.memory.total.max())
-        / float(outcomes["flexshard"].peak_memory_bytes.max()),
+        / min(float(outcomes[name].peak_memory_bytes.max()) for name in ("flexshard", "flexshard_slots")),
     }
 
 

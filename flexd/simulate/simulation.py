@@ -178,7 +178,9 @@ class _StrategyRunner:
         """Makes a plan against the placement as it is; its chunks follow, one step after another."""
         shared, settings = self._shared, self._shared.settings
         if self.strategy.plans_as_flexshard:
-            target = flexshard_placement(profile, shared.keyspace, shared.layout, shared.cluster, self._slots)
+            target = flexshard_placement(
+                profile, shared.keyspace, shared.layout, shared.cluster, self._slots, shared.shape
+            )
             delta = self._placement.delta_to(target)
         else:
             free = self.strategy.knowledge is Knowledge.NEXT_WINDOW

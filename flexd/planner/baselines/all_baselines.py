@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flexd.planner.baselines.exchanges import ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
-from flexd.planner.baselines.flexshard import FLEXSHARD
+from flexd.planner.baselines.flexshard import FLEXSHARD, FLEXSHARD_SLOTS
 from flexd.planner.baselines.protocol import Baseline
 from flexd.planner.baselines.recshard import RECSHARD
 from flexd.planner.baselines.table_row_wise import TABLE_ROW_WISE
@@ -26,6 +26,7 @@ ALL_BASELINES: tuple[Baseline, ...] = (
     COLUMN_WISE,
     TABLE_ROW_WISE,
     FLEXSHARD,
+    FLEXSHARD_SLOTS,
     RECSHARD,
 )
 """In the order they are shown."""

@@ -46,7 +46,8 @@ def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
     cost = outcome.cost
     assert cost is not None
     assert (cost.bytes >= 0).all()
-    assert (cost.peak_bytes[..., 1:] >= cost.bytes[..., 1:] * (1 - 1e-9) - 1e-9).all()
+    busiest, mean = (sent[..., 1:].sum(axis=0) for sent in (cost.peak_bytes, cost.bytes))
+    assert (busiest >= mean * (1 - 1e-9) - 1e-9).all()
     assert 0 < cost.exposed_seconds <= outcome.predicted_seconds * (1 + 1e-12)
     assert outcome.balance >= 1 - 1e-12
     if layout.nodes == 1:
@@ -88,7 +89,7 @@ def test_halves_on_the_wire(peer: Baseline) -> None:
     half = peer.evaluate(case(shape=TrainingShape(comm_dtype="float16"))).cost
     assert full is not None
     assert half is not None
-    if peer.name != "flexshard":  # other tiers may pay then
+    if not peer.name.startswith("flexshard"):  # other tiers may pay then
         assert half.bytes[:, Phase.FORWARD_ROWS].sum() == pytest.approx(full.bytes[:, Phase.FORWARD_ROWS].sum() / 2)
     assert half.exposed_seconds < full.exposed_seconds
 
@@ -112,12 +113,14 @@ def test_table_wise_loads_single_ranks_and_pooling_saves_rows() -> None:
             assert rows.bytes[:, Phase.FORWARD_IDS].sum() == pytest.approx(before.bytes[:, Phase.FORWARD_IDS].sum())
 
 
-def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_the_cap() -> None:
+def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_its_caps() -> None:
     outcomes = {peer.name: peer.evaluate(case(RankLayout(3, 2))) for peer in ALL_BASELINES}
-    flexshard = outcomes["flexshard"]
-    assert flexshard.predicted_seconds < outcomes["row_wise"].predicted_seconds
-    assert flexshard.memory_bytes.max() <= flexshard.figures["memory_cap_bytes"] * (1 + 1e-9)
-    assert flexshard.figures["device_rows"] + flexshard.figures["node_rows"] > 0
+    whole, slots = outcomes["flexshard"], outcomes["flexshard_slots"]
+    assert whole.predicted_seconds < slots.predicted_seconds < outcomes["row_wise"].predicted_seconds
+    assert whole.figures["memory_cap_bytes"] == case().memory_bytes
+    for each in (whole, slots):
+        assert each.memory_bytes.max() <= each.figures["memory_cap_bytes"] * (1 + 1e-9)
+        assert each.figures["device_rows"] + each.figures["node_rows"] > 0
 
 
 def test_recshard_keeps_hot_rows_in_fast_memory() -> None:
