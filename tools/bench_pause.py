@@ -8,6 +8,9 @@ the control channel is left out. Stretches with and without migration take turns
 not looked up: so steps differ by the migration alone. Two figures of a step: wall time (the slowest rank's), and
 processor seconds of all ranks together, which other work on the machine disturbs less.
 
+A second table accounts for the time of a chunk at the default cap: what a step that applies chunks spends in each part,
+on the slowest rank (wall time) and on all ranks together (processor time of the threads that do it).
+
 Memory is the growth of each rank's peak resident size over the stretches with migrations, against what the collection
 states (``EmbeddingCollection.memory``). The last line of ``--json`` output is
 ``{"figures": {...}, "checks": [{"name", "value", "target", "ok"}]}``.
@@ -21,6 +24,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
@@ -34,6 +38,10 @@ from bench_report import check, last_line
 from flexd.core.placement import Delta
 from flexd.demo.ports import free_ports
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.migration.migrator import Migrator
+from flexd.embedding.replicas.touched_rows import SyncLists
+from flexd.embedding.store.directory import Directory
 
 NODES, LOCAL_RANKS = 2, 2
 RANKS = NODES * LOCAL_RANKS
@@ -44,6 +52,18 @@ CHUNK_ROWS, WINDOW_CHUNKS = 4096, 8
 DEFAULT_CAP = int(signature(EmbeddingCollection).parameters["max_migration_bytes_per_step"].default)
 ALLOCATOR_SLACK_BYTES = 32 * 2**20
 """Of a process: arenas, gloo's buffers, and the batch, none of which the collection states."""
+
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "apply": (Migrator, "apply"),
+    "directory change": (Directory, "change"),
+    "of which pools grow": (Directory, "_make_room"),
+    "copy of rows, both hops": (Migrator, "_copy"),
+    "of which collectives": (Peers, "all_gather"),
+    "lists of synchronised rows": (SyncLists, "of"),
+    "preparing (agent's thread)": (Migrator, "prepare"),
+}
+"""Parts of the cost of a chunk and the methods that they are spent in."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +96,34 @@ def _offer(collection: EmbeddingCollection, first_version: int, chunks: list[Del
     return thread
 
 
+class Account:
+    """Seconds that this process spends in some methods while they are replaced by measured ones."""
+
+    def __init__(self) -> None:
+        self.wall = dict.fromkeys(PARTS, 0.0)
+        self.processor = dict.fromkeys(PARTS, 0.0)
+
+    def measure(self) -> None:
+        """Measure the methods of ``PARTS`` from now on."""
+        for part, (owner, name) in PARTS.items():
+            setattr(owner, name, self._measured(part, getattr(owner, name)))
+
+    def _measured(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            wall, processor = time.perf_counter(), time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.wall[part] += time.perf_counter() - wall
+                self.processor[part] += time.thread_time() - processor
+
+        return run
+
+    def taken(self) -> dict[str, tuple[float, float]]:
+        """Return wall and processor seconds of each part so far."""
+        return {part: (self.wall[part], self.processor[part]) for part in PARTS}
+
+
 def _peak_bytes(reset: bool = False) -> int:
     """Peak resident bytes of this process since the last reset."""
     if reset:
@@ -84,7 +132,7 @@ def _peak_bytes(reset: bool = False) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
 
 
-def _case(rank: int, case: Case) -> dict[str, Any]:
+def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
     """Measure one rank: per stretch (kind, [wall seconds of each step], CPU seconds a step, apply seconds)."""
     import torch
 
@@ -108,7 +156,8 @@ def _case(rank: int, case: Case) -> dict[str, Any]:
     def train(kind: str, until_version: int, steps: int) -> None:
         nonlocal step
         walls: list[float] = []
-        cpu, applied = time.process_time(), collection.engine.apply_seconds
+        cpu, applied, parts = time.process_time(), collection.engine.apply_seconds, account.taken()
+        applies = collection.engine.stores[0].directory.version
         begun = time.perf_counter()
         while len(walls) < steps or collection.placement_version < until_version:
             started = time.perf_counter()
@@ -123,6 +172,11 @@ def _case(rank: int, case: Case) -> dict[str, Any]:
                 "kind": kind, "walls": walls, "seconds": time.perf_counter() - begun,
                 "cpu": (time.process_time() - cpu) / len(walls),
                 "apply": (collection.engine.apply_seconds - applied) / len(walls),
+                "parts": {
+                    part: (now[0] - before[0], now[1] - before[1])
+                    for (part, now), before in zip(account.taken().items(), parts.values(), strict=True)
+                },
+                "chunks": collection.engine.stores[0].directory.version - applies,
             }
         )  # fmt: skip
 
@@ -154,8 +208,10 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    account = Account()
+    account.measure()
     while (case := pipe.recv()) is not None:
-        pipe.send(_case(rank, case))
+        pipe.send(_case(rank, case, account))
     dist.destroy_process_group()
 
 
@@ -205,6 +261,7 @@ def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     cpu: dict[str, list[float]] = {kind: [] for kind in walls}
     p99: dict[str, list[float]] = {kind: [] for kind in walls}
     apply, seconds, steps = [], [], []
+    parts: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
     for stretch in zip(*(rank["stretches"] for rank in of_ranks), strict=True):
         kind = stretch[0]["kind"]
         slowest = np.max([part["walls"] for part in stretch], axis=0) * 1e3
@@ -212,6 +269,9 @@ def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         p99[kind].append(float(np.percentile(slowest, 99)))
         cpu[kind].append(sum(part["cpu"] for part in stretch) * 1e3)
         if kind == "promote":
+            for part in PARTS:
+                spent = np.array([of_rank["parts"][part] for of_rank in stretch]) * 1e3 / stretch[0]["chunks"]
+                parts[part].append((float(spent[:, 0].max()), float(spent[:, 1].sum())))
             apply.append(max(part["apply"] for part in stretch) * 1e3)
             seconds.append(stretch[0]["seconds"])
             steps.append(len(stretch[0]["walls"]))
@@ -225,6 +285,10 @@ def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "step_p99_of_stretches_ms": {kind: statistics.median(values) for kind, values in p99.items()},
         "step_cpu_ms": {kind: statistics.median(values) for kind, values in cpu.items()},
         "apply_ms": statistics.median(apply),
+        "chunk_ms": {
+            part: dict(zip(("wall", "processor"), map(statistics.median, zip(*each, strict=True)), strict=True))
+            for part, each in parts.items()
+        },
         "p99_ratio": ratio(p99),
         "median_ratio": ratio({kind: [statistics.median(values)] for kind, values in walls.items()}),
         "cpu_ratio": ratio(cpu),
@@ -261,6 +325,9 @@ def main() -> None:
         )  # fmt: skip
         print(" ".join(f"{cell:9.2f}" for cell in cells))
     default = next(line for line in table if line["cap_mib"] == DEFAULT_CAP / 2**20)
+    print("a chunk at the default cap, ms: slowest rank's wall time, processor time of all ranks")
+    for part, spent in default["chunk_ms"].items():
+        print(f"  {part:<28} {spent['wall']:8.2f} {spent['processor']:8.2f}")
     grown = max(line["peak_growth_mib"] - line["stated_growth_mib"] for line in table)
     checks = [
         check(
