@@ -7,6 +7,7 @@ from bench_accuracy import (
     LEAST_SAVING,
     Pricing,
     Setting,
+    _next_window_checks,
     _plan_checks,
     count,
     dense_bytes,
@@ -39,3 +40,32 @@ def test_a_plan_of_nothing_passes_no_check() -> None:
 
 def test_a_plan_near_the_best_passes_both() -> None:
     assert checks(home=1.1, best=1.0, cost=1.005) == [True, True]
+
+
+def test_a_sketch_may_add_what_exact_counters_miss_in_the_next_window_and_a_plan_of_nothing_may_not() -> None:
+    setting = CHECKED_SETTINGS[0]
+    exact = f"c_{setting.prefix}next_window_exact_miss"
+    added = f"c_memory_1_{CHECKED_DIVISOR}_{setting.prefix}next_window_added"
+
+    def passes(miss: float, adds: float, saving: float) -> bool:
+        (check,) = _next_window_checks({exact: miss, added: adds}, "c", setting, saving)
+        return bool(check["ok"])
+
+    assert passes(0.02, 0.01, saving=0.1)
+    assert not passes(0.02, 0.03, saving=0.1)
+    assert not passes(0.02, 0.01, saving=0.015)
+    assert not _next_window_checks({}, "c", setting, 0.1)
+
+
+def test_the_next_window_is_another_draw_of_the_same_distribution() -> None:
+    case = zipf_case(1.2, 2_000, 100_000)
+    (mine,), (following,) = case.counts(), case.next_window().counts()
+    assert (mine != following).any()
+    hottest = mine.argmax()
+    assert abs(mine[hottest] - following[hottest]) < 0.05 * mine[hottest]
+    counted = [count(each, 16 * dense_bytes(case) + 2**26) for each in (case, case.next_window())]
+    pricing = Pricing(case, counted[0], CHECKED_SETTINGS[0], counted[1])
+    judged = [pricing.judge(each.profile(pricing.per_step)) for each in counted]
+    name = f"{CHECKED_SETTINGS[0].prefix}next_window_added"
+    assert judged[0][name] == 0
+    assert judged[1][name] == (pricing.next_best - pricing.next_exact) / pricing.next_best < 0
