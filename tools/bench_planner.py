@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from bench_report import check, last_line
+from planner_pooled import pooled_checks, pooled_tables, show_pooled
 from planner_problems import ListedTable, made_up_tables, problem_of, read_tables
 
 from flexd.config.planner import PlannerConfig
@@ -31,7 +32,7 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.drift import MAX_DUTY_CYCLE
 from flexd.planner.baselines import BaselineResult, PlanningProblem
-from flexd.planner.baselines.all_baselines import ALL_BASELINES
+from flexd.planner.baselines.all_baselines import ROW_BASELINES
 from flexd.planner.drift import placement_communication
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Phase, TrafficLink
@@ -91,7 +92,7 @@ def row_of(
 
 
 def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
-    """Every peer and flexd on the sequence tables at one skew."""
+    """Every peer that divides tables by row, and flexd, on the sequence tables at one skew."""
     sequence = [table for table in tables if table.bags == 0]
     profile, keyspace, shape = problem_of(sequence, LAYOUT.world_size, skew, [SEQUENCE_ROWS_LISTED] * len(sequence))
     plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
@@ -99,7 +100,7 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
         profile, keyspace, LAYOUT, load_preset(preset), RANK_MEMORY_BYTES,
         tuple(int(REPLICA_SHARE * group.rows) for group in keyspace.groups), shape,
     )  # fmt: skip
-    outcomes: dict[str, BaselineResult] = {peer.name: peer.evaluate(case) for peer in ALL_BASELINES}
+    outcomes: dict[str, BaselineResult] = {peer.name: peer.evaluate(case) for peer in ROW_BASELINES}
     rows = [
         row_of(name, o.cost, o.memory_bytes, o.peak_memory_bytes, o.not_applicable, **o.figures)
         for name, o in outcomes.items()
@@ -287,6 +288,7 @@ def checks(figures: Figures) -> list[Figures]:
             "10^9 rows: seconds per table, most tables over fewest", per_table[-1] / per_table[0], "< 1.5",
             many_copy and per_table[-1] < 1.5 * per_table[0],
         ),
+        *pooled_checks(figures["pooled_tables"]),
     ]  # fmt: skip
 
 
@@ -322,6 +324,7 @@ def show(figures: Figures) -> None:
             f"{skew['flexshard_speedup']:.1f}x on the busiest rank; "
             f"flexd {skew['flexd_mean_speedup']:.1f}x and {skew['flexd_speedup']:.1f}x"
         )
+    show_pooled(figures["pooled_tables"])
     print(f"\nwhole list: {figures['whole_list']}")
     for entry in figures["many_tables"]:
         print(f"10^9 rows, 128 ranks: {entry}")
@@ -346,6 +349,7 @@ def main() -> int:
     figures: Figures = {
         "preset": arguments.preset,
         "strategies": [strategies(tables, arguments.preset, skew) for skew in skews],
+        "pooled_tables": [row for skew in skews for row in pooled_tables(tables, arguments.preset, skew)],
         "whole_list": whole_list(tables, arguments.preset),
         "many_tables": many_tables(arguments.preset, (107, 856) if arguments.quick else (107, 214, 428, 856)),
         "torchrec": torchrec(856, 128, arguments.torchrec_budget_seconds),

@@ -31,14 +31,24 @@ def planner_figures() -> dict[str, Any]:
             {"tables": 10, "plan_seconds": 0.1, "gap": 1e-9, "rows_above_home": 9},
             {"tables": 20, "plan_seconds": 0.2, "gap": 1e-9, "rows_above_home": 9},
         ],
+        "pooled_tables": [
+            {
+                "problem": "a quarter",
+                "strategies": [
+                    {"strategy": "table_wise", "milliseconds": 2.0, "reading_seconds": 1e-3},
+                    {"strategy": "flexd_two_memories", "milliseconds": 2.1, "reading_seconds": 1e-4},
+                ],
+            }
+        ],
         "peak_gibibytes": 1.0,
     }
 
 
-ABOUT_FLEXSHARD = {
+WITHOUT_PLANS = {
     "FlexShard: all-to-all saved, worst skew",
     "FlexShard: times faster than row-wise (mean over ranks), worst skew",
     "FlexShard: memory over the cap",
+    "pooled tables, a quarter: flexd over the best of whole tables, worst skew",
 }
 
 
@@ -50,7 +60,7 @@ def test_no_check_of_the_planner_passes_with_empty_plans() -> None:
     for entry in (figures["whole_list"], *figures["many_tables"]):
         entry["rows_above_home"] = 0
     every = bench_planner.checks(figures)
-    assert {entry["name"] for entry in every} - set(failed(every)) == ABOUT_FLEXSHARD
+    assert {entry["name"] for entry in every} - set(failed(every)) == WITHOUT_PLANS
 
 
 def test_one_skew_with_an_empty_plan_is_enough_to_fail() -> None:
@@ -60,6 +70,14 @@ def test_one_skew_with_an_empty_plan_is_enough_to_fail() -> None:
     assert "rows with copies, fewest" in names
     assert "flexd over the best peer, time, worst skew" in names
     assert "gap to the lower bound as a share of the saving, worst" in names
+
+
+def test_pooled_tables_are_compared_with_the_best_of_whole_tables_by_exchange_and_reading() -> None:
+    figures = planner_figures()
+    figures["pooled_tables"][0]["strategies"][0]["reading_seconds"] = 1e-4
+    assert failed(bench_planner.checks(figures)) == [
+        "pooled tables, a quarter: flexd over the best of whole tables, worst skew"
+    ]
 
 
 def test_a_plan_as_slow_as_the_best_peer_is_not_ahead() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.planner.baselines.problem import BaselineResult, PlanningProblem
+from flexd.planner.baselines.recshard_greedy import place_and_split
+from flexd.planner.baselines.two_memories import TwoMemories
 from flexd.planner.baselines.whole_tables import make_shards, shard_cost
 from flexd.planner.model.workload import ACCESSES
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
 Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
 
 _MAX_VARIABLES = 300_000
 
@@ -30,42 +33,33 @@ class RecShard:
     The paper does not price the network; here the rows then travel as with any table-wise placement.
 
     Attributes:
-        steps: points of the inverse CDF, both ends included.
-        fast_bytes_per_second: A100 40 GB data sheet, 1,555 GB/s.
-        slow_bytes_per_second: PCIe 4.0 x16, one direction, 32 GB/s by its specification.
-        host_bytes: host memory of each rank for rows.
-        time_limit_seconds: of the solver; its best solution by then is used, with its gap.
+        steps: points of the inverse CDF, both ends included (the paper: 100).
+        solver_stride: the solver gets every so many of them.
+        time_limit_seconds: of the solver; its best solution by then is used, or a better one of ``place_and_split``.
+            The gap is to the solver's bound, which is of its own, coarser splits.
     """
 
-    steps: int = 11
-    fast_bytes_per_second: float = 1.555e12
-    slow_bytes_per_second: float = 32e9
-    host_bytes: float = 128e9
+    steps: int = 101
+    solver_stride: int = 10
+    memories: TwoMemories = field(default_factory=TwoMemories)
     time_limit_seconds: float = 10.0
     name: str = "recshard"
-    source: str = "arXiv 2201.10095, MILP: row split by inverse CDF over fast and slow memory (HiGHS)"
+    source: str = "arXiv 2201.10095, MILP: row split by inverse CDF over fast and slow memory (HiGHS, or a greedy)"
 
     def evaluate(self, case: PlanningProblem) -> BaselineResult:
         shards, world = make_shards(case), case.layout.world_size
         tables = len(shards.table)
-        if tables * world * self.steps > _MAX_VARIABLES:
-            reason = f"{tables} tables x {world} ranks x {self.steps} splits: more than {_MAX_VARIABLES:,} variables"
-            return BaselineResult(self.name, self.source, reason)
         shares, fast_rows = self._splits(case)
         row = shards.bytes / shards.rows
-        seconds = (
-            shards.accesses[:, None]
-            * world
-            * shards.row_bytes[:, None]
-            * (shares / self.fast_bytes_per_second + (1 - shares) / self.slow_bytes_per_second)
-        )
+        seconds = self.memories.reading_seconds(shards.read_bytes(world)[:, None], shares)
         fast = fast_rows * row[:, None]
         slow = (shards.rows[:, None] - fast_rows) * row[:, None]
-        solved = self._solve(seconds, fast, slow, world, case.memory_bytes)
+        solved = self._best(seconds, fast, slow, world, case.memory_bytes)
         if solved is None:
             reason = (
-                f"no placement within {case.memory_bytes / 1e9:.1f} GB of fast and {self.host_bytes / 1e9:.1f} GB of "
-                f"host memory a rank was found in {self.time_limit_seconds:g} s"
+                f"no placement within {case.memory_bytes / 1e9:.1f} GB of fast and "
+                f"{self.memories.host_bytes / 1e9:.1f} GB of host memory a rank was found in "
+                f"{self.time_limit_seconds:g} s"
             )
             return BaselineResult(self.name, self.source, reason)
         rank, split, gap = solved
@@ -100,16 +94,36 @@ class RecShard:
             rows[i, -1] = case.keyspace.tables[i].rows
         return np.broadcast_to(wanted, rows.shape), rows
 
+    def _best(
+        self, seconds: Float64Array, fast: Float64Array, slow: Float64Array, world: int, fast_bytes: float
+    ) -> tuple[Int64Array, Int64Array, float] | None:
+        """(rank of each table, its split, relative gap): the better of the solver's and of ``place_and_split``."""
+        few = slice(None, None, self.solver_stride)
+        solved, bound = self._solve(seconds[:, few], fast[:, few], slow[:, few], world, fast_bytes)
+        if solved is not None:
+            solved = solved[0], solved[1] * self.solver_stride
+        found = place_and_split(seconds, fast, slow, world, fast_bytes, self.memories.host_bytes)
+        each = np.arange(len(seconds))
+        best: tuple[float, Int64Array, Int64Array] | None = None
+        for rank, split in (placed for placed in (solved, found) if placed is not None):
+            slowest = float(np.bincount(rank, weights=seconds[each, split], minlength=world).max())
+            if best is None or slowest < best[0]:
+                best = (slowest, rank, split)
+        return best and (best[1], best[2], max(0.0, 1 - bound / best[0]) if best[0] > 0 else 0.0)
+
     def _solve(
         self, seconds: Float64Array, fast: Float64Array, slow: Float64Array, world: int, fast_bytes: float
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], float] | None:
-        """(rank of each table, its split, relative gap). Variables: x[table, rank, split] binary, and the makespan."""
+    ) -> tuple[tuple[Int64Array, Int64Array] | None, float]:
+        """((rank of each table, its split), lower bound of the slowest rank's seconds). Variables: x[table, rank,
+        split] binary, and the makespan."""
         # Imported on first use: the daemon imports this module and never solves it.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
         tables, steps = seconds.shape
         variables = tables * world * steps
+        if variables > _MAX_VARIABLES:
+            return None, 0.0
         scale = 1.0 / max(float(seconds.sum()), 1e-300)
         table, rank, _ = (index.ravel() for index in np.indices((tables, world, steps)))
         column = np.arange(variables)
@@ -127,16 +141,17 @@ class RecShard:
                 LinearConstraint(once, 1.0, 1.0),
                 LinearConstraint(busy.tocsr(), ub=0.0),
                 LinearConstraint(of_ranks(fast / fast_bytes), ub=1.0),
-                LinearConstraint(of_ranks(slow / self.host_bytes), ub=1.0),
+                LinearConstraint(of_ranks(slow / self.memories.host_bytes), ub=1.0),
             ],
             integrality=np.concatenate([np.ones(variables), [0.0]]),
             bounds=Bounds(0.0, np.concatenate([np.ones(variables), [np.inf]])),
             options={"time_limit": self.time_limit_seconds, "mip_rel_gap": 1e-3},
         )
+        bound = float(result.mip_dual_bound or 0.0) / scale
         if result.x is None:
-            return None
+            return None, bound
         chosen = result.x[:variables].reshape(tables, world * steps).argmax(axis=1)
-        return (chosen // steps).astype(np.int64), (chosen % steps).astype(np.int64), float(result.mip_gap or 0.0)
+        return ((chosen // steps).astype(np.int64), (chosen % steps).astype(np.int64)), bound
 
 
 RECSHARD = RecShard()

@@ -8,7 +8,7 @@ so far that has the memory. Rows travel without dedup; a sum-pooled table is poo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from flexd.core.layout import Tier
 from flexd.planner.baselines.problem import BaselineResult, PlanningProblem
+from flexd.planner.baselines.two_memories import TwoMemories
 from flexd.planner.model.balance import RankBytes, rank_bytes
 from flexd.planner.model.cost import CostBreakdown, cost_of_ranks
 from flexd.planner.model.row_bytes import Exchange, direct_byte_factors
@@ -48,6 +49,11 @@ class TableShards:
     accesses: Float64Array
     dim: Float64Array
     rows: Float64Array
+
+    def read_bytes(self, world: int) -> Float64Array:
+        """Return float64[p], bytes read in one step for the look-ups of all ranks."""
+        read: Float64Array = self.accesses * world * self.row_bytes
+        return read
 
 
 def make_shards(case: PlanningProblem, columns: int | None = None) -> TableShards:
@@ -119,25 +125,47 @@ def returned_rows(case: PlanningProblem, table: int, accesses: float, homes: int
 
 @dataclass(frozen=True)
 class TableWise:
-    """Whole tables (or column shards), greedy by ``cost``."""
+    """Whole tables (or column shards), greedy by ``cost``.
+
+    Attributes:
+        memories: tables that find no room in their rank's fast memory, cheapest last, are in its host memory, as
+            RecShard's paper has it of these (arXiv 2201.10095, "Baselines"). None: there is no host memory.
+    """
 
     name: str
     source: str
     cost: Callable[[TableShards], Float64Array]
     columns: int | None = None
+    memories: TwoMemories | None = None
 
     def evaluate(self, case: PlanningProblem) -> BaselineResult:
         shards = make_shards(case, self.columns)
         world = case.layout.world_size
-        rank = place_greedily(self.cost(shards), shards.bytes, world, case.memory_bytes)
+        memory_bytes = case.memory_bytes + (self.memories.host_bytes if self.memories else 0.0)
+        rank = place_greedily(self.cost(shards), shards.bytes, world, memory_bytes)
         if rank is None:
             reason = (
                 f"a shard of {float(shards.bytes.max()) / 1e9:.1f} GB finds no rank with room for it "
-                f"({case.memory_bytes / 1e9:.1f} GB each)"
+                f"({memory_bytes / 1e9:.1f} GB each)"
             )
             return BaselineResult(self.name, self.source, reason)
-        memory = np.bincount(rank, weights=shards.bytes, minlength=world).astype(np.float64)
-        return BaselineResult(self.name, self.source, "", shard_cost(case, shards, rank), memory)
+        cost = shard_cost(case, shards, rank)
+        if self.memories is None:
+            memory = np.bincount(rank, weights=shards.bytes, minlength=world).astype(np.float64)
+            return BaselineResult(self.name, self.source, "", cost, memory)
+        memory, fast = np.zeros(world), np.zeros(len(rank))
+        for shard in np.argsort(-self.cost(shards), kind="stable"):
+            if memory[rank[shard]] + shards.bytes[shard] <= case.memory_bytes:
+                memory[rank[shard]] += shards.bytes[shard]
+                fast[shard] = 1.0
+        read = shards.read_bytes(world)
+        seconds = np.bincount(rank, weights=self.memories.reading_seconds(read, fast), minlength=world)
+        figures = {
+            "reading_seconds": float(seconds.max()),
+            "host_bytes": float(np.bincount(rank, weights=shards.bytes * (1 - fast), minlength=world).max()),
+            "accesses_in_fast_memory": float(shards.accesses @ fast / max(float(shards.accesses.sum()), 1e-300)),
+        }
+        return BaselineResult(self.name, self.source, "", cost, memory, figures)
 
 
 TABLE_WISE_SIZE = TableWise(
@@ -157,4 +185,9 @@ COLUMN_WISE = TableWise(
     f"TorchRec column-wise: shards of {_MIN_COLUMNS} columns, greedy by look-ups x columns",
     lambda p: p.dim * p.accesses,
     _MIN_COLUMNS,
+)
+
+TABLE_WISE_SIZE_HOST, TABLE_WISE_LOOKUP_HOST, TABLE_WISE_SIZE_LOOKUP_HOST = (
+    replace(peer, name=f"{peer.name}_host", source=f"{peer.source}; the rest in host memory", memories=TwoMemories())
+    for peer in (TABLE_WISE_SIZE, TABLE_WISE_LOOKUP, TABLE_WISE_SIZE_LOOKUP)
 )

@@ -11,7 +11,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.baselines import Baseline, PlanningProblem
-from flexd.planner.baselines.all_baselines import ALL_BASELINES
+from flexd.planner.baselines.all_baselines import ALL_BASELINES, HOST_BASELINES
 from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from tests.support.planner_cases import cluster, profile
@@ -65,7 +65,7 @@ def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
 @pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
 def test_what_does_not_fit_is_an_outcome_with_a_reason(peer: Baseline) -> None:
     outcome = peer.evaluate(case(memory_bytes=1e3))
-    if peer.name == "recshard":  # rows go to host memory
+    if peer in HOST_BASELINES:
         assert outcome.figures["host_bytes"] > 0
         return
     assert outcome.cost is None
@@ -121,6 +121,17 @@ def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_its_caps(
     for each in (whole, slots):
         assert each.memory_bytes.max() <= each.figures["memory_cap_bytes"] * (1 + 1e-9)
         assert each.figures["device_rows"] + each.figures["node_rows"] > 0
+
+
+def test_a_pipeline_hides_the_requests_and_nothing_else() -> None:
+    outcomes = {peer.name: peer.evaluate(case()) for peer in ALL_BASELINES}
+    plain, pipelined = outcomes["row_wise_dedup"].cost, outcomes["row_wise_dedup_pipelined"].cost
+    assert plain is not None
+    assert pipelined is not None
+    requests = plain.peak_transfer_seconds[:, Phase.FORWARD_IDS].sum() + plain.latency_seconds[Phase.FORWARD_IDS].sum()
+    assert requests > 0
+    assert pipelined.peak_exposed_seconds == pytest.approx(plain.peak_exposed_seconds - requests)
+    assert (pipelined.bytes == plain.bytes).all()
 
 
 def test_recshard_keeps_hot_rows_in_fast_memory() -> None:
