@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +18,8 @@ from flexd.core import units
 from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flexd.topology.cluster import Cluster
+    from flexd.topology.cluster import Cluster, CollectiveCurve
+    from flexd.topology.fit import CollectiveTimes
     from flexd.topology.probe import ProbeReport
 
 LAUNCH = "torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml"
@@ -39,6 +41,12 @@ def probe(
     budget_seconds: Annotated[
         float, typer.Option("--budget-seconds", help="About how long to measure; large sizes are left out beyond it.")
     ] = 60.0,
+    sub_groups: Annotated[
+        bool,
+        typer.Option(
+            "--sub-groups", help="Measure groups of 2, 4, 8, ... ranks too, for prices of layouts other than the job's."
+        ),
+    ] = False,
     timeout_seconds: Annotated[float, typer.Option("--timeout-seconds", help="Longest wait for another rank.")] = 60.0,
     backend: Annotated[
         Backend, typer.Option("--backend", help="auto: nccl where every local rank has a GPU, else gloo.")
@@ -80,7 +88,9 @@ def probe(
     from flexd.topology.files import load_cluster, load_preset, preset_names, write_cluster
     from flexd.topology.probe import ProbeOptions
 
-    options = ProbeOptions(min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds)
+    options = ProbeOptions(
+        min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds, sub_groups=sub_groups
+    )
     if not 0 < timeout_seconds <= 3600:
         raise ConfigError(f"--timeout-seconds {timeout_seconds}", remedy="give seconds above 0, at most 3600")
     wires = {Link.INTRA_NODE: intra_wire, Link.INTER_NODE: inter_wire}
@@ -172,37 +182,49 @@ def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any
         },
         "measured": [
             {
-                "link": link.value,
-                "collective": collective.value,
-                "latency_seconds": cluster.curve(link, collective).latency_seconds,
-                "points": [list(point) for point in cluster.curve(link, collective).points],
+                "link": link,
+                "collective": collective,
+                "ranks": curve.ranks,
+                "latency_seconds": curve.latency_seconds,
+                "points": [list(point) for point in curve.points],
                 "sizes": [
                     {
                         "message_bytes": float(size),
                         "median_seconds": float(median),
                         "spread": float(spread),
                         "repetitions": len(samples),
-                        "fitted_seconds": cluster.curve(link, collective).seconds(float(size)),
+                        "fitted_seconds": curve.seconds(float(size)),
                     }
                     for size, median, spread, samples in zip(
                         times.message_bytes, times.medians, times.spread, times.seconds, strict=True
                     )
                 ],
             }
-            for (link, collective), times in report.times.items()
+            for link, collective, curve, times in _measured(cluster, report)
         ],
     }
 
 
+def _measured(cluster: Cluster, report: ProbeReport) -> Iterator[tuple[str, str, CollectiveCurve, CollectiveTimes]]:
+    """Yield (link, collective, curve, times) of every measured group: nodes and rails, all ranks, those inside."""
+    for (link, collective), times in report.times.items():
+        yield link.value, collective.value, cluster.curve(link, collective), times
+    if report.world is not None and cluster.world is not None:
+        yield "world", "all_to_all", cluster.world.all_to_all, report.world
+    for (link, collective, size), times in report.sub_groups.items():
+        curve = next(group for group in cluster.curve(link, collective).groups if group.ranks == size)
+        yield link.value, collective.value, curve, times
+
+
 def _blocks(cluster: Cluster, report: ProbeReport, out: Path) -> list[Block]:
     rows = []
-    for (link, collective), times in report.times.items():
-        curve = cluster.curve(link, collective)
+    for link, collective, curve, times in _measured(cluster, report):
         largest = float(times.message_bytes[-1])
         rows.append(
             (
-                link.value,
-                collective.value,
+                link,
+                collective,
+                str(curve.ranks),
                 units.seconds(curve.latency_seconds),
                 units.size(largest),
                 units.seconds(float(times.medians[-1])),
@@ -210,7 +232,7 @@ def _blocks(cluster: Cluster, report: ProbeReport, out: Path) -> list[Block]:
                 f"{times.spread.max():.0%}",
             )
         )
-    columns = ("link", "collective", "latency", "largest", "time", "bandwidth", "spread")
+    columns = ("link", "collective", "ranks", "latency", "largest", "time", "bandwidth", "spread")
     return [
         Table("Measured", columns, tuple(rows), frozenset(columns[2:])),
         Facts("File", (("written", str(out)), ("use it", f"topology: {{file: {out}}}"))),

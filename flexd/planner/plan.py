@@ -205,6 +205,7 @@ def make_plan(
             f"{len(replica_slots)} replica budgets for {len(keyspace.groups)} dim-groups",
             remedy="give one number of slots per dim-group",
         )
+    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
     limits = limits or PlanLimits()
     limits.check(keyspace)
     slots = [slots_of_ranks(group, layout) for group in replica_slots]
@@ -273,6 +274,7 @@ def placement_cost(
 
     Rows above HOME that a load does not list are priced at the mean frequency of its unlisted rows.
     """
+    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
     return _placement_cost([LoadSums(load, layout) for load in loads], placement, keyspace, cluster, exchange)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.simulate.byte_counter import INTER, INTRA, CollectiveBytes, StepPart
-from flexd.topology.cluster import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -37,10 +37,13 @@ class CollectivePricer:
 
     def _one(self, one: CollectiveBytes) -> float:
         """Latency, and the transfer. A collective over both links uses them at the same time: the slower counts."""
-        latency = 0.0 if one.piggybacked else self._cluster.curve(_LINKS[one.link], one.collective).latency_seconds
-        return latency + max(self._transfer(one.collective, link, float(one.peak[link])) for link in _LINKS)
+        over_world = one.collective is Collective.ALL_TO_ALL and bool(one.sent.any(axis=0).all())
+        curves = {link: self._cluster.curve(of_link, one.collective) for link, of_link in _LINKS.items()}
+        if over_world and self._cluster.world is not None:
+            curves[INTER] = self._cluster.world.all_to_all
+        latency = 0.0 if one.piggybacked else curves[one.link].latency_seconds
+        return latency + max(_transfer(curve, float(one.peak[link])) for link, curve in curves.items())
 
-    def _transfer(self, collective: Collective, link: int, message_bytes: float) -> float:
-        if message_bytes == 0:
-            return 0.0
-        return message_bytes / self._cluster.curve(_LINKS[link], collective).bandwidth(message_bytes)
+
+def _transfer(curve: CollectiveCurve, message_bytes: float) -> float:
+    return message_bytes / curve.bandwidth(message_bytes) if message_bytes else 0.0

@@ -326,6 +326,7 @@ def simulate(
     steps = accesses.steps
     if steps < STATIC_SHARE:
         raise ConfigError(f"{steps} steps", remedy=f"at least {STATIC_SHARE}")
+    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
     shape = TrainingShape(micro_batches=accesses.micro_batches, merged_backward=True)
     shared = _Shared(accesses.keyspace, layout, cluster, settings, steps, shape)
     runners = [_StrategyRunner(strategy, settings.replica_fraction, shared) for strategy in strategies]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -40,6 +41,8 @@ class CollectiveCurve:
         latency_seconds: time of an empty message.
         points: (message bytes, bytes per second) by increasing size; between two points the bandwidth is a power of the
             size (a straight line on log-log axes), beyond the ends it is constant.
+        ranks: size of the groups that it was measured over; 0 if not known: the same for every size.
+        groups: the curves of groups of other sizes, by increasing size.
 
     Raises:
         TopologyError: a value is NaN, zero or negative, sizes do not increase, or a larger message would be faster.
@@ -47,6 +50,8 @@ class CollectiveCurve:
 
     latency_seconds: float
     points: tuple[tuple[float, float], ...]
+    ranks: int = 0
+    groups: tuple[CollectiveCurve, ...] = ()
 
     def __post_init__(self) -> None:
         self.check("curve")
@@ -72,6 +77,19 @@ class CollectiveCurve:
                     f"{where}.points[{i}]: {size:g} bytes would take less time than {self.points[i - 1][0]:g}",
                     remedy="measure this size again",
                 )
+        self._check_groups(where)
+
+    def _check_groups(self, where: str) -> None:
+        if self.ranks < 0 or self.ranks == 1 or (self.groups and not self.ranks):
+            raise TopologyError(f"{where}.ranks: {self.ranks}", remedy="give the ranks of a group, at least 2")
+        before = 0
+        for group in self.groups:
+            if group.ranks in (0, self.ranks) or group.ranks <= before or group.groups:
+                raise TopologyError(
+                    f"{where}.groups: {group.ranks}", remedy="give group sizes from 2 on that increase and differ"
+                )
+            group.check(f"{where}.groups.{group.ranks}")
+            before = group.ranks
 
     @property
     def is_affine(self) -> bool:
@@ -90,6 +108,42 @@ class CollectiveCurve:
     def seconds(self, message_bytes: float) -> float:
         """Return the time of one collective in which each rank sends ``message_bytes`` over the link."""
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
+
+    def of_group(self, ranks: int) -> CollectiveCurve:
+        """Return the curve of a group of this size, without those of others.
+
+        Between two measured sizes times are interpolated over the logarithm of the size; beyond them the nearest
+        counts.
+        """
+        if not self.groups:
+            return self
+        known = sorted((*self.groups, replace(self, groups=())), key=lambda curve: curve.ranks)
+        above = next((at for at, curve in enumerate(known) if curve.ranks >= ranks), len(known) - 1)
+        if above == 0 or known[above].ranks <= ranks:
+            return known[above]
+        return _between(known[above - 1], known[above], ranks)
+
+    def without_latency(self) -> CollectiveCurve:
+        return self.divide_latency(math.inf)
+
+    def divide_latency(self, factor: float) -> CollectiveCurve:
+        """Return the same curve with the latency divided by ``factor``, for groups of every size."""
+        groups = tuple(group.divide_latency(factor) for group in self.groups)
+        return replace(self, latency_seconds=self.latency_seconds / factor, groups=groups)
+
+
+def _between(small: CollectiveCurve, large: CollectiveCurve, ranks: int) -> CollectiveCurve:
+    weight = math.log(ranks / small.ranks) / math.log(large.ranks / small.ranks)
+    sizes = sorted({size for curve in (small, large) for size, _ in curve.points})
+    points: list[tuple[float, float]] = []
+    least = 0.0
+    for size in sizes:
+        moving = (1 - weight) * size * small.seconds_per_byte(size) + weight * size * large.seconds_per_byte(size)
+        # Rounding must not make a larger message faster.
+        least = max(moving, least * (1 + 1e-12))
+        points.append((size, size / least))
+    latency = (1 - weight) * small.latency_seconds + weight * large.latency_seconds
+    return CollectiveCurve(latency, tuple(points), ranks)
 
 
 @dataclass(frozen=True)
@@ -110,14 +164,9 @@ class LinkModel:
         curve: CollectiveCurve = getattr(self, collective.value)
         return curve
 
-    def bandwidth_only(self) -> LinkModel:
-        """Return the same link without latencies."""
-        return LinkModel(
-            self.wire_bytes_per_second,
-            all_to_all=replace(self.all_to_all, latency_seconds=0.0),
-            all_reduce=replace(self.all_reduce, latency_seconds=0.0),
-            all_gather=replace(self.all_gather, latency_seconds=0.0),
-        )
+    def with_curves(self, change: Callable[[CollectiveCurve], CollectiveCurve]) -> LinkModel:
+        """Return the same link with every curve changed."""
+        return LinkModel(self.wire_bytes_per_second, **{c.value: change(self.curve(c)) for c in Collective})
 
     def check(self, where: str) -> None:
         if not (math.isfinite(self.wire_bytes_per_second) and self.wire_bytes_per_second > 0):
@@ -126,6 +175,26 @@ class LinkModel:
             )
         for collective in Collective:
             self.curve(collective).check(f"{where}.{collective}")
+
+
+@dataclass(frozen=True)
+class WorldModel:
+    """All-to-all over all ranks of a job with several nodes and several ranks a node, which uses both links at once.
+
+    Attributes:
+        nodes, local_ranks: of the job that it was measured on; it holds for this layout only.
+        all_to_all: curve by the bytes that one rank sends to other nodes. Bytes to the ranks of its node travel beside.
+    """
+
+    nodes: int
+    local_ranks: int
+    all_to_all: CollectiveCurve
+
+    def check(self, where: str) -> None:
+        for key in ("nodes", "local_ranks"):
+            if getattr(self, key) < 2:
+                raise TopologyError(f"{where}.{key}: {getattr(self, key)}", remedy="give a number of at least 2")
+        self.all_to_all.check(f"{where}.all_to_all")
 
 
 @dataclass(frozen=True)
@@ -166,6 +235,7 @@ class Cluster:
         intra_node: links between ranks of one node.
         inter_node: links between ranks of equal local rank (a rail), with all rails in use.
         exposed: shares of the communication that compute cannot hide.
+        world: all-to-all over all ranks, where measured; a direct exchange is priced with it.
 
     Raises:
         TopologyError: a figure is missing or invalid; the text names its key.
@@ -176,6 +246,7 @@ class Cluster:
     intra_node: LinkModel
     inter_node: LinkModel
     exposed: Exposed = Exposed()
+    world: WorldModel | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -185,6 +256,8 @@ class Cluster:
         for link in Link:
             self.link(link).check(f"cluster {self.name!r}: {link}")
         self.exposed.check(f"cluster {self.name!r}: exposed")
+        if self.world is not None:
+            self.world.check(f"cluster {self.name!r}: world")
 
     def link(self, link: Link) -> LinkModel:
         model: LinkModel = getattr(self, link.value)
@@ -196,7 +269,31 @@ class Cluster:
     @property
     def is_affine(self) -> bool:
         """True if no bandwidth depends on the message size, so that prices are the same for every placement."""
-        return all(self.curve(link, collective).is_affine for link in Link for collective in Collective)
+        curves = [self.curve(link, collective) for link in Link for collective in Collective]
+        return all(curve.is_affine for curve in (*curves, *([self.world.all_to_all] if self.world else [])))
+
+    def of_layout(self, nodes: int, local_ranks: int) -> Cluster:
+        """Return the cluster as a job of this layout uses it: the curves of its group sizes only."""
+
+        def of_ranks(link: LinkModel, ranks: int) -> LinkModel:
+            return link.with_curves(lambda curve: curve.of_group(ranks))
+
+        world = self.world
+        if world is not None and (world.nodes, world.local_ranks) != (nodes, local_ranks):
+            world = None
+        return replace(
+            self, intra_node=of_ranks(self.intra_node, local_ranks), inter_node=of_ranks(self.inter_node, nodes),
+            world=world,
+        )  # fmt: skip
+
+    def with_curves(self, change: Callable[[Link, CollectiveCurve], CollectiveCurve]) -> Cluster:
+        """Return the same cluster with every curve changed; that of the world counts as one between nodes."""
+        intra = self.intra_node.with_curves(lambda curve: change(Link.INTRA_NODE, curve))
+        inter = self.inter_node.with_curves(lambda curve: change(Link.INTER_NODE, curve))
+        world = self.world
+        if world is not None:
+            world = replace(world, all_to_all=change(Link.INTER_NODE, world.all_to_all))
+        return replace(self, intra_node=intra, inter_node=inter, world=world)
 
     def with_exposed(self, exposed: Exposed, name: str = "") -> Cluster:
         """Return the same cluster with other exposed shares, and another name if one is given."""
@@ -208,4 +305,4 @@ class Cluster:
         Latency is a fixed cost of a step. It is small beside the time of the bytes in a large job, and would dominate
         in a rehearsal with thousandths of the bytes.
         """
-        return replace(self, intra_node=self.intra_node.bandwidth_only(), inter_node=self.inter_node.bandwidth_only())
+        return self.with_curves(lambda link, curve: curve.without_latency())

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from flexd.core.errors import TopologyError
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, WorldModel
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**20
@@ -57,15 +57,31 @@ def dump_cluster(cluster: Cluster) -> str:
     for link in Link:
         model = cluster.link(link)
         data[link.value] = {"wire_bytes_per_second": model.wire_bytes_per_second} | {
-            collective.value: {
-                "latency_seconds": model.curve(collective).latency_seconds,
-                "points": [list(point) for point in model.curve(collective).points],
-            }
-            for collective in Collective
+            collective.value: _curve_data(model.curve(collective)) for collective in Collective
         }
+    if cluster.world is not None:
+        world = cluster.world
+        data["world"] = {
+            "nodes": world.nodes, "local_ranks": world.local_ranks, "all_to_all": _curve_data(world.all_to_all),
+        }  # fmt: skip
     exposed = cluster.exposed
     data["exposed"] = {"forward": exposed.forward, "backward": exposed.backward, "sync": exposed.sync}
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def _curve_data(curve: CollectiveCurve) -> dict[str, Any]:
+    data: dict[str, Any] = {
+        "latency_seconds": curve.latency_seconds,
+        "points": [list(point) for point in curve.points],
+    }
+    if curve.ranks:
+        data["ranks"] = curve.ranks
+    if curve.groups:
+        data["groups"] = {
+            group.ranks: {key: value for key, value in _curve_data(group).items() if key != "ranks"}
+            for group in curve.groups
+        }
+    return data
 
 
 def parse_cluster(text: str, origin: str) -> Cluster:
@@ -74,7 +90,8 @@ def parse_cluster(text: str, origin: str) -> Cluster:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise TopologyError(f"{origin}: invalid YAML: {error}", remedy="correct the syntax") from error
-    top = _mapping(data, origin, {"version", "name", "source", "intra_node", "inter_node", "exposed"}, {"exposed"})
+    optional = {"exposed", "world"}
+    top = _mapping(data, origin, {"version", "name", "source", "intra_node", "inter_node", *optional}, optional)
     if top["version"] != FORMAT_VERSION:
         raise TopologyError(f"{origin}: version: {top['version']!r}", remedy=f"this flexd reads {FORMAT_VERSION}")
     share = {"forward", "backward", "sync"}
@@ -86,6 +103,7 @@ def parse_cluster(text: str, origin: str) -> Cluster:
             intra_node=_link(top["intra_node"], f"{origin}: intra_node"),
             inter_node=_link(top["inter_node"], f"{origin}: inter_node"),
             exposed=Exposed(**{key: _number(value, f"{origin}: exposed.{key}") for key, value in exposed.items()}),
+            world=_world(top["world"], f"{origin}: world") if "world" in top else None,
         )
     except TopologyError as error:
         if error.message.startswith(origin):
@@ -101,8 +119,36 @@ def _link(data: Any, where: str) -> LinkModel:
     )
 
 
+def _world(data: Any, where: str) -> WorldModel:
+    fields = _mapping(data, where, {"nodes", "local_ranks", "all_to_all"}, set())
+    return WorldModel(
+        _count(fields["nodes"], f"{where}.nodes"),
+        _count(fields["local_ranks"], f"{where}.local_ranks"),
+        _curve(fields["all_to_all"], f"{where}.all_to_all"),
+    )
+
+
 def _curve(data: Any, where: str) -> CollectiveCurve:
-    fields = _mapping(data, where, {"latency_seconds", "points"}, set())
+    """Parse a curve. Files without group sizes have neither ``ranks`` nor ``groups``."""
+    optional = {"ranks", "groups"}
+    fields = _mapping(data, where, {"latency_seconds", "points", *optional}, optional)
+    ranks = _count(fields["ranks"], f"{where}.ranks") if "ranks" in fields else 0
+    others = fields.get("groups", {})
+    if not isinstance(others, dict):
+        raise TopologyError(f"{where}.groups: {others!r}", remedy="give a mapping of group sizes to curves")
+    groups = [
+        _single_curve(
+            _mapping(curve, f"{where}.groups.{size}", {"latency_seconds", "points"}, set()),
+            f"{where}.groups.{size}", _count(size, f"{where}.groups"), (),
+        )
+        for size, curve in others.items()
+    ]  # fmt: skip
+    return _single_curve(fields, where, ranks, tuple(sorted(groups, key=lambda curve: curve.ranks)))
+
+
+def _single_curve(
+    fields: Mapping[str, Any], where: str, ranks: int, groups: tuple[CollectiveCurve, ...]
+) -> CollectiveCurve:
     rows = fields["points"]
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) == 2 for row in rows):
         raise TopologyError(f"{where}.points: {rows!r}", remedy="give a list of [message bytes, bytes per second]")
@@ -111,7 +157,7 @@ def _curve(data: Any, where: str) -> CollectiveCurve:
         for i, (size, bandwidth) in enumerate(rows)
     )
     try:
-        return CollectiveCurve(_number(fields["latency_seconds"], f"{where}.latency_seconds"), points)
+        return CollectiveCurve(_number(fields["latency_seconds"], f"{where}.latency_seconds"), points, ranks, groups)
     except TopologyError as error:
         raise TopologyError(error.message.replace("curve", where, 1), remedy=error.remedy) from error
 
@@ -126,6 +172,12 @@ def _mapping(data: Any, where: str, keys: set[str], optional: set[str]) -> Mappi
     if unknown:
         raise TopologyError(f"{where}: {unknown[0]} is not a known key", remedy=f"keys: {', '.join(sorted(keys))}")
     return data
+
+
+def _count(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TopologyError(f"{where}: {value!r}", remedy="give a whole number")
+    return value
 
 
 def _number(value: Any, where: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field, replace
 from datetime import UTC, datetime
 
 import numpy as np
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel
+from flexd.core.layout import RankLayout
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, WorldModel
 from flexd.topology.fit import CollectiveTimes, fit_curve
-from flexd.topology.timing import ProbeGroups, make_collective
+from flexd.topology.timing import ProbeGroups, collective_bytes, make_collective
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -37,6 +38,8 @@ class ProbeOptions:
         max_bytes: largest message.
         growth: factor from one size to the next.
         budget_seconds: approximate time of the whole probe; large sizes that do not fit it are skipped.
+        sub_groups: measure groups of 2, 4, 8, ... ranks of a node and of a rail too, in half of the time; for prices of
+            other layouts than that of this job.
 
     Raises:
         TopologyError: a value is out of range.
@@ -46,6 +49,7 @@ class ProbeOptions:
     max_bytes: int = 64 * 2**20
     growth: float = 4.0
     budget_seconds: float = 60.0
+    sub_groups: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_bytes <= self.max_bytes <= 2**34:
@@ -76,15 +80,34 @@ class ProbeReport:
         started_unix_seconds: start, by rank 0's clock.
         seconds: duration of the measurement.
         conditions: backend, world and sizes, in words.
+        layout: of the job; None if not known.
+        sub_groups: times by (link, collective, group size) of the groups inside nodes and rails.
+        world: times of the all-to-all over all ranks, by the bytes that a rank sends to other nodes; None if it is that
+            of a node or of a rail.
     """
 
     times: dict[tuple[Link, Collective], CollectiveTimes]
     started_unix_seconds: float
     seconds: float
     conditions: str
+    layout: RankLayout | None = None
+    sub_groups: dict[tuple[Link, Collective, int], CollectiveTimes] = field(default_factory=dict)
+    world: CollectiveTimes | None = None
 
     def curves(self) -> dict[tuple[Link, Collective], CollectiveCurve]:
-        return {key: fit_curve(times) for key, times in self.times.items()}
+        """Return the curves of nodes and rails, with those of the groups inside them."""
+        return {key: self._curve(*key, times) for key, times in self.times.items()}
+
+    def _curve(self, link: Link, collective: Collective, times: CollectiveTimes) -> CollectiveCurve:
+        if self.layout is None:
+            return fit_curve(times)
+        ranks = self.layout.local_ranks if link is Link.INTRA_NODE else self.layout.nodes
+        groups = tuple(
+            replace(fit_curve(measured), ranks=size)
+            for (of_link, of_collective, size), measured in sorted(self.sub_groups.items(), key=lambda item: item[0][2])
+            if (of_link, of_collective) == (link, collective)
+        )
+        return replace(fit_curve(times), ranks=ranks, groups=groups)
 
     def cluster(
         self,
@@ -129,7 +152,14 @@ class ProbeReport:
             f"flexd probe at {when}, {self.seconds:.0f} s: {self.conditions}. Medians of the slowest rank's time; "
             f"largest distance of the quartiles over the median: {spread}. {'; '.join(notes)}."
         )
-        return Cluster(name, source, links[Link.INTRA_NODE], links[Link.INTER_NODE], shares)
+        world = None
+        if self.world is not None and self.layout is not None:
+            world = WorldModel(
+                self.layout.nodes,
+                self.layout.local_ranks,
+                replace(fit_curve(self.world), ranks=self.layout.world_size),
+            )
+        return Cluster(name, source, links[Link.INTRA_NODE], links[Link.INTER_NODE], shares, world)
 
 
 def measure(groups: ProbeGroups, options: ProbeOptions | None = None) -> Cluster:
@@ -143,8 +173,9 @@ def probe(
     """Collective. Measure the links of the job and return the same report on every rank.
 
     Each class of links is measured over the groups that use it alone: the ranks of a node (all nodes at once), and the
-    ranks of equal local rank (all rails at once), because a training step loads them like that. The number of
-    repetitions follows from values that are equal on all ranks, so that every rank runs the same collectives.
+    ranks of equal local rank (all rails at once), because a training step loads them like that. The all-to-all of a
+    direct exchange is measured over all ranks, if that is another group. The number of repetitions follows from values
+    that are equal on all ranks, so that every rank runs the same collectives.
 
     Args:
         clock: monotonic seconds.
@@ -162,28 +193,73 @@ def probe(
     if not links:
         raise TopologyError("probe: one rank has no link to measure", remedy="launch at least two ranks")
     started_unix_seconds = groups.from_rank0(time.time())
-    started, times = clock(), {}
-    wanted = [(link, collective) for link in links for collective in Collective]
-    for index, (link, collective) in enumerate(wanted):
+    started = clock()
+
+    def share(budget_seconds: float, wanted: int) -> float:
         spent = float(groups.max_over_ranks(np.array([clock() - started]))[0])
-        share = max(options.budget_seconds - spent, 0.0) / (len(wanted) - index)
-        times[link, collective] = _measure_one(groups, link, collective, options.sizes, share, clock)
+        return max(budget_seconds - spent, 0.0) / wanted
+
+    sizes = {link: _sub_group_sizes(groups.ranks_on(link)) if options.sub_groups else [] for link in links}
+    of_groups = [(link, size) for link in links for size in sizes[link]]
+    budget = options.budget_seconds * (0.5 if of_groups else 1.0)
+    wanted = [(link, collective) for link in links for collective in Collective]
+    has_world = len(links) == len(Link)
+    times: dict[tuple[Link, Collective], CollectiveTimes] = {}
+    for index, (link, collective) in enumerate(wanted):
+        seconds = share(budget, len(wanted) + has_world - index)
+        times[link, collective] = _measure_one(groups, _whole(groups, link), collective, options.sizes, seconds, clock)
+    world = None
+    if has_world:
+        whole = _Members(groups.world, groups.layout.world_size)
+        world = _measure_one(groups, whole, Collective.ALL_TO_ALL, options.sizes, share(budget, 1), clock)
+        world = CollectiveTimes(world.message_bytes * _share_between_nodes(groups.layout), world.seconds)
+    inside: dict[tuple[Link, Collective, int], CollectiveTimes] = {}
+    for link, size in of_groups:
+        members = _Members(groups.sub_group(link, size), size)
+        for collective in Collective:
+            seconds = share(options.budget_seconds, len(of_groups) * len(Collective) - len(inside))
+            inside[link, collective, size] = _measure_one(groups, members, collective, options.sizes, seconds, clock)
+        if members.group is not None:
+            dist.destroy_process_group(members.group)
     seconds = float(groups.max_over_ranks(np.array([clock() - started]))[0])
-    return ProbeReport(times, started_unix_seconds, seconds, _conditions(groups, options, times))
+    conditions = _conditions(groups, options, times)
+    return ProbeReport(times, started_unix_seconds, seconds, conditions, groups.layout, inside, world)
+
+
+@dataclass(frozen=True)
+class _Members:
+    """A group that is measured. A rank without one takes part in the agreement on times and sizes only."""
+
+    group: dist.ProcessGroup | None
+    ranks: int
+
+
+def _whole(groups: ProbeGroups, link: Link) -> _Members:
+    group = groups.group_of(link)
+    if group is None:
+        raise TopologyError(f"probe: rank {groups.rank} has no {link} peers", remedy="use ProbeGroups.create")
+    return _Members(group, groups.ranks_on(link))
+
+
+def _sub_group_sizes(ranks: int) -> list[int]:
+    """Return the powers of 2 below a group's size."""
+    return [2**power for power in range(1, ranks.bit_length()) if 2**power < ranks]
+
+
+def _share_between_nodes(layout: RankLayout) -> float:
+    """Return the share of a rank's peers that are on other nodes."""
+    return (layout.world_size - layout.local_ranks) / (layout.world_size - 1)
 
 
 def _measure_one(
     groups: ProbeGroups,
-    link: Link,
+    members: _Members,
     collective: Collective,
     sizes: Sequence[int],
     budget_seconds: float,
     clock: Callable[[], float],
 ) -> CollectiveTimes:
-    """Measure one collective on one link at ascending sizes until the budget ends, the smallest in any case."""
-    group = groups.group_of(link)
-    if group is None:
-        raise TopologyError(f"probe: rank {groups.rank} has no {link} peers", remedy="use ProbeGroups.create")
+    """Measure one collective over one group at ascending sizes until the budget ends, the smallest in any case."""
     started = clock()
     sent_bytes: list[float] = []
     seconds: list[Float64Array] = []
@@ -193,7 +269,9 @@ def _measure_one(
             expected = float(np.median(seconds[-1])) * size / sent_bytes[-1]
             if (WARM_UPS + MIN_REPEATS) * expected > left:
                 break
-        sent, work = make_collective(collective, size, group, groups.device)
+        sent, work = collective_bytes(collective, size, members.ranks)[1], _nothing
+        if members.group is not None:
+            sent, work = make_collective(collective, size, members.group, groups.device)
         if sent_bytes and sent <= sent_bytes[-1]:
             continue  # rounded up to the same size
         began = clock()
@@ -211,6 +289,10 @@ def _measure_one(
     return CollectiveTimes(np.array(sent_bytes), tuple(seconds))
 
 
+def _nothing() -> None:
+    return
+
+
 def _conditions(
     groups: ProbeGroups, options: ProbeOptions, times: dict[tuple[Link, Collective], CollectiveTimes]
 ) -> str:
@@ -223,4 +305,5 @@ def _conditions(
         f"{dist.get_backend(groups.world)} on {device}, torch {torch.__version__}, {layout.nodes} nodes x "
         f"{layout.local_ranks} ranks, {options.min_bytes} to {options.max_bytes} bytes a rank and collective{truncated}"
         f", {min(repeats)} to {max(repeats)} repetitions; inter_node over rails, all at once"
+        f"{', an all-to-all over all ranks' if layout.nodes > 1 and layout.local_ranks > 1 else ''}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flexd.core.errors import TopologyError
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkModel
+from flexd.topology.cluster import Cluster
 
 PRODUCTION_RANK_BYTES = 15.5e6 * 256
 """Bytes that a rank looks up in a production step: about 15.5M rows of 256 bytes (TorchRec's 1,935-table example). Over
@@ -25,23 +25,9 @@ def scale_model(cluster: Cluster, factor: float) -> Cluster:
     if factor == 1:
         return cluster
 
-    def scaled(link: LinkModel) -> LinkModel:
-        def curve(collective: Collective) -> CollectiveCurve:
-            full = link.curve(collective)
-            return replace(full, latency_seconds=full.latency_seconds / factor)
-
-        return LinkModel(
-            link.wire_bytes_per_second,
-            all_to_all=curve(Collective.ALL_TO_ALL),
-            all_reduce=curve(Collective.ALL_REDUCE),
-            all_gather=curve(Collective.ALL_GATHER),
-        )
-
     return replace(
-        cluster,
+        cluster.with_curves(lambda link, curve: curve.divide_latency(factor)),
         name=f"{cluster.name}-scale-model",
         source=f"{cluster.source} Latencies divided by {factor:g}: a scale model for runs whose steps move so many "
         "times fewer bytes than a production step.",
-        intra_node=scaled(cluster.intra_node),
-        inter_node=scaled(cluster.inter_node),
     )

@@ -87,6 +87,32 @@ class ProbeGroups:
         """Return the group whose members communicate over this class of links only."""
         return self.node if link is Link.INTRA_NODE else self.rail
 
+    def ranks_on(self, link: Link) -> int:
+        """Return the size of ``group_of``."""
+        return self.layout.local_ranks if link is Link.INTRA_NODE else self.layout.nodes
+
+    def sub_group(self, link: Link, size: int) -> dist.ProcessGroup | None:
+        """Collective. Make groups of ``size`` neighbours on this class of links; None for a rank left over.
+
+        The caller destroys the group.
+        """
+        layout = self.layout
+        intra = link is Link.INTRA_NODE
+        everyone = [layout.node_ranks(node) for node in range(layout.nodes)]
+        if not intra:
+            everyone = [layout.rail_ranks(local) for local in range(layout.local_ranks)]
+        parts = [ranks[at : at + size] for ranks in everyone for at in range(0, len(ranks) - size + 1, size)]
+        mine: dist.ProcessGroup | None = None
+        try:
+            # Every rank makes every group. Members alone could, under a name that is the same each time, at which the
+            # addresses of a destroyed group would be found.
+            for ranks in parts:
+                group = dist.new_group(ranks, timeout=self.timeout)
+                mine = group if self.rank in ranks else mine
+        except RuntimeError as error:
+            raise _failed(f"rank {self.rank}: no groups of {size} ranks", error) from error
+        return mine
+
     def check_equal(self, what: str, values: list[float]) -> None:
         """Collective. Raise TopologyError on every rank if ranks passed different numbers."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -177,13 +203,10 @@ def _make_collective(
     collective: Collective, message_bytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[float, Callable[[], None]]:
     size = dist.get_world_size(group)
-    width = torch.float32.itemsize
+    count, sent = collective_bytes(collective, message_bytes, size)
     if collective is Collective.ALL_REDUCE:
-        count = max(1, -(-message_bytes * size // (2 * (size - 1) * width)))
         flat = torch.zeros(count, device=device)
-        return 2 * count * width * (size - 1) / size, lambda: dist.all_reduce(flat, group=group)
-    count = max(1, -(-message_bytes // ((size - 1) * width)))
-    sent = float(count * width * (size - 1))
+        return sent, lambda: dist.all_reduce(flat, group=group)
     received = torch.zeros(count * size, device=device)
     if collective is Collective.ALL_GATHER:
         part = torch.zeros(count, device=device)
@@ -191,6 +214,16 @@ def _make_collective(
     send = torch.zeros(count * size, device=device)
     splits = [count] * size  # as in the training's exchange: torch has another code path without splits
     return sent, lambda: dist.all_to_all_single(received, send, splits, splits, group=group)
+
+
+def collective_bytes(collective: Collective, message_bytes: int, ranks: int) -> tuple[int, float]:
+    """Return the float32 of a buffer (all-reduce) or for a peer, and the bytes that a rank sends then."""
+    width = torch.float32.itemsize
+    if collective is Collective.ALL_REDUCE:
+        count = max(1, -(-message_bytes * ranks // (2 * (ranks - 1) * width)))
+        return count, 2 * count * width * (ranks - 1) / ranks
+    count = max(1, -(-message_bytes // ((ranks - 1) * width)))
+    return count, float(count * width * (ranks - 1))
 
 
 def _group(ranks: list[int], timeout: timedelta) -> dist.ProcessGroup | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
+from flexd.topology import probe as probe_module
 from flexd.topology import timing
 from flexd.topology.cluster import Cluster, Collective, Link
 from flexd.topology.probe import ProbeOptions, probe
@@ -51,6 +52,21 @@ def groups_of(rank: int, layouts: dict[int, RankLayout]) -> str:
     text = f"node {members[0]}, rail {members[1]}, max {largest}, of rank 0 {groups.from_rank0(10.0 + rank)}"
     groups.close()
     return text
+
+
+def sub_groups(rank: int, layout: RankLayout, size: int) -> list[int] | None:
+    """Return the ranks of this rank's group of so many inside its node, after a measurement over it."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
+    group = groups.sub_group(Link.INTRA_NODE, size)
+    work: Any = probe_module._nothing
+    if group is not None:
+        work = make_collective(Collective.ALL_REDUCE, 1024, group, groups.device)[1]
+    groups.seconds(work, 2)
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    if group is not None:
+        dist.destroy_process_group(group)
+    groups.close()
+    return ranks
 
 
 def leave_during_a_collective(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:

@@ -75,6 +75,30 @@ def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, la
     plan_on(cluster, layout)
 
 
+def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
+    options = ProbeOptions(min_bytes=1024, max_bytes=4096, budget_seconds=0.05, sub_groups=True)
+    clusters = [result[0] for result in pool.run("probe_jobs:measured", RankLayout(2, 2), options)]
+    assert all(one == clusters[0] for one in clusters)
+    world = clusters[0].world
+    assert world is not None
+    assert (world.nodes, world.local_ranks, world.all_to_all.ranks) == (2, 2, 4)
+    assert clusters[0].intra_node.all_to_all.ranks == 2
+    # 1024 bytes to three peers, two of which are on the other node.
+    assert 600 < world.all_to_all.points[0][0] < 2800
+    assert parse_cluster(dump_cluster(clusters[0]), "x") == clusters[0]
+    whole = pool.run("probe_jobs:measured", RankLayout(1, 4), options)
+    assert all(one == whole[0] for one in whole)
+    assert whole[0][0].world is None
+    for collective in Collective:
+        curve = whole[0][0].curve(Link.INTRA_NODE, collective)
+        assert (curve.ranks, [group.ranks for group in curve.groups]) == (4, [2])
+
+
+def test_ranks_left_over_by_a_group_size_take_part_in_the_agreement(pool: RankPool) -> None:
+    assert pool.run("probe_jobs:sub_groups", RankLayout(1, 4), 3) == [[0, 1, 2]] * 3 + [None]
+    assert pool.run("probe_jobs:sub_groups", RankLayout(2, 2), 2)[3] == [2, 3]
+
+
 def test_a_small_budget_measures_only_the_smallest_size(pool: RankPool) -> None:
     options = ProbeOptions(min_bytes=64, max_bytes=2**22, growth=4.0, budget_seconds=1e-6)
     cluster, sizes = pool.run("probe_jobs:measured", LAYOUT, options)[0]

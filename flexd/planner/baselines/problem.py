@@ -45,6 +45,7 @@ class PlanningProblem:
     def __post_init__(self) -> None:
         if not self.memory_bytes > 0:
             raise PlanError(f"memory of a rank: {self.memory_bytes!r}", remedy="give bytes above 0")
+        object.__setattr__(self, "cluster", self.cluster.of_layout(self.layout.nodes, self.layout.local_ranks))
         if len(self.replica_slots) != len(self.keyspace.groups) or min(self.replica_slots) < 0:
             raise PlanError(f"replica slots: {self.replica_slots}", remedy="give one number of at least 0 a dim-group")
 

@@ -276,8 +276,8 @@ def cost_of_ranks(
         by_tier[Tier.HOME] = reduce(add, (group.total() for group in sums))
     mean = ranks.sent.mean(axis=3) if sent is None else sent
     peak = np.maximum(ranks.busiest(), 0.0)
-    seconds = mean * prices(mean, cluster, micro_batches)
-    peak_seconds = peak * prices(peak, cluster, micro_batches)
+    seconds = mean * prices(mean, cluster, micro_batches, exchange)
+    peak_seconds = peak * prices(peak, cluster, micro_batches, exchange)
     if exchange is not Exchange.CHAIN:
         seconds, peak_seconds = (slower_link_only(part) for part in (seconds, peak_seconds))
     synced = {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}

@@ -48,12 +48,24 @@ def linear_exposure(cluster: Cluster, seconds: Float64Array) -> Cluster:
     return cluster.with_exposed(replace(exposed, cover_seconds=math.inf) if covered else Exposed())
 
 
-def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Float64Array:
+_OVER_THE_WORLD = (
+    *((Tier.HOME, phase) for phase in EXCHANGE_PHASES),
+    (Tier.DEVICE, Phase.BACKWARD_ROWS),
+    (Tier.DEVICE, Phase.SYNC_SUMS),
+)
+"""All-to-alls over all ranks in a direct exchange: HOME rows, and the gradients and sums of DEVICE rows beside one with
+dedup."""
+
+
+def prices(
+    sent: Float64Array, cluster: Cluster, micro_batches: int = 1, exchange: Exchange = Exchange.CHAIN
+) -> Float64Array:
     """Return seconds per byte of each item of float64[3, 6, 3] bytes by (tier, phase, link), same shape.
 
     A message carries all tiers and dim-groups: of an exchange phase those of one micro-batch, of a synchronisation
     phase those of a step. Touched bits travel with ids and rows. Inside a node SYNC_ROWS are reduce-scattered and
-    all-gathered (FlexShard's), each priced as half of the bytes.
+    all-gathered (FlexShard's), each priced as half of the bytes. All-to-alls of a direct exchange that leave the node
+    are priced as those over all ranks, where the cluster has them.
     """
     result = np.zeros((len(Tier), len(Phase), len(TrafficLink)))
     for link, cluster_link in CLUSTER_LINKS.items():
@@ -69,19 +81,22 @@ def prices(sent: Float64Array, cluster: Cluster, micro_batches: int = 1) -> Floa
         else:
             price = cluster.curve(cluster_link, Collective.ALL_GATHER).seconds_per_byte(reduced / 2)
         result[:, Phase.SYNC_ROWS, link] = price
+    if exchange is not Exchange.CHAIN and cluster.world is not None:
+        sizes = sent[:, :, TrafficLink.INTER_NODE].sum(axis=0)
+        for tier, phase in _OVER_THE_WORLD:
+            size = float(sizes[phase]) / (micro_batches if phase in EXCHANGE_PHASES else 1)
+            result[tier, phase, TrafficLink.INTER_NODE] = cluster.world.all_to_all.seconds_per_byte(size)
+        if exchange is Exchange.DIRECT_DEDUP:
+            mask = result[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE]
+            result[Tier.DEVICE, Phase.SYNC_MASK, TrafficLink.INTER_NODE] = mask
     return result
 
 
 def slower_link_only(seconds: Float64Array) -> Float64Array:
-    """Return float64[3, 6, 3] with only the slower link left in each all-to-all over the world.
-
-    Such an all-to-all moves both links' bytes at the same time: HOME rows of a direct exchange, and the gradients
-    and sums of DEVICE rows beside one with dedup.
-    """
+    """Return float64[3, 6, 3] with only the slower link left in each all-to-all over the world, which moves both
+    links' bytes at the same time."""
     result = seconds.copy()
-    world = [(Tier.HOME, phase) for phase in EXCHANGE_PHASES]
-    world += [(Tier.DEVICE, Phase.BACKWARD_ROWS), (Tier.DEVICE, Phase.SYNC_SUMS)]
-    for tier, phase in world:
+    for tier, phase in _OVER_THE_WORLD:
         faster = np.arange(len(TrafficLink)) != int(seconds[tier, phase].argmax())
         result[tier, phase, faster] = 0.0
     return result
@@ -114,6 +129,8 @@ def latencies(
     every_hop = [TrafficLink.INTRA_NODE] * multi_rank + [TrafficLink.INTER_NODE] * multi_node
     hops = every_hop if exchange is Exchange.CHAIN or node_requests else every_hop[-1:]
     all_to_all = {link: cluster.curve(CLUSTER_LINKS[link], Collective.ALL_TO_ALL).latency_seconds for link in every_hop}
+    if exchange is not Exchange.CHAIN and cluster.world is not None:
+        all_to_all[TrafficLink.INTER_NODE] = cluster.world.all_to_all.latency_seconds
     for link in hops:
         result[Phase.FORWARD_IDS, link] = 2 * all_to_all[link] * micro_batches
         result[Phase.FORWARD_ROWS, link] = all_to_all[link] * micro_batches
