@@ -12,10 +12,12 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
+from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import Plan, make_plan, placement_cost
 from flexd.sketch.profile import Profile
+from flexd.topology.cluster import CollectiveCurve, WorldModel
 from flexd.topology.files import load_preset
 from tests.support.planner_cases import cluster, profile
 
@@ -202,6 +204,30 @@ def test_placement_cost_of_nothing_is_the_chain() -> None:
     cost = placement_cost(loads, live, KEYSPACE, LAYOUT, cluster())
     assert cost.rows[Tier.DEVICE] == 40
     assert cost.sync_seconds > 0
+
+
+def test_a_layout_is_priced_with_the_curves_of_its_group_sizes() -> None:
+    seen, direct = profile(KEYSPACE, ACCESSES, hot=50), Exchange.DIRECT
+    machine = cluster(latency=1e-6)
+    halves = machine.with_curves(
+        lambda _, curve: dataclasses.replace(
+            curve, ranks=8, groups=(CollectiveCurve(2e-6, tuple((size, by / 2) for size, by in curve.points), 2),)
+        )
+    )
+    slow = WorldModel(8, 8, CollectiveCurve(1.0, ((1.0, 1.0),)))
+    probed = dataclasses.replace(halves, world=slow)
+    loads = make_loads(seen, KEYSPACE, LAYOUT)
+    fast, at_two = (placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, on) for on in (machine, probed))
+    assert at_two.exposed_seconds == pytest.approx(2 * fast.exposed_seconds)
+    made = plan(seen, machine=probed)
+    assert made.baselines["two_hop"].exposed_seconds == pytest.approx(at_two.exposed_seconds)
+    # The curve over the world is that of 8 x 8 ranks.
+    priced = placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, probed, direct).exposed_seconds
+    assert priced == pytest.approx(
+        2 * placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, machine, direct).exposed_seconds
+    )
+    own = dataclasses.replace(probed, world=dataclasses.replace(slow, nodes=2, local_ranks=2))
+    assert placement_cost(loads, Placement.empty(), KEYSPACE, LAYOUT, own, direct).exposed_seconds > 1.0
 
 
 def test_one_budget_per_group() -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from flexd.topology import probe as probe_module
 from flexd.topology import timing
 from flexd.topology.cluster import Cluster, Collective, Link
 from flexd.topology.probe import ProbeOptions, probe
@@ -58,10 +57,8 @@ def sub_groups(rank: int, layout: RankLayout, size: int) -> list[int] | None:
     """Return the ranks of this rank's group of so many inside its node, after a measurement over it."""
     groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
     group = groups.sub_group(Link.INTRA_NODE, size)
-    work: Any = probe_module._nothing
-    if group is not None:
-        work = make_collective(Collective.ALL_REDUCE, 1024, group, groups.device)[1]
-    groups.seconds(work, 2)
+    work = None if group is None else make_collective(Collective.ALL_REDUCE, 1024, group, groups.device)[1]
+    groups.seconds(work or (lambda: None), 2)
     ranks = None if group is None else dist.get_process_group_ranks(group)
     if group is not None:
         dist.destroy_process_group(group)

@@ -184,7 +184,7 @@ class _Problem:
     def saved_seconds(self, at: CostBreakdown, allowed: tuple[Tier, ...]) -> list[Float64Array]:
         """Of each dim-group float64[tier, places]: seconds that the rows before each place save against one copy, at
         the prices of this step; -inf for a tier that is not allowed."""
-        each = prices(at.bytes, self.cluster, self.rows[0].sums.load.micro_batches)
+        each = prices(at.bytes, self.cluster, self.rows[0].sums.load.micro_batches, Exchange.DIRECT)
         # One all-to-all uses both links at the same time: of HOME rows only the slower link counts.
         counts = np.where(at.bytes * each > 0, slower_link_only(at.bytes * each) > 0, 1.0)
         share = exposed_share(linear_exposure(self.cluster, at.phase_seconds.sum(axis=1)))
