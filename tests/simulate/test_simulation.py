@@ -18,8 +18,9 @@ from flexd.simulate.accesses import RowFormat, ZipfAccesses
 from flexd.simulate.byte_counter import INTER, StepPart
 from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.simulation import Simulation, SimulationSettings, simulate
-from flexd.simulate.strategies import OVER_TIME, REPLANNED, STATIC, STRATEGIES, TWO_HOP
+from flexd.simulate.strategies import DIRECT, OVER_TIME, REPLANNED, STATIC, STRATEGIES, TWO_HOP
 from flexd.simulate.summary import compared_steps, summarise
+from flexd.topology.cluster import Cluster, CollectiveCurve, WorldModel
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
 
@@ -155,6 +156,16 @@ def test_large_latencies_replicate_nothing_and_the_words_say_why() -> None:
     words = " ".join(summarise(simulation)["words"])
     assert "No row is replicated" in words
     assert "--scale" in words
+
+
+def test_a_direct_exchange_is_priced_over_all_ranks_of_its_layout_only() -> None:
+    slow = CollectiveCurve(1.0, ((1.0, 1e6),))
+
+    def seconds(machine: Cluster) -> float:
+        return float(simulate(drifting(), LAYOUT, machine, SETTINGS, strategies=[DIRECT]).runs["direct"].seconds.sum())
+
+    assert seconds(replace(CLUSTER, world=WorldModel(8, 8, slow))) == seconds(CLUSTER)
+    assert seconds(replace(CLUSTER, world=WorldModel(2, 2, slow))) > 4 * STEPS * slow.latency_seconds
 
 
 def test_migrations_keep_to_the_cap_of_a_step() -> None:

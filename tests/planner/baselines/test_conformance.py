@@ -14,6 +14,7 @@ from flexd.planner.baselines import Baseline, PlanningProblem
 from flexd.planner.baselines.all_baselines import ALL_BASELINES, HOST_BASELINES
 from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
+from flexd.topology.cluster import CollectiveCurve, WorldModel
 from tests.support.planner_cases import cluster, profile
 
 KEYSPACE = KeySpace(
@@ -33,6 +34,11 @@ def case(layout: RankLayout = LAYOUTS[0], **changes: object) -> PlanningProblem:
         profile(KEYSPACE, 4000.0, hot=300), KEYSPACE, layout, cluster(latency=1e-6), 1e9, (60, 30, 20)
     )
     return dataclasses.replace(given, **changes)  # type: ignore[arg-type]
+
+
+def test_peers_are_priced_with_the_curves_of_the_layout() -> None:
+    other = WorldModel(8, 8, CollectiveCurve(1.0, ((1.0, 1.0),)))
+    assert case(cluster=dataclasses.replace(cluster(), world=other)).cluster == cluster()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.nodes}x{layout.local_ranks}")

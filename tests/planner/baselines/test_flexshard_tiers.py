@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.baselines.flexshard_tiers import FlexShardTiers, _Cuts, _Problem, _Rows, flexshard_tiers
 from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.workload import GroupLoad
-from flexd.topology.cluster import Cluster
+from flexd.topology.cluster import Cluster, CollectiveCurve, WorldModel
 from tests.support.planner_cases import cluster, load, zipf
 
 LAYOUT = RankLayout(2, 2)
@@ -51,6 +53,19 @@ def test_cuts_are_the_best_of_all(on: Cluster) -> None:
         assert cuts.device <= cuts.end
         both += 0 < cuts.device < cuts.end
     assert (both > 0) == (on is CLUSTER)
+
+
+def test_rows_are_worth_what_an_all_to_all_over_all_ranks_takes() -> None:
+    world = WorldModel(2, 2, CollectiveCurve(1e-7, ((1.0, 1e9),)))
+    slow, probed = cluster(latency=1e-7, all_to_all=1e9), replace(CLUSTER, world=world)
+    rows = load(zipf(30, 1.1, 5e2))
+    saved = [
+        mine.saved_seconds(mine.tiers([_Cuts(0.0, 0.0)]).cost, (Tier.NODE, Tier.DEVICE))[0]
+        for mine in (problem(slow, rows), problem(probed, rows))
+    ]
+    # Touched bits of NODE rows are priced over the rail.
+    np.testing.assert_allclose(saved[0], saved[1], rtol=1e-3)
+    assert saved[0].max() > 0
 
 
 def test_replicas_fill_the_cap_of_the_fullest_rank_and_no_more() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
+from flexd.planner.model.gains import row_seconds
 from flexd.planner.model.prices import latencies, prices, slower_link_only
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel, WorldModel
@@ -143,6 +144,21 @@ def test_a_direct_exchange_between_nodes_is_priced_as_the_all_to_all_over_all_ra
         assert fixed.sum() == pytest.approx(4 * 9e-5)
     chain = latencies(over_world, LAYOUT, Exchange.CHAIN, [Tier.HOME])
     np.testing.assert_array_equal(chain, latencies(machine, LAYOUT, Exchange.CHAIN, [Tier.HOME]))
+
+
+@pytest.mark.parametrize("exchange", [Exchange.DIRECT, Exchange.DIRECT_DEDUP])
+def test_costs_and_gains_of_a_direct_exchange_follow_the_all_to_all_over_all_ranks(exchange: Exchange) -> None:
+    rails = cluster(all_to_all=9e9, intra=1e15)
+    slow = replace(rails, world=WorldModel(LAYOUT.nodes, LAYOUT.local_ranks, flat(3e9)))
+    problem, home = load(np.full(50, A)), np.full(50, Tier.HOME, np.uint8)
+    cost, of_rails = (group_cost(problem, home, LAYOUT, machine, exchange) for machine in (slow, rails))
+    assert cost.exposed_seconds == pytest.approx(3 * of_rails.exposed_seconds)
+    assert cost.peak_exposed_seconds == pytest.approx(3 * of_rails.peak_exposed_seconds)
+    gains, at_rails = (
+        row_seconds(problem, LAYOUT, machine, cost.bytes, exchange)[Tier.HOME] for machine in (slow, rails)
+    )
+    assert at_rails.any()
+    np.testing.assert_allclose(gains, 3 * at_rails)
 
 
 def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
