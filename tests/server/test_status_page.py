@@ -12,11 +12,14 @@ import httpx
 import pytest
 
 from flexd.api.migration import MigrationReport
+from flexd.api.migration_effect import MeasuredSteps, MigrationEffect
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
+from flexd.api.planning import PlanningStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
+from flexd.api.verification import VerificationReport, VerificationStatus
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -46,7 +49,20 @@ class BusyDaemon(FakeDaemon):
             placement=PlacementStatus(version=7, rows={"HOME": 900, "NODE": 80, "DEVICE": 20}),
             last_plan=PlanReport(plan_id="p2", reason=f"drift {STRANGE}"),
             migration=MigrationReport(
-                migration_id="m1", plan_id="p2", state="PUSHING", progress=0.25, rows=123, rows_applied=30, bytes=10_000
+                migration_id="m1", plan_id="p2", state="PUSHING", progress=0.25, rows=123, rows_applied=30,
+                bytes=10_000, effect=MigrationEffect(
+                    predicted_saving_seconds=2e-3, measured_saving_seconds=-1.5e-3, measured_error_seconds=1e-4,
+                    before=MeasuredSteps(mean_seconds=0.1, steps=50),
+                    after=MeasuredSteps(mean_seconds=0.1015, steps=60),
+                ),
+            ),
+            planning=PlanningStatus(
+                verification=VerificationStatus(
+                    newest=VerificationReport(
+                        migration_id="m0", state="slower", rolled_back=True, words=f"1.5 % slower {STRANGE}"
+                    ),
+                    held=(f"m0 measured slower {STRANGE}; plans for NODE wait",),
+                )
             ),
         )  # fmt: skip
 
@@ -155,6 +171,13 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert page.evaluate("plans.map(plan => plan.plan_id)") == ["p1"]
     assert page.locator("#migration progress").get_attribute("value") == "0.25"
     assert "30 of 123 rows" in page.text_content("#migration")
+    assert page.text_content("#saving") == (
+        "predicted saving 2.00 ms a step, measured -1.50 ms ± 100 µs (100 ms before, 102 ms after)"
+    )
+    assert page.text_content("#verdict") == f"slower m0: 1.5 % slower {STRANGE} (rolled back)"
+    assert page.text_content("#migration .held") == (
+        f"no gain measured: m0 measured slower {STRANGE}; plans for NODE wait"
+    )
     assert page.locator("#ranks tbody tr").count() == 4
     assert "1.50 of the mean" in page.text_content("#ranks")
     assert STRANGE in page.text_content("#tables")
@@ -165,6 +188,26 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert page.locator("img").count() == 0
     assert page.complaints == []
     assert {httpx.URL(url).host for url in page.requested} == {"127.0.0.1"}
+
+
+def test_a_verdict_is_shown_without_a_migration(open_page):
+    """After a restart the daemon knows what it holds back, and no migration."""
+
+    class Restarted(FakeDaemon):
+        def status(self) -> Status:
+            held = VerificationStatus(held=("m0 measured slower",))
+            return (
+                super().status().model_copy(update={"migration": None, "planning": PlanningStatus(verification=held)})
+            )
+
+    server = served(Restarted())
+    try:
+        page = open_page(server)
+        page.wait_for_selector("#migration .held")
+        assert page.text_content("#migration") == "no gain measured: m0 measured slower"
+        assert page.complaints == []
+    finally:
+        assert server.stop(10)
 
 
 def test_a_tooltip_stays_after_the_next_poll(open_page, busy):

@@ -75,6 +75,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "tests/operations/test_drift.py::test_a_live_daemon_plans_once_for_a_stream_that_moved",
         "the popular rows change under a running daemon",
     ),
+    "FlexdPlansDoNotWin": Elsewhere(
+        "tests/operations/test_verification.py::test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back",
+        "copies of a plan make the steps slower",
+    ),
     "FlexdProfileThin": Elsewhere(
         "tests/api/test_sketch.py::test_rows_that_noise_hides_explain_nothing_for_certain",
         "uniform accesses to 10^9 rows are counted within 1 MiB",
