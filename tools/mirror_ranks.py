@@ -59,6 +59,7 @@ class MirrorPeers(Peers):
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         sync_counts: Sequence[int] | None = None,
+        migration_counts: Sequence[int] | None = None,
     ) -> torch.Tensor:
         if self.size == 1:
             return send

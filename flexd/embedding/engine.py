@@ -149,9 +149,11 @@ class RowEngine:
             self._stale_replicas = False
         if self._summed is not None and self._summed.overflowed:
             self._summed = None  # their step was skipped, on every rank
+        self.migrator.complete()  # no fetch followed the last chunk: the pass was given up
         if not self.passes and self._summed is None and not self.hooks.holds_route:
-            self._apply_chunks()
+            self.migrator.release()
             self._change_exchange()
+            self._apply_chunks()
 
     def _change_exchange(self) -> None:
         """Use the exchange that all ranks have agreed on."""
@@ -239,7 +241,10 @@ class RowEngine:
         with self._calling():
             rows = self.hooks.fetch(forward_pass, expand=expand)
             if rows is None:
-                rows = self.router.fetch(forward_pass.route, forward_pass.touched, expand=expand)
+                rows = self.router.fetch(
+                    forward_pass.route, forward_pass.touched, expand=expand, chunk=self.migrator.carrier
+                )
+                self.migrator.carrier = None
             self.hooks.after_fetch()
             return rows
 
@@ -378,7 +383,10 @@ class RowEngine:
         if not chunks:
             return
         with torch.no_grad():
-            self.migrator.apply([self.inbox.prepared(version) for version, _ in chunks])
+            self.migrator.apply(
+                [self.inbox.prepared(version) for version, _ in chunks],
+                fetch_follows=self.exchange.name == "chain" and not self.hooks.fetches_early,
+            )
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
 

@@ -70,6 +70,8 @@ class StepHooks:
     Called by the training thread, at the same points on every rank; all methods are collective.
     """
 
+    fetches_early = False
+    """True if rows of a pass may be fetched before it: its fetch carries no rows of a chunk."""
     holds_route = False
     """True while a route is held that no forward pass has used: no chunk may be applied."""
     held: object = None

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import flexd.embedding.exchange.collectives as collectives_module
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -76,6 +77,63 @@ def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str
         for name in names:
             setattr(dist, name, originals[name])
     return {"training": trained, "evaluation": list(count.values())}
+
+
+def collectives_of_a_chunk(rank: int, layout: RankLayout, dims: list[int], trains: bool) -> dict[str, Any]:
+    """Count the collectives of a pass that applies a chunk, and of one after it; rows are listed before both.
+
+    Returns:
+        Of both the collectives by name, and after both whether all replicas are bit-equal; the bytes that the first
+        sent for migrations; whether its rows are those of a pass without a chunk.
+    """
+    collection = make(layout, dims, ["float32"] * len(dims), True)
+    step(collection, [1])
+    collection.engine.inbox.offer(2, promotions(collection))
+    with torch.no_grad():
+        before = [jagged.values for jagged in collection(batch(collection, 1)).values()]  # agrees on the chunk
+    names = {"all_to_all_single": dist, "all_reduce": dist, "broadcast": dist, "all_gather_flat": collectives_module}
+    originals, count = {name: getattr(owner, name) for name, owner in names.items()}, dict.fromkeys(names, 0)
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    found: list[dict[str, int]] = []
+    bit_equal, versions = [], []
+    sent = collection.traffic.totals()
+    equal = False
+    for _ in range(2):
+        count.update(dict.fromkeys(names, 0))
+        try:
+            for name, owner in names.items():
+                setattr(owner, name, counted(name))
+            if trains:
+                step(collection, [1])
+            else:
+                with torch.no_grad():
+                    rows = [jagged.values for jagged in collection(batch(collection, 1)).values()]
+                equal = all(map(torch.equal, rows, before))
+        finally:
+            for name, owner in names.items():
+                setattr(owner, name, originals[name])
+        found.append(dict(count))
+        versions.append(collection.placement_version)
+        bit_equal.append(collection.replicas_bit_equal())
+    moved = {name: collection.traffic.totals()[name] - sent[name] for name in sent if name.startswith("migration")}
+    return {
+        "collectives": found, "bit_equal": bit_equal, "equal": equal, "migrated": sum(moved.values()),
+        "versions": versions, "listed": len(collection.engine.migrator.placement()[0]),
+    }  # fmt: skip
+
+
+def promotions(collection: EmbeddingCollection) -> Delta:
+    """Make a chunk that promotes all rows that ``make`` has moved, and those it has not, to DEVICE."""
+    keys = np.arange(collection.engine.keyspace.total_rows)
+    old = (keys % 3).astype(np.uint8)
+    return Delta(keys[old < 2], old[old < 2], np.full(int((old < 2).sum()), 2, np.uint8))
 
 
 def pushed(rank: int, layout: RankLayout, seeds: list[int]) -> int:

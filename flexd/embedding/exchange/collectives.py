@@ -141,11 +141,13 @@ class Peers:
         send_counts: Sequence[int],
         receive_counts: Sequence[int],
         sync_counts: Sequence[int] | None = None,
+        migration_counts: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Flat ``send`` split by peer -> flat received, split by ``receive_counts``.
 
         Args:
             sync_counts: the part of each peer's ``send_counts`` that is counted as replica synchronisation.
+            migration_counts: the part that is counted as migration.
         """
         if self.size == 1:
             return send
@@ -158,11 +160,13 @@ class Peers:
                 send,
                 "all_to_all",
             )
-        synced = [0] * self.size if sync_counts is None else sync_counts
         width = send.element_size()
-        self._count([(count - sync) * width for count, sync in zip(send_counts, synced, strict=True)])
-        if sync_counts is not None:
-            self._count([sync * width for sync in synced], TrafficKind.SYNC)
+        others = list(send_counts)
+        for kind, counts in ((TrafficKind.SYNC, sync_counts), (TrafficKind.MIGRATION, migration_counts)):
+            if counts is not None:
+                others = [count - part for count, part in zip(others, counts, strict=True)]
+                self._count([part * width for part in counts], kind)
+        self._count([count * width for count in others])
         return received
 
     def all_reduce(

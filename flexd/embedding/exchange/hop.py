@@ -235,12 +235,15 @@ class Hop:
     def exchange(self, columns: Sequence[Column]) -> list[ReceivedRows]:
         """Exchange all columns in one collective; return the received rows of each."""
         me = self.peers.index
-        synced_columns = [column for column in columns if column.kind == TrafficKind.SYNC]
         sent = self._bytes([(column.sent, column.row_bytes) for column in columns])
         received = self._bytes([(column.received, column.row_bytes) for column in columns])
-        synced = self._bytes([(column.sent, column.row_bytes) for column in synced_columns])
+        synced, migrated = (
+            self._bytes([(column.sent, column.row_bytes) for column in columns if column.kind == kind])
+            for kind in (TrafficKind.SYNC, TrafficKind.MIGRATION)
+        )
         buffer, own = pack(columns, sent, me)
-        return unpack(columns, own, self.peers.all_to_all(buffer, sent, received, sync_counts=synced), me)
+        arrived = self.peers.all_to_all(buffer, sent, received, sync_counts=synced, migration_counts=migrated)
+        return unpack(columns, own, arrived, me)
 
     def _bytes(self, columns: Sequence[tuple[Sequence[int], int]]) -> list[int]:
         """Return the bytes exchanged with each peer, of the numbers of rows of columns and the bytes of a row."""

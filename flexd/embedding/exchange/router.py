@@ -74,6 +74,18 @@ class LookupPiggyback(Protocol):
     def recv_down(self, hop: int, words: torch.Tensor) -> None: ...
 
 
+class RowPiggyback(Protocol):
+    """Further rows that travel with the rows of a look-up; called for the last hop first."""
+
+    def columns(self, hop: Hop) -> list[Column]:
+        """Return the columns that travel over a hop."""
+        ...
+
+    def receive(self, hop: Hop, arrived: Sequence[ReceivedRows]) -> None:
+        """Receive the rows of each column of ``columns``."""
+        ...
+
+
 class GradientPiggyback(Protocol):
     """Columns that travel with the gradients.
 
@@ -224,9 +236,18 @@ class Router:
 
     @in_phase(StepPhase.ROWS)
     def fetch(
-        self, route: Route, piggyback: LookupPiggyback | None = None, *, expand: bool = True
+        self,
+        route: Route,
+        piggyback: LookupPiggyback | None = None,
+        *,
+        expand: bool = True,
+        chunk: RowPiggyback | None = None,
     ) -> list[torch.Tensor]:
-        """Collective. Return per group [requests of this rank, dim]; without ``expand`` [rows of station 0, dim]."""
+        """Collective. Return per group [requests of this rank, dim]; without ``expand`` [rows of station 0, dim].
+
+        Args:
+            chunk: given on all ranks or on none.
+        """
         if piggyback is not None and piggyback.complete:
             piggyback = None
         found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -241,7 +262,11 @@ class Router:
                 words = None if piggyback is None else piggyback.down(station)
                 if words is not None and not words.empty:
                     columns.append(words.as_column())
-                arrived = self.hops[station].exchange(columns)
+                carried = [] if chunk is None else chunk.columns(self.hops[station])
+                arrived = self.hops[station].exchange([*columns, *carried])
+                if chunk is not None:
+                    chunk.receive(self.hops[station], arrived[len(columns) :])
+                    del arrived[len(columns) :]
                 if piggyback is not None and words is not None:
                     words_back = words.words if words.empty else arrived.pop().whole(torch.int64).view(-1)
                     piggyback.recv_down(station, words_back)

@@ -1,5 +1,9 @@
 """Applies chunks: copies promoted rows from their homes, frees the slots of demoted ones, changes the directory.
 
+A chunk changes the directory at once. The values of its promoted rows travel with the next fetch of rows, and a rank
+that receives them finds the rows in look-ups from the next step on (``Directory.hold_back``); where no fetch can carry
+them, collectives of their own copy them at once.
+
 The agent's thread checks a chunk and prepares its slots and the rows to copy, from the directory as it is applied and
 the chunks that were prepared before. The training thread changes the directory, which takes time in proportion to the
 chunk, and copies rows.
@@ -21,6 +25,7 @@ from flexd.core.layout import Tier
 from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Peers, Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.migration.row_carrier import RowCarrier, SlotsByPeer
 from flexd.embedding.side_stream import SideStream, receive
 from flexd.embedding.store.slow.tier import RowColumn
 from flexd.embedding.store.store import FreeSlots, GroupStore
@@ -33,16 +38,12 @@ _SlotsOf = Callable[[Int64Array], Int32Array]
 """int64 [n] keys of listed rows -> int32 [n] slots."""
 
 
-_SlotsByPeer = list[tuple[torch.Tensor, ...]]
-"""Per dim-group and peer of a hop: int64 slots of the rows that the peer sends to the others."""
-
-
 @dataclass(frozen=True)
 class _Block:
     """Rows that are copied together: from the home to the node owners over the rail, then inside the node."""
 
-    over_rail: _SlotsByPeer
-    in_node: _SlotsByPeer
+    over_rail: SlotsByPeer
+    in_node: SlotsByPeer
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class NextPlacement:
         was_listed: bool [n] rows that this rank lists before it.
         tiers: uint8 [n] tier at which this rank lists the row after it; HOME: not listed.
         slots: int32 [n] slots after it, of listed rows.
+        received: int64 [m] keys of the rows that this rank receives, ascending.
         free: replica slots that are free after it.
         after: the prepared chunk before; None once that is applied.
         applied: set by the training thread, after the directory has the chunk.
@@ -69,6 +71,7 @@ class NextPlacement:
     was_listed: BoolArray
     tiers: UInt8Array
     slots: Int32Array
+    received: Int64Array
     free: tuple[FreeSlots, ...]
     after: NextPlacement | None
     applied: bool = False
@@ -87,7 +90,7 @@ class NextPlacement:
             column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
             for column in of
         )  # fmt: skip
-        columns = (self.keys, self.was_listed, self.tiers, self.slots)
+        columns = (self.keys, self.was_listed, self.tiers, self.slots, self.received)
         return slots + sum(column.nbytes for column in columns) + sum(free.released.nbytes for free in self.free)
 
     def slots_of(self, keys: Int64Array) -> Int32Array:
@@ -119,6 +122,8 @@ class Migrator:
         self._side_stream = SideStream(self._device)
         """Of all work but that of the training thread."""
         self._local = groups.layout.local_rank_of(groups.rank)
+        self.carrier: RowCarrier | None = None
+        """Promoted rows that wait for a fetch to carry them; equally on every rank."""
         self.digest = 0
         """``Placement.digest`` of the applied placement."""
         self.max_chunk_rows = 0
@@ -156,9 +161,13 @@ class Migrator:
         made.finished = self._side_stream.finished()
         return made
 
-    def apply(self, chunks: Sequence[Prepared]) -> None:
-        """Apply chunks as one: a row is copied at most once, and one all-gather a hop serves all chunks and
-        dim-groups. Demotions free their slots before promotions use them.
+    def apply(self, chunks: Sequence[Prepared], *, fetch_follows: bool = False) -> None:
+        """Apply chunks as one: a row is copied at most once, and one message a hop serves all chunks and dim-groups.
+        Demotions free their slots before promotions use them.
+
+        Args:
+            fetch_follows: a fetch over node and rail follows, which can carry the rows. More rows than the buffer holds
+                are copied at once.
 
         Raises:
             PlacementError: they were prepared for another placement; nothing has been changed.
@@ -185,10 +194,31 @@ class Migrator:
             if len(store.replica_keys):
                 keys = np.concatenate([delta.keys[self._in_group(store, delta.keys)] for delta in deltas])
                 store.record_keys(torch.from_numpy(keys).to(self._device))
-        for block in last.blocks if len(prepared) == 1 else self._blocks(merge_deltas(deltas), self._applied_slots):
-            self._copy(block)
+        alone = len(prepared) == 1
+        merged = None if alone else merge_deltas(deltas)
+        blocks = last.blocks if merged is None else list(self._blocks(merged, self._applied_slots))
+        if fetch_follows and len(blocks) == 1:
+            self.carrier = RowCarrier(self._groups, self._stores, blocks[0].over_rail, blocks[0].in_node)
+            received = last.received if merged is None else merged.keys[self._received(merged)]
+            directory.hold_back(received)
+        else:
+            for block in blocks:
+                self._copy(block)
         for delta in deltas:
             self.digest = (self.digest + delta.digest_change()) % 2**64
+
+    def complete(self) -> None:
+        """Collective. Copy the promoted rows that no fetch has carried."""
+        if self.carrier is not None:
+            carrier, self.carrier = self.carrier, None
+            with self._traffic.kind(TrafficKind.MIGRATION):
+                _copy_rows(self._groups.rail, self._stores, carrier.over_rail)
+                _copy_rows(self._groups.node, self._stores, carrier.in_node)
+
+    def release(self) -> None:
+        """Collective. Let look-ups find the rows that were received; not while a route is in use."""
+        self.complete()
+        self._directory.release()
 
     def refresh(self) -> None:
         """Collective. Refresh every replica from its home, after the home rows were loaded."""
@@ -275,7 +305,17 @@ class Migrator:
                 slots[home] = (keys[home] - store.first_home_key) // store.world_size
             free.append(slots_left)
         version = self._directory.version if after is None else after.version + 1
-        return NextPlacement(chunk, version, keys, before != Tier.HOME, tiers, slots, tuple(free), after=after)
+        received = keys[has_replica & ~had_replica]
+        return NextPlacement(
+            chunk, version, keys, before != Tier.HOME, tiers, slots, received, tuple(free), after=after
+        )
+
+    def _received(self, delta: Delta) -> BoolArray:
+        """Return bool [n]: rows that this rank receives."""
+        rank = self._groups.rank
+        before = self._layout.holds_replica(rank, delta.keys, delta.old_tiers)
+        received: BoolArray = self._layout.holds_replica(rank, delta.keys, delta.new_tiers) & ~before
+        return received
 
     def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[_Block]:
         """Divide the promoted rows of a delta into blocks that fit the buffer."""
@@ -329,7 +369,7 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
     return Delta(keys[first], np.minimum.reduceat(old, first), new[last])
 
 
-def _copy_rows(peers: Peers, stores: Sequence[GroupStore], slots: _SlotsByPeer) -> None:
+def _copy_rows(peers: Peers, stores: Sequence[GroupStore], slots: SlotsByPeer) -> None:
     """Collective over ``peers``. Send every member the rows that others have, in one all-gather for all dim-groups.
 
     A member's part of the buffer has a section for the values and one for the state of each dim-group, as long as the

@@ -68,6 +68,8 @@ class RunAhead(StepHooks):
         one_thread: the training thread issues the collectives of the jobs; equal on all ranks.
     """
 
+    fetches_early = True
+
     def __init__(self, engine: RowEngine, timeout_seconds: float, *, one_thread: bool) -> None:
         self.overlapped: Traffic = Traffic()
         self.passes_per_step = 1

@@ -34,6 +34,21 @@ def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str],
             assert counts == {"training": trained, "evaluation": [6, 0, 0]}
 
 
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_a_chunk_adds_no_collective(ranks: Ranks, nodes: int, trains: bool) -> None:
+    """The rows of a chunk travel with those of the pass that applies it, and all copies have them after it."""
+    for counted in ranks(4).run("exchange_jobs:collectives_of_a_chunk", RankLayout(nodes, 4 // nodes), [8, 3], trains):
+        applying, after = counted["collectives"]
+        assert counted["versions"] == [2, 2], "the chunk was not applied in the first pass"
+        assert applying == after
+        assert applying["all_gather_flat"] == 0
+        assert counted["bit_equal"] == [True, True]
+        assert counted["migrated"] > 0
+        assert counted["listed"] == 80
+        assert trains or counted["equal"]
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_equal_passes_are_pushed_as_one(ranks: Ranks, nodes: int) -> None:
     layout = RankLayout(nodes, 4 // nodes)
