@@ -151,7 +151,6 @@ class RowEngine:
             self._summed = None  # their step was skipped, on every rank
         self.migrator.complete()  # no fetch followed the last chunk: the pass was given up
         if not self.passes and self._summed is None and not self.hooks.holds_route:
-            self.migrator.release()
             self._change_exchange()
             self._apply_chunks()
 

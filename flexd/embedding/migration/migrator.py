@@ -1,8 +1,7 @@
 """Applies chunks: copies promoted rows from their homes, frees the slots of demoted ones, changes the directory.
 
-A chunk changes the directory at once. The values of its promoted rows travel with the next fetch of rows, and a rank
-that receives them finds the rows in look-ups from the next step on (``Directory.hold_back``); where no fetch can carry
-them, collectives of their own copy them at once.
+The values of promoted rows travel with the next fetch over the chain (``RowCarrier``), so they add no collective; where
+none can carry them, collectives of their own copy them at once.
 
 The agent's thread checks a chunk and prepares its slots and the rows to copy, from the directory as it is applied and
 the chunks that were prepared before. The training thread changes the directory, which takes time in proportion to the
@@ -57,7 +56,6 @@ class NextPlacement:
         was_listed: bool [n] rows that this rank lists before it.
         tiers: uint8 [n] tier at which this rank lists the row after it; HOME: not listed.
         slots: int32 [n] slots after it, of listed rows.
-        received: int64 [m] keys of the rows that this rank receives, ascending.
         free: replica slots that are free after it.
         after: the prepared chunk before; None once that is applied.
         applied: set by the training thread, after the directory has the chunk.
@@ -71,7 +69,6 @@ class NextPlacement:
     was_listed: BoolArray
     tiers: UInt8Array
     slots: Int32Array
-    received: Int64Array
     free: tuple[FreeSlots, ...]
     after: NextPlacement | None
     applied: bool = False
@@ -90,7 +87,7 @@ class NextPlacement:
             column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
             for column in of
         )  # fmt: skip
-        columns = (self.keys, self.was_listed, self.tiers, self.slots, self.received)
+        columns = (self.keys, self.was_listed, self.tiers, self.slots)
         return slots + sum(column.nbytes for column in columns) + sum(free.released.nbytes for free in self.free)
 
     def slots_of(self, keys: Int64Array) -> Int32Array:
@@ -194,13 +191,11 @@ class Migrator:
             if len(store.replica_keys):
                 keys = np.concatenate([delta.keys[self._in_group(store, delta.keys)] for delta in deltas])
                 store.record_keys(torch.from_numpy(keys).to(self._device))
-        alone = len(prepared) == 1
-        merged = None if alone else merge_deltas(deltas)
-        blocks = last.blocks if merged is None else list(self._blocks(merged, self._applied_slots))
+        blocks = last.blocks
+        if len(prepared) > 1:
+            blocks = tuple(self._blocks(merge_deltas(deltas), self._applied_slots))
         if fetch_follows and len(blocks) == 1:
             self.carrier = RowCarrier(self._groups, self._stores, blocks[0].over_rail, blocks[0].in_node)
-            received = last.received if merged is None else merged.keys[self._received(merged)]
-            directory.hold_back(received)
         else:
             for block in blocks:
                 self._copy(block)
@@ -214,11 +209,6 @@ class Migrator:
             with self._traffic.kind(TrafficKind.MIGRATION):
                 _copy_rows(self._groups.rail, self._stores, carrier.over_rail)
                 _copy_rows(self._groups.node, self._stores, carrier.in_node)
-
-    def release(self) -> None:
-        """Collective. Let look-ups find the rows that were received; not while a route is in use."""
-        self.complete()
-        self._directory.release()
 
     def refresh(self) -> None:
         """Collective. Refresh every replica from its home, after the home rows were loaded."""
@@ -305,17 +295,7 @@ class Migrator:
                 slots[home] = (keys[home] - store.first_home_key) // store.world_size
             free.append(slots_left)
         version = self._directory.version if after is None else after.version + 1
-        received = keys[has_replica & ~had_replica]
-        return NextPlacement(
-            chunk, version, keys, before != Tier.HOME, tiers, slots, received, tuple(free), after=after
-        )
-
-    def _received(self, delta: Delta) -> BoolArray:
-        """Return bool [n]: rows that this rank receives."""
-        rank = self._groups.rank
-        before = self._layout.holds_replica(rank, delta.keys, delta.old_tiers)
-        received: BoolArray = self._layout.holds_replica(rank, delta.keys, delta.new_tiers) & ~before
-        return received
+        return NextPlacement(chunk, version, keys, before != Tier.HOME, tiers, slots, tuple(free), after=after)
 
     def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[_Block]:
         """Divide the promoted rows of a delta into blocks that fit the buffer."""

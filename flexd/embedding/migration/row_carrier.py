@@ -20,8 +20,9 @@ SlotsByPeer = list[tuple[torch.Tensor, ...]]
 class RowCarrier:
     """Carries the values and state of promoted rows in the messages of a fetch, in the dtypes of the stores.
 
-    A fetch takes the rail before the node, so a node owner has the rows before it sends them on. Both ends of a message
-    know its rows from the chunk: no size is exchanged.
+    A fetch takes the rail before the node, so a node owner has the rows before it sends them on; and it reads the rows
+    that are held at a station after the messages of that station's hop, so a look-up finds the rows of a chunk from the
+    pass that carries them on. Both ends of a message know its rows from the chunk: no size is exchanged.
 
     Args:
         over_rail, in_node: slots of the rows on this rank.

@@ -54,8 +54,6 @@ class Directory:
         self._nowhere = torch.zeros((), dtype=torch.int32, device=device)
         """The number of entries."""
         self._places_by_home: list[int] = self._places_of(np.arange(layout.world_size)).tolist()
-        self._held_back: tuple[Int64Array, torch.Tensor, torch.Tensor] | None = None
-        """int64 [n] ascending keys, also on the device, and int32 [n] entries, of listed rows that are not found."""
         self._lock = threading.RLock()
         self._changed: torch.cuda.Event | None = None
         """After the last change; None on a CPU."""
@@ -63,7 +61,7 @@ class Directory:
         """Number of changes so far."""
 
     def __len__(self) -> int:
-        return len(self._table) + (0 if self._held_back is None else len(self._held_back[0]))
+        return len(self._table)
 
     @property
     def entries(self) -> int:
@@ -95,8 +93,7 @@ class Directory:
         return (homes - nodes * self.layout.local_ranks) * self.layout.nodes + nodes
 
     def find(self, keys: torch.Tensor) -> torch.Tensor:
-        """int64 [n] keys -> int64 [n] entries, ``entries`` for rows that are not listed or are held back. The host
-        waits for nothing."""
+        """int64 [n] keys -> int64 [n] entries, ``entries`` for rows that are not listed. The host waits for nothing."""
         return self._table.values_of(keys, self._nowhere).to(torch.int64)
 
     def places_at(self, entries: torch.Tensor) -> torch.Tensor:
@@ -121,7 +118,7 @@ class Directory:
                 return tiers, slots
             if self._changed is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
-            entries = self.find_listed(torch.from_numpy(keys).to(self.device))
+            entries = self.find(torch.from_numpy(keys).to(self.device))
             # On the host before the lock is released: the training thread must not change what is still read.
             places = self.places_at(entries).cpu().numpy()
             listed = entries.cpu().numpy() < self.entries
@@ -136,17 +133,12 @@ class Directory:
             if self._changed is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
             keys = self._table.items()[0].cpu().numpy()
-            if self._held_back is not None:
-                keys = np.concatenate([keys, self._held_back[0]])
             keys.sort()
             return keys, *self.read(keys)
 
     def listed_entries(self) -> torch.Tensor:
         """Return int64 [n] entries of all rows, ascending. Linear in the directory."""
-        entries = self._table.items()[1]
-        if self._held_back is not None:
-            entries = torch.cat([entries, self._held_back[2]])
-        return entries.to(torch.int64).sort().values
+        return self._table.items()[1].to(torch.int64).sort().values
 
     def at_tier(self, group: int, tier: Tier) -> torch.Tensor:
         """Return int64 entries of the rows of a dim-group at NODE or DEVICE, in the same order on all ranks that list
@@ -164,7 +156,6 @@ class Directory:
             slots: int32 [m].
             tiers: uint8 [m], NODE or DEVICE.
         """
-        assert self._held_back is None  # noqa: S101
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             self.version += 1
             self._unlist(removed)
@@ -182,50 +173,9 @@ class Directory:
             self._table.insert(self._to_device(keys), self._to_device(entries.astype(np.int32)))
             self._places.index_copy_(0, self._to_device(entries), self._to_device(places))
             self._compact()
-            self._record()
-
-    def hold_back(self, keys: Int64Array) -> None:
-        """List rows without finding them, until ``release``: their values are still to come, so a look-up asks the next
-        station. Their entries, and so their bits and sums, are those of listed rows.
-
-        Args:
-            keys: int64 [n] listed rows, ascending.
-        """
-        assert self._held_back is None  # noqa: S101
-        if len(keys) == 0:
-            return
-        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-            on_device = self._to_device(keys)
-            cells = self._table.find(on_device)[1]
-            self._held_back = keys, on_device, self._table.values_at(cells)
-            self._table.remove(cells)
-            self._record()
-
-    def release(self) -> None:
-        """Find the rows that are held back from now on. The host waits for the device once if there are any."""
-        if self._held_back is None:
-            return
-        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-            _, keys, entries = self._held_back
-            self._held_back = None
-            self._table.insert(keys, entries)
-            self._record()
-
-    def find_listed(self, keys: torch.Tensor) -> torch.Tensor:
-        """int64 [n] keys -> int64 [n] entries as ``find``, of rows that are held back too."""
-        entries = self.find(keys)
-        if self._held_back is not None:
-            _, held, of_held = self._held_back
-            at = torch.searchsorted(held, keys).clamp_(max=len(held) - 1)
-            here = held.index_select(0, at) == keys
-            entries = torch.where(here, of_held.index_select(0, at).to(torch.int64), entries)
-        return entries
-
-    def _record(self) -> None:
-        """Note on the device that the table has changed, for other threads."""
-        if self.device.type == "cuda":
-            self._changed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._changed.record()
+            if self.device.type == "cuda":
+                self._changed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._changed.record()
 
     def _unlist(self, removed: Int64Array) -> None:
         if len(removed) == 0:

@@ -151,7 +151,7 @@ class GroupStore:
         directory = self.directory
         if len(directory) == 0:
             return home, slots, torch.full_like(keys, -1)
-        at = directory.find_listed(keys)
+        at = directory.find(keys)
         found = at < directory.entries
         return home | found, torch.where(found, directory.slots_at(at), slots), torch.where(found, at, -1)
 

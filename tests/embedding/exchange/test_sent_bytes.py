@@ -112,19 +112,23 @@ def sync_bytes(layout: RankLayout, placement: Placement, ids: list[set[int]], ex
     return sent
 
 
-def migration_bytes(layout: RankLayout, placement: Placement) -> np.ndarray:
+def migration_bytes(layout: RankLayout, placement: Placement, exchange: str) -> np.ndarray:
     """Return the bytes like ``chain_bytes``, for promotions from HOME.
 
-    There is an all-gather over the rail, and for DEVICE rows another in the node. Every
-    member of an all-gather sends as many rows to each other one as the member with most of them has.
+    With the chain a rank sends its rows to each other one of its rail, and DEVICE rows to each of its node. With the
+    direct exchange these are all-gathers, in which every member sends as many rows to each other one as the member with
+    most of them has.
     """
     sent = np.zeros((layout.world_size, 2), dtype=np.int64)
     device = placement.keys[placement.tiers == Tier.DEVICE]
-    in_node = np.bincount(device % layout.local_ranks, minlength=1).max()
+    in_node = np.bincount(device % layout.local_ranks, minlength=layout.local_ranks)
     for rank in range(layout.world_size):
         rail = placement.keys[placement.keys % layout.local_ranks == layout.local_rank_of(rank)]
-        over_rail = np.bincount(layout.home_node(rail), minlength=1).max()
-        sent[rank] = [in_node * ROW * (layout.local_ranks - 1), over_rail * ROW * (layout.nodes - 1)]
+        over_rail = np.bincount(layout.home_node(rail), minlength=layout.nodes)
+        rows = [in_node[layout.local_rank_of(rank)], over_rail[layout.node_of(rank)]]
+        if exchange != "chain":
+            rows = [in_node.max(), over_rail.max()]
+        sent[rank] = [rows[0] * ROW * (layout.local_ranks - 1), rows[1] * ROW * (layout.nodes - 1)]
     return sent
 
 
@@ -147,7 +151,7 @@ def test_bytes_and_accesses_equal_those_of_the_id_sets(
     results = ranks(layout.world_size).run("exchange_jobs:count_bytes", layout, exchange, delta, 3)
     copied = [result[0] for result in results]
     assert [[s["migration_intra_bytes"], s["migration_inter_bytes"]] for s in copied] == migration_bytes(
-        layout, placement
+        layout, placement, exchange
     ).tolist()
     assert not any(s["sync_intra_bytes"] + s["sync_inter_bytes"] for s in copied)
     for step in range(3):
