@@ -222,6 +222,14 @@ def test_curves_between_two_group_sizes_are_valid(first: float, faster: float, o
         assert low * (1 - 1e-9) <= between.seconds(size) <= high * (1 + 1e-9)
 
 
+def test_a_curve_between_two_that_take_the_same_time_for_every_size_is_valid() -> None:
+    sizes = [1e3 * 1.3**i for i in range(40)]
+    small = CollectiveCurve(0.0, tuple((size, size / 3e-4) for size in sizes), 2)
+    curve = CollectiveCurve(0.0, tuple((size, size / 7e-4) for size in sizes[::3]), 64, (small,))
+    for ranks in range(3, 64):
+        assert 3e-4 < curve.of_group(ranks).seconds(1e6) < 7e-4
+
+
 def test_a_layout_uses_the_curves_of_its_groups_and_its_own_world() -> None:
     cluster = grouped()
     own = cluster.of_layout(16, 16)

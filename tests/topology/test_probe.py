@@ -83,8 +83,8 @@ def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
     assert world is not None
     assert (world.nodes, world.local_ranks, world.all_to_all.ranks) == (2, 2, 4)
     assert clusters[0].intra_node.all_to_all.ranks == 2
-    # 1024 bytes to three peers, two of which are on the other node.
-    assert 600 < world.all_to_all.points[0][0] < 2800
+    # 86 or 342 float32 for each of three peers, two of which are on the other node.
+    assert {round(size) for size, _ in world.all_to_all.points} <= {2 * 4 * 86, 2 * 4 * 342}
     assert parse_cluster(dump_cluster(clusters[0]), "x") == clusters[0]
     whole = pool.run("probe_jobs:measured", RankLayout(1, 4), options)
     assert all(one == whole[0] for one in whole)
