@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
+from flexd.topology import probe as probe_module
 from flexd.topology import timing
 from flexd.topology.cluster import Cluster, Collective, Link
 from flexd.topology.probe import ProbeOptions, probe
@@ -28,6 +29,13 @@ def measured(rank: int, layout: RankLayout, options: ProbeOptions) -> tuple[Clus
     groups.close()
     sizes = {f"{link} {collective}": times.message_bytes.tolist() for (link, collective), times in report.times.items()}
     return report.cluster(), sizes
+
+
+def measured_by_size(rank: int, layout: RankLayout, size: int, options: ProbeOptions) -> Cluster:
+    """Return the cluster of a probe whose sub-groups have this size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe_module, "_sub_group_sizes", lambda ranks: [size] if ranks > size else [])
+        return measured(rank, layout, options)[0]
 
 
 def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str:
