@@ -24,6 +24,7 @@ from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, tab
 from flexd.api.throttle import throttle_status
 from flexd.api.timeline import Timeline, timeline
 from flexd.api.training import training_status
+from flexd.operations.effects import effect_of
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
@@ -94,7 +95,7 @@ class Components:
         )
 
     def _migration(self, execution: Execution) -> MigrationReport:
-        effect = migration_effect(execution, self.training.step_times)
+        effect = migration_effect(effect_of(execution.migration, self.training.step_times))
         return migration_report(execution).model_copy(update={"effect": effect})
 
     def config(self) -> ConfigReport:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, Share
 from flexd.api.families import counter, counters, gauge, with_zeros
-from flexd.api.migration_effect import MigrationEffect
+from flexd.api.migration_effect import MigrationEffect, migration_effect
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from flexd.control.daemon.journal import JournalledMigration
     from flexd.operations.executions import Execution, Executions
     from flexd.operations.history.history import HistorySnapshot
-    from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
+    from flexd.operations.history.records import ActionRecord, EffectRecord, MigrationRecord, TransitionRecord
 
 MAX_LISTED = 1000
 MigrationStateName = Literal[
@@ -83,7 +83,7 @@ class MigrationReport(Model):
     problem: str | None = None
     """Reason why it failed or is held up."""
     effect: MigrationEffect | None = None
-    """Predicted saving of a step beside the measured one; null outside of the status."""
+    """Predicted saving of a step beside the measured one; null in the replies to commands."""
 
 
 class MigrationEntry(Model):
@@ -133,6 +133,8 @@ class MigrationEntry(Model):
     """From the request to its end."""
     settled: bool = False
     """True if no chunk of it is in flight any more, so that rows and bytes are final."""
+    effect: MigrationEffect | None = None
+    """Predicted saving of a step beside the measured one; null if neither is known."""
 
 
 class TransitionReport(Model):
@@ -303,17 +305,20 @@ def interrupted_report(migration: JournalledMigration) -> MigrationReport:
     )  # fmt: skip
 
 
-def migration_entry(record: MigrationRecord) -> MigrationEntry:
+def migration_entry(record: MigrationRecord, effect: EffectRecord | None = None) -> MigrationEntry:
     """Return a migration of the history."""
-    return MigrationEntry.from_object(record, **_entry_fields(record))
+    return MigrationEntry.from_object(record, **_entry_fields(record, effect))
 
 
 def migration_detail(
-    record: MigrationRecord, transitions: Sequence[TransitionRecord], verified: str | None = None
+    record: MigrationRecord,
+    transitions: Sequence[TransitionRecord],
+    verified: str | None = None,
+    effect: EffectRecord | None = None,
 ) -> MigrationDetail:
     """Return a migration of the history with its transitions and the measured effect of its plan."""
     shown = tuple(TransitionReport.from_object(each, **_null_if_empty(each, "event", "before")) for each in transitions)
-    return MigrationDetail.from_object(record, **_entry_fields(record), transitions=shown, verified=verified)
+    return MigrationDetail.from_object(record, **_entry_fields(record, effect), transitions=shown, verified=verified)
 
 
 def action_entry(record: ActionRecord) -> ActionEntry:
@@ -333,9 +338,12 @@ def migration_counts(executions: Executions, illegal_transitions: int, history: 
     )
 
 
-def _entry_fields(record: MigrationRecord) -> dict[str, Any]:
+def _entry_fields(record: MigrationRecord, effect: EffectRecord | None) -> dict[str, Any]:
     unknown = ("parent_plan_id", "trigger", "problem", "started_unix_seconds", "ended_unix_seconds")
-    return {**_null_if_empty(record, *unknown), "bytes": record.copied_bytes, "seconds": record.seconds}
+    return {
+        **_null_if_empty(record, *unknown), "bytes": record.copied_bytes, "seconds": record.seconds,
+        "effect": None if effect is None else migration_effect(effect),
+    }  # fmt: skip
 
 
 def _null_if_empty(record: object, *names: str) -> dict[str, Any]:

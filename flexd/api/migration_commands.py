@@ -25,8 +25,10 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile, RequestedRollback
+from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Abort, Execution, Executions
 from flexd.operations.history.history import MigrationHistory
+from flexd.operations.history.records import EffectRecord
 from flexd.operations.rollback_recovery import RollbackRecovery
 
 LATEST = "latest"
@@ -49,6 +51,7 @@ class MigrationCommands:
         stopping: threading.Event,
         recovery: RollbackRecovery,
         decisions: DecisionFile,
+        effects: EffectRecorder,
     ) -> None:
         self._executions = executions
         self._recovery = recovery
@@ -57,13 +60,15 @@ class MigrationCommands:
         self._coordinator = coordinator
         self._auto = auto
         self._stopping = stopping
+        self._effects = effects
 
     def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
         """Implement ``MigrationsApi.migrations``."""
         records = self._history.newest(limit, None if state is None else MigrationState[state])
         actions = self._history.newest_actions(limit) if state is None else ()
+        effects = self._kept_effects([record.migration_id for record in records])
         return MigrationList(
-            migrations=tuple(migration_entry(record) for record in records),
+            migrations=tuple(migration_entry(record, effects.get(record.migration_id)) for record in records),
             actions=tuple(action_entry(record) for record in actions),
             problem=self._history.snapshot.problem,
         )
@@ -78,7 +83,14 @@ class MigrationCommands:
             raise ApiError(
                 f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those that are"
             )
-        return migration_detail(*found, self._verified(migration_id))
+        effect = self._kept_effects([migration_id]).get(migration_id)
+        return migration_detail(*found, self._verified(migration_id), effect)
+
+    def _kept_effects(self, migration_ids: list[str]) -> dict[str, EffectRecord]:
+        """Return effects by migration; that of the newest migration is as of now."""
+        newest = self._effects.newest()
+        measured = {} if newest is None else {newest.migration_id: newest}
+        return self._history.effects(migration_ids) | measured
 
     def _verified(self, migration_id: str) -> str | None:
         """Return the measured effect of the migration's plan, also if it is still being measured."""

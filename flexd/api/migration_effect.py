@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,8 +11,7 @@ from flexd.api.families import gauges
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.operations.executions import Execution
-    from flexd.operations.step_times import StepSeconds, StepTimes
+    from flexd.operations.history.records import EffectRecord
 
 
 class MeasuredSteps(Model):
@@ -63,31 +61,18 @@ class MigrationEffect(Model):
         )
 
 
-def migration_effect(execution: Execution, times: StepTimes) -> MigrationEffect:
-    """Return the predicted saving of a migration beside the step times at its first and last placement version."""
-    plan, progress = execution.plan, execution.migration.progress
-    predicted = None if plan is None else plan.saved_seconds
-    if progress.chunks_pushed == 0:
-        return MigrationEffect(predicted_saving_seconds=predicted)
-    before = times.at_version(progress.base_version)
-    after = times.at_version(progress.last_version) if execution.migration.done else None
-    saving = error = None
-    if before is not None and after is not None:
-        saving = before.mean_seconds - after.mean_seconds
-        error = _finite(math.hypot(before.error_seconds, after.error_seconds))
+def migration_effect(record: EffectRecord) -> MigrationEffect:
+    """Return the predicted saving of a migration beside the steps before and after it."""
     return MigrationEffect(
-        predicted_saving_seconds=predicted, measured_saving_seconds=saving, measured_error_seconds=error,
-        before=_steps(before), after=_steps(after),
-    )  # fmt: skip
-
-
-def _steps(measured: StepSeconds | None) -> MeasuredSteps | None:
-    if measured is None:
-        return None
-    return MeasuredSteps(
-        mean_seconds=measured.mean_seconds, error_seconds=_finite(measured.error_seconds), steps=measured.steps
+        predicted_saving_seconds=record.predicted_saving_seconds,
+        measured_saving_seconds=record.saving_seconds,
+        measured_error_seconds=record.error_seconds,
+        before=_steps(record.before_seconds, record.before_error_seconds, record.before_steps),
+        after=_steps(record.after_seconds, record.after_error_seconds, record.after_steps),
     )
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _steps(mean_seconds: float | None, error_seconds: float | None, steps: int) -> MeasuredSteps | None:
+    if mean_seconds is None:
+        return None
+    return MeasuredSteps(mean_seconds=mean_seconds, error_seconds=error_seconds, steps=steps)

@@ -139,8 +139,11 @@ def history_blocks(history: MigrationList, state: str | None = None) -> list[Blo
     """Return the list of migrations; ``state`` is its filter."""
     blocks: list[Block] = []
     if history.migrations:
-        columns = ("when", "migration", "who", "state", "rows", "bytes", "took", "reason")
-        blocks.append(Table("", columns, tuple(_row(entry) for entry in history.migrations), _NUMBERS, _SPARE))
+        measured = any(entry.effect is not None for entry in history.migrations)
+        saves = ("predicted", "measured") if measured else ()
+        columns = ("when", "migration", "who", "state", "rows", "bytes", "took", *saves, "reason")
+        rows = tuple(_row(entry, measured=measured) for entry in history.migrations)
+        blocks.append(Table("", columns, rows, _NUMBERS | {*saves}, _SPARE))
     else:
         blocks.append(
             Sentences("", ("no migration is recorded" if state is None else f"no recorded migration is {state}",))
@@ -202,7 +205,9 @@ def abort_sentence(preview: AbortPreview) -> str:
     )
 
 
-def _row(entry: MigrationEntry) -> tuple[str, ...]:
+def _row(entry: MigrationEntry, *, measured: bool) -> tuple[str, ...]:
+    effect = entry.effect or MigrationEffect()
+    savings = (units.seconds(effect.predicted_saving_seconds), units.seconds(effect.measured_saving_seconds))
     return (
         units.when(entry.created_unix_seconds),
         entry.migration_id,
@@ -211,6 +216,7 @@ def _row(entry: MigrationEntry) -> tuple[str, ...]:
         _of(entry.rows_applied, entry.rows),
         units.size(entry.bytes),
         units.age(entry.seconds),
+        *(savings if measured else ()),
         _words(entry),
     )
 
@@ -241,6 +247,8 @@ def _head(migration: MigrationDetail) -> Facts:
         ("versions", f"{migration.base_version} -> {migration.last_version or migration.base_version}"),
         ("took", units.age(migration.seconds)),
     ]
+    if migration.effect is not None:
+        facts += effect_fact(migration.effect)
     if migration.verified:
         facts.append(("verified", migration.verified))
     if migration.problem:

@@ -25,6 +25,7 @@ from flexd.api.threads import threads_status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import FlexdError
@@ -44,6 +45,7 @@ from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.drift import DriftMonitor
+from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.pacing import MigrationPacing
@@ -148,9 +150,10 @@ class Daemon:
         self._history = MigrationHistory(
             state / "migrations.sqlite", config.state.keep_migrations, self._on_event, supervisor=supervisor
         )
+        self._effects = EffectRecorder(self._training.step_times, self._history.record_effect)
         self._coordinator = Coordinator(
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
-            on_migration=self._history.record_migration, may_act=holds, supervisor=supervisor,
+            on_migration=self._record_migration, may_act=holds, supervisor=supervisor,
         )  # fmt: skip
         self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
         decisions = DecisionFile(state / "decisions.json")
@@ -183,8 +186,9 @@ class Daemon:
         )
         self.attempts = AttemptCommands(self._coordinator, self._operator)
         self.migrations = MigrationCommands(
-            self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions
-        )
+            self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions,
+            self._effects,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Start every part; if one fails, stop those that were started.
@@ -278,6 +282,7 @@ class Daemon:
             budget.stop_part("scale-out", self._leader.stop, reserve=after - _SHARE_LEADER)
         budget.stop_part("ingest", self._ingestor.stop, reserve=after - _SHARE_INGEST)
         budget.stop_part("drift", self._drift.stop, reserve=_SHARE_HISTORY + _SHARE_SERVER)
+        self._effects.store()
         budget.stop_part("history", self._history.stop, reserve=_SHARE_SERVER)
         # A channel that is loading torch cannot be interrupted and may need more than its share on a busy machine.
         budget.retry_late(reserve=_SHARE_SERVER)
@@ -294,8 +299,14 @@ class Daemon:
         self._pacing.add(report)
         self._verifier.add(rank, report)
 
+    def _record_migration(self, event: MigrationEvent) -> None:
+        # First the migration, to which its effect refers.
+        self._history.record_migration(event)
+        self._effects.on_migration(event)
+
     def _on_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
+            self._effects.store()
             self._training.new_generation()
             live = self._coordinator.live()
             self._pacing.set_generation(0 if live is None else live.generation)

@@ -136,7 +136,9 @@ class Executions:
 
         return self._submit(
             plan.plan_id, chunks, plan.topology_generation,
-            MigrationMetadata(plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason),
+            MigrationMetadata(
+                plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason, plan.saved_seconds
+            ),
             lambda migration: Execution(plan, migration, trigger, overridden),
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from flexd.daemon.state_files import FILES, check_files
 from flexd.ingest import Ingestor
 from flexd.ingest.restore import GENERATION_RESERVE, restore
 from flexd.operations.decisions import DecisionFile, Pause
+from flexd.operations.history.records import EffectRecord
 from flexd.operations.history.store import HistoryStore
 from flexd.operations.plan_log import PlanLog
 from flexd.sketch.sketch_set import SketchSet
@@ -124,6 +125,10 @@ def test_histories_of_every_format_are_read(state: Path, expected: dict) -> None
     )  # fmt: skip
     (action,) = store.newest_actions(5)
     assert (action.kind, action.who, action.reason) == ("pause", "ada", "night")
+    effect = EffectRecord("m-1", 0.002, None, None, 0, None, None, 0)
+    assert store.effects(["m-1"]) == {}
+    store.write([effect])
+    assert store.effects(["m-1"]) == {"m-1": effect}
     assert quarantined == []
     store.close()
 

@@ -16,14 +16,17 @@ from flexd.api.migration_commands import MigrationCommands
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
+from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.rollback_recovery import RollbackRecovery
+from flexd.operations.step_times import StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.solver.limits import SlotBudgets
 from tests.support.ranks_in_threads import SECRET, TABLES
@@ -78,8 +81,10 @@ class ExecutionsHarness:
         options = ControlOptions(
             "job", listen_port=port, secret=SECRET, timeout_seconds=timeout_seconds, tick_seconds=0.005, window_chunks=1
         )
+        self.times = StepTimes()
+        self.effects = EffectRecorder(self.times, self.history.record_effect)
         self.coordinator = Coordinator(
-            options, TABLES, self.journal, on_migration=self.history.record_migration, throttle=self.gate
+            options, TABLES, self.journal, on_migration=self._record_migration, throttle=self.gate
         )
         self.coordinator.start()
         self.log = PlanLog(directory / "plans.jsonl")
@@ -94,8 +99,13 @@ class ExecutionsHarness:
         self.decisions = DecisionFile(directory / "decisions.json")
         self.recovery = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)
         self.commands = MigrationCommands(
-            self.executions, self.history, self.coordinator, auto, self.stopping, self.recovery, self.decisions
-        )
+            self.executions, self.history, self.coordinator, auto, self.stopping, self.recovery, self.decisions,
+            self.effects,
+        )  # fmt: skip
+
+    def _record_migration(self, event: MigrationEvent) -> None:
+        self.history.record_migration(event)
+        self.effects.on_migration(event)
 
     def stop(self) -> None:
         self.coordinator.stop(15)
@@ -112,7 +122,7 @@ class ExecutionsHarness:
         plan: Any = SimpleNamespace(
             plan_id=name, parent_id="before", target=wanted, gains=np.ones(len(wanted)), topology_generation=1,
             budgets=SlotBudgets(TABLES, LAYOUT, live.replica_slots), delta=range(len(wanted)), migration_bytes=0,
-            created_unix_seconds=1.0, profile_generation=1, promotions=len(wanted), demotions=0,
+            created_unix_seconds=1.0, profile_generation=1, saved_seconds=0.002, promotions=len(wanted), demotions=0,
             summary=lambda: {"replication": {"words": []}},
         )  # fmt: skip
         return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", who), (), live)

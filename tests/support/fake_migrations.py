@@ -15,6 +15,7 @@ from flexd.api.migration import (
     MigrationStep,
     TransitionReport,
 )
+from flexd.api.migration_effect import MeasuredSteps, MigrationEffect
 from flexd.core.errors import ApiError
 
 ENDED = MigrationEntry(
@@ -22,6 +23,11 @@ ENDED = MigrationEntry(
     state="COMMITTED", rows=4000, rows_pushed=4000, rows_applied=4000, chunks_pushed=4, chunks_applied=4,
     bytes=2_048_000, pushed_bytes=40_000, base_version=12, last_version=16, created_unix_seconds=1_700_000_000.0,
     started_unix_seconds=1_700_000_000.5, ended_unix_seconds=1_700_000_012.0, seconds=12.0, settled=True,
+    effect=MigrationEffect(
+        predicted_saving_seconds=2e-3, measured_saving_seconds=-1.5e-3, measured_error_seconds=2e-4,
+        before=MeasuredSteps(mean_seconds=0.1, error_seconds=1e-4, steps=900),
+        after=MeasuredSteps(mean_seconds=0.1015, error_seconds=1.7e-4, steps=700),
+    ),
 )  # fmt: skip
 STOPPED = MigrationEntry(
     migration_id="p8", plan_id="p8", parent_plan_id="p7", trigger="manual", who="ada@host", reason="campaign",
@@ -29,6 +35,7 @@ STOPPED = MigrationEntry(
     rows=9000, rows_pushed=2000, rows_applied=2000, chunks_pushed=2, chunks_applied=2, bytes=1_024_000,
     pushed_bytes=20_000, base_version=16, last_version=18, created_unix_seconds=1_700_000_100.0,
     started_unix_seconds=1_700_000_100.0, ended_unix_seconds=1_700_000_103.5, seconds=3.5, settled=True,
+    effect=MigrationEffect(predicted_saving_seconds=4e-4),
 )  # fmt: skip
 PAUSED = ActionEntry(unix_seconds=1_700_000_050.0, kind="pause", who="bob@host", reason="maintenance")
 FORCED = ActionEntry(

@@ -52,6 +52,7 @@ class MigrationMetadata:
         trigger: the kind of trigger.
         who: the user that requested it, or ``flexd``.
         reason: in words.
+        predicted_saving_seconds: of a step, by the plan; None without one.
     """
 
     migration_id: str
@@ -59,6 +60,7 @@ class MigrationMetadata:
     trigger: str = ""
     who: str = ""
     reason: str = ""
+    predicted_saving_seconds: float | None = None
 
 
 @dataclass(frozen=True)

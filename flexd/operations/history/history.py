@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.supervision import Supervisor
-from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
+from flexd.operations.history.records import ActionRecord, EffectRecord, HistoryEntry, MigrationRecord, TransitionRecord
 from flexd.operations.history.store import HistoryStore
 
 MAX_WAITING = 4096
@@ -70,7 +70,7 @@ class MigrationHistory:
         self._on_event = on_event
         self._retry_seconds = retry_seconds
         self._changed = threading.Condition()
-        self._waiting: deque[HistoryEntry | ActionRecord] = deque()
+        self._waiting: deque[HistoryEntry | ActionRecord | EffectRecord] = deque()
         self._recorded = 0
         self._written = 0
         """Entries of ``_recorded`` that were written or lost."""
@@ -111,7 +111,11 @@ class MigrationHistory:
         """Record an action of a user; from any thread."""
         self._add(action)
 
-    def _add(self, entry: HistoryEntry | ActionRecord) -> None:
+    def record_effect(self, effect: EffectRecord) -> None:
+        """Record the effect of a migration recorded before; from any thread."""
+        self._add(effect)
+
+    def _add(self, entry: HistoryEntry | ActionRecord | EffectRecord) -> None:
         with self._changed:
             self._recorded += 1
             self._waiting.append(entry)
@@ -148,6 +152,11 @@ class MigrationHistory:
         self.flush(FRESH_SECONDS)
         return self._store.newest_actions(limit)
 
+    def effects(self, migration_ids: Sequence[str]) -> dict[str, EffectRecord]:
+        """Return the kept effects by migration. Raises SnapshotError if the file cannot be read."""
+        self.flush(FRESH_SECONDS)
+        return self._store.effects(migration_ids)
+
     def set_limit(self, migrations: int) -> None:
         """Use another limit of migrations and actions from the next entry on."""
         self._store.keep = migrations
@@ -168,7 +177,7 @@ class MigrationHistory:
                 self._changed.notify_all()
             self._watch.progress()
 
-    def _due(self) -> list[HistoryEntry | ActionRecord] | None:
+    def _due(self) -> list[HistoryEntry | ActionRecord | EffectRecord] | None:
         """Wait for entries and a usable file, and return the entries; None to end."""
         with self._changed:
             retry_at = time.monotonic() + self._retry_seconds if self._problem else 0.0
@@ -183,7 +192,7 @@ class MigrationHistory:
             self._waiting.clear()
             return entries
 
-    def _attempt(self, entries: list[HistoryEntry | ActionRecord]) -> bool:
+    def _attempt(self, entries: list[HistoryEntry | ActionRecord | EffectRecord]) -> bool:
         try:
             fault_point("thread.history")
             self._store.open()
@@ -202,7 +211,7 @@ class MigrationHistory:
             self._changed.notify_all()
         return True
 
-    def _put_back(self, entries: list[HistoryEntry | ActionRecord]) -> None:
+    def _put_back(self, entries: list[HistoryEntry | ActionRecord | EffectRecord]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(entries))
             while len(self._waiting) > MAX_WAITING:

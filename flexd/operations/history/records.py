@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,6 +135,44 @@ class TransitionRecord:
             rows_applied=transition.rows_applied,
             version=transition.version,
         )
+
+
+@dataclass(frozen=True)
+class EffectRecord:
+    """Predicted saving of a step by a migration, beside the steps before and after it.
+
+    A record of its own: ``MigrationRecord`` is rewritten by every event of its migration.
+
+    Attributes:
+        predicted_saving_seconds: by the plan; None without one.
+        before_seconds, after_seconds: mean wall time of a step at the first and at the last placement version of the
+            migration; None if no step was measured there.
+        before_error_seconds, after_error_seconds: standard errors of the means; None if they are not known.
+        before_steps, after_steps: steps measured.
+    """
+
+    migration_id: str
+    predicted_saving_seconds: float | None
+    before_seconds: float | None
+    before_error_seconds: float | None
+    before_steps: int
+    after_seconds: float | None
+    after_error_seconds: float | None
+    after_steps: int
+
+    @property
+    def saving_seconds(self) -> float | None:
+        """Mean step before minus mean step after; None until both are measured."""
+        if self.before_seconds is None or self.after_seconds is None:
+            return None
+        return self.before_seconds - self.after_seconds
+
+    @property
+    def error_seconds(self) -> float | None:
+        """Standard error of the saving; None if it is not known."""
+        if self.before_error_seconds is None or self.after_error_seconds is None:
+            return None
+        return math.hypot(self.before_error_seconds, self.after_error_seconds)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, fields
 from pathlib import Path
+from typing import Any
 
 from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent
 from flexd.core.errors import SnapshotError, StateVersionError
-from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord, TransitionRecord
+from flexd.operations.history.records import ActionRecord, EffectRecord, HistoryEntry, MigrationRecord, TransitionRecord
 
 FORMAT = 1
 """``PRAGMA user_version`` of the file."""
@@ -26,6 +27,8 @@ ENDED_UNSEEN = "the daemon ended while it was unfinished"
 
 _COLUMNS = tuple(field.name for field in fields(MigrationRecord))
 _TRANSITION_COLUMNS = tuple(field.name for field in fields(TransitionRecord))
+_EFFECT_COLUMNS = tuple(field.name for field in fields(EffectRecord))[1:]
+"""Without the id of the migration, for which its serial stands."""
 _ACTION_COLUMNS = tuple(field.name for field in fields(ActionRecord))
 _NUMERIC = {"int": "INTEGER", "float": "REAL", "bool": "INTEGER", "str": "TEXT"}
 _SIDE_FILES = ("", "-wal", "-shm")
@@ -47,6 +50,19 @@ PRAGMA user_version = {FORMAT};
 """
 _ACTIONS = f"CREATE TABLE IF NOT EXISTS actions (serial INTEGER PRIMARY KEY AUTOINCREMENT, {_definition(ActionRecord)})"
 """Not part of the format: older files have no such table, and older daemons ignore it."""
+_EFFECTS = (
+    "CREATE TABLE IF NOT EXISTS effects (serial INTEGER PRIMARY KEY REFERENCES migrations ON DELETE CASCADE, "
+    + ", ".join(f'"{name}" {"INTEGER NOT NULL" if name.endswith("_steps") else "REAL"}' for name in _EFFECT_COLUMNS)
+    + ")"
+)
+"""Not part of the format, as ``actions`` is not."""
+_HAS_EFFECTS = "SELECT 1 FROM sqlite_master WHERE name = 'effects'"
+_EFFECT_NAMES = ", ".join(f'"{name}"' for name in _EFFECT_COLUMNS)
+# Of a migration that is not kept any more nothing is written.
+_SET_EFFECT = (
+    f"INSERT OR REPLACE INTO effects (serial, {_EFFECT_NAMES}) "
+    f"SELECT serial, {', '.join('?' * len(_EFFECT_COLUMNS))} FROM migrations WHERE migration_id = ?"
+)
 _HAS_ACTIONS = "SELECT 1 FROM sqlite_master WHERE name = 'actions'"
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _NEWER = ", ".join(f'"{name}" = excluded."{name}"' for name in _COLUMNS)
@@ -115,7 +131,7 @@ class HistoryStore:
             self._connection.close()
             self._connection = None
 
-    def write(self, entries: Sequence[HistoryEntry | ActionRecord]) -> None:
+    def write(self, entries: Sequence[HistoryEntry | ActionRecord | EffectRecord]) -> None:
         """Write all entries or none, in one transaction.
 
         Raises:
@@ -179,13 +195,34 @@ class HistoryStore:
             ).fetchall()
         return tuple(ActionRecord(*row) for row in rows)
 
-    def _write(self, entries: Sequence[HistoryEntry | ActionRecord]) -> None:
+    def effects(self, migration_ids: Sequence[str]) -> dict[str, EffectRecord]:
+        """Return the kept effects by migration; none from the file of a daemon that kept none.
+
+        Raises:
+            SnapshotError: the file cannot be read.
+        """
+        with self._reading() as connection:
+            if connection is None or not connection.execute(_HAS_EFFECTS).fetchall():
+                return {}
+            rows: list[tuple[Any, ...]] = []
+            for migration_id in migration_ids:
+                rows += connection.execute(
+                    f"SELECT migration_id, {_EFFECT_NAMES} FROM effects JOIN migrations USING (serial) "
+                    "WHERE migration_id = ?", (migration_id,),
+                ).fetchall()  # fmt: skip
+        return {row[0]: EffectRecord(*row) for row in rows}
+
+    def _write(self, entries: Sequence[HistoryEntry | ActionRecord | EffectRecord]) -> None:
         connection = self._connection
         assert connection is not None  # noqa: S101
         with _transaction(connection):
             for entry in entries:
                 if isinstance(entry, ActionRecord):
                     connection.execute(_ADD_ACTION, astuple(entry))
+                    continue
+                if isinstance(entry, EffectRecord):
+                    migration_id, *values = astuple(entry)
+                    connection.execute(_SET_EFFECT, (*values, migration_id))
                     continue
                 (serial,) = connection.execute(_UPSERT, astuple(entry.record)).fetchone()
                 if entry.transition is not None:
@@ -220,6 +257,8 @@ class HistoryStore:
             # Only now is it known to be a history.
             connection.execute(_ACTIONS)
             _check_columns(connection, "actions", ("serial", *_ACTION_COLUMNS))
+            connection.execute(_EFFECTS)
+            _check_columns(connection, "effects", ("serial", *_EFFECT_COLUMNS))
             connection.execute("PRAGMA journal_mode = WAL")
             # Survives a crash of the process; after a power failure only the newest entries may be missing.
             connection.execute("PRAGMA synchronous = NORMAL")

@@ -1,0 +1,81 @@
+"""The effect of migrations: the saving that a plan predicted, beside the steps before and after its migration."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_states import TransitionEvent
+from flexd.operations.history.records import EffectRecord
+from flexd.operations.step_times import StepSeconds, StepTimes
+
+
+class EffectRecorder:
+    """Records the effect of each migration before the next one changes the placement. Thread-safe.
+
+    A migration that pushes no chunk leaves the placement as it is, and the one before it goes on being measured.
+
+    Args:
+        times: step times of the present topology generation.
+        record: receives the effects; must not block.
+    """
+
+    def __init__(self, times: StepTimes, record: Callable[[EffectRecord], None]) -> None:
+        self._times = times
+        self._record = record
+        self._lock = threading.Lock()
+        self._measured: Migration | None = None
+        """The newest migration that pushed a chunk, as of the newest start."""
+        self._started: Migration | None = None
+
+    def on_migration(self, event: MigrationEvent) -> None:
+        """Record what is known when a migration starts: its prediction, and the effect of the one before it."""
+        if event.transition is None or event.transition.event is not TransitionEvent.START:
+            return
+        self.store()
+        with self._lock:
+            self._measured, self._started = self._newest(), event.migration
+        if event.migration.metadata.predicted_saving_seconds is not None:
+            self._record(_effect(event.migration, None, None))
+
+    def store(self) -> None:
+        """Record the effect of the newest migration, if any of it is measured."""
+        effect = self.newest()
+        if effect is not None and (effect.before_steps or effect.after_steps):
+            self._record(effect)
+
+    def newest(self) -> EffectRecord | None:
+        """Return the effect of the newest migration that pushed a chunk, as of now; None without one."""
+        with self._lock:
+            migration = self._newest()
+        return None if migration is None else effect_of(migration, self._times)
+
+    def _newest(self) -> Migration | None:
+        started = self._started
+        return started if started is not None and started.progress.chunks_pushed else self._measured
+
+
+def effect_of(migration: Migration, times: StepTimes) -> EffectRecord:
+    """Return the predicted saving of a migration, and the step times at its first and its last placement version."""
+    progress = migration.progress
+    if progress.chunks_pushed == 0:
+        return _effect(migration, None, None)
+    after = times.at_version(progress.last_version) if migration.done else None
+    return _effect(migration, times.at_version(progress.base_version), after)
+
+
+def _effect(migration: Migration, before: StepSeconds | None, after: StepSeconds | None) -> EffectRecord:
+    return EffectRecord(
+        migration.migration_id, migration.metadata.predicted_saving_seconds,
+        *_measured(before), *_measured(after),
+    )  # fmt: skip
+
+
+def _measured(steps: StepSeconds | None) -> tuple[float | None, float | None, int]:
+    if steps is None:
+        return None, None, 0
+    error = steps.error_seconds
+    return steps.mean_seconds, error if math.isfinite(error) else None, steps.steps

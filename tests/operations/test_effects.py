@@ -1,0 +1,135 @@
+"""Effects of migrations are kept: across restarts, later events, and migrations that move nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexd.control.daemon.migration import Migration, MigrationMetadata
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_states import Transition, TransitionEvent
+from flexd.control.protocol.report import StepReport
+from flexd.core.placement import Delta, Placement
+from flexd.operations.effects import EffectRecorder
+from flexd.operations.history.history import MigrationHistory
+from flexd.operations.history.records import EffectRecord
+from flexd.operations.step_times import StepTimes
+
+E = TransitionEvent
+FLUSH_SECONDS = 20.0
+
+
+class Recorded:
+    """A history with its recorder, and migrations that move from version to version."""
+
+    def __init__(self, path: Path, keep: int = 100) -> None:
+        self.history = MigrationHistory(path, keep)
+        self.history.start()
+        self.times = StepTimes()
+        self.recorder = EffectRecorder(self.times, self.history.record_effect)
+
+    def steps(self, version: int, *seconds: float) -> None:
+        for each in (seconds[0], *seconds):
+            self.times.add(0, StepReport(1, 1, version, 0, each, 0.0, (1, 0, 0)))
+
+    def start(self, name: str, predicted: float | None = None, base: int = 0) -> Migration:
+        chunks = [Delta(np.arange(3), np.zeros(3, np.uint8), np.ones(3, np.uint8))]
+        metadata = MigrationMetadata(name, "", "manual", "ada", "", predicted)
+        migration = Migration(name, chunks, metadata=metadata)
+        migration.observe(self._on_transition)
+        migration.begin(Placement.empty(base))
+        migration.fire(E.START, "")
+        return migration
+
+    def commit(self, migration: Migration, last: int) -> None:
+        migration.count(rows_pushed=3, chunks_pushed=1, last_version=last)
+        migration.fire(E.EXHAUSTED, "")
+        migration.fire(E.APPLIED, "")
+        self.settle(migration)
+
+    def settle(self, migration: Migration) -> None:
+        self.history.record_migration(MigrationEvent(migration, None))
+
+    def kept(self, name: str) -> EffectRecord | None:
+        assert self.history.flush(FLUSH_SECONDS), self.history.snapshot
+        return self.history.effects([name]).get(name)
+
+    def stop(self) -> None:
+        assert self.history.stop(FLUSH_SECONDS)
+
+    def _on_transition(self, migration: Migration, transition: Transition) -> None:
+        event = MigrationEvent(migration, transition)
+        self.history.record_migration(event)
+        self.recorder.on_migration(event)
+
+
+@pytest.fixture
+def it(tmp_path: Path) -> Iterator[Recorded]:
+    recorded = Recorded(tmp_path / "migrations.sqlite")
+    yield recorded
+    recorded.stop()
+
+
+def test_an_effect_is_kept_when_the_next_migration_starts_and_outlives_the_daemon(tmp_path: Path) -> None:
+    it = Recorded(tmp_path / "migrations.sqlite")
+    it.steps(0, 0.1, 0.12)
+    first = it.start("m1", predicted=0.03)
+    assert it.kept("m1") == EffectRecord("m1", 0.03, None, None, 0, None, None, 0), "the prediction, at once"
+    it.commit(first, last=4)
+    it.steps(4, 0.08, 0.06)
+    it.start("m2")
+    kept = it.kept("m1")
+    assert kept is not None
+    assert kept.predicted_saving_seconds == 0.03
+    assert kept.saving_seconds == pytest.approx(0.04)
+    assert kept.error_seconds is not None
+    assert it.kept("m2") is None, "a rollback has no prediction, and nothing is measured yet"
+    it.settle(first)
+    assert it.kept("m1") == kept, "a late event of the migration leaves it"
+    it.stop()
+    later = Recorded(tmp_path / "migrations.sqlite")
+    later.recorder.store()
+    assert later.kept("m1") == kept
+    later.stop()
+
+
+def test_a_migration_that_moves_nothing_does_not_end_the_measurement_before_it(it: Recorded) -> None:
+    it.steps(0, 0.1)
+    first = it.start("m1", predicted=0.03)
+    it.commit(first, last=4)
+    empty = it.start("m2", predicted=0.01)
+    empty.fire(E.FAIL, "no rank")
+    it.steps(4, 0.07)
+    it.start("m3")
+    kept = it.kept("m1")
+    assert kept is not None
+    assert kept.saving_seconds == pytest.approx(0.03)
+    assert it.kept("m2") == EffectRecord("m2", 0.01, None, None, 0, None, None, 0)
+
+
+def test_an_unknown_error_is_kept_as_unknown(it: Recorded) -> None:
+    it.times.add(0, StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0)))
+    it.times.add(0, StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0)))
+    it.commit(it.start("m1"), last=4)
+    it.recorder.store()
+    kept = it.kept("m1")
+    assert kept is not None
+    assert (kept.before_seconds, kept.before_error_seconds, kept.after_seconds) == (0.1, None, None)
+    assert (kept.saving_seconds, kept.error_seconds) == (None, None)
+
+
+def test_the_effect_of_a_migration_that_is_not_kept_is_dropped(tmp_path: Path) -> None:
+    it = Recorded(tmp_path / "migrations.sqlite", keep=1)
+    it.settle(it.start("m1", predicted=0.01))
+    it.start("m2", predicted=0.02)
+    assert it.kept("m2") is not None
+    it.history.record_effect(EffectRecord("m1", 0.01, None, None, 0, None, None, 0))
+    assert it.kept("m1") is None
+    it.stop()
+    with closing(sqlite3.connect(tmp_path / "migrations.sqlite")) as file:
+        assert file.execute("SELECT COUNT(*) FROM effects").fetchone() == (1,), "deleted with its migration"
