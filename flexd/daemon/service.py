@@ -306,7 +306,7 @@ class Daemon:
 
     def _on_event(self, name: str, fields: Mapping[str, object]) -> None:
         if name == "epoch_live":
-            self._effects.store()
+            self._effects.end_generation()
             self._training.new_generation()
             live = self._coordinator.live()
             self._pacing.set_generation(0 if live is None else live.generation)

@@ -41,6 +41,12 @@ class EffectRecorder:
         if event.migration.metadata.predicted_saving_seconds is not None:
             self._record(_effect(event.migration, None, None))
 
+    def end_generation(self) -> None:
+        """Record the effect of the newest migration: other ranks train from now on, and their steps do not count."""
+        self.store()
+        with self._lock:
+            self._measured = self._started = None
+
     def store(self) -> None:
         """Record the effect of the newest migration, if any of it is measured."""
         effect = self.newest()

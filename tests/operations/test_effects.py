@@ -112,6 +112,20 @@ def test_a_migration_that_moves_nothing_does_not_end_the_measurement_before_it(i
     assert it.kept("m2") == EffectRecord("m2", 0.01, None, None, 0, None, None, 0)
 
 
+def test_steps_of_other_ranks_do_not_count(it: Recorded) -> None:
+    it.steps(0, 0.1)
+    it.commit(it.start("m1", predicted=0.03), last=4)
+    it.steps(4, 0.07)
+    it.recorder.end_generation()
+    kept = it.kept("m1")
+    assert kept is not None
+    assert kept.saving_seconds == pytest.approx(0.03)
+    it.times.clear()
+    it.steps(4, 0.2)
+    it.start("m2")
+    assert it.kept("m1") == kept
+
+
 def test_an_unknown_error_is_kept_as_unknown(it: Recorded) -> None:
     it.times.add(0, StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0)))
     it.times.add(0, StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0)))
