@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-import numpy as np
 import torch
 
 from flexd.embedding import devices
@@ -13,7 +12,8 @@ from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, copy_columns
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import StationRows
-from flexd.embedding.replicas.touched_rows import SyncList, TouchedRows, entries_at
+from flexd.embedding.replicas.sum_lists import SumLists
+from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
 from flexd.embedding.store.directory import Directory
 
 
@@ -27,6 +27,7 @@ class ReplicaSums:
         listed: the rows that this rank lists.
         dims, wire, wide: of each dim-group; gradients travel in ``wire`` and are added in ``wide``.
         all_reduced: for each hop, whether it all-reduces the dim-groups that lose nothing by it.
+        lists: ``sum_lists`` of the lists of ``touched``.
         numbers: of the device.
     """
 
@@ -38,23 +39,30 @@ class ReplicaSums:
         wire: Sequence[torch.dtype],
         wide: Sequence[torch.dtype],
         all_reduced: Sequence[bool],
+        lists: SumLists,
         numbers: devices.Numbers,
     ) -> None:
         self._touched = touched
         self._wire, self._wide = list(wire), list(wide)
         self._groups = len(dims)
-        self._reducible = [a == b for a, b in zip(wire, wide, strict=True)]
+        self._reducible = _reducible(wire, wide)
         self._all_reduced = list(all_reduced)
         self._rows = touched.all_positions()
-        lists = [part for hop, reduces in enumerate(all_reduced) for part in self._lists(hop, reduces=reduces)]
+        bits = [part for hop in range(len(all_reduced)) for part in self._bits(hop)]
         tier = listed.on_device_tier(self._rows)
         if self._groups > 1:
             firsts = torch.tensor(touched.lists.first_entries[1:-1], device=tier.device)
             tier = torch.add(tier, torch.searchsorted(firsts, self._rows, right=True), alpha=2)
         tier = tier.to(torch.int64)
         order, sections = devices.ordered(tier, 2 * self._groups)
-        host = devices.in_host_memory(self._rows)
-        sizes, counts = (self._sizes_on_host if host else self._sizes_on_device)(sections, lists)
+        if devices.in_host_memory(self._rows):
+            entries, counts = lists.touched_in_host_memory(bits)
+            sizes = sections.tolist()
+        else:
+            ordered, ones = lists.on_device(bits)
+            numbers_read = torch.cat([sections, ones]).tolist()
+            sizes, counts = numbers_read[: len(sections)], numbers_read[len(sections) :]
+            entries = lists.touched_on_device(ordered, sum(counts))
         self._starts = [0, *accumulate(a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True))]
         # Only the places of touched rows are written and read. A search among these rows would take longer.
         self._number_of_entry = self._rows.new_empty(touched.lists.rows + 1)
@@ -63,7 +71,7 @@ class ReplicaSums:
         self._slots_by_tier = torch.split(listed.slots_at(self._rows.index_select(0, order)), sizes)
         shapes = [(end - start, dim) for (start, end), dim in zip(pairwise(self._starts), dims, strict=True)]
         self.sums = devices.zeros(shapes, wide, order.device)
-        self._parts = (self._parts_on_host if host else self._parts_on_device)(lists, counts)
+        self._parts = lists.by_part(self._places(entries), counts)
         """Per hop the five lists; of each, per dim-group the rows of ``sums`` and how many of each peer."""
         self._held: list[list[torch.Tensor]] = []
         """``[station][group]``: the rows of ``sums`` of the replicated rows held at the station."""
@@ -79,70 +87,6 @@ class ReplicaSums:
             starts = torch.tensor([start for start in self._starts[:-1] for _ in range(2)], device=order.device)
             numbers -= starts.index_select(0, tier)
         return numbers
-
-    @staticmethod
-    def _sizes_on_host(sections: torch.Tensor, lists: _Lists) -> tuple[list[int], list[int]]:
-        counts = [number for rows, bits in lists for number in (rows.counts(bits) if len(bits) else _none(rows))]
-        return sections.tolist(), counts
-
-    @staticmethod
-    def _sizes_on_device(sections: torch.Tensor, lists: _Lists) -> tuple[list[int], list[int]]:
-        """Read the sizes of the sections, and of all parts of all lists, in one transfer."""
-        bounds, first = [], 0
-        for rows, bits in lists:
-            if bits.shape[0]:
-                bounds.append(rows.bounds + first)
-                first += bits.shape[0]
-        if not bounds:
-            return sections.tolist(), [number for rows, _ in lists for number in _none(rows)]
-        ones = torch.nn.functional.pad(torch.cat([bits for _, bits in lists]).cumsum(0), (1, 0))
-        at = torch.from_numpy(np.concatenate(bounds)).to(ones.device)
-        found = ones.index_select(0, at.view(-1)).view(-1, 2)
-        numbers = torch.cat([sections, found[:, 1] - found[:, 0]]).tolist()
-        counts: list[int] = []
-        used = len(sections)
-        for rows, bits in lists:
-            none = _none(rows)
-            counts += numbers[used : used + len(none)] if bits.shape[0] else none
-            used += len(none) if bits.shape[0] else 0
-        return numbers[: len(sections)], counts
-
-    def _parts_on_host(self, lists: _Lists, counts: Sequence[int]) -> list[_Part]:
-        parts: list[_Part] = []
-        for rows, bits in lists:
-            size = len(_none(rows))
-            of_list, counts = counts[:size], counts[size:]
-            if not len(bits):
-                parts.append([(self._rows[:0], [0] * len(rows.blocks))] * self._groups)
-                continue
-            pieces = torch.split(self._places(rows.entries_of(bits)), list(of_list))
-            parts.append(
-                [(torch.cat(pieces[g :: self._groups]), list(of_list[g :: self._groups])) for g in range(self._groups)]
-            )
-        return parts
-
-    def _parts_on_device(self, lists: _Lists, counts: Sequence[int]) -> list[_Part]:
-        """As ``_parts_on_host``, with kernels for all lists together."""
-        joined = torch.cat([bits for _, bits in lists])
-        total = sum(counts)
-        # The number of ones is known: ``nonzero`` would wait for it again.
-        at = torch.nonzero_static(joined, size=total).view(-1)
-        blocks = torch.cat([rows.index for rows, bits in lists if len(bits)] or [at])
-        places = self._places(entries_at(blocks, at))
-        pieces = torch.split(places, list(counts))
-        by_group: list[torch.Tensor] = []
-        sizes: list[int] = []
-        peers: list[list[int]] = []
-        first = 0
-        for rows, _ in lists:
-            width = len(_none(rows))
-            for g in range(self._groups):
-                by_group += pieces[first + g : first + width : self._groups]
-                peers.append(list(counts[first + g : first + width : self._groups]))
-                sizes.append(sum(peers[-1]))
-            first += width
-        parts = list(zip(torch.split(torch.cat(by_group), sizes), peers, strict=True))
-        return [parts[i : i + self._groups] for i in range(0, len(parts), self._groups)]
 
     def start(self, stations: Sequence[Sequence[StationRows]]) -> None:
         entries = [rows.entries[rows.plain :] for of_station in stations for rows in of_station]
@@ -192,24 +136,14 @@ class ReplicaSums:
         of_tiers = self.sums[group][:at_node], self.sums[group][at_node:]
         return list(zip(self._slots_by_tier[2 * group : 2 * group + 2], of_tiers, strict=True))
 
-    def _lists(self, hop: int, *, reduces: bool) -> list[tuple[SyncList, torch.Tensor]]:
-        """Return the five lists of a hop, each with uint8 touched bits. Rows that are all-reduced are left out of the
-        lists of what is sent."""
-        lists, touched = self._touched.lists, self._touched
+    def _bits(self, hop: int) -> list[torch.Tensor]:
+        """Return the uint8 touched bits of the five lists of a hop."""
+        touched = self._touched
         received, sent = touched.down_received[hop], touched.down_sent[hop]
         if received is None or sent is None:
             raise AssertionError("the union of touched rows is not known")
-        reduced = lists.reduced[hop]
-        parts = [
-            (lists.upstream[hop], touched.up_sent[hop]),
-            (lists.downstream[hop], touched.up_received[hop]),
-            (lists.upstream[hop], received),
-            (lists.downstream[hop], sent),
-        ]
-        if reduces:
-            not_reduced = [not reducible for reducible in self._reducible]
-            parts = [rows.of_groups(not_reduced, bits) for rows, bits in parts]
-        return [*parts, (reduced, reduced.gather(touched.entries))]
+        reduced = touched.lists.reduced[hop].gather(touched.entries)
+        return [touched.up_sent[hop], touched.up_received[hop], received, sent, reduced]
 
     def _places(self, entries: torch.Tensor) -> torch.Tensor:
         """int64 [n] touched entries -> int64 [n] rows of the ``sums`` of their dim-groups."""
@@ -237,16 +171,32 @@ class ReplicaSums:
         ]
 
 
+def _reducible(wire: Sequence[torch.dtype], wide: Sequence[torch.dtype]) -> list[bool]:
+    """Return for each dim-group whether an all-reduce in the dtype of the wire loses nothing."""
+    return [a == b for a, b in zip(wire, wide, strict=True)]
+
+
+def sum_lists(
+    lists: SyncLists, all_reduced: Sequence[bool], wire: Sequence[torch.dtype], wide: Sequence[torch.dtype]
+) -> SumLists:
+    """Return the lists of all hops. Rows that are all-reduced are left out of the lists of what is sent.
+
+    Args:
+        all_reduced: for each hop, whether it all-reduces the dim-groups that lose nothing by it.
+        wire, wide: dtypes of each dim-group, as in ``ReplicaSums``.
+    """
+    reducible = _reducible(wire, wide)
+    of_hops = []
+    for hop, reduces in enumerate(all_reduced):
+        upstream, downstream = lists.upstream[hop], lists.downstream[hop]
+        sent = [not (reduces and lossless) for lossless in reducible]
+        everything = [True] * len(reducible)
+        of_hops += [(rows, sent) for rows in (upstream, downstream, upstream, downstream)]
+        of_hops.append((lists.reduced[hop], everything))
+    return SumLists.of(of_hops)
+
+
 _UP_SENT, _UP_RECEIVED, _DOWN_RECEIVED, _DOWN_SENT, _REDUCED = range(5)
 _LISTS = 5
-"""Lists of each hop: gradients sent up and received, sums received from above and sent down, rows all-reduced."""
-
-
-_Lists = list[tuple[SyncList, torch.Tensor]]
-"""Lists with uint8 touched bits; no bits: nothing of the list is exchanged."""
-_Part = list[tuple[torch.Tensor, list[int]]]
-
-
-def _none(rows: SyncList) -> list[int]:
-    """Return zero for each peer and dim-group."""
-    return [0] * (len(rows.blocks) * len(rows.blocks[0]))
+"""Lists of each hop, as in ``sum_lists``: gradients sent up and received, sums received from above and sent down,
+rows all-reduced."""

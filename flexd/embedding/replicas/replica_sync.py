@@ -28,7 +28,8 @@ from flexd.embedding.exchange.hop import PeerWords
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import Route, StationRows
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.replicas.replica_sums import ReplicaSums
+from flexd.embedding.replicas.replica_sums import ReplicaSums, sum_lists
+from flexd.embedding.replicas.sum_lists import SumLists
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
 from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer
 from flexd.embedding.store.slow.tier import Tier
@@ -68,6 +69,8 @@ class ReplicaSync:
         self._numbers = devices.Numbers(self._stores[0].rows.device)
         self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device, self._numbers)
         self._lists: SyncLists | None = None
+        self._sum_lists: tuple[SyncLists, SumLists] | None = None
+        """Those of the last step, and what was made of them."""
         self._blocks_version = -1
         self._hops = router.hops
 
@@ -80,6 +83,7 @@ class ReplicaSync:
     def working_bytes(self) -> int:
         """Bytes of the tables that find distinct slots, and of the lists of replicated rows."""
         lists = 0 if self._lists is None else self._lists.nbytes
+        lists += 0 if self._sum_lists is None else self._sum_lists[1].nbytes
         return lists + self._dedup.nbytes + self._numbers.nbytes
 
     def new_touched(self) -> TouchedRows | None:
@@ -126,7 +130,10 @@ class ReplicaSync:
         if touched is not None:
             dims = [store.rows.shape[1] for store in self._stores]
             all_reduced = [hop.all_reduces for hop in router.hops]
-            replicas = ReplicaSums(touched, router.listed, dims, router.wire, router.wide, all_reduced, self._numbers)
+            lists = self._lists_of_sums(touched.lists, all_reduced)
+            replicas = ReplicaSums(
+                touched, router.listed, dims, router.wire, router.wide, all_reduced, lists, self._numbers
+            )
         held = router.push(*router.merge(passes), replicas)
         summed = self._sum_plain(held)
         if replicas is not None and touched is not None:
@@ -170,6 +177,11 @@ class ReplicaSync:
         if not touched.lists.used[hop]:
             return words.words
         return self._router.hops[hop].exchange_words(words)
+
+    def _lists_of_sums(self, lists: SyncLists, all_reduced: Sequence[bool]) -> SumLists:
+        if self._sum_lists is None or self._sum_lists[0] is not lists:
+            self._sum_lists = lists, sum_lists(lists, all_reduced, self._router.wire, self._router.wide)
+        return self._sum_lists[1]
 
     def _sum_plain(self, held: Sequence[Sequence[tuple[StationRows, torch.Tensor]]]) -> list[RowGradients]:
         """Sum the gradients of plain home rows over the stations, by dim-group.

@@ -8,12 +8,10 @@ all ranks returns with its rows (``LookupPiggyback``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import cycle
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexd.core.layout import RankLayout
@@ -74,29 +72,6 @@ class SyncList:
         for blocks, part in of_peers:
             if len(blocks):
                 table.index_copy_(0, blocks, table.index_select(0, blocks) | part)
-
-    def counts(self, bits: torch.Tensor) -> list[int]:
-        """uint8 [n] bits in host memory -> numbers of set ones by peer and dim-group."""
-        ones = bits.numpy()  # a hundredth of the time of torch's sum
-        return [int(np.count_nonzero(ones[start:stop])) for start, stop in self.bounds]
-
-    @cached_property
-    def bounds(self) -> npt.NDArray[np.int64]:
-        """int64 [peers x dim-groups, 2], first and end bit of each peer and dim-group."""
-        ends = np.cumsum([0, *(BLOCK * len(of_group) for of_peer in self.blocks for of_group in of_peer)])
-        return np.stack([ends[:-1], ends[1:]], axis=1)
-
-    def of_groups(self, groups: Sequence[bool], bits: torch.Tensor) -> tuple[SyncList, torch.Tensor]:
-        """Return the list of some dim-groups, and their part of its ``bits`` uint8 [n]."""
-        blocks = [
-            [part if keep else part[:0] for keep, part in zip(groups, of_peer, strict=True)] for of_peer in self.blocks
-        ]
-        kept = [bits[start:stop] for keep, (start, stop) in zip(cycle(groups), self.bounds, strict=False) if keep]
-        return replace(self, blocks=blocks), torch.cat(kept) if kept else bits[:0]
-
-    def entries_of(self, bits: torch.Tensor) -> torch.Tensor:
-        """uint8 [n] bits -> int64 entries whose bit is set, in the order of the bits."""
-        return entries_at(self.index, positions_of(bits))
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
 from flexd.embedding.replicas.replica_sync import ReplicaSync
+from flexd.embedding.replicas.sum_lists import SumLists
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows, positions_of
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import GroupStore, make_stores
@@ -181,18 +182,26 @@ def test_a_list_gathers_and_scatters_its_rows(host: bool) -> None:
     entries[chosen] = 1
     bits = rows.gather(entries)
     assert rows.words == [3, 1]
-    assert rows.bounds.tolist() == [[0, 128], [128, 192], [192, 256], [256, 256]]
-    assert rows.counts(bits) == [3, 2, 1, 0]
-    expected = [1, 63, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 2 * 64 + 5]
-    assert rows.entries_of(bits).tolist() == expected
+    lists = SumLists.of([(rows, [True, True]), (rows, [False, True])])
+    expected = [1, 63, 2 * 64 + 5, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 3 * 64, 3 * 64 + 63]
+    counts = [3, 1, 2, 0, 0, 0, 2, 0]
+    found, of_parts = lists.touched_in_host_memory([bits, bits])
+    assert (found.tolist(), of_parts) == (expected, counts)
+    ordered, ones = lists.on_device([bits, bits])
+    assert ones.tolist() == counts
+    assert lists.touched_on_device(ordered, sum(counts)).tolist() == expected
+    assert [[peers for _, peers in part] for part in lists.by_part(found, counts)] == [
+        [[3, 1], [2, 0]],
+        [[0, 0], [2, 0]],
+    ]
+    assert [[some.tolist() for some, _ in part] for part in lists.by_part(found, counts)] == [
+        [expected[:4], expected[4:6]], [[], expected[6:]],
+    ]  # fmt: skip
     back = torch.zeros_like(entries)
     back[4 * 64 + 9] = 1
     with mock.patch.object(devices, "in_host_memory", return_value=host):
         rows.scatter(bits, back)
     assert positions_of(back).tolist() == sorted({*expected, 4 * 64 + 9})
-    second, of_second = rows.of_groups([False, True], bits)
-    assert second.words == [1, 0]
-    assert second.entries_of(of_second).tolist() == [3 * 64, 3 * 64 + 63]
 
 
 def test_lists_are_kept_over_a_chunk_that_adds_no_block() -> None:
