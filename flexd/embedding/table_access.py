@@ -80,6 +80,7 @@ class TableAccess(DeferredTables):
     def replicas_bit_equal(self) -> bool:
         """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
         self.engine.hooks.wait()
+        self.engine.migrator.complete()
         with self.traffic.uncounted():
             return replicas_bit_equal(self._groups, self.engine.stores)
 

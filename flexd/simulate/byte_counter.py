@@ -77,10 +77,6 @@ class CollectiveBytes:
     piggybacked: bool = False
 
 
-_ALIGNMENT = 16
-"""Bytes, of the sections of a migration (``Migrator``)."""
-
-
 def _even(part: StepPart, collective: Collective, link: int, sent: Int64Array) -> CollectiveBytes:
     """A collective in which every rank receives what it sends."""
     return CollectiveBytes(part, collective, link, sent, sent.max(axis=0))
@@ -316,35 +312,33 @@ class StepByteCounter:
         return CollectiveBytes(StepPart.SYNC_ROWS, Collective.ALL_TO_ALL, link, sent, _peak(sent, received))
 
     def migration(self, chunk: Delta) -> list[CollectiveBytes]:
-        """The copies of one chunk (``Migrator``): an all-gather over each rail, then one in each node, for all
-        dim-groups. Every member's part is as long as the longest; a chunk above the cap of a step is taken to be copied
-        in one piece."""
+        """Return the copies of one chunk (``RowCarrier``): rows and state in the messages of a look-up's rows, from the
+        homes over the rails, then from the owners inside the nodes. A chunk above the cap of a step is taken to be
+        copied in one piece, and without the all-gathers of its own that it has then."""
         layout, world = self._layout, self._layout.world_size
-        nodes, local = layout.nodes, layout.local_ranks
-        rails = np.zeros(local, dtype=np.int64)
-        inside = 0
-        group = self._group_of(chunk.keys)
-        for index in range(len(self._row_bytes)):
-            of_group = group == index
-            keys, old, new = chunk.keys[of_group], chunk.old_tiers[of_group], chunk.new_tiers[of_group]
-            from_home = keys[(old == Tier.HOME) & (new != Tier.HOME)]
-            owner = from_home % local * nodes + layout.home_node(from_home)
-            rails += self._section_bytes(index, np.bincount(owner, minlength=world).reshape(local, nodes).max(axis=1))
-            in_node = keys[(old != Tier.DEVICE) & (new == Tier.DEVICE)] % local
-            inside += int(self._section_bytes(index, np.bincount(in_node, minlength=local).max()))
+        size = self._moved_bytes[self._group_of(chunk.keys)]
+        from_home = (chunk.old_tiers == Tier.HOME) & (chunk.new_tiers != Tier.HOME)
+        by_home = np.bincount(chunk.keys[from_home] % world, weights=size[from_home], minlength=world).astype(np.int64)
+        by_rail = by_home.reshape(layout.nodes, -1).sum(axis=0)[self._local_of]
+        to_all = (chunk.old_tiers != Tier.DEVICE) & (chunk.new_tiers == Tier.DEVICE)
+        owners = chunk.keys[to_all] % layout.local_ranks
+        of_owners = np.bincount(owners, weights=size[to_all], minlength=layout.local_ranks).astype(np.int64)
+        in_node = of_owners[self._local_of]
         found = []
-        for link, peers, of_ranks in ((INTER, nodes, rails[self._local_of]), (INTRA, local, np.full(world, inside))):
-            if peers > 1 and of_ranks.any():
-                sent = np.zeros((world, 2), dtype=np.int64)
-                sent[:, link] = of_ranks * (peers - 1)
-                found.append(_even(StepPart.MIGRATION, Collective.ALL_GATHER, link, sent))
+        for link, peers, held, among in (
+            (INTER, layout.nodes, by_home, by_rail),
+            (INTRA, layout.local_ranks, in_node, np.full(world, of_owners.sum())),
+        ):
+            if peers > 1 and held.any():
+                sent, received = np.zeros((2, world, 2), dtype=np.int64)
+                sent[:, link] = held * (peers - 1)
+                received[:, link] = among - held
+                found.append(
+                    CollectiveBytes(
+                        StepPart.MIGRATION, Collective.ALL_TO_ALL, link, sent, _peak(sent, received), piggybacked=True
+                    )
+                )
         return found
-
-    def _section_bytes(self, group: int, rows: Int64Array) -> Int64Array:
-        """Bytes of so many rows of a dim-group in a member's part: values, then state, each from an aligned start."""
-        parts = (int(self._row_bytes[group]), int(self._moved_bytes[group] - self._row_bytes[group]))
-        aligned: Int64Array = sum(-(-rows * size // _ALIGNMENT) * _ALIGNMENT for size in parts)  # type: ignore[assignment]
-        return aligned
 
     def copied_bytes(self, chunk: Delta) -> int:
         """Row and state bytes that the busiest link copies for a chunk: what the cap of a step counts."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 import flexd.embedding.exchange.collectives as collectives_module
+from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -127,6 +129,22 @@ def collectives_of_a_chunk(rank: int, layout: RankLayout, dims: list[int], train
         "collectives": found, "bit_equal": bit_equal, "equal": equal, "migrated": sum(moved.values()),
         "versions": versions, "listed": len(collection.engine.migrator.placement()[0]),
     }  # fmt: skip
+
+
+def chunk_of_a_pass_given_up(rank: int, layout: RankLayout, dims: list[int]) -> tuple[int, bool]:
+    """Apply a chunk in a pass that every rank gives up: (version after it, whether replicas are bit-equal)."""
+    collection = make(layout, dims, ["float32"] * len(dims), True)
+    step(collection, [1])
+    collection.engine.inbox.offer(2, promotions(collection))
+    features = batch(collection, 1)
+    with torch.no_grad():
+        collection(features)  # agrees on the chunk
+        if rank == 0:
+            name, jagged = next(iter(features.items()))
+            features[name] = Jagged(jagged.values + 10**6, jagged.lengths)
+        with pytest.raises(EmbeddingError, match=r"outside|rank 0 has input"):
+            collection(features)
+    return collection.placement_version, collection.replicas_bit_equal()
 
 
 def promotions(collection: EmbeddingCollection) -> Delta:

@@ -49,6 +49,11 @@ def test_a_chunk_adds_no_collective(ranks: Ranks, nodes: int, trains: bool) -> N
         assert trains or counted["equal"]
 
 
+def test_a_chunk_of_a_pass_that_is_given_up_is_copied(ranks: Ranks) -> None:
+    results = ranks(4).run("exchange_jobs:chunk_of_a_pass_given_up", RankLayout(2, 2), [8, 3])
+    assert results == [(2, True)] * 4
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_equal_passes_are_pushed_as_one(ranks: Ranks, nodes: int) -> None:
     layout = RankLayout(nodes, 4 // nodes)
