@@ -55,7 +55,7 @@ class SumLists:
         )
 
     @property
-    def parts(self) -> int:
+    def number_of_parts(self) -> int:
         """Number of parts."""
         return self.groups * sum(self.peers)
 
@@ -63,7 +63,7 @@ class SumLists:
     def _ordered(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """On the device, of the kept words part by part: int64 number, block and part of each."""
         order = np.argsort(self.part_of_word, kind="stable")
-        order = order[: np.count_nonzero(self.part_of_word < self.parts)].astype(np.int64)
+        order = order[: np.count_nonzero(self.part_of_word < self.number_of_parts)].astype(np.int64)
         number = torch.from_numpy(order).to(self.blocks.device)
         part = torch.from_numpy(self.part_of_word[order].astype(np.int64)).to(self.blocks.device)
         return number, self.blocks.index_select(0, number), part
@@ -82,7 +82,7 @@ class SumLists:
         """
         firsts = accumulate((len(some) for some in bits), initial=0)
         at = np.concatenate([positions_of(some).numpy() + first for some, first in zip(bits, firsts, strict=False)])
-        parts = self.parts
+        parts = self.number_of_parts
         part = self.part_of_word[at // BLOCK]
         counts = np.bincount(part, minlength=parts + 1)[:parts]
         # A radix sort of 16 bits where they are enough.
@@ -99,7 +99,7 @@ class SumLists:
         ordered = torch.cat(list(bits)).view(-1, BLOCK).index_select(0, number)
         # Eight bytes at once: their sums are below 9, and the product adds them up in its highest byte.
         ones = ordered.view(torch.int64).sum(dim=1).mul_(_ALL_BYTES).bitwise_right_shift_(_HIGHEST_BYTE)
-        return ordered, ones.new_zeros(self.parts).index_add_(0, part, ones)
+        return ordered, ones.new_zeros(self.number_of_parts).index_add_(0, part, ones)
 
     def touched_on_device(self, ordered: torch.Tensor, total: int) -> torch.Tensor:
         """Return int64 [total] entries of the ones, whose number the host has read, in ordered bits."""
