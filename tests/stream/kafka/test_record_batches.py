@@ -223,7 +223,8 @@ def test_any_damage_of_one_batch_leaves_its_neighbours_and_the_position_moves_on
     items, end = read(batch([b"a"]) + bytes(damaged) + batch([b"b"], base_offset=4))
     assert payloads(items)[0] == b"a"
     # A changed last offset may claim those behind it; the broker would then have numbered them otherwise.
-    if end == 5:
+    (last_offset_delta,) = struct.unpack_from(">i", damaged, 23)
+    if end == 5 and last_offset_delta != 3:
         assert payloads(items)[-1] == b"b"
     assert end >= 5
     covered = [
