@@ -238,7 +238,7 @@ class Hop:
         sent = self._bytes([(column.sent, column.row_bytes) for column in columns])
         received = self._bytes([(column.received, column.row_bytes) for column in columns])
         synced, migrated = (
-            self._bytes([(column.sent, column.row_bytes) for column in columns if column.kind == kind])
+            self._bytes(some) if (some := [(c.sent, c.row_bytes) for c in columns if c.kind == kind]) else None
             for kind in (TrafficKind.SYNC, TrafficKind.MIGRATION)
         )
         buffer, own = pack(columns, sent, me)
@@ -247,8 +247,6 @@ class Hop:
 
     def _bytes(self, columns: Sequence[tuple[Sequence[int], int]]) -> list[int]:
         """Return the bytes exchanged with each peer, of the numbers of rows of columns and the bytes of a row."""
-        if not columns:
-            return [0] * self.peers.size
         total = np.array([width for _, width in columns]) @ np.array([rows for rows, _ in columns], dtype=np.int64)
         total[self.peers.index] = 0
         found: list[int] = total.tolist()

@@ -204,6 +204,36 @@ def test_a_list_gathers_and_scatters_its_rows(host: bool) -> None:
     assert positions_of(back).tolist() == sorted({*expected, 4 * 64 + 9})
 
 
+@pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
+def test_device_and_host_find_the_same_touched_rows(share: float) -> None:
+    """Of three lists with up to four peers and three dim-groups, some left out, and blocks that are full of ones."""
+    rng = np.random.default_rng(int(100 * share))
+    lists, bits = [], []
+    for peers in (4, 1, 3):
+        blocks = [[rng.permutation(50)[: rng.integers(0, 4)] for _ in range(3)] for _ in range(peers)]
+        rows = SyncList(blocks, 50 * 64, CPU)
+        lists.append((rows, rng.integers(0, 2, 3).astype(bool).tolist()))
+        bits.append(torch.from_numpy((rng.random(64 * sum(rows.words)) < share).astype(np.uint8)))
+    found = SumLists.of(lists)
+    on_host, counts = found.touched_in_host_memory(bits)
+    ordered, ones = found.on_device(bits)
+    assert ones.tolist() == counts
+    assert torch.equal(found.touched_on_device(ordered, sum(counts)), on_host)
+    expected = []
+    for (rows, kept), of_list in zip(lists, bits, strict=True):
+        words = iter(of_list.view(-1, 64).numpy())
+        by_peer = [[[next(words) for _ in part] for part in of_peer] for of_peer in rows.blocks]
+        for group in range(3):
+            for peer, of_peer in enumerate(rows.blocks):
+                pairs = zip(of_peer[group], by_peer[peer][group], strict=True)
+                expected.append(
+                    [64 * block + at for block, word in pairs for at in np.flatnonzero(word) if kept[group]]
+                )
+    assert counts == list(map(len, expected))
+    assert on_host.tolist() == [entry for part in expected for entry in part]
+    assert sum(counts) > 0
+
+
 def test_lists_are_kept_over_a_chunk_that_adds_no_block() -> None:
     """They are those of a directory that was listed anew, and rows of new blocks are in new lists."""
     layout = RankLayout(2, 2)
