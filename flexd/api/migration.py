@@ -11,6 +11,7 @@ from pydantic import Field
 from flexd.api.base import FiniteOrNone, Model, Share
 from flexd.api.families import counter, counters, gauge, with_zeros
 from flexd.api.migration_effect import MigrationEffect, migration_effect
+from flexd.api.verification import VerificationReport
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -135,6 +136,8 @@ class MigrationEntry(Model):
     """True if no chunk of it is in flight any more, so that rows and bytes are final."""
     effect: MigrationEffect | None = None
     """Predicted saving of a step beside the measured one; null if neither is known."""
+    verification: VerificationReport | None = None
+    """Its steps with and without the copies of its plan; null if they were not compared."""
 
 
 class TransitionReport(Model):
@@ -305,9 +308,11 @@ def interrupted_report(migration: JournalledMigration) -> MigrationReport:
     )  # fmt: skip
 
 
-def migration_entry(record: MigrationRecord, effect: EffectRecord | None = None) -> MigrationEntry:
+def migration_entry(
+    record: MigrationRecord, effect: EffectRecord | None = None, verification: VerificationReport | None = None
+) -> MigrationEntry:
     """Return a migration of the history."""
-    return MigrationEntry.from_object(record, **_entry_fields(record, effect))
+    return MigrationEntry.from_object(record, **_entry_fields(record, effect), verification=verification)
 
 
 def migration_detail(
@@ -315,10 +320,13 @@ def migration_detail(
     transitions: Sequence[TransitionRecord],
     verified: str | None = None,
     effect: EffectRecord | None = None,
+    verification: VerificationReport | None = None,
 ) -> MigrationDetail:
     """Return a migration of the history with its transitions and the measured effect of its plan."""
     shown = tuple(TransitionReport.from_object(each, **_null_if_empty(each, "event", "before")) for each in transitions)
-    return MigrationDetail.from_object(record, **_entry_fields(record, effect), transitions=shown, verified=verified)
+    return MigrationDetail.from_object(
+        record, **_entry_fields(record, effect), verification=verification, transitions=shown, verified=verified
+    )
 
 
 def action_entry(record: ActionRecord) -> ActionEntry:

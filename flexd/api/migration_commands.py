@@ -19,6 +19,7 @@ from flexd.api.migration import (
     migration_entry,
     migration_report,
 )
+from flexd.api.verification import VerificationReport, kept_verification, verification_report
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
@@ -66,9 +67,13 @@ class MigrationCommands:
         """Implement ``MigrationsApi.migrations``."""
         records = self._history.newest(limit, None if state is None else MigrationState[state])
         actions = self._history.newest_actions(limit) if state is None else ()
-        effects = self._kept_effects([record.migration_id for record in records])
+        named = [record.migration_id for record in records]
+        effects, verified = self._kept_effects(named), self._verifications(named)
         return MigrationList(
-            migrations=tuple(migration_entry(record, effects.get(record.migration_id)) for record in records),
+            migrations=tuple(
+                migration_entry(record, effects.get(record.migration_id), verified.get(record.migration_id))
+                for record in records
+            ),
             actions=tuple(action_entry(record) for record in actions),
             problem=self._history.snapshot.problem,
         )
@@ -84,13 +89,21 @@ class MigrationCommands:
                 f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those that are"
             )
         effect = self._kept_effects([migration_id]).get(migration_id)
-        return migration_detail(*found, self._verified(migration_id), effect)
+        verification = self._verifications([migration_id]).get(migration_id)
+        return migration_detail(*found, self._verified(migration_id), effect, verification)
 
     def _kept_effects(self, migration_ids: list[str]) -> dict[str, EffectRecord]:
         """Return effects by migration; that of the newest migration is as of now."""
         newest = self._effects.newest()
         measured = {} if newest is None else {newest.migration_id: newest}
         return self._history.effects(migration_ids) | measured
+
+    def _verifications(self, migration_ids: list[str]) -> dict[str, VerificationReport]:
+        """Return verifications by migration, also the one that is running."""
+        found = {name: kept_verification(each) for name, each in self._history.verdicts(migration_ids).items()}
+        verifier = self._auto.verifier
+        newest = None if verifier is None else verifier.newest
+        return found if newest is None else found | {newest.migration_id: verification_report(newest)}
 
     def _verified(self, migration_id: str) -> str | None:
         """Return the measured effect of the migration's plan, also if it is still being measured."""

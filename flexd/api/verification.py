@@ -14,7 +14,8 @@ from flexd.api.families import counters, gauge, with_zeros
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.operations.verification import Verifier
+    from flexd.operations.history.records import VerdictRecord
+    from flexd.operations.verification import Verification, Verifier
 
 VerificationStateName = Literal["running", "faster", "slower", "same", "undecided", "interrupted"]
 
@@ -84,16 +85,25 @@ def verification_status(verifier: Verifier | None) -> VerificationStatus:
     ended = (state.value for state in VerificationState if state is not VerificationState.RUNNING)
     return VerificationStatus(
         enabled=verifier.settings.enabled,
-        newest=None
-        if newest is None
-        else VerificationReport(
-            migration_id=newest.migration_id, state=newest.state.value, change=_finite(newest.effect.share),
-            low=_finite(newest.effect.low), high=_finite(newest.effect.high), pairs=newest.effect.pairs,
-            part=newest.part, steps=newest.steps, rolled_back=newest.rolled_back, words=newest.words,
-        ),
+        newest=None if newest is None else verification_report(newest),
         ended=with_zeros(ended, verifier.ended),
         held=verifier.held.reasons(),
+    )
+
+
+def verification_report(verification: Verification) -> VerificationReport:
+    """Return a verification that runs, or the newest one."""
+    effect = verification.effect
+    return VerificationReport(
+        migration_id=verification.migration_id, state=verification.state.value, change=_finite(effect.share),
+        low=_finite(effect.low), high=_finite(effect.high), pairs=effect.pairs, part=verification.part,
+        steps=verification.steps, rolled_back=verification.rolled_back, words=verification.words,
     )  # fmt: skip
+
+
+def kept_verification(record: VerdictRecord) -> VerificationReport:
+    """Return a verification of the history."""
+    return VerificationReport.from_object(record)
 
 
 def _finite(value: float) -> float | None:

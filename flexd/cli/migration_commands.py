@@ -131,7 +131,7 @@ def abort(
 
 
 _NUMBERS = frozenset(("rows", "bytes", "took"))
-_SPARE = ("who", "bytes", "took")
+_SPARE = ("who", "verdict", "bytes", "took")
 _TRANSITION_NUMBERS = frozenset(("pushed", "applied", "version"))
 
 
@@ -140,10 +140,11 @@ def history_blocks(history: MigrationList, state: str | None = None) -> list[Blo
     blocks: list[Block] = []
     if history.migrations:
         measured = any(entry.effect is not None for entry in history.migrations)
-        saves = ("predicted", "measured") if measured else ()
-        columns = ("when", "migration", "who", "state", "rows", "bytes", "took", *saves, "reason")
-        rows = tuple(_row(entry, measured=measured) for entry in history.migrations)
-        blocks.append(Table("", columns, rows, _NUMBERS | {*saves}, _SPARE))
+        verified = any(entry.verification is not None for entry in history.migrations)
+        effects = (*(("predicted", "measured") if measured else ()), *(("verdict",) if verified else ()))
+        columns = ("when", "migration", "who", "state", "rows", "bytes", "took", *effects, "reason")
+        rows = tuple(_row(entry, measured=measured, verified=verified) for entry in history.migrations)
+        blocks.append(Table("", columns, rows, _NUMBERS | {"predicted", "measured"}, _SPARE))
     else:
         blocks.append(
             Sentences("", ("no migration is recorded" if state is None else f"no recorded migration is {state}",))
@@ -205,8 +206,9 @@ def abort_sentence(preview: AbortPreview) -> str:
     )
 
 
-def _row(entry: MigrationEntry, *, measured: bool) -> tuple[str, ...]:
+def _row(entry: MigrationEntry, *, measured: bool, verified: bool) -> tuple[str, ...]:
     effect = entry.effect or MigrationEffect()
+    verdict = units.UNKNOWN if entry.verification is None else entry.verification.state
     savings = (units.seconds(effect.predicted_saving_seconds), units.seconds(effect.measured_saving_seconds))
     return (
         units.when(entry.created_unix_seconds),
@@ -217,6 +219,7 @@ def _row(entry: MigrationEntry, *, measured: bool) -> tuple[str, ...]:
         units.size(entry.bytes),
         units.age(entry.seconds),
         *(savings if measured else ()),
+        *((verdict,) if verified else ()),
         _words(entry),
     )
 

@@ -14,7 +14,9 @@ not change. An interrupted verification gives no verdict, and the ranks keep the
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import random
 import time
 from collections import Counter
@@ -29,13 +31,14 @@ from flexd.config.planner import PlannerConfig, VerifyConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
+from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import Tier
 from flexd.core.placement import Delta, Placement
 from flexd.operations.decisions import DecisionFile, RunningVerification
 from flexd.operations.executions import ROLLBACK, Execution, Executions, rollback_trigger
 from flexd.operations.held_plans import HeldPlans
-from flexd.operations.history.records import ActionRecord
+from flexd.operations.history.records import ActionRecord, VerdictRecord
 from flexd.operations.step_blocks import StepBlocks
 from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
 from flexd.planner.delta import moved_bytes
@@ -66,7 +69,6 @@ class Verification:
 
     Attributes:
         migration_id: the migration of the plan.
-        kind: tiers to which the plan promotes, such as ``NODE`` or ``NODE+DEVICE``.
         effect: change of the step time by the measured part, so far.
         part: measured share of the plan's promoted rows.
         steps: steps of the job that it has used.
@@ -75,7 +77,6 @@ class Verification:
     """
 
     migration_id: str
-    kind: str
     state: VerificationState
     effect: Effect
     part: float
@@ -90,10 +91,14 @@ class Channel(Protocol):
     def placement(self) -> Placement: ...
 
 
-class ActionLog(Protocol):
+class VerdictLog(Protocol):
     """The part of the history that records verdicts."""
 
     def record_action(self, action: ActionRecord) -> None: ...
+
+    def record_verdict(self, verdict: VerdictRecord) -> None: ...
+
+    def newest_verdict(self) -> VerdictRecord | None: ...
 
 
 @dataclass
@@ -128,7 +133,7 @@ class Verifier:
         clock: monotonic seconds.
 
     Attributes:
-        newest: the running verification, or the newest one; None before the first.
+        newest: the running verification, or the newest one, also of an earlier daemon; None before the first.
         ended: ended verifications by state.
         held: kinds of plans that are held back because one was not shown to win.
     """
@@ -140,7 +145,7 @@ class Verifier:
         executions: Executions,
         channel: Channel,
         decisions: DecisionFile,
-        history: ActionLog,
+        history: VerdictLog,
         coin: Callable[[], bool] = lambda: random.random() < 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -155,7 +160,7 @@ class Verifier:
         self._blocks = StepBlocks()
         self._run: _Run | None = None
         self._seen: Execution | None = None
-        self.newest: Verification | None = None
+        self.newest: Verification | None = self._kept()
         self.ended: Counter[str] = Counter()
         self.held = HeldPlans(decisions)
         self._close_unfinished()
@@ -328,25 +333,63 @@ class Verifier:
         outcome = "rolled back" if rolled_back else "the plan stays"
         if state is VerificationState.INTERRUPTED:
             outcome = _NO_VERDICT
-        self._record(run.plan.migration.migration_id, f"{state.value}: {words}; {outcome}")
+        self._record(f"{state.value}: {words}; {outcome}")
         self._decisions.update(verification=None)
 
     def _report(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
         effect = run.rule.effect(run.blocks[False], run.blocks[True])
         self.newest = Verification(
-            run.plan.migration.migration_id, run.kind, state, effect, run.part, self._blocks.steps(), rolled_back, words
+            run.plan.migration.migration_id, state, effect, run.part, self._blocks.steps(), rolled_back, words
         )
 
-    def _record(self, migration_id: str, words: str) -> None:
-        logger.info("verification of %s: %s", migration_id, words)
-        self._history.record_action(ActionRecord.of(time.time(), "verify", DAEMON_ACTOR, migration_id, words))
+    def _record(self, words: str) -> None:
+        """Record the end of the newest verification."""
+        ended = self.newest
+        assert ended is not None  # noqa: S101
+        logger.info("verification of %s: %s", ended.migration_id, words)
+        now, effect = time.time(), ended.effect
+        self._history.record_action(ActionRecord.of(now, "verify", DAEMON_ACTOR, ended.migration_id, words))
+        self._history.record_verdict(
+            VerdictRecord(
+                ended.migration_id, now, ended.state.value, _finite(effect.share), _finite(effect.low),
+                _finite(effect.high), effect.pairs, ended.part, ended.steps, ended.rolled_back, ended.words,
+            )
+        )  # fmt: skip
+
+    def _kept(self) -> Verification | None:
+        """Return the newest verification of an earlier daemon. The history itself reports a file that is unreadable."""
+        # A state that a newer daemon gave has no name here.
+        with contextlib.suppress(SnapshotError, ValueError):
+            kept = self._history.newest_verdict()
+            return None if kept is None else _verification(kept)
+        return None
 
     def _close_unfinished(self) -> None:
         """Record the end of a verification that an earlier daemon left."""
         left = self._decisions.current.verification
         if left is not None:
-            self._record(left.migration_id, f"interrupted: the daemon ended; {_NO_VERDICT}")
+            words = f"the daemon ended; {_NO_VERDICT}"
+            unmeasured = Effect(0, math.nan, -math.inf, math.inf)
+            self.newest = Verification(
+                left.migration_id, VerificationState.INTERRUPTED, unmeasured, 1.0, 0, False, words
+            )
+            self._record(f"interrupted: {words}")
             self._decisions.update(verification=None)
+
+
+def _verification(kept: VerdictRecord) -> Verification:
+    change, low, high = (
+        missing if value is None else value
+        for value, missing in ((kept.change, math.nan), (kept.low, -math.inf), (kept.high, math.inf))
+    )
+    return Verification(
+        kept.migration_id, VerificationState(kept.state), Effect(kept.pairs, change, low, high), kept.part,
+        kept.steps, kept.rolled_back, kept.words,
+    )  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def plan_kind(plan: Plan) -> str:

@@ -123,6 +123,35 @@ def test_a_daemon_that_ends_in_between_leaves_no_verdict_and_a_stated_end(tmp_pa
     assert len(job.actions) == 1, "stated once"
 
 
+@pytest.mark.parametrize("effect", [-0.05, 0.05])
+def test_a_verdict_outlives_the_daemon_with_its_figures(tmp_path: Path, effect: float) -> None:
+    job = VerifiedJob(tmp_path, effect=effect)
+    ended = job.verdict()
+    job.start()
+    assert job.verifier.newest == ended
+    assert len(job.verdicts) == 1
+
+
+def test_the_verdict_of_an_interrupted_measurement_has_no_figures(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=+0.05)
+    job.tick(60)
+    job.start()
+    for _ in range(2):
+        newest = job.verifier.newest
+        assert newest is not None
+        assert (newest.state, newest.effect.pairs) == (VerificationState.INTERRUPTED, 0)
+        assert (job.verdicts[-1].change, job.verdicts[-1].low, job.verdicts[-1].high) == (None, None, None)
+        job.start()
+
+
+def test_a_verdict_that_cannot_be_read_stops_nothing(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05)
+    job.verdict()
+    job.verdicts[-1] = replace(job.verdicts[-1], state="of a newer flexd")
+    job.start()
+    assert job.verifier.newest is None
+
+
 def test_holds_outlive_the_daemon_double_and_end(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=0.0)
     now = time.time()

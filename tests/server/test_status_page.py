@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flexd.api.migration import MigrationReport
+from flexd.api.migration import MigrationList, MigrationReport, MigrationStateName
 from flexd.api.migration_effect import MeasuredSteps, MigrationEffect
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
@@ -27,6 +27,7 @@ from flexd.server.page import INLINED
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.fake_inspection import STRANGE
+from tests.support.fake_migrations import ENDED, STOPPED, FakeMigrations
 from tests.support.ops_tools import tool
 from tests.support.repository import ROOT
 from tests.support.until import until
@@ -38,6 +39,10 @@ DEADLINE_MS = 20_000
 
 class BusyDaemon(FakeDaemon):
     """Ranks train, a plan is on its way, and everything that has a name has a bad one."""
+
+    @property
+    def migrations(self) -> FakeMigrations:
+        return OneMigration(self._enter, lambda: self.outcome)
 
     def status(self) -> Status:
         super().status()
@@ -65,6 +70,14 @@ class BusyDaemon(FakeDaemon):
                 )
             ),
         )  # fmt: skip
+
+
+class OneMigration(FakeMigrations):
+    """The history of a daemon that carried out plan p1 after one of an earlier daemon."""
+
+    def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
+        listed = super().migrations(limit, state)
+        return listed.model_copy(update={"migrations": (ENDED.model_copy(update={"plan_id": "p1"}), STOPPED)})
 
 
 def served(daemon: FakeDaemon, **settings: Any) -> DaemonServer:
@@ -181,7 +194,10 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert page.locator("#ranks tbody tr").count() == 4
     assert "1.50 of the mean" in page.text_content("#ranks")
     assert STRANGE in page.text_content("#tables")
-    assert "committed" in page.text_content("#plans")
+    row = page.locator("#plans tbody tr td").all_text_contents()
+    assert row[-4:] == ["committed", "2.00 ms", "-1.50 ms", "slower"], (
+        "the effect is that of the migration of this plan"
+    )
     page.hover("#traffic .u-over")
     until(lambda: "1.50 MB" in page.text_content("#traffic .u-legend"))
     # Names are text wherever they stand: no element came of them, and nothing of them ran.

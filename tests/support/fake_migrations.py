@@ -16,6 +16,7 @@ from flexd.api.migration import (
     TransitionReport,
 )
 from flexd.api.migration_effect import MeasuredSteps, MigrationEffect
+from flexd.api.verification import VerificationReport
 from flexd.core.errors import ApiError
 
 ENDED = MigrationEntry(
@@ -27,6 +28,10 @@ ENDED = MigrationEntry(
         predicted_saving_seconds=2e-3, measured_saving_seconds=-1.5e-3, measured_error_seconds=2e-4,
         before=MeasuredSteps(mean_seconds=0.1, error_seconds=1e-4, steps=900),
         after=MeasuredSteps(mean_seconds=0.1015, error_seconds=1.7e-4, steps=700),
+    ),
+    verification=VerificationReport(
+        migration_id="p7", state="slower", change=0.015, low=0.004, high=0.026, pairs=12, steps=640,
+        words="1.5 % slower (95 % interval +0.4 % to +2.6 %, 12 pairs of blocks)",
     ),
 )  # fmt: skip
 STOPPED = MigrationEntry(

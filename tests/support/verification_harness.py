@@ -13,7 +13,7 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.layout import Tier
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.history.records import ActionRecord
+from flexd.operations.history.records import ActionRecord, VerdictRecord
 from flexd.operations.verification import Verification, Verifier
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
@@ -47,11 +47,15 @@ class VerifiedJob:
         self.effect, self.load = effect, load
         self.step = 0
         self.actions: list[ActionRecord] = []
+        self.verdicts: list[VerdictRecord] = []
         self.start()
 
     def start(self) -> None:
         """Start a daemon over the files of the one before."""
-        history: Any = SimpleNamespace(record_action=self.actions.append)
+        history: Any = SimpleNamespace(
+            record_action=self.actions.append, record_verdict=self.verdicts.append,
+            newest_verdict=lambda: self.verdicts[-1] if self.verdicts else None,
+        )  # fmt: skip
         drift: Any = SimpleNamespace(pop_reason=lambda: None)
         self.decisions = DecisionFile(self.directory / "decisions.json")
         self.verifier = Verifier(

@@ -15,7 +15,15 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.supervision import Supervisor
-from flexd.operations.history.records import ActionRecord, EffectRecord, HistoryEntry, MigrationRecord, TransitionRecord
+from flexd.operations.history.records import (
+    ActionRecord,
+    EffectRecord,
+    Entry,
+    HistoryEntry,
+    MigrationRecord,
+    TransitionRecord,
+    VerdictRecord,
+)
 from flexd.operations.history.store import HistoryStore
 
 MAX_WAITING = 4096
@@ -70,7 +78,7 @@ class MigrationHistory:
         self._on_event = on_event
         self._retry_seconds = retry_seconds
         self._changed = threading.Condition()
-        self._waiting: deque[HistoryEntry | ActionRecord | EffectRecord] = deque()
+        self._waiting: deque[Entry] = deque()
         self._recorded = 0
         self._written = 0
         """Entries of ``_recorded`` that were written or lost."""
@@ -115,7 +123,11 @@ class MigrationHistory:
         """Record the effect of a migration recorded before; from any thread."""
         self._add(effect)
 
-    def _add(self, entry: HistoryEntry | ActionRecord | EffectRecord) -> None:
+    def record_verdict(self, verdict: VerdictRecord) -> None:
+        """Record the verdict on a migration recorded before; from any thread."""
+        self._add(verdict)
+
+    def _add(self, entry: Entry) -> None:
         with self._changed:
             self._recorded += 1
             self._waiting.append(entry)
@@ -157,6 +169,15 @@ class MigrationHistory:
         self.flush(FRESH_SECONDS)
         return self._store.effects(migration_ids)
 
+    def verdicts(self, migration_ids: Sequence[str]) -> dict[str, VerdictRecord]:
+        """Return the kept verdicts by migration. Raises SnapshotError if the file cannot be read."""
+        self.flush(FRESH_SECONDS)
+        return self._store.verdicts(migration_ids)
+
+    def newest_verdict(self) -> VerdictRecord | None:
+        """Return the newest kept verdict, without waiting for the file. Raises SnapshotError if it cannot be read."""
+        return self._store.newest_verdict()
+
     def set_limit(self, migrations: int) -> None:
         """Use another limit of migrations and actions from the next entry on."""
         self._store.keep = migrations
@@ -177,7 +198,7 @@ class MigrationHistory:
                 self._changed.notify_all()
             self._watch.progress()
 
-    def _due(self) -> list[HistoryEntry | ActionRecord | EffectRecord] | None:
+    def _due(self) -> list[Entry] | None:
         """Wait for entries and a usable file, and return the entries; None to end."""
         with self._changed:
             retry_at = time.monotonic() + self._retry_seconds if self._problem else 0.0
@@ -192,7 +213,7 @@ class MigrationHistory:
             self._waiting.clear()
             return entries
 
-    def _attempt(self, entries: list[HistoryEntry | ActionRecord | EffectRecord]) -> bool:
+    def _attempt(self, entries: list[Entry]) -> bool:
         try:
             fault_point("thread.history")
             self._store.open()
@@ -211,7 +232,7 @@ class MigrationHistory:
             self._changed.notify_all()
         return True
 
-    def _put_back(self, entries: list[HistoryEntry | ActionRecord | EffectRecord]) -> None:
+    def _put_back(self, entries: list[Entry]) -> None:
         with self._changed:
             self._waiting.extendleft(reversed(entries))
             while len(self._waiting) > MAX_WAITING:

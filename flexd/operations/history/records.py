@@ -176,8 +176,41 @@ class EffectRecord:
 
 
 @dataclass(frozen=True)
+class VerdictRecord:
+    """The ended verification of a migration.
+
+    Attributes:
+        unix_seconds: when it ended.
+        state: the verdict, or ``interrupted``.
+        change: change of the step time by the measured rows, as a share; positive is slower. None without a pair.
+        low, high: ends of its confidence interval; None if there are too few pairs.
+        pairs: pairs of blocks measured.
+        part: measured share of the rows that the plan promoted.
+        steps: training steps used.
+        rolled_back: whether a rollback was started.
+        words: the result in words.
+    """
+
+    migration_id: str
+    unix_seconds: float
+    state: str
+    change: float | None
+    low: float | None
+    high: float | None
+    pairs: int
+    part: float
+    steps: int
+    rolled_back: bool
+    words: str
+
+
+@dataclass(frozen=True)
 class HistoryEntry:
     """One entry to write: the migration, and the transition that led to its state, if any."""
 
     record: MigrationRecord
     transition: TransitionRecord | None
+
+
+Entry = HistoryEntry | ActionRecord | EffectRecord | VerdictRecord
+"""What a history takes."""

@@ -10,11 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
 
 from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, TransitionEvent
 from flexd.core.errors import SnapshotError, StateVersionError
-from flexd.operations.history.records import ActionRecord, EffectRecord, HistoryEntry, MigrationRecord, TransitionRecord
+from flexd.operations.history.records import (
+    ActionRecord,
+    EffectRecord,
+    Entry,
+    MigrationRecord,
+    TransitionRecord,
+    VerdictRecord,
+)
+from flexd.operations.history.side_tables import EFFECTS, VERDICTS
 
 FORMAT = 1
 """``PRAGMA user_version`` of the file."""
@@ -27,8 +34,6 @@ ENDED_UNSEEN = "the daemon ended while it was unfinished"
 
 _COLUMNS = tuple(field.name for field in fields(MigrationRecord))
 _TRANSITION_COLUMNS = tuple(field.name for field in fields(TransitionRecord))
-_EFFECT_COLUMNS = tuple(field.name for field in fields(EffectRecord))[1:]
-"""Without the id of the migration, for which its serial stands."""
 _ACTION_COLUMNS = tuple(field.name for field in fields(ActionRecord))
 _NUMERIC = {"int": "INTEGER", "float": "REAL", "bool": "INTEGER", "str": "TEXT"}
 _SIDE_FILES = ("", "-wal", "-shm")
@@ -50,19 +55,6 @@ PRAGMA user_version = {FORMAT};
 """
 _ACTIONS = f"CREATE TABLE IF NOT EXISTS actions (serial INTEGER PRIMARY KEY AUTOINCREMENT, {_definition(ActionRecord)})"
 """Not part of the format: older files have no such table, and older daemons ignore it."""
-_EFFECTS = (
-    "CREATE TABLE IF NOT EXISTS effects (serial INTEGER PRIMARY KEY REFERENCES migrations ON DELETE CASCADE, "
-    + ", ".join(f'"{name}" {"INTEGER NOT NULL" if name.endswith("_steps") else "REAL"}' for name in _EFFECT_COLUMNS)
-    + ")"
-)
-"""Not part of the format, as ``actions`` is not."""
-_HAS_EFFECTS = "SELECT 1 FROM sqlite_master WHERE name = 'effects'"
-_EFFECT_NAMES = ", ".join(f'"{name}"' for name in _EFFECT_COLUMNS)
-# Of a migration that is not kept any more nothing is written.
-_SET_EFFECT = (
-    f"INSERT OR REPLACE INTO effects (serial, {_EFFECT_NAMES}) "
-    f"SELECT serial, {', '.join('?' * len(_EFFECT_COLUMNS))} FROM migrations WHERE migration_id = ?"
-)
 _HAS_ACTIONS = "SELECT 1 FROM sqlite_master WHERE name = 'actions'"
 _NAMES = ", ".join(f'"{name}"' for name in _COLUMNS)
 _NEWER = ", ".join(f'"{name}" = excluded."{name}"' for name in _COLUMNS)
@@ -131,7 +123,7 @@ class HistoryStore:
             self._connection.close()
             self._connection = None
 
-    def write(self, entries: Sequence[HistoryEntry | ActionRecord | EffectRecord]) -> None:
+    def write(self, entries: Sequence[Entry]) -> None:
         """Write all entries or none, in one transaction.
 
         Raises:
@@ -202,17 +194,27 @@ class HistoryStore:
             SnapshotError: the file cannot be read.
         """
         with self._reading() as connection:
-            if connection is None or not connection.execute(_HAS_EFFECTS).fetchall():
-                return {}
-            rows: list[tuple[Any, ...]] = []
-            for migration_id in migration_ids:
-                rows += connection.execute(
-                    f"SELECT migration_id, {_EFFECT_NAMES} FROM effects JOIN migrations USING (serial) "
-                    "WHERE migration_id = ?", (migration_id,),
-                ).fetchall()  # fmt: skip
-        return {row[0]: EffectRecord(*row) for row in rows}
+            return {} if connection is None else EFFECTS.of_migrations(connection, migration_ids)
 
-    def _write(self, entries: Sequence[HistoryEntry | ActionRecord | EffectRecord]) -> None:
+    def verdicts(self, migration_ids: Sequence[str]) -> dict[str, VerdictRecord]:
+        """Return the kept verdicts by migration; none from the file of a daemon that kept none.
+
+        Raises:
+            SnapshotError: the file cannot be read.
+        """
+        with self._reading() as connection:
+            return {} if connection is None else VERDICTS.of_migrations(connection, migration_ids)
+
+    def newest_verdict(self) -> VerdictRecord | None:
+        """Return the verdict on the newest migration that has one; None without any.
+
+        Raises:
+            SnapshotError: the file cannot be read.
+        """
+        with self._reading() as connection:
+            return None if connection is None else VERDICTS.newest(connection)
+
+    def _write(self, entries: Sequence[Entry]) -> None:
         connection = self._connection
         assert connection is not None  # noqa: S101
         with _transaction(connection):
@@ -221,8 +223,10 @@ class HistoryStore:
                     connection.execute(_ADD_ACTION, astuple(entry))
                     continue
                 if isinstance(entry, EffectRecord):
-                    migration_id, *values = astuple(entry)
-                    connection.execute(_SET_EFFECT, (*values, migration_id))
+                    EFFECTS.write(connection, entry)
+                    continue
+                if isinstance(entry, VerdictRecord):
+                    VERDICTS.write(connection, entry)
                     continue
                 (serial,) = connection.execute(_UPSERT, astuple(entry.record)).fetchone()
                 if entry.transition is not None:
@@ -257,8 +261,9 @@ class HistoryStore:
             # Only now is it known to be a history.
             connection.execute(_ACTIONS)
             _check_columns(connection, "actions", ("serial", *_ACTION_COLUMNS))
-            connection.execute(_EFFECTS)
-            _check_columns(connection, "effects", ("serial", *_EFFECT_COLUMNS))
+            for beside in (EFFECTS, VERDICTS):
+                connection.execute(beside.create)
+                _check_columns(connection, beside.name, beside.columns)
             connection.execute("PRAGMA journal_mode = WAL")
             # Survives a crash of the process; after a power failure only the newest entries may be missing.
             connection.execute("PRAGMA synchronous = NORMAL")
