@@ -13,7 +13,8 @@ from flexd.api.migration import (
     migration_detail,
     migration_entry,
 )
-from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord
+from flexd.api.verification import VerificationReport
+from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord, VerdictRecord
 
 RECORD = MigrationRecord(
     migration_id="m", plan_id="p", parent_plan_id="before", who="ada", trigger="drift", reason="why", state="ABORTED",
@@ -32,15 +33,16 @@ def names(kind: type) -> set[str]:
 
 def test_every_field_of_the_history_has_a_source_of_that_name() -> None:
     # A model ignores names that it does not know: a field that is renamed on one side would be silently empty.
-    assert set(MigrationEntry.model_fields) - {"bytes", "seconds", "effect"} <= names(MigrationRecord)
+    assert set(MigrationEntry.model_fields) - {"bytes", "seconds", "effect", "verification"} <= names(MigrationRecord)
     assert set(TransitionReport.model_fields) == names(TransitionRecord)
     assert set(ActionEntry.model_fields) == names(ActionRecord)
+    assert set(VerificationReport.model_fields) <= names(VerdictRecord)
 
 
 def test_an_entry_has_the_fields_of_its_record() -> None:
     told = migration_entry(RECORD).model_dump()
     assert (told.pop("bytes"), told.pop("seconds")) == (512, 5.0)
-    assert told.pop("effect") is None
+    assert (told.pop("effect"), told.pop("verification")) == (None, None)
     assert told == {name: getattr(RECORD, name) for name in told}
     empty = migration_entry(NEVER_STARTED)
     assert (empty.parent_plan_id, empty.trigger, empty.problem) == (None, None, None)
