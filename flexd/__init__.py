@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from flexd.embedding.checkpoint.checkpoint import ShardedState, load_checkpoint, save_checkpoint
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
+    from flexd.embedding.dense_adam import DenseAdam
+    from flexd.embedding.embed_all import embed_all
+    from flexd.embedding.embedding import Embedding
     from flexd.embedding.jagged import Jagged
+    from flexd.embedding.joined_optimizer import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
     from flexd.embedding.tap.tap import Tap
@@ -25,11 +29,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adagrad": "flexd.embedding.row_optimizers",
     "Adam": "flexd.embedding.row_optimizers",
+    "DenseAdam": "flexd.embedding.dense_adam",
+    "Embedding": "flexd.embedding.embedding",
     "EmbeddingBagCollection": "flexd.embedding.bag_collection",
     "EmbeddingBagTable": "flexd.embedding.bag_collection",
     "EmbeddingCollection": "flexd.embedding.collection",
     "EmbeddingTable": "flexd.embedding.collection",
     "Jagged": "flexd.embedding.jagged",
+    "JoinedOptimizer": "flexd.embedding.joined_optimizer",
     "Publisher": "flexd.stream.publisher",
     "RankLayout": "flexd.core.layout",
     "RowWiseAdagrad": "flexd.embedding.row_optimizers",
@@ -38,6 +45,7 @@ _HOMES = {
     "ShardedState": "flexd.embedding.checkpoint.checkpoint",
     "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",
+    "embed_all": "flexd.embedding.embed_all",
     "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "prefetch": "flexd.embedding.prefetch.loop",
@@ -47,11 +55,14 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "DenseAdam",
+    "Embedding",
     "EmbeddingBagCollection",
     "EmbeddingBagTable",
     "EmbeddingCollection",
     "EmbeddingTable",
     "Jagged",
+    "JoinedOptimizer",
     "Publisher",
     "RankLayout",
     "RowWiseAdagrad",
@@ -60,6 +71,7 @@ __all__ = [
     "Tap",
     "__version__",
     "connect",
+    "embed_all",
     "load_checkpoint",
     "prefetch",
     "save_checkpoint",

@@ -34,7 +34,7 @@ from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or (values, offsets)."""
+"""Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, a dense tensor, or (values, offsets)."""
 
 
 ResolvedInput = tuple[dict[str, Jagged], list[str]]
@@ -154,7 +154,7 @@ class EmbeddingCollection(TableAccess):
                 exchange=exchange,
                 comm_dtype=comm_dtype,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
-                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir),
+                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir, row_optimizer),
             )
         )
 
@@ -383,7 +383,9 @@ class EmbeddingCollection(TableAccess):
             EmbeddingError: the norm is not finite and ``error_if_nonfinite`` is set, or ``norm_type`` is not above 0.
         """
         summed = self.engine.gradients()
-        total = clip_grad_norm_(summed, max_norm, norm_type, also, error_if_nonfinite=error_if_nonfinite)
+        total = clip_grad_norm_(
+            [summed] if summed else [], max_norm, norm_type, also, error_if_nonfinite=error_if_nonfinite
+        )
         return torch.tensor(total, dtype=torch.float64, device=self.device)
 
     def initial_table(self, name: str) -> torch.Tensor:

@@ -90,7 +90,7 @@ class RowEngine:
         self.hooks = StepHooks()
         self.passes: list[ForwardPass] = []
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
-        self.steps = 0
+        self.steps = self.row_changes = 0
         self.settings = ""
         """Settings of the optimizer in the last update, and their digest (``SETTINGS_BITS``)."""
         self.settings_digest = 0
@@ -304,7 +304,7 @@ class RowEngine:
         if summed is None:
             return False  # nothing was looked up for training on any rank
         self._summed = None
-        self.steps += 1
+        self.steps, self.row_changes = self.steps + 1, self.row_changes + 1
         factor = summed.factor
         self.settings = repr(optimizer) if factor == 1.0 else f"{optimizer!r}, gradients times {factor!r}"
         self.settings_digest = _digest_of(self.settings)
@@ -350,7 +350,7 @@ class RowEngine:
         """Collective with run-ahead. Call it before home rows or their state are replaced from outside: replicas are
         refreshed before the next pass, and rows that were fetched early are fetched again."""
         self.hooks.discard()
-        self._stale_replicas = True
+        self._stale_replicas, self.row_changes = True, self.row_changes + 1
 
     def close(self, *, orderly: bool) -> None:
         """Collective if ``orderly``. End run-ahead and the use of the process groups; every later call is refused."""

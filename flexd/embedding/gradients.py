@@ -108,7 +108,7 @@ class StepGradients:
 
 
 def clip_grad_norm_(
-    summed: StepGradients | None,
+    summed: Sequence[StepGradients],
     max_norm: float,
     norm_type: float,
     dense: Iterable[torch.Tensor],
@@ -116,6 +116,9 @@ def clip_grad_norm_(
     error_if_nonfinite: bool,
 ) -> float:
     """Collective. Clip the rows and ``dense`` parameters together as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Args:
+        summed: of each collection that has gradients.
 
     Raises:
         EmbeddingError: the norm is not finite and ``error_if_nonfinite``, or ``norm_type`` is not above 0.
@@ -125,15 +128,17 @@ def clip_grad_norm_(
     of_dense = torch.nn.utils.get_total_norm(grads, norm_type)
     if hasattr(of_dense, "full_tensor"):  # DTensors: equal on all ranks only as full tensors
         of_dense = of_dense.full_tensor()
-    total = float(of_dense) if summed is None else summed.norm(norm_type, float(of_dense))
+    total = float(of_dense)
+    for of_collection in summed:  # each adds its rows to the norm of what is before it
+        total = of_collection.norm(norm_type, total)
     if error_if_nonfinite and not math.isfinite(total):
         raise EmbeddingError(
             f"the norm of type {norm_type:g} of all gradients is {total}",
             remedy="skip the step with zero_grad(), or pass error_if_nonfinite=False to clip by it anyway",
         )
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, of_dense.new_tensor(total))
-    if summed is not None:
-        summed.clip *= min(1.0, max_norm / (total + 1e-6)) if not math.isnan(total) else math.nan
+    for of_collection in summed:
+        of_collection.clip *= min(1.0, max_norm / (total + 1e-6)) if not math.isnan(total) else math.nan
     return total
 
 

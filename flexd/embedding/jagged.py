@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -96,7 +97,8 @@ class JaggedByOffsets(Jagged):
 
 
 def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
-    """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, or a pair (values [n], offsets [batch + 1]).
+    """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, a pair (values [n], offsets [batch + 1]), or a
+    dense tensor [batch, ...] with equally many values a sample.
 
     Args:
         name: name of the feature, for error texts.
@@ -109,6 +111,9 @@ def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
         return given
     if isinstance(given, torch.Tensor) and given.is_nested:
         return Jagged.from_nested(given)
+    if isinstance(given, torch.Tensor) and given.layout == torch.strided and given.dim() > 0:
+        each = torch.full((given.shape[0],), math.prod(given.shape[1:]), dtype=torch.int64, device=given.device)
+        return Jagged.checked(given.reshape(-1), each)
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, torch.Tensor) for part in given):
         values, offsets = given
         _check_shape_of_offsets(values, offsets, name)
@@ -118,7 +123,8 @@ def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
         return Jagged.from_offsets(values, offsets)
     raise EmbeddingError(
         f"feature {name!r}: a {type(given).__name__} instead of a Jagged",
-        remedy="pass Jagged(values, lengths), a nested tensor of layout torch.jagged, or (values, offsets)",
+        remedy="pass Jagged(values, lengths), a nested tensor of layout torch.jagged, a dense tensor [batch, ...], or "
+        "(values, offsets)",
     )
 
 

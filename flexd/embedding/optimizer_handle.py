@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from flexd.embedding.gradients import StepGradients
 from flexd.embedding.row_optimizers import RowOptimizer
 
 
@@ -19,6 +20,8 @@ class SteppedRows(Protocol):
     def push(self, optimizer: RowOptimizer) -> None: ...
 
     def drop_gradients(self) -> None: ...
+
+    def gradients(self) -> StepGradients | None: ...
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -45,6 +48,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     def initial_state(self) -> float:
         """Initial value of every number of a row's optimizer state."""
         return self._rule.initial_state
+
+    @property
+    def moves_all_rows(self) -> bool:
+        """True if a step also changes rows that it did not look up."""
+        return getattr(self._rule, "moves_all_rows", False)
+
+    def gradients(self) -> StepGradients | None:
+        """Collective. Return the gradients that wait for the next step, summed at their rows; None without any."""
+        return self._rows.gradients()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

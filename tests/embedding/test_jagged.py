@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,9 +45,19 @@ def test_padding_hides_infinite_rows() -> None:
     assert padded[1].tolist() == [[2.0], [0.0]]
 
 
-def test_a_dense_tensor_is_refused() -> None:
-    with pytest.raises(EmbeddingError, match="Tensor instead of a Jagged"):
-        as_jagged(torch.tensor([1]), "a")
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 2), (0, 4), (3, 0)])
+def test_a_dense_tensor_has_equally_many_ids_a_sample(shape: tuple[int, ...]) -> None:
+    ids = torch.arange(math.prod(shape)).view(shape)
+    for dense in (ids, ids.flip(0), ids.transpose(0, -1)):
+        jagged = as_jagged(dense, "a")
+        assert torch.equal(jagged.values, dense.flatten())
+        assert jagged.lengths.tolist() == [dense[0].numel() if len(dense) else 0] * len(dense)
+
+
+def test_a_scalar_or_a_sparse_tensor_is_refused() -> None:
+    for bad in (torch.tensor(1), torch.eye(2).to_sparse()):
+        with pytest.raises(EmbeddingError, match="Tensor instead of a Jagged"):
+            as_jagged(bad, "a")
 
 
 def test_all_types_of_input_give_equal_rows() -> None:
@@ -65,7 +77,6 @@ def test_all_types_of_input_give_equal_rows() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        torch.tensor([1, 2]),
         [1, 2],
         (torch.tensor([1, 2]), torch.tensor([1, 1])),
         (torch.tensor([1, 2]), torch.tensor([0, 1])),

@@ -15,6 +15,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.dense_adam import DenseAdam
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowWiseAdagrad, RowWiseAdam
 
@@ -76,6 +77,7 @@ def row_optimizer(scenario: Scenario) -> RowOptimizer:
         "rowwise_adagrad": RowWiseAdagrad(lr=0.1),
         "adagrad": Adagrad(lr=0.1, initial_accumulator_value=0.1),
         "adam": Adam(lr=0.1, betas=(0.8, 0.9), eps=1e-3),
+        "dense_adam": DenseAdam(lr=0.1, betas=(0.8, 0.9), eps=1e-3),
         "rowwise_adam": RowWiseAdam(lr=0.1, eps=1e-3, weight_decay=0.1, decoupled_weight_decay=True),
     }
     return optimizers[scenario.optimizer]
@@ -90,8 +92,14 @@ class PlainOptimizer:
         self.square = torch.full((rows, dim), 0.1 if name == "adagrad" else 0.0, dtype=torch.float64)
 
     def step(self, weight: torch.Tensor, grad: torch.Tensor, seen: torch.Tensor, slower: float, step: int) -> None:
+        if self.name == "dense_adam":
+            seen = torch.ones_like(seen)
         w, g = weight[seen].double(), grad[seen].double()
-        square = g.square() if self.name in ("adam", "adagrad") else g.square().mean(dim=1, keepdim=True).expand_as(g)
+        square = (
+            g.square()
+            if self.name in ("adam", "dense_adam", "adagrad")
+            else g.square().mean(dim=1, keepdim=True).expand_as(g)
+        )
         if self.name == "sgd":
             w -= slower * 0.3 * g
         elif self.name == "sgd_decay":
@@ -100,7 +108,7 @@ class PlainOptimizer:
             self.square[seen] += square
             w -= slower * 0.1 * g / (self.square[seen].sqrt() + (1e-8 if self.name.startswith("row") else 1e-10))
         else:
-            beta1, beta2, decay = (0.8, 0.9, 0.0) if self.name == "adam" else (0.9, 0.999, 0.1)
+            beta1, beta2, decay = (0.9, 0.999, 0.1) if self.name == "rowwise_adam" else (0.8, 0.9, 0.0)
             self.mean[seen] = beta1 * self.mean[seen] + (1 - beta1) * g
             self.square[seen] = beta2 * self.square[seen] + (1 - beta2) * square
             root = (self.square[seen] / (1 - beta2**step)).sqrt() + 1e-3

@@ -68,6 +68,7 @@ class Prefetch(Generic[Batch]):
         run_ahead = RunAhead.begin(
             self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread
         )
+        run_ahead.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
             batches, following = self._first()
             run_ahead.announce(self._next_batch(following))

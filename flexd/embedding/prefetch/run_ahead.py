@@ -25,6 +25,7 @@ all ranks have, so ranks cannot diverge. ``RunAhead`` implements ``StepHooks``; 
 
 A pass after the start of the job, an unexpected step, or rows loaded from a checkpoint only cause the rows to
 be fetched again. Chunks are applied between two jobs: where one is due the next batch is not looked up by the job.
+With an optimizer that moves all rows a job does 2 alone.
 
 Memory: one batch of ids, its route, and its rows beyond what a step needs, the gradients of one step, and one byte for
 each row slot of the stores.
@@ -60,9 +61,8 @@ class RunAhead(StepHooks):
     """Runs the jobs of an engine. Called by the training thread, at the same points on every rank.
 
     Collective: without ``one_thread`` it takes process groups that no other thread uses, and makes them the first
-    time. The traffic of a job moves to
-    the engine's when it is over, and is added up in ``overlapped`` unless the host waits for it: no step waits for that
-    traffic unless the step is shorter than the job.
+    time. The traffic of a job moves to the engine's when it is over, and is added up in ``overlapped`` unless the host
+    waits for it: no step waits for that traffic unless the step is shorter than the job.
 
     Args:
         one_thread: the training thread issues the collectives of the jobs; equal on all ranks.
@@ -72,7 +72,7 @@ class RunAhead(StepHooks):
 
     def __init__(self, engine: RowEngine, timeout_seconds: float, *, one_thread: bool) -> None:
         self.overlapped: Traffic = Traffic()
-        self.passes_per_step = 1
+        self.passes_per_step, self.fetches_rows = 1, True
         self.timeout_seconds = timeout_seconds
         self.one_thread = one_thread
         self._engine = engine
@@ -167,8 +167,9 @@ class RunAhead(StepHooks):
         def job() -> RunAheadResult:
             with self._engine.guard.publishing():
                 return self._job.run(
-                    batch, deferred, passes, step_expected=step_expected, locate=locate, settings_digest=digest
-                )
+                    batch, deferred, passes,
+                    step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
+                )  # fmt: skip
 
         self._engine.phases.begin_job()
         self._thread.submit(job)

@@ -144,6 +144,7 @@ class RunAheadJob:
         *,
         step_expected: bool,
         locate: bool,
+        fetch: bool = True,
         settings_digest: int = 0,
     ) -> RunAheadResult:
         """Collective.
@@ -153,6 +154,7 @@ class RunAheadJob:
             passes: passes that the step under way will push.
             step_expected: whether these are all of its passes.
             locate: whether to look the batch up. Equal on all ranks.
+            fetch: whether to fetch its rows; not if the step changes all rows. Equal on all ranks.
             settings_digest: of the optimizer settings of the last update.
         """
         if deferred is not None:
@@ -184,7 +186,7 @@ class RunAheadJob:
         if not locate:
             return result
         result = replace(result, forward_pass=forward_pass)
-        if agreement.fault:
+        if agreement.fault or not fetch:
             return result
         if not step_expected or not passes:
             return replace(result, rows=self._router.fetch(route, touched, expand=False))

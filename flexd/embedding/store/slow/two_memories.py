@@ -38,11 +38,13 @@ class TwoMemories:
     directory: Path | None = None
 
     @classmethod
-    def of(cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None) -> TwoMemories | None:
+    def of(
+        cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizer: object
+    ) -> TwoMemories | None:
         """Return None for rows that are all fast.
 
         Raises:
-            EmbeddingError: no bytes, or a directory for rows that are all fast.
+            EmbeddingError: no bytes, a directory for rows that are all fast, or an optimizer that moves all rows.
         """
         if fast_memory_bytes is None:
             if directory is not None:
@@ -52,6 +54,11 @@ class TwoMemories:
             return None
         if fast_memory_bytes < 1:
             raise EmbeddingError(f"fast_memory_bytes={fast_memory_bytes}", remedy="give at least the bytes of a row")
+        if getattr(optimizer, "moves_all_rows", False):
+            raise EmbeddingError(
+                f"fast_memory_bytes with {type(optimizer).__name__}, which reads and writes every row at every step",
+                remedy="use flexd.Adam, or leave all rows in fast memory",
+            )
         return cls(fast_memory_bytes, None if directory is None else Path(directory))
 
     def frames(self, groups: Sequence[DimGroup], layout: RankLayout) -> list[int]:

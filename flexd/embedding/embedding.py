@@ -1,0 +1,185 @@
+"""``flexd.Embedding``: one table of a collection with the interface of ``nn.Embedding``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.optimizer_handle import FusedOptimizer
+from flexd.embedding.store.store import TORCH_DTYPES
+
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_OF_WHOLE_TABLES = ("max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+class Embedding(nn.Module):
+    """Looks like ``nn.Embedding``; the table is sharded over all ranks, and each step of its optimizer is collective.
+
+    ::
+
+        items = flexd.Embedding(100_000, 64, padding_idx=0, name="items", optimizer=flexd.DenseAdam(1e-3))
+        rows = items(ids)  # ids of any shape; rows of shape ids.shape + (64,)
+
+    Each call is one exchange (``EmbeddingCollection``); all calls since the last step push their gradients together.
+    Made in this way it has a collection of its own, at ``collection``. Several embeddings share one collection, and so
+    one optimizer, one connection and one push a step, if they are made by ``flexd.embed_all``, or of one collection::
+
+        tables = flexd.EmbeddingCollection([flexd.EmbeddingTable("items", 100_000, 64), ...])
+        items = flexd.Embedding.of(tables, "items", padding_idx=0)
+
+    Initial values are those of ``EmbeddingTable``, uniform in [-1/sqrt(rows), 1/sqrt(rows)), and not the N(0, 1) of
+    ``nn.Embedding``; ``load_rows`` sets others. The row of ``padding_idx`` begins with zeros. It is looked up like
+    any other row, once a rank, and its look-ups have no gradient.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: numbers of a row.
+        padding_idx: row whose look-ups have no gradient; negative: counted from the end.
+        name: of the table, in checkpoints and in the daemon's configuration.
+        device: of the table; default: torch's default device.
+        dtype: of the table; default: torch's default dtype.
+        settings: keyword arguments of ``EmbeddingCollection``: ``optimizer``, ``replica_fraction``, ``seed``, ...
+
+    Raises:
+        EmbeddingError: ``padding_idx`` is no row, the dtype is not supported, or an argument of ``nn.Embedding`` has no
+            meaning for rows of several ranks.
+    """
+
+    collection: EmbeddingCollection
+    """The collection that has the table."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        name: str = "embedding",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        for argument in _OF_WHOLE_TABLES:
+            if argument in settings:
+                raise EmbeddingError(f"flexd.Embedding: {argument}", remedy="not supported: leave it out")
+        table = EmbeddingTable(name, num_embeddings, embedding_dim, dtype=dtype_name(dtype))
+        self._look_up_in(EmbeddingCollection([table], device=device, **settings), table, padding_idx)
+        self.register_collection()
+        if self.collection.has_tables:
+            self._clear_padding()
+
+    @classmethod
+    def of(cls, collection: EmbeddingCollection, table: str, padding_idx: int | None = None) -> Self:
+        """Return an embedding that reads a table of ``collection``. The collection does not become its submodule: make
+        it one of the model. Rows keep their values, that of ``padding_idx`` too.
+
+        Raises:
+            EmbeddingError: the table is unknown, or ``padding_idx`` is none of its rows.
+        """
+        if table not in collection.keyspace.index:
+            raise EmbeddingError(f"no table {table!r}", remedy=f"one of {', '.join(collection.keyspace.index)}")
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._look_up_in(collection, collection.tables[collection.keyspace.index[table]], padding_idx)
+        return made
+
+    def _look_up_in(self, collection: EmbeddingCollection, table: EmbeddingTable, padding_idx: int | None) -> None:
+        if padding_idx is not None:
+            if not -table.rows <= padding_idx < table.rows:
+                raise EmbeddingError(
+                    f"table {table.name!r}: padding_idx={padding_idx} of {table.rows} rows", remedy="one of its rows"
+                )
+            padding_idx %= table.rows
+        self.num_embeddings, self.embedding_dim, self.padding_idx = table.rows, table.dim, padding_idx
+        self.name = table.name
+        self._feature = table.feature_names[0]
+        self._gathered: tuple[int, torch.Tensor] | None = None
+        """Changes of rows before it, and the table."""
+        self.__dict__["collection"] = collection
+
+    def register_collection(self) -> None:
+        """Make the collection a submodule of this embedding, so that it is in the ``state_dict`` of the model."""
+        self.add_module("collection", self.__dict__.pop("collection"))
+
+    @property
+    def optimizer(self) -> FusedOptimizer:
+        """Optimizer of all rows of the collection."""
+        return self.collection.optimizer
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Collective. Look up int64 or int32 ids of any shape; return rows of shape ids.shape + (embedding_dim,).
+
+        Gradients wait for ``optimizer.step``. In ``eval()`` or under ``no_grad()`` there are none.
+
+        Raises:
+            EmbeddingError: on every rank, if on any rank an id is out of range, or ids are no tensor of integers.
+        """
+        flat = ids.reshape(1) if isinstance(ids, torch.Tensor) and ids.dim() == 0 else ids
+        rows = self._rows(flat)
+        if self.padding_idx is not None and rows.requires_grad:
+            rows = torch.where((ids == self.padding_idx).view(-1, 1), rows.detach(), rows)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Collective. Return the whole table, [num_embeddings, embedding_dim], on every rank.
+
+        In training with gradients it is a look-up of all rows, for a softmax over them: every rank receives the table
+        and returns a gradient of its size, and each row is in the next push. As in torch, the row of ``padding_idx``
+        has a gradient here. Otherwise it is a copy without gradients, gathered again only after rows have changed, and
+        held until then. Writes to either are lost: use ``load_rows``. To evaluate without the whole table on a rank,
+        look up blocks of rows: ``embedding(torch.arange(first, last))``.
+        """
+        if self.training and torch.is_grad_enabled():
+            return self._rows(torch.arange(self.num_embeddings, device=self.collection.device))
+        changes = self.collection.engine.row_changes
+        if self._gathered is None or self._gathered[0] != changes:
+            self._gathered = None  # no second table while it is gathered
+            self._gathered = changes, self.collection.gather_table(self.name)
+        return self._gathered[1]
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        self.collection.train(self.training)  # embeddings of one collection may be in different modes
+        looked_up = self.collection({self._feature: ids})[self._feature]
+        rows: torch.Tensor = looked_up.values
+        return rows
+
+    def load_rows(self, first_row: int, values: torch.Tensor) -> None:
+        """Set rows from ``first_row`` on to ``values`` [n, embedding_dim], on every rank with the same values.
+
+        See ``EmbeddingCollection.load_rows``.
+        """
+        self.collection.load_rows(self.name, first_row, values)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, name={self.name!r}"
+
+    def _clear_padding(self) -> None:
+        if self.padding_idx is not None:
+            self.load_rows(self.padding_idx, torch.zeros(1, self.embedding_dim))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        deferred = "collection" in self._modules and not self.collection.has_tables
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if deferred and self.collection.has_tables:
+            self._clear_padding()
+        return self
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return the name of a table's dtype; of torch's default dtype for None.
+
+    Raises:
+        EmbeddingError: tables cannot have the dtype.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    if dtype not in DTYPE_NAMES:
+        raise EmbeddingError(f"a table of {dtype}", remedy=f"one of {', '.join(TORCH_DTYPES)}")
+    return DTYPE_NAMES[dtype]

@@ -1,0 +1,131 @@
+"""``flexd.JoinedOptimizer``: one optimizer of dense parameters and rows. Training: test_embedding.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import flexd
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from tests.support.rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def made(*, momentum: float = 0.0) -> tuple[nn.Parameter, flexd.Embedding, flexd.JoinedOptimizer]:
+    dense = nn.Parameter(torch.ones(3))
+    items = flexd.Embedding(5, 3, optimizer=flexd.SGD(0.5), seed=4)
+    return dense, items, flexd.JoinedOptimizer(torch.optim.SGD([dense], lr=0.1, momentum=momentum), items.optimizer)
+
+
+def test_a_saved_training_goes_on_as_one_that_was_not(ranks: Ranks) -> None:
+    for result in ranks(2).run("trainer_jobs:resumed", RankLayout(2, 1)):
+        assert result["through"] == result["resumed"]
+
+
+def test_groups_are_those_of_the_optimizers() -> None:
+    dense, items, optimizer = made()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    before = items.weight.detach().clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.25
+    (items(torch.tensor([2])).sum() + dense.sum()).backward()
+    optimizer.step()
+    assert torch.equal(dense.detach(), torch.full((3,), 0.75))
+    assert torch.equal(items.weight[2].detach(), before[2] - 0.25)
+    assert optimizer.defaults.keys() == {"lr", "weight_decay"}
+
+
+def test_parameters_may_be_added() -> None:
+    dense, items, optimizer = made(momentum=0.5)
+    later = nn.Parameter(torch.zeros(2))
+    optimizer.add_param_group({"params": [later], "lr": 1.0})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0, 0.5]
+    for _ in range(2):
+        optimizer.zero_grad()
+        (later.sum() + dense.sum() + items(torch.tensor(1)).sum()).backward()
+        optimizer.step()
+    assert later.detach().tolist() == [-2.5, -2.5]
+    saved = optimizer.state_dict()
+    assert [group["params"] for group in saved["param_groups"]] == [[0], [1], [2]]
+    assert sorted(saved["state"]) == [0, 1, 2]
+    assert saved["state"][2]["step"] == 2
+
+
+def test_the_state_of_dense_parameters_follows_a_load() -> None:
+    dense, items, optimizer = made(momentum=0.5)
+    (dense.sum() + items(torch.tensor(1)).sum()).backward()
+    optimizer.step()
+    fresh, _, other = made(momentum=0.5)
+    other.load_state_dict(optimizer.state_dict())
+    assert torch.equal(other.state[fresh]["momentum_buffer"], optimizer.state[dense]["momentum_buffer"])
+    other.param_groups[0]["lr"] = 7.0
+    assert other.optimizers[0].param_groups[0]["lr"] == 7.0
+    with pytest.raises(EmbeddingError, match="a saved optimizer of 1 parameter groups, this one has 2"):
+        other.load_state_dict(optimizer.optimizers[0].state_dict())
+
+
+def test_zero_grad_and_a_closure() -> None:
+    dense, items, optimizer = made()
+    before = items.weight.detach().clone()
+    (items(torch.tensor([2])).sum() + dense.sum()).backward()
+    optimizer.zero_grad()
+    assert dense.grad is None
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        loss = items(torch.tensor([3])).sum() + dense.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(before[3].sum().item() + 3, rel=1e-6)
+    assert calls == [1]
+    assert torch.equal(items.weight[2].detach(), before[2])
+    assert torch.equal(items.weight[3].detach(), before[3] - 0.5)
+    assert torch.equal(dense.detach(), torch.full((3,), 0.9))
+
+
+@pytest.mark.parametrize("where", ["dense", "rows", "nowhere"])
+def test_an_overflow_of_one_part_skips_the_step_of_all(where: str) -> None:
+    dense, items, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before, infinite = items.weight.detach().clone(), torch.tensor(float("inf"))
+    for step in range(2):
+        optimizer.zero_grad()
+        factors = [infinite if step == 0 and where == part else torch.tensor(1.0) for part in ("dense", "rows")]
+        scaler.scale(dense.sum() * factors[0] + items(torch.tensor([1])).sum() * factors[1]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    steps = 2 if where == "nowhere" else 1
+    torch.testing.assert_close(dense.detach(), torch.full((3,), 1 - 0.1 * steps))
+    torch.testing.assert_close(items.weight[1].detach(), before[1] - 0.5 * steps)
+    assert items.collection.steps == steps
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_two_collections_and_dense_parameters_are_clipped_together(norm_type: float) -> None:
+    dense = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    ours = [flexd.Embedding(5, 3, dtype=torch.float64, optimizer=flexd.SGD(1.0)) for _ in range(2)]
+    plain = [nn.Parameter(each.weight.detach().clone()) for each in ours]
+    copied = nn.Parameter(dense.detach().clone())
+    optimizer = flexd.JoinedOptimizer(torch.optim.SGD([dense], 1.0), *(each.optimizer for each in ours))
+    (dense.sum() + 2 * ours[0](torch.tensor([1, 1])).sum() + 5 * ours[1](torch.tensor([2])).sum()).backward()
+    (copied.sum() + 2 * plain[0][[1, 1]].sum() + 5 * plain[1][[2]].sum()).backward()
+    expected = torch.nn.utils.clip_grad_norm_([copied, *plain], 3.0, norm_type)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(3.0, norm_type), expected, rtol=0, atol=1e-12)
+    torch.optim.SGD([copied, *plain], 1.0).step()
+    optimizer.step()
+    for got, reference in zip((dense, *(each.weight for each in ours)), (copied, *plain), strict=True):
+        torch.testing.assert_close(got.detach(), reference.detach(), rtol=0, atol=1e-12)
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    dense, items, _ = made()
+    for optimizers in ((), (items.optimizer, items.optimizer), [torch.optim.SGD([dense], 0.1) for _ in range(2)]):
+        with pytest.raises(EmbeddingError, match="JoinedOptimizer of"):
+            flexd.JoinedOptimizer(*optimizers)
