@@ -60,9 +60,10 @@ def test_the_state_of_dense_parameters_follows_a_load() -> None:
     dense, items, optimizer = made(momentum=0.5)
     (dense.sum() + items(torch.tensor(1)).sum()).backward()
     optimizer.step()
-    fresh, _, other = made(momentum=0.5)
+    fresh, rows, other = made(momentum=0.5)
     other.load_state_dict(optimizer.state_dict())
     assert torch.equal(other.state[fresh]["momentum_buffer"], optimizer.state[dense]["momentum_buffer"])
+    assert rows.collection.steps == 1
     other.param_groups[0]["lr"] = 7.0
     assert other.optimizers[0].param_groups[0]["lr"] == 7.0
     with pytest.raises(EmbeddingError, match="a saved optimizer of 1 parameter groups, this one has 2"):
