@@ -13,6 +13,7 @@ from flexd.api.leadership import LeadershipStatus
 from flexd.api.placement import by_metric_tier
 from flexd.api.rank import RankPage
 from flexd.api.scale_out import ScaleOutStatus
+from flexd.api.slow_memory import SlowMemoryStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.control.daemon.message_receiver import REFUSED_KINDS
@@ -69,7 +70,7 @@ def families() -> list[Metric]:
     """Every family that a page can have, those of optional parts too."""
     complete = Status(
         job="", version="", stream=StreamStatus(source=""), scale_out=ScaleOutStatus(role="leader"),
-        leadership=LeadershipStatus(role="standby", identity="", lease=""),
+        leadership=LeadershipStatus(role="standby", identity="", lease=""), slow_memory=SlowMemoryStatus(),
     )  # fmt: skip
     return [*complete.metrics(), *RankPage().metrics(), *RefusalsCollector(dict).collect()]
 

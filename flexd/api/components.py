@@ -16,6 +16,7 @@ from flexd.api.planning import planning_status
 from flexd.api.rank import RankPage, rank_page, topology_status
 from flexd.api.scale_out import Leader, leader_status
 from flexd.api.sketch import sketch_status
+from flexd.api.slow_memory import slow_memory_status
 from flexd.api.snapshot import snapshot_status
 from flexd.api.state import state_status
 from flexd.api.status import Status
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from flexd.operations.pacing import MigrationPacing
     from flexd.operations.plan_log import PlanLog
     from flexd.operations.planning import Planning
+    from flexd.operations.slow_memory import SlowMemoryMonitor
     from flexd.operations.training_monitor import TrainingMonitor
     from flexd.sketch.snapshot import SnapshotStore
 
@@ -66,6 +68,7 @@ class Components:
     history: MigrationHistory
     plan_log: PlanLog
     snapshots: SnapshotStore
+    slow_memory: SlowMemoryMonitor
     leader: Leader | None = None
 
     def status(self, base: Status) -> Status:
@@ -83,6 +86,7 @@ class Components:
                 ),
                 "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
                 "training": training_status(self.training.totals(), self.training.ranks(), self.training.phases()),
+                "slow_memory": slow_memory_status(self.slow_memory.totals(), self.keyspace.tables),
                 "last_plan": None if last is None else plan_report(last, planning.last_live),
                 "migration": None if execution is None else self._migration(execution),
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),

@@ -18,6 +18,7 @@ from flexd.api.planning import PlanningStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.scale_out import ScaleOutStatus
 from flexd.api.sketch import SketchStatus
+from flexd.api.slow_memory import SlowMemoryStatus
 from flexd.api.snapshot import SnapshotStatus
 from flexd.api.state import StateStatus
 from flexd.api.stream import StreamStatus
@@ -74,6 +75,8 @@ class Status(Model):
     """The placement of rows."""
     training: TrainingStatus = TrainingStatus()
     """The steps of all ranks."""
+    slow_memory: SlowMemoryStatus | None = None
+    """Rows in two memories; null if all are in fast memory."""
     last_plan: PlanReport | None = None
     """The newest plan that was made."""
     migration: MigrationReport | None = None
@@ -121,6 +124,8 @@ class Status(Model):
         yield from self.decisions.metrics()
         yield from self.placement.metrics()
         yield from self.training.metrics()
+        if self.slow_memory is not None:
+            yield from self.slow_memory.metrics()
         yield from self.topology.metrics()
         yield from self.snapshot.metrics()
         yield from self.state.metrics()

@@ -13,6 +13,7 @@ from flexd.cli.blocks import PROBLEM, Block, Facts, Table
 from flexd.cli.migration_commands import migration_facts
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.plan_view import plan_facts, planning_block
+from flexd.cli.slow_memory_blocks import slow_memory_blocks
 from flexd.cli.throttle_command import throttle_blocks
 from flexd.cli.view import OutputFormat
 from flexd.cli.watch import Answer, WatchOption, emit_watched
@@ -52,6 +53,8 @@ def status_blocks(status: Status) -> list[Block]:
     blocks: list[Block] = [_daemon(status), _stream(status), _sketch(status), _topology(status), _placement(status)]
     if status.training.phases:
         blocks.append(_phases(status))
+    if status.slow_memory is not None:
+        blocks += slow_memory_blocks(status.slow_memory)
     if status.drift.ratio is not None:
         blocks.append(_drift(status))
     if status.last_plan is not None:

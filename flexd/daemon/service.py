@@ -52,6 +52,7 @@ from flexd.operations.pacing import MigrationPacing
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
+from flexd.operations.slow_memory import SlowMemoryMonitor
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.server.http import DaemonServer
@@ -120,6 +121,7 @@ class Daemon:
         control = replace(factory.control_options(config), term=self._leadership.term)
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
+        self._slow_memory = SlowMemoryMonitor(len(keyspace.tables))
         self._journal = PlacementJournal(state / "placement")
         self._leader = LeaderUnit(config, supervisor) if config.scale_out.role == "leader" else None
         work = OffsetsInWork(state if self._leader is None else None)
@@ -175,7 +177,7 @@ class Daemon:
         )
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._history, plan_log, self._snapshots, self._leader,
+            self._auto, self._pacing, self._history, plan_log, self._snapshots, self._slow_memory, self._leader,
         )  # fmt: skip
         self._server = None if not serves else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()
@@ -296,6 +298,7 @@ class Daemon:
 
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
+        self._slow_memory.add(report)
         self._pacing.add(report)
         self._verifier.add(rank, report)
 

@@ -11,17 +11,20 @@ import torch
 
 from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
-from flexd.control.protocol.report import PhaseReport, RankIdentity, StepReport
+from flexd.control.protocol.report import PhaseReport, RankIdentity, SlowMemoryReport, StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.store.slow.slow_memory_meter import SlowMemoryMeter
 from flexd.embedding.tap.tap import Tap
 
 logger = logging.getLogger(__name__)
 
 _TAP_SHARE = 0.8
 """Share of the deadline of ``Connection.close`` that the tap may use."""
+SLOW_MEMORY_SECONDS = 2.0
+"""Between two reports of slow memory: on an accelerator the host waits for the counts."""
 ADDRESS_VARIABLE = "FLEXD_CONTROL"
 SECRET_VARIABLE = "FLEXD_SECRET_FILE"
 TLS_VARIABLES = ("FLEXD_CONTROL_CERT_FILE", "FLEXD_CONTROL_KEY_FILE", "FLEXD_CONTROL_CA_FILE")
@@ -40,6 +43,8 @@ class Connection:
         self._last_unused = collection.engine.hooks.unused_batches
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
+        self._slow_memory = SlowMemoryMeter(collection.engine.stores)
+        self._slow_memory_at = self._last_step_at
         collection.phases.drain()
         collection.engine.after_step = self._report
 
@@ -63,6 +68,9 @@ class Connection:
         if not self.agent.report_waiting:  # a few times a second: adding phases up in each step would cost more
             phase_steps, self._phase_steps = self._phase_steps, 0
             phases, cover_seconds = collection.phases.drain()
+        slow_memory: SlowMemoryReport | None = None
+        if now - self._slow_memory_at >= SLOW_MEMORY_SECONDS:
+            self._slow_memory_at, slow_memory = now, self._slow_memory.drain()
         self.agent.report(
             StepReport(
                 step=collection.steps,
@@ -84,6 +92,7 @@ class Connection:
                 phases=phases,
                 phase_steps=phase_steps,
                 cover_seconds=cover_seconds,
+                slow_memory=slow_memory,
             )
         )
         self._last_unused = unused

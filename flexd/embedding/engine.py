@@ -31,7 +31,7 @@ from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
-from flexd.embedding.store.slow.two_memories import TwoMemories, initial_rows_of
+from flexd.embedding.store.slow.two_memories import TwoMemories, first_home_slots, initial_rows_of
 from flexd.embedding.store.store import make_stores
 
 MAX_PENDING_PASSES = 64
@@ -123,7 +123,7 @@ class RowEngine:
         for number, store in enumerate(self.stores):
             if self._two_memories is not None and store.tier is not None:
                 make = initial_rows_of(store, self.keyspace, scales, seed, state)
-                self._two_memories.begin(store, number, make)
+                self._two_memories.begin(store, number, make, first_home_slots(store, self.keyspace))
                 continue
             store.state.fill_(state)
             for table in store.group.tables:

@@ -79,6 +79,10 @@ ELSEWHERE: dict[str, Elsewhere] = {
         "tests/operations/test_verification.py::test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back",
         "copies of a plan make the steps slower",
     ),
+    "FlexdSlowMemoryStalls": Elsewhere(
+        "tests/embedding/test_connect_slow_memory.py::test_the_daemon_sees_what_slow_memory_did",
+        "the rows of a batch do not fit into fast memory",
+    ),
     "FlexdProfileThin": Elsewhere(
         "tests/api/test_sketch.py::test_rows_that_noise_hides_explain_nothing_for_certain",
         "uniform accesses to 10^9 rows are counted within 1 MiB",

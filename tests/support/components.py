@@ -12,6 +12,7 @@ from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
+from flexd.operations.slow_memory import SlowMemoryMonitor
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
@@ -62,6 +63,7 @@ def components(
         CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(),
         SimpleNamespace(newest=None),
         auto=None, pacing=None, history=None, plan_log=SimpleNamespace(entries=plans), snapshots=None,
+        slow_memory=SlowMemoryMonitor(len(KEYSPACE.tables)),
     )  # fmt: skip
 
 

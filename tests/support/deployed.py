@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.api.leadership import LeadershipStatus
 from flexd.api.scale_out import ScaleOutStatus
+from flexd.api.slow_memory import SlowMemoryStatus
 from flexd.config.base import split_address
 from flexd.config.load import parse_config
 from flexd.config.model import Config
@@ -88,7 +89,8 @@ def check_schema(document: Document) -> None:
 def known_metrics() -> set[str]:
     """Names of the metrics page, with all its parts; ``_sum`` and ``_count`` of each."""
     leadership = LeadershipStatus(role="leader", identity="a", lease="here")
-    status = STATUS.model_copy(update={"scale_out": ScaleOutStatus(role="leader"), "leadership": leadership})
+    optional = {"scale_out": ScaleOutStatus(role="leader"), "leadership": leadership, "slow_memory": SlowMemoryStatus()}
+    status = STATUS.model_copy(update=optional)
     text = Metrics(FakeDaemon(shown=status)).render()[0].decode()
     known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
     known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}

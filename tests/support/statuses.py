@@ -8,6 +8,7 @@ from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.rank import TopologyStatus
 from flexd.api.sketch import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.api.slow_memory import SlowMemoryStatus, SlowTableStatus
 from flexd.api.snapshot import SnapshotStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
@@ -84,7 +85,23 @@ NO_RANKS = Status(
     stream=StreamStatus(source="file_log"),
 )
 
+SLOW_MEMORY = HEALTHY.model_copy(
+    update={
+        "slow_memory": SlowMemoryStatus(
+            used=4_000_000, missed=300_000, evicted=290_000, written=250_000, bytes_read=4_915_200_000,
+            bytes_written=3_072_000_000, wait_seconds=812.5, wait_share=0.125,
+            tables=(
+                *(SlowTableStatus(table=f"t{at}", used=400_000, missed=30_000 - at, evicted=29_000, written=25_000)
+                  for at in range(9)),
+                SlowTableStatus(table="other", used=400_000, missed=0, evicted=0, written=0),
+            ),
+        )
+    }
+)  # fmt: skip
+
+
 STATUSES = {
+    "status-slow-memory": SLOW_MEMORY,
     "status-healthy": HEALTHY,
     "status-degraded-stream": DEGRADED_STREAM,
     "status-migrating": MIGRATING,

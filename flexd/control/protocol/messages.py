@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from flexd.control.protocol.report import PhaseReport, StepReport
+from flexd.control.protocol.report import PhaseReport, SlowMemoryReport, SlowTableReport, StepReport
 from flexd.core.errors import ControlError, UnknownMessageError
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -307,7 +307,7 @@ _KINDS: dict[str, type[Message]] = {
     )
 }  # fmt: skip
 
-_PARTS = (StepReport, PhaseReport)
+_PARTS = (StepReport, PhaseReport, SlowMemoryReport, SlowTableReport)
 """Dataclasses that are fields of messages, or parts of such fields."""
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)

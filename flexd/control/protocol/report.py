@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from typing import ClassVar
 
 from flexd.core.keyspace import TableSpec
 
@@ -119,6 +120,63 @@ def merge_phases(older: Iterable[PhaseReport], newer: Iterable[PhaseReport]) -> 
 
 
 @dataclass(frozen=True)
+class SlowTableReport:
+    """Home rows of one table on a rank with two memories (sums over steps).
+
+    Attributes:
+        table: number in the list of tables, or ``OTHERS``: those that the report does not name.
+        used: distinct rows that look-ups needed.
+        missed: of those, the ones that were not in fast memory.
+        evicted: rows that left fast memory.
+        written: of those, the ones that had changed and were written to slow memory.
+    """
+
+    OTHERS: ClassVar[int] = -1
+
+    table: int
+    used: int = 0
+    missed: int = 0
+    evicted: int = 0
+    written: int = 0
+
+    def plus(self, other: SlowTableReport) -> SlowTableReport:
+        """Return the sum with a report of the same table."""
+        return SlowTableReport(
+            self.table, *(getattr(self, name) + getattr(other, name) for name in SLOW_TABLE_QUANTITIES)
+        )
+
+
+SLOW_TABLE_QUANTITIES = tuple(item.name for item in fields(SlowTableReport) if item.name != "table")
+
+
+@dataclass(frozen=True)
+class SlowMemoryReport:
+    """What slow memory did for a rank (sums over steps).
+
+    Attributes:
+        tables: by table, those with a count only.
+        bytes_read, bytes_written: moved to and from slow memory, in whole blocks where it has blocks.
+        seconds: that the rank waited for it.
+    """
+
+    tables: tuple[SlowTableReport, ...] = ()
+    bytes_read: int = 0
+    bytes_written: int = 0
+    seconds: float = 0.0
+
+    def plus(self, newer: SlowMemoryReport) -> SlowMemoryReport:
+        """Return the sum with a newer report of the same rank."""
+        merged = {report.table: report for report in self.tables}
+        for report in newer.tables:
+            before = merged.get(report.table)
+            merged[report.table] = report if before is None else before.plus(report)
+        return SlowMemoryReport(
+            tuple(merged.values()), self.bytes_read + newer.bytes_read, self.bytes_written + newer.bytes_written,
+            _finite(self.seconds) + _finite(newer.seconds),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One rank's training steps since its previous report (sums, unless stated otherwise).
 
@@ -138,6 +196,7 @@ class StepReport:
         phases: the step by phase.
         phase_steps: steps summed in ``phases``; other ones than ``steps``, because phases are measured with a delay.
         cover_seconds: compute that could cover collectives beside the training thread, in these steps.
+        slow_memory: what slow memory did; None where all rows are in fast memory, and in most reports.
     """
 
     step: int
@@ -159,6 +218,7 @@ class StepReport:
     phases: tuple[PhaseReport, ...] = ()
     phase_steps: int = 0
     cover_seconds: float = 0.0
+    slow_memory: SlowMemoryReport | None = None
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
@@ -174,6 +234,7 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
         "exchange",
         "exchange_reason",
         "phases",
+        "slow_memory",
     }
     sums = {
         item.name: getattr(older, item.name) + getattr(newer, item.name)
@@ -182,7 +243,12 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
     }
     home, node, device = (a + b for a, b in zip(older.accesses_by_tier, newer.accesses_by_tier, strict=True))
     phases = merge_phases(older.phases, newer.phases)
-    return replace(newer, accesses_by_tier=(home, node, device), phases=phases, **sums)
+    slow_memory = _merged(older.slow_memory, newer.slow_memory)
+    return replace(newer, accesses_by_tier=(home, node, device), phases=phases, slow_memory=slow_memory, **sums)
+
+
+def _merged(older: SlowMemoryReport | None, newer: SlowMemoryReport | None) -> SlowMemoryReport | None:
+    return older.plus(newer) if older is not None and newer is not None else newer or older
 
 
 def _finite(seconds: float) -> float:

@@ -125,7 +125,10 @@ def test_a_stop_does_not_wait_for_a_full_disk(make: Callable[..., MigrationHisto
 
 
 @pytest.mark.parametrize("read", ["newest", "find", "newest_actions"])
-def test_a_reader_sees_every_entry_recorded_before(make: Callable[..., MigrationHistory], read: str) -> None:
+def test_a_reader_sees_every_entry_recorded_before(
+    make: Callable[..., MigrationHistory], read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "FRESH_SECONDS", SECONDS)
     history = make()
     history.start()
     wait_until_written(history)

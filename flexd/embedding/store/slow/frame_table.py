@@ -33,7 +33,7 @@ class Arrivals:
             there: they must be written before.
         evicted_frames: int64 [e], their frames.
         evicted_counts: float64 [e], log2 of their decayed counts, to give back when they come in again.
-        evicted: number of all rows that left, changed or not.
+        left_slots: int64 [l] slots of all rows that left, changed or not.
     """
 
     frames: torch.Tensor
@@ -41,7 +41,7 @@ class Arrivals:
     evicted_slots: torch.Tensor
     evicted_frames: torch.Tensor
     evicted_counts: torch.Tensor
-    evicted: int
+    left_slots: torch.Tensor
 
 
 class FrameTable:
@@ -107,13 +107,14 @@ class FrameTable:
             raise
         leaves = self._slots.index_select(0, taken) >= 0
         gone = taken[leaves]
+        left = self._slots.index_select(0, gone)
         if len(gone):
-            cells = self._table.find(self._slots.index_select(0, gone))[1]
+            cells = self._table.find(left)[1]
             self._table.remove(cells)
         evicted = gone[self._changed.index_select(0, gone)]
         arrivals = Arrivals(
             frames.index_copy_(0, missing, taken), missing, self._slots.index_select(0, evicted), evicted,
-            self._counts.index_select(0, evicted), len(gone),
+            self._counts.index_select(0, evicted), left,
         )  # fmt: skip
         come = slots.index_select(0, missing)
         self._table.insert(come, taken.to(torch.int32))

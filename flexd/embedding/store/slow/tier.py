@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow.frame_counts import FrameCounts
 from flexd.embedding.store.slow.frame_table import FrameTable
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
 
@@ -23,23 +23,6 @@ COUNT_BYTES = 8
 """A row's decayed count of uses (float64, log2) travels with it."""
 HALF_LIFE_STEPS = 20.0
 _FILLED_ROWS = 1 << 16
-
-
-@dataclass
-class FrameCounts:
-    """Of one dim-group since its tables were made.
-
-    Attributes:
-        used: distinct rows that look-ups needed.
-        missed: of those, the ones that were not in a frame.
-        evicted: rows that left their frames.
-        written: of those, the ones that had changed.
-    """
-
-    used: int = 0
-    missed: int = 0
-    evicted: int = 0
-    written: int = 0
 
 
 class Tier:
@@ -50,13 +33,18 @@ class Tier:
     Args:
         rows, state: [frames + replica slots, width], the frames first.
         frames, home_rows: numbers of them.
+
+    Attributes:
+        counts: of what look-ups found since ``begin``.
+        begun: calls of ``begin``.
     """
 
     def __init__(self, rows: torch.Tensor, state: torch.Tensor, frames: int, home_rows: int) -> None:
         self.rows, self.state = rows, state
         self.home_rows = home_rows
         self._frames = frames
-        self.counts = FrameCounts()
+        self.counts = FrameCounts(rows.device)
+        self.begun = 0
         self._lock = threading.RLock()
         self._slow: SlowRows | None = None
         self._table = self._new_table()
@@ -85,10 +73,16 @@ class Tier:
         """Fast memory that finding rows takes, here and in slow memory's index."""
         return self._table.nbytes + (0 if self._slow is None else self._slow.fast_nbytes)
 
-    def begin(self, make: Callable[[], SlowRows]) -> None:
-        """Use new slow rows in place of those there are, and forget what is in the frames."""
+    def begin(self, make: Callable[[], SlowRows], first_slots: torch.Tensor | None = None) -> None:
+        """Use new slow rows in place of those there are, and forget what is in the frames.
+
+        Args:
+            first_slots: int64 [t] ascending, the first home slot of each table; None: there is one table.
+        """
         with self._lock:
             self.close()
+            self.begun += 1
+            self.counts.begin(self.rows.new_zeros(1, dtype=torch.int64) if first_slots is None else first_slots)
             self._slow, self._table, self._clock, self._failure = make(), self._new_table(), 0, None
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
@@ -163,15 +157,15 @@ class Tier:
         arrivals = self._table.bring(slots)
         if len(arrivals.evicted_slots):
             self._write(arrivals.evicted_slots, arrivals.evicted_frames, arrivals.evicted_counts)
-        missing = len(arrivals.missing)
-        self.counts.evicted += arrivals.evicted
-        self.counts.written += len(arrivals.evicted_slots)
+        self.counts.add_evicted(arrivals.left_slots)
+        self.counts.add_written(arrivals.evicted_slots)
+        missing = slots.index_select(0, arrivals.missing)
         if counts:
-            self.counts.used += len(slots)
-            self.counts.missed += missing
-        if missing:
+            self.counts.add_used(slots)
+            self.counts.add_missed(missing)
+        if len(missing):
             frames = arrivals.frames.index_select(0, arrivals.missing)
-            known = self._read(slots.index_select(0, arrivals.missing), frames)
+            known = self._read(missing, frames)
             self._table.remember(frames, known)
         if counts:
             self._table.use(arrivals.frames, self._clock)

@@ -69,18 +69,19 @@ class TwoMemories:
         share = min(1.0, self.fast_memory_bytes / max(1, whole))
         return [min(n, max(1, int(n * share))) for n in rows]
 
-    def begin(self, store: GroupStore, number: int, make: InitialRows) -> None:
+    def begin(self, store: GroupStore, number: int, make: InitialRows, first_slots: torch.Tensor) -> None:
         """Let the home rows of a dim-group begin with their initial values.
 
         Args:
             number: of the dim-group.
             make: their initial values.
+            first_slots: int64, the first home slot of each of its tables.
 
         Raises:
             SlowMemoryError: the file cannot be made.
         """
         if store.tier is not None:
-            store.tier.begin(partial(self._slow_rows, store, store.tier, number, make))
+            store.tier.begin(partial(self._slow_rows, store, store.tier, number, make), first_slots)
 
     def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows) -> SlowRows:
         fresh = tier.packed_fresh(make)
@@ -98,6 +99,12 @@ class TwoMemories:
 
 InitialRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
+
+
+def first_home_slots(store: GroupStore, keyspace: KeySpace) -> torch.Tensor:
+    """Return int64 [t]: the first home slot on this rank of each table of a dim-group."""
+    first_keys = torch.tensor([int(keyspace.first_key[table]) for table in store.group.tables])
+    return (first_keys - store.first_home_key + store.world_size - 1).clamp(min=0) // store.world_size
 
 
 def initial_rows_of(

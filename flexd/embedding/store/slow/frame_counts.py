@@ -1,0 +1,69 @@
+"""What look-ups found in fast memory, by table."""
+
+from __future__ import annotations
+
+import torch
+
+from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES
+
+_USED, _MISSED, _EVICTED, _WRITTEN = range(len(SLOW_TABLE_QUANTITIES))
+
+
+class FrameCounts:
+    """Home rows of a dim-group by table and by what became of them (``SlowTableReport``), since its tables were made.
+
+    Counted on the device of the rows; the host reads them when it reports.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._first_slots = torch.zeros(1, dtype=torch.int64, device=device)
+        self._counted = torch.zeros((len(SLOW_TABLE_QUANTITIES), 1), dtype=torch.int64, device=device)
+
+    def begin(self, first_slots: torch.Tensor) -> None:
+        """Forget what was counted, and count by the tables whose home rows begin at int64 [t] ascending slots."""
+        self._first_slots = first_slots.to(self._counted.device)
+        self._counted = self._counted.new_zeros((len(SLOW_TABLE_QUANTITIES), len(first_slots)))
+
+    def by_table(self) -> torch.Tensor:
+        """Return int64 [t, quantities] so far, in host memory."""
+        return self._counted.t().to("cpu", copy=True)
+
+    def add_used(self, slots: torch.Tensor) -> None:
+        """Count int64 [n] distinct home slots that a look-up needs."""
+        self._add(_USED, slots)
+
+    def add_missed(self, slots: torch.Tensor) -> None:
+        """Count int64 [n] of those whose rows were not in a frame."""
+        self._add(_MISSED, slots)
+
+    def add_evicted(self, slots: torch.Tensor) -> None:
+        """Count int64 [n] slots whose rows left their frames."""
+        self._add(_EVICTED, slots)
+
+    def add_written(self, slots: torch.Tensor) -> None:
+        """Count int64 [n] of those whose rows had changed."""
+        self._add(_WRITTEN, slots)
+
+    @property
+    def used(self) -> int:
+        return int(self._counted[_USED].sum())
+
+    @property
+    def missed(self) -> int:
+        return int(self._counted[_MISSED].sum())
+
+    @property
+    def evicted(self) -> int:
+        return int(self._counted[_EVICTED].sum())
+
+    @property
+    def written(self) -> int:
+        return int(self._counted[_WRITTEN].sum())
+
+    def _add(self, quantity: int, slots: torch.Tensor) -> None:
+        if len(self._first_slots) == 1:
+            self._counted[quantity] += len(slots)
+        elif len(slots):
+            # Of tables without a home row here the last one before the next slot has the same first slot as that.
+            of_table = torch.searchsorted(self._first_slots, slots, right=True) - 1
+            self._counted[quantity].index_add_(0, of_table, torch.ones_like(of_table))

@@ -1,0 +1,60 @@
+"""Counts of rows in two memories by table, against counting with a loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.control.protocol.report import SlowTableReport
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.embedding.store.slow.frame_counts import FrameCounts
+from flexd.embedding.store.slow.slow_memory_meter import MAX_NAMED_TABLES, named_tables
+from flexd.embedding.store.slow.two_memories import first_home_slots
+from flexd.embedding.store.store import GroupStore
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 2**31))
+def test_rows_are_counted_for_their_tables(rows: list[int], world_size: int, seed: int) -> None:
+    """Tables with fewer rows than ranks have no home row on some of them."""
+    keyspace = KeySpace([TableSpec(f"t{number}", count, 4) for number, count in enumerate(rows)])
+    layout = RankLayout(1, world_size)
+    rng = np.random.default_rng(seed)
+    for rank in range(world_size):
+        store = GroupStore(keyspace.groups[0], layout, rank, 0, torch.device("cpu"))
+        counts = FrameCounts(torch.device("cpu"))
+        counts.begin(first_home_slots(store, keyspace))
+        expected = np.zeros((len(rows), 4), dtype=np.int64)
+        adds = (counts.add_used, counts.add_missed, counts.add_evicted, counts.add_written)
+        for quantity, add in enumerate(adds):
+            slots = np.flatnonzero(rng.random(store.home_rows) < 0.6)
+            add(torch.from_numpy(slots))
+            tables = keyspace.table_of(store.home_keys()[slots])
+            np.add.at(expected[:, quantity], tables, 1)
+        assert np.array_equal(counts.by_table().numpy(), expected)
+        assert (counts.used, counts.missed, counts.evicted, counts.written) == tuple(expected.sum(axis=0).tolist())
+
+
+def test_a_report_names_the_tables_with_the_most_misses_and_sums_the_others() -> None:
+    reports = [SlowTableReport(table, used=10, missed=table, evicted=1, written=2) for table in range(MAX_NAMED_TABLES)]
+    assert sorted(report.table for report in named_tables(reports)) == list(range(MAX_NAMED_TABLES))
+    few = [SlowTableReport(1000 + number, used=5, evicted=3, written=1) for number in range(4)]
+    named = named_tables([*few, *reports])
+    assert len(named) == MAX_NAMED_TABLES + 1
+    assert [report.table for report in named[:2]] == [MAX_NAMED_TABLES - 1, MAX_NAMED_TABLES - 2]
+    # Of the tables without a miss only the one of the lowest number is named.
+    assert named[-1] == SlowTableReport(SlowTableReport.OTHERS, used=20, missed=0, evicted=12, written=4)
+
+
+@pytest.mark.parametrize("tables", [1, 3])
+def test_counts_begin_anew_with_new_tables(tables: int) -> None:
+    counts = FrameCounts(torch.device("cpu"))
+    first_slots = torch.arange(tables) * 2
+    counts.begin(first_slots)
+    counts.add_used(torch.arange(2))
+    counts.begin(first_slots)
+    assert counts.by_table().tolist() == [[0, 0, 0, 0]] * tables
