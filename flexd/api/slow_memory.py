@@ -82,8 +82,9 @@ def slow_memory_status(totals: SlowMemoryTotals | None, tables: Sequence[TableSp
         return None
     names = (*(table.name for table in tables), OTHERS)
     shown = tuple(
-        SlowTableStatus(table=names[at], **dict(zip(SLOW_TABLE_QUANTITIES, totals.by_table[at].tolist(), strict=True)))
-        for at in totals.by_table.any(axis=1).nonzero()[0].tolist()
+        SlowTableStatus(table=name, **dict(zip(SLOW_TABLE_QUANTITIES, counts, strict=True)))
+        for name, counts in zip(names, totals.by_table.tolist(), strict=True)
+        if any(counts)
     )
     sums = dict(zip(SLOW_TABLE_QUANTITIES, totals.by_table.sum(axis=0).tolist(), strict=True))
     return SlowMemoryStatus.from_object(totals, **sums, tables=shown)
