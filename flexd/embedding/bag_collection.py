@@ -117,7 +117,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
     def _pool(
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Pool with one kernel for all features of a dim-group with equal pooling."""
+        """Pool with one kernel for all features of a dim-group with equal pooling. Those with none are left out."""
         with self.engine.guard.publishing():
             return self._pooled(routed, rows, weights)
 
@@ -151,7 +151,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 per_sample_weights=call.factors,
             )
             pooled |= zip(call.names, torch.split(bags, [part.shape[0] for part in call.lengths]), strict=True)
-        return {name: pooled[name] for name in routed.features}
+        return {name: pooled[name] for name in routed.features if name in pooled}
 
     def _check_weights(self, given: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor]) -> None:
         for name, factors in weights.items():

@@ -1,6 +1,7 @@
 """Replacements for TorchRec's sharded ``EmbeddingCollection`` and ``EmbeddingBagCollection``, with its types.
 
     from flexd.torchrec import FlexEmbeddingCollection
+    tables = flexd.torchrec.replace(model)
 
 No other package of flexd imports TorchRec.
 
@@ -22,6 +23,8 @@ except ImportError as error:
     ) from error
 
 from flexd.torchrec.bags import FlexEmbeddingBagCollection
+from flexd.torchrec.replaced_tables import ReplacedTables
+from flexd.torchrec.replacement import replace
 from flexd.torchrec.sequences import FlexEmbeddingCollection
 
-__all__ = ["FlexEmbeddingBagCollection", "FlexEmbeddingCollection"]
+__all__ = ["FlexEmbeddingBagCollection", "FlexEmbeddingCollection", "ReplacedTables", "replace"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.jagged import Jagged
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
-from flexd.torchrec.inputs import as_keyed_jagged, jagged_by_key, weights_by_key
+from flexd.torchrec.inputs import as_keyed_jagged, check_inverse, jagged_by_key, weights_by_key
+from flexd.torchrec.outputs import keyed_tensor
 
 
 class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionInterface):
@@ -72,23 +72,14 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
         routed = self._route(features)
         kjt = as_keyed_jagged(features, [], self.rank)
         pooled = self._pool(routed, self._rows(routed, expand=False), self._weights(kjt))
-        parts = [pooled[name].float() for _, name in self._names]
-        indices = kjt.inverse_indices_or_none()
-        if indices is not None:
-            place = {feature: row for row, feature in enumerate(indices[0])}
-            parts = [p.index_select(0, indices[1][place[f]]) for p, (f, _) in zip(parts, self._names, strict=True)]
-        return KeyedTensor(
-            keys=[name for _, name in self._names],
-            length_per_key=[part.shape[1] for part in parts],
-            values=torch.cat(parts, dim=1),
-        )
+        return keyed_tensor(kjt, [(feature, name, pooled[name]) for feature, name in self._names])
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
         kjt = as_keyed_jagged(given, [feature for feature, _ in self._names], self.rank)
         by_key = jagged_by_key(kjt)
         features = {name: by_key[feature] for feature, name in self._names}
         self._check_weights(features, self._weights(kjt))
-        self._check_inverse(kjt, features)
+        check_inverse(kjt, {feature: by_key[feature] for feature, _ in self._names}, self.rank)
         return features
 
     def _weights(self, kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
@@ -96,27 +87,6 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
             return {}
         by_key = weights_by_key(kjt)
         return {name: by_key[feature] for feature, name in self._names}
-
-    def _check_inverse(self, kjt: KeyedJaggedTensor, given: Mapping[str, Jagged]) -> None:
-        """Check ``inverse_indices``, which map each sample of the batch to a sample of each key."""
-        sizes = {name: given[name].lengths.numel() for _, name in self._names}
-        indices = kjt.inverse_indices_or_none()
-        if indices is None:
-            if len(set(sizes.values())) > 1:
-                raise EmbeddingError(
-                    f"rank {self.rank}: batch sizes differ by feature ({sizes}) and there are no inverse_indices",
-                    remedy="give the KeyedJaggedTensor inverse_indices, or one batch size",
-                )
-            return
-        place = {feature: row for row, feature in enumerate(indices[0])}
-        for feature, name in self._names:
-            index = indices[1][place[feature]] if feature in place else None
-            if index is None or (index.numel() and (int(index.min()) < 0 or int(index.max()) >= sizes[name])):
-                raise EmbeddingError(
-                    f"rank {self.rank}, feature {feature!r}: inverse_indices are missing or outside its "
-                    f"{sizes[name]} samples",
-                    remedy="one row of indices for each key, of samples that the key has",
-                )
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return self._configs

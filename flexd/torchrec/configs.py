@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,8 +56,11 @@ def embedding_names(configs: Sequence[BaseEmbeddingConfig]) -> list[list[str]]:
     ]
 
 
-def tables_of(configs: Sequence[BaseEmbeddingConfig]) -> list[EmbeddingTable]:
+def tables_of(configs: Sequence[BaseEmbeddingConfig], *, runs_init_fn: bool = True) -> list[EmbeddingTable]:
     """Return one table for each configuration. Its features are TorchRec's *embedding names*, so each has one table.
+
+    Args:
+        runs_init_fn: ``initialise`` will make the initial values; False if they are loaded.
 
     Raises:
         EmbeddingError: a data type, pooling or other property is not supported; none is ignored.
@@ -83,18 +86,27 @@ def tables_of(configs: Sequence[BaseEmbeddingConfig]) -> list[EmbeddingTable]:
             tables.append(EmbeddingBagTable(**arguments, pooling=POOLINGS[config.pooling]))
         else:
             raise EmbeddingError(f"{where}: pooling {config.pooling}", remedy="SUM or MEAN")
-        if bound is None:
+        if bound is None and runs_init_fn:
             _check_size(config, DTYPES[config.data_type])
     return tables
 
 
-def initialise(collection: EmbeddingCollection, configs: Sequence[BaseEmbeddingConfig], seed: int) -> None:
+def initialise(
+    collection: EmbeddingCollection,
+    configs: Sequence[BaseEmbeddingConfig],
+    seed: int,
+    *,
+    skipped: Collection[str] = (),
+) -> None:
     """Local. Run each ``init_fn`` other than a symmetric uniform one, seeded by seed, table and block.
 
     So the same seed gives the same tables on any number of ranks.
+
+    Args:
+        skipped: names of tables that keep their values.
     """
     for config, table in zip(configs, collection.tables, strict=True):
-        if _uniform_bound(config.init_fn) is not None:
+        if table.name in skipped or _uniform_bound(config.init_fn) is not None:
             continue
         rows = BLOCK_ROWS if _is_elementwise(config.init_fn) else table.rows
         for first in range(0, table.rows, rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,3 +64,31 @@ def weights_by_key(kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
             remedy="give weights=, or construct with is_weighted=False",
         )
     return dict(zip(kjt.keys(), torch.split(weights, kjt.length_per_key()), strict=True))
+
+
+def check_inverse(kjt: KeyedJaggedTensor, given: Mapping[str, Jagged], rank: int) -> None:
+    """Check ``inverse_indices``, which map each sample of the batch to a sample of each key.
+
+    Args:
+        given: ids of the keys that tables read.
+
+    Raises:
+        EmbeddingError: batch sizes differ by key without ``inverse_indices``, or these do not fit the samples.
+    """
+    sizes = {feature: ids.lengths.numel() for feature, ids in given.items()}
+    indices = kjt.inverse_indices_or_none()
+    if indices is None:
+        if len(set(sizes.values())) > 1:
+            raise EmbeddingError(
+                f"rank {rank}: batch sizes differ by feature ({sizes}) and there are no inverse_indices",
+                remedy="give the KeyedJaggedTensor inverse_indices, or one batch size",
+            )
+        return
+    place = {feature: row for row, feature in enumerate(indices[0])}
+    for feature, size in sizes.items():
+        index = indices[1][place[feature]] if feature in place else None
+        if index is None or (index.numel() and (int(index.min()) < 0 or int(index.max()) >= size)):
+            raise EmbeddingError(
+                f"rank {rank}, feature {feature!r}: inverse_indices are missing or outside its {size} samples",
+                remedy="one row of indices for each key, of samples that the key has",
+            )

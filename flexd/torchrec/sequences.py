@@ -14,6 +14,7 @@ from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import as_keyed_jagged, jagged_by_key
+from flexd.torchrec.outputs import jagged_tensor
 
 
 class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface):
@@ -69,11 +70,7 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
         routed = self._route(features)
         looked_up = self._features.split(routed.features, self._rows(routed))
         return {
-            name: JaggedTensor(
-                values=looked_up[name].values.float(),
-                lengths=ids.lengths,
-                weights=ids.values if self._need_indices else None,
-            )
+            name: jagged_tensor(ids, looked_up[name].values, self._need_indices)
             for name, ids in routed.features.items()
         }
 

@@ -1,0 +1,297 @@
+"""``ReplacedTables``: the tables of all TorchRec collections of a model in one flexd collection.
+
+One collection has one optimizer, one connection to the daemon, one loop of ``flexd.prefetch`` and one exchange a step
+for any number of modules. Each module keeps its place in the model and reads its own part of a look-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.bag_collection import EmbeddingBagCollection
+from flexd.embedding.collection import EmbeddingTable, RoutedInput
+from flexd.embedding.jagged import Jagged
+from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
+from flexd.torchrec.inputs import as_keyed_jagged, check_inverse, jagged_by_key, weights_by_key
+from flexd.torchrec.outputs import jagged_tensor, keyed_tensor
+
+Output: TypeAlias = "dict[str, JaggedTensor] | KeyedTensor"
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One feature of one table.
+
+    Attributes:
+        feature: key of the ``KeyedJaggedTensor``.
+        output: embedding name in the module's result.
+        name: name of the feature in the flexd collection, which no other module has.
+    """
+
+    feature: str
+    output: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ReplacedModule:
+    """A TorchRec module that was replaced.
+
+    Attributes:
+        path: name of the module in the model, as in ``named_modules``.
+        configs: its tables, with the names of TorchRec.
+        tables: the same tables, in the same order, with their names in the flexd collection.
+        lookups: in the order of the module's result.
+        need_indices, is_weighted: arguments of TorchRec's collections.
+    """
+
+    path: str
+    pooled: bool
+    configs: tuple[BaseEmbeddingConfig, ...]
+    tables: tuple[EmbeddingTable, ...]
+    lookups: tuple[Lookup, ...]
+    need_indices: bool = False
+    is_weighted: bool = False
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        return tuple(table.name for table in self.tables)
+
+    def weight_key(self, config: BaseEmbeddingConfig) -> str:
+        """Return the name of a table's weight in TorchRec's ``state_dict`` of the model."""
+        return f"{self.path}.{'embedding_bags' if self.pooled else 'embeddings'}.{config.name}.weight"
+
+
+def replaced_module(
+    path: str,
+    configs: Sequence[BaseEmbeddingConfig],
+    taken: Mapping[str, str],
+    *,
+    pooled: bool,
+    need_indices: bool = False,
+    is_weighted: bool = False,
+    loaded: bool = False,
+) -> ReplacedModule:
+    """Name the tables and features of a module so that they differ from those of other modules.
+
+    A table or feature keeps its name; if another module has one of that name it is called ``path/name``.
+
+    Args:
+        taken: name -> path of the module that has it, of all modules before.
+        loaded: the values of the tables are loaded, so that ``init_fn`` is not needed.
+    """
+
+    def unique(name: str) -> str:
+        return f"{path}/{name}" if name in taken else name
+
+    tables, lookups = [], []
+    for config, table, outputs in zip(
+        configs, tables_of(configs, runs_init_fn=not loaded), embedding_names(configs), strict=True
+    ):
+        tables.append(
+            dataclasses.replace(table, name=unique(config.name), features=tuple(unique(name) for name in outputs))
+        )
+        lookups += [
+            Lookup(feature, output, unique(output))
+            for feature, output in zip(features_of(config), outputs, strict=True)
+        ]
+    return ReplacedModule(path, pooled, tuple(configs), tuple(tables), tuple(lookups), need_indices, is_weighted)
+
+
+@dataclass(frozen=True)
+class _OneModule:
+    """The input of a look-up for a single module."""
+
+    module: ReplacedModule
+    given: Any
+
+
+@dataclass
+class _SharedLookup:
+    """A look-up for all modules, of which some have not taken their part.
+
+    Attributes:
+        given: the input, the same object for each module.
+        mode: whether gradients are recorded, the mode of training, and the number of steps.
+    """
+
+    given: Any
+    mode: tuple[bool, bool, int]
+    outputs: dict[str, Output]
+
+    def serves(self, module: ReplacedModule, given: Any, mode: tuple[bool, bool, int]) -> bool:
+        return given is self.given and mode == self.mode and module.path in self.outputs
+
+
+class ReplacedTables(EmbeddingBagCollection):
+    """The tables that ``flexd.torchrec.replace`` returns, for ``flexd.connect``, ``flexd.prefetch``, ``flexd.Tap`` and
+    checkpoints. Step its ``optimizer``.
+
+    Args:
+        modules: that use the tables.
+        one_lookup: look up the rows of all modules when the first is called; they are called with the same object.
+        loaded: names of tables whose initial values the caller loads.
+        arguments: keyword arguments of ``flexd.EmbeddingCollection``.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[ReplacedModule],
+        *,
+        one_lookup: bool = True,
+        loaded: frozenset[str] = frozenset(),
+        seed: int = 0,
+        **arguments: Any,
+    ) -> None:
+        # Before the constructor, which makes the initial values.
+        self._modules_of_model = tuple(modules)
+        self._loaded = loaded
+        super().__init__([table for module in modules for table in module.tables], seed=seed, **arguments)
+        self._pooling |= {lookup.name: "none" for one in modules if not one.pooled for lookup in one.lookups}
+        self._one_lookup = one_lookup
+        self._shared: _SharedLookup | None = None
+        self._in_state_dict = True
+
+    def _fill_initial_values(self) -> None:
+        super()._fill_initial_values()
+        configs = [config for module in self._modules_of_model for config in module.configs]
+        initialise(self, configs, self._seed, skipped=self._loaded)
+        self._loaded = frozenset()
+
+    @property
+    def replaced(self) -> tuple[ReplacedModule, ...]:
+        """The TorchRec modules that were replaced, in the order of the model."""
+        return self._modules_of_model
+
+    def forward(self, features: Any) -> dict[str, Output]:
+        """Return the result of every replaced module for one ``KeyedJaggedTensor``, by path.
+
+        Raises:
+            EmbeddingError: see ``FlexEmbeddingCollection.forward``.
+        """
+        return self._look_up(self._modules_of_model, features, features)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def look_up(self, module: ReplacedModule, given: Any, *, training: bool) -> Output:
+        """Return the result of one module, from the look-up that all modules share if there is one.
+
+        Raises:
+            EmbeddingError: with ``one_lookup`` a module was called with another object than the one before it, or
+                not at all; or see ``FlexEmbeddingCollection.forward``.
+        """
+        self.training = training
+        if len(self._modules_of_model) == 1:
+            return self._look_up([module], given, given)[module.path]
+        if not self._one_lookup:
+            return self._look_up([module], _OneModule(module, given), given)[module.path]
+        mode = (torch.is_grad_enabled(), training, self.steps)
+        if self._shared is None or not self._shared.serves(module, given, mode):
+            self._check_all_taken(module)
+            self._shared = _SharedLookup(given, mode, self._look_up(self._modules_of_model, given, given))
+        output = self._shared.outputs.pop(module.path)
+        if not self._shared.outputs:
+            self._shared = None
+        return output
+
+    def _check_all_taken(self, module: ReplacedModule) -> None:
+        shared, self._shared = self._shared, None
+        if shared is not None and shared.mode == (True, True, self.steps):
+            raise EmbeddingError(
+                f"rank {self.rank}: {module.path} is called with another input while {', '.join(shared.outputs)} did "
+                "not use the rows that were looked up for it",
+                remedy="call every replaced module once with the same KeyedJaggedTensor object in each pass, or "
+                "replace(model, one_lookup=False)",
+            )
+
+    def _look_up(self, modules: Sequence[ReplacedModule], routing: Any, given: Any) -> dict[str, Output]:
+        routed = self._route(routing)
+        rows = self._rows(routed, expand=False)
+        kjt = as_keyed_jagged(given, [], self.rank)
+        bags = {lookup.name for module in modules if module.pooled for lookup in module.lookups}
+        pooled = {}
+        if bags:
+            pooled = self._pool(routed, rows, self._weights(modules, kjt))
+        with self.engine.guard.publishing():
+            expanded = self._expanded(routed, rows, bags)
+            return {module.path: self._output(module, kjt, routed, pooled, expanded) for module in modules}
+
+    def _expanded(self, routed: RoutedInput, rows: Sequence[torch.Tensor], bags: set[str]) -> dict[str, torch.Tensor]:
+        """Return one row an id of each feature that is not pooled, with one kernel a dim-group."""
+        out: dict[str, torch.Tensor] = {}
+        for names, distinct, stop in zip(
+            self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True
+        ):
+            wanted = [name for name in names if name not in bags]
+            if not wanted:
+                continue
+            indices = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
+            sizes = {name: routed.features[name].values.numel() for name in names}
+            if len(wanted) < len(names):
+                of_names = dict(zip(names, torch.split(indices, list(sizes.values())), strict=True))
+                indices = torch.cat([of_names[name] for name in wanted])
+            parts = torch.split(distinct.index_select(0, indices), [sizes[name] for name in wanted])
+            out |= zip(wanted, parts, strict=True)
+        return out
+
+    def _output(
+        self,
+        module: ReplacedModule,
+        kjt: Any,
+        routed: RoutedInput,
+        pooled: Mapping[str, torch.Tensor],
+        expanded: Mapping[str, torch.Tensor],
+    ) -> Output:
+        if module.pooled:
+            return keyed_tensor(kjt, [(one.feature, one.output, pooled[one.name]) for one in module.lookups])
+        return {
+            one.output: jagged_tensor(routed.features[one.name], expanded[one.name], module.need_indices)
+            for one in module.lookups
+        }
+
+    def as_features(self, given: Any) -> dict[str, Jagged]:
+        """Convert a ``KeyedJaggedTensor`` to ids by feature, of one module or of all."""
+        modules = self._modules_of_model
+        if isinstance(given, _OneModule):
+            modules, given = (given.module,), given.given
+        kjt = as_keyed_jagged(given, [one.feature for module in modules for one in module.lookups], self.rank)
+        by_key = jagged_by_key(kjt)
+        features = {one.name: by_key[one.feature] for module in modules for one in module.lookups}
+        self._check_weights(features, self._weights(modules, kjt))
+        for module in modules:
+            if module.pooled:
+                check_inverse(kjt, {one.feature: by_key[one.feature] for one in module.lookups}, self.rank)
+        return features
+
+    def _weights(self, modules: Sequence[ReplacedModule], kjt: Any) -> dict[str, torch.Tensor]:
+        weighted = [module for module in modules if module.is_weighted]
+        if not weighted:
+            return {}
+        by_key = weights_by_key(kjt)
+        return {one.name: by_key[one.feature] for module in weighted for one in module.lookups}
+
+    @contextmanager
+    def left_out_of_state_dict(self) -> Iterator[None]:
+        """Leave the tables out of the model's ``state_dict`` and ``load_state_dict``, which saves them otherwise."""
+        self._in_state_dict = False
+        try:
+            yield
+        finally:
+            self._in_state_dict = True
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if self._in_state_dict:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self._shared = None
+        if self._in_state_dict:
+            super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,205 @@
+"""``flexd.torchrec.replace``: put flexd in the place of all TorchRec collections of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    EmbeddingCollection,
+    EmbeddingCollectionInterface,
+)
+from torchrec.types import DataType
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.collection import EmbeddingCollection as FlexdCollection
+from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.torchrec.optimizers import attached_optimizer
+from flexd.torchrec.replaced_modules import ReplacedEmbeddingBagCollection, ReplacedEmbeddingCollection
+from flexd.torchrec.replaced_tables import ReplacedModule, ReplacedTables, replaced_module
+
+_LOADED_ROWS = 1 << 20
+"""Rows that are copied at once: a copy of this rank's part of them is made."""
+_SHARDED = ("ShardedEmbeddingCollection", "ShardedEmbeddingBagCollection", "DistributedModelParallel")
+
+
+def replace(
+    model: nn.Module,
+    *,
+    optimizer: RowOptimizer | None = None,
+    one_lookup: bool = True,
+    device: torch.device | str | None = None,
+    **arguments: Any,
+) -> ReplacedTables:
+    """Collective. Replace every ``torchrec.EmbeddingCollection`` and ``EmbeddingBagCollection`` of a model, in place.
+
+    ::
+
+        tables = flexd.torchrec.replace(model)      # instead of DistributedModelParallel(model)
+        model = DistributedDataParallel(model)      # the dense part
+        ...
+        loss.backward()
+        tables.optimizer.step()                     # TorchRec's fused optimizers step in backward()
+
+    Tables keep their names (``path/name`` if modules before have a table of that name) and their values: each rank
+    takes those of its home rows from its own module, as ``DistributedModelParallel`` does, so seed every rank alike.
+    Modules on ``meta`` are initialised by ``init_fn`` with ``seed``. All modules share one collection, and with it one
+    connection (``flexd.connect(tables)``), one ``flexd.prefetch(loader, tables)`` and one optimizer.
+
+    Args:
+        optimizer: of all rows; default the one that ``apply_optimizer_in_backward`` attached to the tables.
+        one_lookup: the first module that is called looks up the rows of all; every pass calls every module, with the
+            same ``KeyedJaggedTensor`` object. With False each module looks up its own rows, in more collectives and
+            without ``flexd.prefetch``, which then looks up every batch in vain.
+        device: of the tables; default the modules', and torch's default device for modules on ``meta``.
+        arguments: keyword arguments of ``flexd.EmbeddingCollection``.
+
+    Returns:
+        The collection of all tables; ``replaced`` has the modules, with their names in the model. It is saved in the
+        model's ``state_dict``.
+
+    Raises:
+        EmbeddingError: the model has no such module, or one that flexd cannot replace with the same result: it is
+            sharded, quantised or of a subclass, a table has an unsupported property, values that are not its
+            configuration's, or another optimizer than the others. The model is unchanged.
+        TopologyError: see ``flexd.EmbeddingCollection``.
+    """
+    places = _places(model)
+    found: dict[int, tuple[str, Any]] = {}
+    for path, module in places:
+        found.setdefault(id(module), (path, module))
+    modules: list[ReplacedModule] = []
+    weights: dict[str, nn.Parameter] = {}
+    taken: dict[str, str] = {}
+    for path, module in found.values():
+        one = _described(path, module, taken)
+        modules.append(one)
+        taken |= dict.fromkeys([*one.table_names, *(lookup.name for lookup in one.lookups)], path)
+        weights |= zip(one.table_names, _weights(path, module), strict=True)
+    loaded = frozenset(name for name, weight in weights.items() if weight.device.type != "meta")
+    device = _device(weights, device, loaded)
+    rule = optimizer or attached_optimizer(weights)
+    tables = ReplacedTables(modules, optimizer=rule, one_lookup=one_lookup, device=device, loaded=loaded, **arguments)
+    for name in loaded:
+        _load(tables, name, weights[name])
+    _swap(model, places, tables, dict(zip(found, modules, strict=True)))
+    return tables
+
+
+def _places(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return (path, module) of the collections; one that is used in several places has several paths.
+
+    Raises:
+        EmbeddingError: there are none, or some that cannot be replaced.
+    """
+    places: list[tuple[str, Any]] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        if kind in (EmbeddingCollection, EmbeddingBagCollection):
+            if not path:
+                raise EmbeddingError(
+                    f"the model is itself a torchrec.{kind.__name__} and has no place where to put another",
+                    remedy=f"construct flexd.torchrec.Flex{kind.__name__}",
+                )
+            places.append((path, module))
+        elif kind.__name__ in _SHARDED:
+            raise EmbeddingError(
+                f"{path or 'the model'} is a {kind.__name__}",
+                remedy="replace the collections of the model instead of DistributedModelParallel",
+            )
+        elif isinstance(module, EmbeddingCollectionInterface | EmbeddingBagCollectionInterface):
+            if isinstance(module, FlexdCollection | ReplacedEmbeddingCollection | ReplacedEmbeddingBagCollection):
+                continue
+            raise EmbeddingError(
+                f"{path or 'the model'} is a {kind.__module__}.{kind.__name__}, which is not replaced",
+                remedy="use torchrec.EmbeddingCollection or torchrec.EmbeddingBagCollection in its place",
+            )
+    if not places:
+        raise EmbeddingError(
+            f"{type(model).__name__} has no torchrec.EmbeddingCollection or EmbeddingBagCollection",
+            remedy="give the model that contains them, before any is sharded",
+        )
+    return places
+
+
+def _described(path: str, module: Any, taken: Mapping[str, str]) -> ReplacedModule:
+    loaded = all(weight.device.type != "meta" for weight in _weights(path, module))
+    if isinstance(module, EmbeddingCollection):
+        return replaced_module(
+            path, module.embedding_configs(), taken, pooled=False, need_indices=module.need_indices(), loaded=loaded
+        )
+    configs = module.embedding_bag_configs()
+    by_mean = [config.name for config in configs if config.pooling == PoolingType.MEAN]
+    if module.is_weighted() and by_mean:
+        raise EmbeddingError(
+            f"{path} is weighted and has tables pooled by MEAN: {', '.join(by_mean)}",
+            remedy="pool by SUM, with weights that sum to 1 in each bag",
+        )
+    return replaced_module(path, configs, taken, pooled=True, is_weighted=module.is_weighted(), loaded=loaded)
+
+
+def _weights(path: str, module: Any) -> list[nn.Parameter]:
+    """Return the weight of each table.
+
+    Raises:
+        EmbeddingError: a weight is not a plain tensor of the table's shape and dtype.
+    """
+    if isinstance(module, EmbeddingCollection):
+        configs, tables = list(module.embedding_configs()), module.embeddings
+    else:
+        configs, tables = list(module.embedding_bag_configs()), module.embedding_bags
+    weights = []
+    for config in configs:
+        weight = tables[config.name].weight
+        shape = config.num_embeddings, config.embedding_dim
+        # TorchRec makes float16 weights for every data type but FP32.
+        dtypes = (torch.float32,) if config.data_type == DataType.FP32 else (torch.float16, torch.bfloat16)
+        if type(weight.data) is not torch.Tensor or tuple(weight.shape) != shape or weight.dtype not in dtypes:
+            raise EmbeddingError(
+                f"{path}, table {config.name!r}: its weight is a {type(weight.data).__name__} of shape "
+                f"{tuple(weight.shape)} and {weight.dtype}, its configuration has {shape} and {config.data_type}",
+                remedy="replace the collections before the model is sharded or converted to another dtype",
+            )
+        weights.append(weight)
+    return weights
+
+
+def _device(
+    weights: Mapping[str, nn.Parameter], given: torch.device | str | None, loaded: frozenset[str]
+) -> torch.device | str | None:
+    if loaded and given is not None and torch.device(given).type == "meta":
+        raise EmbeddingError(
+            f"tables {', '.join(sorted(loaded))} have values, and device is meta",
+            remedy="give the device of the tables, or construct the model on meta",
+        )
+    return given if given is not None or not loaded else weights[min(loaded)].device
+
+
+def _load(tables: ReplacedTables, name: str, weight: torch.Tensor) -> None:
+    values = weight.detach()
+    for first in range(0, values.shape[0], _LOADED_ROWS):
+        tables.load_rows(name, first, values[first : first + _LOADED_ROWS])
+
+
+def _swap(
+    model: nn.Module,
+    places: list[tuple[str, Any]],
+    tables: ReplacedTables,
+    modules: Mapping[int, ReplacedModule],
+) -> None:
+    made: dict[int, nn.Module] = {}
+    for path, module in places:
+        if id(module) not in made:
+            one = modules[id(module)]
+            kind = ReplacedEmbeddingBagCollection if one.pooled else ReplacedEmbeddingCollection
+            new = kind(tables, one)
+            if not made:
+                new.tables = tables
+            made[id(module)] = new.train(module.training)
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, made[id(module)])

@@ -1,0 +1,312 @@
+"""``flexd.torchrec.replace``: all collections of a model in place, as one collection, with equal training."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.rank_pool import RankPool
+
+torchrec = pytest.importorskip("torchrec")
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward  # noqa: E402
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec.types import DataType  # noqa: E402
+
+import flexd  # noqa: E402
+from flexd.core.errors import EmbeddingError  # noqa: E402
+from flexd.core.layout import RankLayout  # noqa: E402
+from flexd.torchrec import FlexEmbeddingCollection, replace  # noqa: E402
+from tests.support.torchrec_models import (  # noqa: E402
+    OPTIMIZERS,
+    ROWS,
+    batch,
+    collections,
+    make,
+    plain_tables,
+    train_alone,
+)
+
+STEPS = 6
+ONE = RankLayout(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "prefetched", "one_lookup"),
+    [
+        ("sgd", False, True),
+        ("adagrad", True, True),
+        ("rowwise_adagrad", False, False),
+        ("rowwise_adagrad", True, True),
+    ],
+)
+def test_training_on_two_ranks_equals_the_model_before(
+    pair: RankPool, optimizer: str, prefetched: bool, one_lookup: bool
+) -> None:
+    losses, tables = train_alone(2, optimizer, STEPS)
+    results = pair.run("torchrec_models:train_replaced", RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup)
+    for rank, result in enumerate(results):
+        assert result["losses"] == pytest.approx(losses[rank], abs=2e-6)
+        for name, table in tables.items():
+            torch.testing.assert_close(result["tables"][name], table, rtol=1e-5, atol=1e-6)
+        assert result["replicas_equal"]
+        assert (result["version"], result["unused"]) == (1, 0)
+        assert result["listed"] == 86
+
+
+def test_names_values_and_modes_stay() -> None:
+    model = make("adagrad")
+    before = plain_tables(model)
+    tables = replace(model.eval(), replica_fraction=0.5)
+    assert {name: tuple(tables.gather_table(name).shape) for name in ROWS} == {
+        name: tuple(table.shape) for name, table in before.items()
+    }
+    for name, table in before.items():
+        assert torch.equal(tables.gather_table(name), table)
+    assert [(module.path, module.table_names) for module in tables.replaced] == [
+        ("sparse.embedding_bag_collection", ("user", "shop")),
+        ("tags", ("tag",)),
+        ("items", ("item",)),
+        ("words", ("word",)),
+    ]
+    assert [module.training for module in collections(model)] == [False] * 4
+    assert {table.optimizer for table in tables.keyspace.tables} == {"adagrad"}
+    assert tables.optimizer.param_groups[0]["lr"] == 0.05
+    assert tables.optimizer.param_groups[0]["eps"] == 1e-8, "FBGEMM's default, not torch's"
+    assert model.items.embedding_names_by_table() == [["history", "clicked"]]
+    assert (model.items.embedding_dim(), model.words.need_indices(), model.tags.is_weighted()) == (8, True, True)
+    assert [config.name for config in model.sparse.embedding_bag_collection.embedding_bag_configs()] == ["user", "shop"]
+    with pytest.raises(EmbeddingError, match="tags was replaced: it has no embedding_bags"):
+        _ = model.tags.embedding_bags
+
+
+def test_the_models_state_dict_has_the_tables_once() -> None:
+    model, other = make("sgd"), make("sgd")
+    tables, others = replace(model, seed=1), replace(other, seed=1)
+    others.load_rows("item", 0, torch.zeros(61, 8))
+    state = model.state_dict()
+    assert len([key for key in state if key.endswith("group0.rows")]) == 1
+    other.load_state_dict(state)
+    assert torch.equal(others.gather_table("item"), tables.gather_table("item"))
+    with tables.left_out_of_state_dict():
+        assert not [key for key in model.state_dict() if "tables" in key]
+
+
+def test_outputs_equal_those_before() -> None:
+    model, plain = make(), make()
+    tables = replace(model)
+    kjt = batch(0, 0)[1]
+    with torch.no_grad():
+        for ours, theirs in zip(collections(model), collections(plain), strict=True):
+            got, expected = ours(kjt), theirs(kjt)
+            if isinstance(expected, torchrec.KeyedTensor):
+                assert got.keys() == expected.keys()
+                torch.testing.assert_close(got.values(), expected.values())
+                continue
+            for name, jagged in expected.items():
+                assert torch.equal(got[name].values(), jagged.values())
+                assert torch.equal(got[name].lengths(), jagged.lengths())
+                wanted = jagged.weights_or_none()
+                assert (got[name].weights_or_none() is None) == (wanted is None)
+                assert wanted is None or torch.equal(got[name].weights(), wanted)
+        assert list(tables(kjt)) == ["sparse.embedding_bag_collection", "tags", "items", "words"]
+        assert torch.equal(tables(kjt)["tags"].values(), model.tags(kjt).values())
+
+
+def test_modules_share_one_look_up_and_each_has_its_own_without() -> None:
+    for one_lookup, expected in ((True, 1), (False, 4)):
+        model = make()
+        tables = replace(model, one_lookup=one_lookup)
+        model(*batch(0, 0)).backward()
+        assert len(tables.engine.passes) == expected
+        tables.optimizer.step()
+
+
+def test_a_tap_counts_the_look_ups_of_all_modules() -> None:
+    model = make()
+    tables = replace(model)
+    counted: dict[str, int] = {}
+    tables.after_lookup = lambda features: counted.update({n: one.values.numel() for n, one in features.items()})
+    kjt = batch(0, 0)[1]
+    model(*batch(0, 0))
+    assert counted == dict(zip(kjt.keys(), kjt.length_per_key(), strict=True))
+
+
+def test_rows_that_are_read_again_after_a_step_are_looked_up_again() -> None:
+    model, kjt = make(), batch(0, 0)[1]
+    tables = replace(model)
+    with torch.no_grad():
+        model.items(kjt)
+        tables.load_rows("word", 0, torch.ones(29, 4))
+        tables.engine.steps += 1  # what a step does
+        assert model.words(kjt)["words"].values().eq(1).all()
+
+
+def test_a_module_that_is_not_called_with_the_same_input_is_named() -> None:
+    model = make()
+    replace(model)
+    model.items(batch(0, 0)[1])
+    with pytest.raises(EmbeddingError, match=r"items is called with another input while sparse.*, tags, words did not"):
+        model.items(batch(1, 0)[1])
+    model.items(batch(1, 0)[1])
+    apart = make()
+    replace(apart, one_lookup=False)
+    for step in range(2):
+        apart.items(batch(step, 0)[1])
+
+
+class Two(nn.Module):
+    """Two collections whose tables have one name, and a module in two places."""
+
+    def __init__(self, device: str = "cpu", **more: Any) -> None:
+        super().__init__()
+        config = {"name": "t", "num_embeddings": 300, "embedding_dim": 4, "feature_names": ["f"], **more}
+        self.pooled = torchrec.EmbeddingBagCollection([EmbeddingBagConfig(**config)], device=torch.device(device))
+        self.rows = torchrec.EmbeddingCollection([EmbeddingConfig(**config)], device=torch.device(device))
+        self.again = self.rows
+
+
+def test_equal_names_are_told_apart_and_a_module_in_two_places_stays_one() -> None:
+    model = Two()
+    values = [model.pooled.embedding_bags["t"].weight.detach().clone(), model.rows.embeddings["t"].weight.detach()]
+    tables = replace(model)
+    assert [table.name for table in tables.tables] == ["t", "rows/t"]
+    assert torch.equal(tables.gather_table("t"), values[0])
+    assert torch.equal(tables.gather_table("rows/t"), values[1])
+    assert model.again is model.rows
+    kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([5, 6]), torch.tensor([2]))
+    assert torch.equal(model.pooled(kjt).values()[0], values[0][5:7].sum(0))
+    assert torch.equal(model.rows(kjt)["f"].values(), values[1][5:7])
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_modules_on_meta_get_the_values_of_their_configurations(later: bool) -> None:
+    init_fn = partial(nn.init.normal_, std=2.0)
+    model = Two("meta", init_fn=init_fn)
+    tables = replace(model, seed=4, device="meta" if later else None)
+    if later:
+        with pytest.raises(EmbeddingError, match="meta"):
+            tables.gather_table("t")
+        model.to_empty(device="cpu")
+    alone = FlexEmbeddingCollection(
+        [EmbeddingConfig(name="t", num_embeddings=300, embedding_dim=4, init_fn=init_fn)], seed=4
+    )
+    assert torch.equal(tables.gather_table("t"), alone.gather_table("t"))
+    assert 1.8 < tables.gather_table("rows/t").std() < 2.2
+    loaded = tables.gather_table("rows/t")
+    tables.load_rows("rows/t", 0, torch.zeros(300, 4))
+    tables.reset_parameters()
+    assert torch.equal(tables.gather_table("rows/t"), loaded)
+
+
+def test_values_are_loaded_whatever_made_them() -> None:
+    model = Two(init_fn=lambda weight: weight.data.copy_(torch.arange(1200.0).view(300, 4)))
+    tables = replace(model)
+    assert torch.equal(tables.gather_table("t"), torch.arange(1200.0).view(300, 4))
+
+
+def refused(change: Any) -> Two:
+    model = Two()
+    change(model)
+    return model
+
+
+def apply(kind: Any, settings: dict[str, Any], *names: str) -> Any:
+    def change(model: Two) -> None:
+        for name in names or ("pooled", "rows"):
+            apply_optimizer_in_backward(kind, getattr(model, name).parameters(), settings)
+
+    return change
+
+
+def apply_both(model: Two) -> None:
+    for lr, name in ((1, "rows"), (2, "pooled")):
+        apply(torch.optim.SGD, {"lr": lr}, name)(model)
+
+
+class Own(torchrec.EmbeddingCollection):  # type: ignore[misc]
+    pass
+
+
+def own(model: Two) -> None:
+    model.rows = Own([EmbeddingConfig(name="t", num_embeddings=3, embedding_dim=2)])
+
+
+def int8(model: Two) -> None:
+    model.rows = torchrec.EmbeddingCollection(
+        [EmbeddingConfig(name="t", num_embeddings=3, embedding_dim=2, data_type=DataType.INT8)]
+    )
+
+
+def weighted_mean(model: Two) -> None:
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=3, embedding_dim=2, feature_names=["f"], pooling=torchrec.PoolingType.MEAN
+    )
+    model.pooled = torchrec.EmbeddingBagCollection([config], is_weighted=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (own, r"rows is a tests.*Own, which is not replaced"),
+        (int8, "'t': data_type INT8"),
+        (weighted_mean, "pooled is weighted and has tables pooled by MEAN: t"),
+        (lambda model: model.double(), "pooled, table 't': its weight is .* torch.float64"),
+        (apply(torch.optim.RMSprop, {"lr": 0.1}), "table 't': optimizer torch.optim.rmsprop.RMSprop"),
+        (apply(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "table 't': its optimizer has momentum=0.9"),
+        (apply(torch.optim.SGD, {"lr": 0.1}, "rows"), "tables 't' and 'rows/t' have different optimizers: None"),
+        (
+            apply_both,
+            "'t' and 'rows/t' have different optimizers: SGD.*lr=2.* and SGD.*lr=1",
+        ),
+    ],
+)
+def test_what_cannot_be_replaced_is_refused_by_name_and_the_model_is_unchanged(change: Any, cause: str) -> None:
+    model = refused(change)
+    before = dict(model.named_modules())
+    with pytest.raises(EmbeddingError, match=cause):
+        replace(model)
+    assert dict(model.named_modules()) == before
+
+
+def test_models_without_a_place_for_collections_are_refused() -> None:
+    with pytest.raises(EmbeddingError, match=r"Linear has no torchrec\.EmbeddingCollection"):
+        replace(nn.Linear(1, 1))
+    with pytest.raises(EmbeddingError, match=r"itself a torchrec\.EmbeddingCollection"):
+        replace(Two().rows)
+    with pytest.raises(EmbeddingError, match="tables rows/t, t have values, and device is meta"):
+        replace(Two(), device="meta")
+    model = Two()
+    replace(model)
+    with pytest.raises(EmbeddingError, match="has no torchrec"):
+        replace(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected"),
+    [
+        (torch.optim.SGD, {"lr": 0.3, "momentum": 0.0}, flexd.SGD(0.3)),
+        (torch.optim.Adagrad, {"lr": 0.3}, flexd.Adagrad(0.3, eps=1e-8)),
+        (torchrec.optim.RowWiseAdagrad, {"lr": 0.3, "eps": 0.5}, flexd.RowWiseAdagrad(0.3, eps=0.5)),
+        (torch.optim.Adam, {"lr": 0.3, "betas": (0.1, 0.2)}, flexd.Adam(0.3, betas=(0.1, 0.2))),
+        (torchrec.optim.PartialRowWiseAdam, {"beta2": 0.5}, flexd.RowWiseAdam(0.01, betas=(0.9, 0.5))),
+    ],
+)
+def test_the_attached_optimizer_is_taken_over(kind: Any, settings: dict[str, Any], expected: Any) -> None:
+    model = Two("meta")
+    for parameter in model.parameters():
+        parameter._optimizer_classes, parameter._optimizer_kwargs = [kind], [settings]
+    tables = replace(model)
+    assert tables.optimizer._current() == expected
+    assert replace(Two()).optimizer._current() == flexd.SGD(0.01)
+    attached = Two()
+    apply(torch.optim.RMSprop, {"lr": 0.1})(attached)
+    assert replace(attached, optimizer=flexd.Adam(0.2)).optimizer._current() == flexd.Adam(0.2)
+
+
+def test_every_optimizer_of_the_training_tests_is_known() -> None:
+    for name in OPTIMIZERS:
+        assert {table.optimizer for table in replace(make(name)).keyspace.tables} == {name}
