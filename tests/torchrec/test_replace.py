@@ -202,10 +202,29 @@ def test_modules_on_meta_get_the_values_of_their_configurations(later: bool) -> 
     assert torch.equal(tables.gather_table("rows/t"), loaded)
 
 
-def test_values_are_loaded_whatever_made_them() -> None:
-    model = Two(init_fn=lambda weight: weight.data.copy_(torch.arange(1200.0).view(300, 4)))
+def test_values_are_loaded_without_init_fn_which_a_reset_calls() -> None:
+    calls = []
+
+    def init_fn(weight: torch.Tensor) -> None:
+        calls.append(weight.shape)
+        weight.data.copy_(torch.arange(1200.0).view(300, 4) + len(calls))
+
+    model = Two(init_fn=init_fn)
     tables = replace(model)
-    assert torch.equal(tables.gather_table("t"), torch.arange(1200.0).view(300, 4))
+    assert len(calls) == 2, "TorchRec's own"
+    assert torch.equal(tables.gather_table("t"), torch.arange(1200.0).view(300, 4) + 1)
+    tables.reset_parameters()
+    assert torch.equal(tables.gather_table("rows/t"), torch.arange(1200.0).view(300, 4) + 4)
+
+
+def test_each_module_has_its_own_mode() -> None:
+    model = make()
+    tables = replace(model, one_lookup=False)
+    model.sparse.eval()
+    kjt = batch(0, 0)[1]
+    assert not model.sparse(kjt).requires_grad
+    assert model.items(kjt)["history"].values().requires_grad
+    assert len(tables.engine.passes) == 1
 
 
 def refused(change: Any) -> Two:
