@@ -71,7 +71,8 @@ class RowEngine:
         self.keyspace = keyspace
         self._two_memories = two_memories
         self.groups = groups
-        self.guard = StepGuard(groups.rank, groups.notices)
+        self.passes: list[ForwardPass] = []
+        self.guard = StepGuard(groups.rank, groups.notices, self.passes)
         frames = None if two_memories is None else two_memories.frames(keyspace.groups, groups.layout)
         self.stores = make_stores(keyspace.groups, groups.layout, groups.rank, replica_slots, device, frames)
         automatic = exchange == "auto"
@@ -88,7 +89,6 @@ class RowEngine:
             keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
         self.hooks = StepHooks()
-        self.passes: list[ForwardPass] = []
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = self.row_changes = 0
         self.settings = ""

@@ -27,11 +27,20 @@ class FaultNotices:
         self._key = f"flexd/fault/{next(_numbers)}" if self._store.live else ""
         self._meetings = 0
 
-    def publish(self, rank: int, error: BaseException) -> None:
-        """Let the other ranks know why this one cannot continue. The first notice of a job stays."""
+    @property
+    def live(self) -> bool:
+        """True if there are other ranks to reach."""
+        return self._store.live
+
+    def publish(self, rank: int, error: BaseException) -> bool:
+        """Let the other ranks know why this one cannot continue. The first notice of a job stays.
+
+        Returns:
+            Whether the store has a notice now.
+        """
         lines = str(error).strip().splitlines() or [""]
         notice = f"rank {rank}: {type(error).__name__}: {lines[0][:_MAX_CHARACTERS]}"
-        self._store.request(lambda store: store.compare_set(self._key, "", notice))
+        return self._store.request(lambda store: store.compare_set(self._key, "", notice)) is not None
 
     def meet(self, rank: int, world_size: int, what: str, timeout_seconds: float) -> None:
         """Wait until all ranks are in this call; see ``meeting.meet``."""

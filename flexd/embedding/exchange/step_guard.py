@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.fault_notice import FaultNotices
+from flexd.embedding.exchange.process_end import PROCESS_END
 
 
 class StepGuard:
-    """Refuses calls of a second thread, and publishes errors of the calls to ranks that wait for this one."""
+    """Refuses calls of a second thread, and publishes errors of the calls to ranks that wait for this one, and the end
+    of the process by an error elsewhere.
 
-    def __init__(self, rank: int, notices: FaultNotices) -> None:
+    Args:
+        passes: forward passes that wait for their step, at any time.
+    """
+
+    def __init__(self, rank: int, notices: FaultNotices, passes: Sequence[object]) -> None:
         self._rank = rank
         self._notices = notices
+        self._passes = passes
         self._free = threading.Lock()
         self._inside: threading.Thread | None = None
         self._step_thread: threading.Thread | None = None
         self.closed = False
         """No call is allowed any more."""
+        if notices.live:
+            PROCESS_END.watch(self)
+
+    @property
+    def used_by(self) -> threading.Thread | None:
+        """Thread of the newest step."""
+        return self._step_thread
+
+    @property
+    def in_step(self) -> bool:
+        """A forward pass waits for its step."""
+        return bool(self._passes)
+
+    def publish(self, error: BaseException) -> bool:
+        """Let the ranks that wait for this one know why it cannot continue; False if the store cannot be reached."""
+        return self._notices.publish(self._rank, error)
 
     def begin_step(self) -> None:
         """Let the step in progress belong to this thread."""

@@ -14,8 +14,9 @@ class Published(FaultNotices):
         super().__init__()
         self.errors: list[BaseException] = []
 
-    def publish(self, rank: int, error: BaseException) -> None:
+    def publish(self, rank: int, error: BaseException) -> bool:
         self.errors.append(error)
+        return True
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ class Published(FaultNotices):
 )
 def test_ranks_that_wait_are_told_of_an_error_of_this_rank_alone(error: Exception, told: int) -> None:
     notices = Published()
-    guard = StepGuard(0, notices)
+    guard = StepGuard(0, notices, [])
     with pytest.raises(type(error)), guard.call(in_step=False):
         raise error
     assert notices.errors == [error] * told
