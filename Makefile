@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
+RECBOLE := $(VENV)/.recbole
 
-.PHONY: lock fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak torchrec manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak torchrec recbole manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -35,7 +36,7 @@ else
 	$(call run_tests, and not long)
 endif
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(RECBOLE)
 	$(call run_tests)
 
 # Of the last `make test` or `make test-all`.
@@ -81,6 +82,8 @@ bench-cluster: $(TORCHREC)
 	$(BIN)/python tools/bench_cluster.py $(BENCH)
 
 torchrec: $(TORCHREC)
+
+recbole: $(RECBOLE)
 
 # helm, kubectl, prometheus, promtool and a headless chromium into .ops-tools, once. Tests that need one skip without it.
 ops-tools: $(STAMP)
@@ -130,6 +133,13 @@ $(TORCHREC): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		numpy tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 	touch $(TORCHREC)
+
+# A third-party trainer for examples/recbole_sasrec.py and its tests, which skip without it. Without its dependencies:
+# they name an old ray, which only its search of settings needs.
+$(RECBOLE): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps recbole==1.2.1 colorlog==4.7.2 texttable
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt colorama pandas scikit-learn tqdm
+	touch $(RECBOLE)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info
