@@ -127,8 +127,10 @@ class DaemonProcess:
         """Start and wait until healthy. The first start of an installation compiles the counting kernels.
 
         Raises:
-            FlexdError: the daemon ended, or is not healthy within the deadline.
+            FlexdError: it runs already, it ended, or is not healthy within the deadline.
         """
+        if self.alive:
+            raise FlexdError(f"the daemon runs already, process {self.pid}", remedy="stop or kill it first")
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "flexd", "run", "-c", str(self._config_file)],
