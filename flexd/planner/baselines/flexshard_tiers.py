@@ -119,6 +119,13 @@ class _Rows:
         return before
 
     @cached_property
+    def bin_places(self) -> Int64Array:
+        """int64[k], place of each bin in this order."""
+        bins = np.flatnonzero(self.order >= len(self.sums.load.keys))
+        places: Int64Array = bins[np.argsort(self.order[bins])]
+        return places
+
+    @cached_property
     def sampled(self) -> Int64Array:
         """Places in the order at which the rows may be cut, the first one and the last one among them."""
         last = len(self.order)
@@ -141,14 +148,14 @@ class _Rows:
 
     def tiers(self, cuts: _Cuts) -> tuple[UInt8Array, Float64Array]:
         """(uint8[h] tiers of the listed rows, float64[tier, k] rows of the bins)."""
-        load = self.sums.load
+        rows = len(self.sums.load.keys)
+        device, end = np.searchsorted(self.before[:-1] + 0.5, [cuts.device, cuts.end], side="right")
         listed = np.zeros(len(self.order), np.uint8)
-        middle = self.before[:-1] + 0.5
-        listed[self.order] = np.where(middle <= cuts.device, Tier.DEVICE, np.where(middle <= cuts.end, Tier.NODE, 0))
-        bins = np.zeros((len(Tier), len(self.order)))
-        above = [np.clip(cut, self.before[:-1], self.before[1:]) - self.before[:-1] for cut in (cuts.device, cuts.end)]
-        bins[:, self.order] = [np.diff(self.before) - above[1], above[1] - above[0], above[0]]
-        return listed[: len(load.keys)], bins[:, len(load.keys) :]
+        listed[self.order[device:end]] = Tier.NODE
+        listed[self.order[:device]] = Tier.DEVICE
+        first, last = self.before[self.bin_places], self.before[self.bin_places + 1]
+        above = [np.clip(cut, first, last) - first for cut in (cuts.device, cuts.end)]
+        return listed[:rows], np.array([last - first - above[1], above[1] - above[0], above[0]])
 
     def replica_bytes(self, listed: UInt8Array, bins: Float64Array) -> Float64Array:
         """float64[world]; rows of bins are spread evenly."""
