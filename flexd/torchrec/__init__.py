@@ -26,5 +26,13 @@ from flexd.torchrec.bags import FlexEmbeddingBagCollection
 from flexd.torchrec.replaced_tables import ReplacedTables
 from flexd.torchrec.replacement import replace
 from flexd.torchrec.sequences import FlexEmbeddingCollection
+from flexd.torchrec.state import FusedOptimizerState, ModelState
 
-__all__ = ["FlexEmbeddingBagCollection", "FlexEmbeddingCollection", "ReplacedTables", "replace"]
+__all__ = [
+    "FlexEmbeddingBagCollection",
+    "FlexEmbeddingCollection",
+    "FusedOptimizerState",
+    "ModelState",
+    "ReplacedTables",
+    "replace",
+]

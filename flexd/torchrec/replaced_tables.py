@@ -278,6 +278,10 @@ class ReplacedTables(EmbeddingBagCollection):
         by_key = weights_by_key(kjt)
         return {one.name: by_key[one.feature] for module in weighted for one in module.lookups}
 
+    def drop_lookup(self) -> None:
+        """Forget rows that were looked up and not taken: the tables are about to be replaced."""
+        self._shared = None
+
     @contextmanager
     def left_out_of_state_dict(self) -> Iterator[None]:
         """Leave the tables out of the model's ``state_dict`` and ``load_state_dict``, which saves them otherwise."""
@@ -292,6 +296,6 @@ class ReplacedTables(EmbeddingBagCollection):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        self._shared = None
+        self.drop_lookup()
         if self._in_state_dict:
             super()._load_from_state_dict(state_dict, prefix, *args)

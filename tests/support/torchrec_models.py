@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torchrec
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
@@ -16,7 +20,7 @@ from torchrec.models.dlrm import DenseArch, InteractionArch, SparseArch
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.torchrec import replace
+from flexd.torchrec import FusedOptimizerState, ModelState, replace
 
 ROWS = {"user": 41, "shop": 17, "tag": 23, "item": 61, "word": 29}
 KEYS = ["user", "shops", "tags", "history", "clicked", "words"]
@@ -31,9 +35,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 class Ranker(nn.Module):
-    """DLRM with a second, weighted collection of bags and two collections of sequences."""
+    """DLRM with a second collection of bags, with weights, and two collections of sequences.
 
-    def __init__(self, device: str = "cpu") -> None:
+    ``DistributedModelParallel`` multiplies the rows of every bag by the weights of the input, also of collections
+    that are not weighted; the plain modules do not. Jobs that compare with it have no weights.
+    """
+
+    def __init__(self, device: str = "cpu", weighted: bool = True) -> None:
         super().__init__()
         on: dict[str, Any] = {"device": torch.device(device)}
         self.sparse = SparseArch(
@@ -50,7 +58,7 @@ class Ranker(nn.Module):
         )  # fmt: skip
         self.tags = torchrec.EmbeddingBagCollection(
             tables=[EmbeddingBagConfig(name="tag", num_embeddings=23, embedding_dim=4, feature_names=["tags"])],
-            is_weighted=True,
+            is_weighted=weighted,
             **on,
         )
         self.items = torchrec.EmbeddingCollection(
@@ -80,7 +88,7 @@ class Ranker(nn.Module):
         return of_samples + (sums[0] * sums[1]).sum(dim=1).sigmoid().mean() + of_words / 8
 
 
-def batch(step: int, rank: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
+def batch(step: int, rank: int, weighted: bool = True) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]:
     rng = np.random.default_rng([11, step, rank])
     samples = 4
     lengths = {key: rng.integers(0, 5, samples) for key in KEYS}
@@ -90,10 +98,16 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, KeyedJaggedTensor, torch.
         keys=KEYS,
         values=values,
         lengths=torch.from_numpy(np.concatenate([lengths[key] for key in KEYS])),
-        weights=torch.from_numpy(rng.random(len(values), dtype=np.float32)),
+        weights=torch.from_numpy(rng.random(len(values), dtype=np.float32)) if weighted else None,
     )
     dense, labels = rng.random((samples, DENSE), dtype=np.float32), rng.integers(0, 2, samples)
     return torch.from_numpy(dense), kjt, torch.from_numpy(labels).float()
+
+
+def every_second_row() -> Delta:
+    """Return copies of rows of all modules' tables."""
+    keys = np.arange(0, sum(ROWS.values()), 2)
+    return Delta(keys, np.zeros(len(keys), np.uint8), (np.arange(len(keys)) % 2 + 1).astype(np.uint8))
 
 
 def collections(model: Any) -> list[Any]:
@@ -109,13 +123,13 @@ def plain_tables(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def make(optimizer: str | None = None, device: str = "cpu") -> Ranker:
+def make(optimizer: str | None = None, weighted: bool = True) -> Ranker:
     torch.manual_seed(3)
-    model = Ranker(device)
+    model = Ranker(weighted=weighted)
     if optimizer is not None:
         kind, settings = OPTIMIZERS[optimizer]
         for module in collections(model):
-            apply_optimizer_in_backward(kind, module.parameters(), settings)
+            apply_optimizer_in_backward(kind, module.parameters(), dict(settings))  # DMP adds to it
     return model
 
 
@@ -153,10 +167,8 @@ def train_replaced(
     losses, equal = [], True
     batches: Any = [batch(step, rank) for step in range(steps)]
     for given in flexd.prefetch(batches, tables, features=lambda one: one[1]) if prefetched else batches:
-        if len(losses) == 1:  # copies of every second row of all modules' tables
-            keys = np.arange(0, sum(ROWS.values()), 2)
-            tiers = (np.arange(len(keys)) % 2 + 1).astype(np.uint8)
-            tables.engine.inbox.offer(1, Delta(keys, np.zeros(len(keys), np.uint8), tiers))
+        if len(losses) == 1:
+            tables.engine.inbox.offer(1, every_second_row())
         loss = parallel(*given)
         dense.zero_grad()
         tables.optimizer.zero_grad()
@@ -172,4 +184,154 @@ def train_replaced(
         "listed": len(tables.engine.migrator.placement()[0]),
         "tables": {name: tables.gather_table(name) for name in ROWS},
         "unused": tables.engine.hooks.unused_batches,
+    }
+
+
+def sharded(optimizer: str, world_size: int, columns: bool = False) -> Any:
+    """Return the model under ``DistributedModelParallel``: row-wise and table-wise, or one table by columns."""
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import (
+        column_wise,
+        construct_module_sharding_plan,
+        row_wise,
+        table_wise,
+    )
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+    model = make(optimizer, weighted=False)
+    fused = {"compute_kernel": "fused"}
+    by_rows, by_table = row_wise(**fused), table_wise(rank=world_size - 1, **fused)
+    divided = column_wise(ranks=list(range(world_size)), **fused) if columns else by_table
+    modules: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "sparse.embedding_bag_collection": (
+            model.sparse.embedding_bag_collection, EmbeddingBagCollectionSharder(), {"user": by_rows, "shop": divided},
+        ),
+        "tags": (model.tags, EmbeddingBagCollectionSharder(), {"tag": by_rows}),
+        "items": (model.items, EmbeddingCollectionSharder(), {"item": by_rows}),
+        "words": (model.words, EmbeddingCollectionSharder(), {"word": by_table}),
+    }  # fmt: skip
+    plan = {
+        path: construct_module_sharding_plan(
+            module, tables, sharder=sharder, local_size=world_size, world_size=world_size, device_type="cpu"
+        )
+        for path, (module, sharder, tables) in modules.items()
+    }
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan=plan),
+        sharders=[EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()],
+    )
+
+
+def train_sharded(model: Any, rank: int, first: int, steps: int) -> list[float]:
+    """Train under ``DistributedModelParallel``, whose fused optimizer updates the rows in ``backward``."""
+    tables = set(model.fused_optimizer.params)
+    dense = torch.optim.SGD([p for name, p in model.named_parameters() if name not in tables], lr=0.1)
+    losses = []
+    for step in range(first, first + steps):
+        loss = model(*batch(step, rank, weighted=False))
+        dense.zero_grad()
+        loss.backward()
+        dense.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_moved(model: Any, tables: Any, rank: int, first: int, steps: int) -> list[float]:
+    parallel = DistributedDataParallel(model)
+    dense = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    losses = []
+    for step in range(first, first + steps):
+        loss = parallel(*batch(step, rank, weighted=False))
+        dense.zero_grad()
+        loss.backward()
+        dense.step()
+        tables.optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def there_and_back(rank: int, layout: RankLayout, optimizer: str, steps: int, folder: str) -> dict[str, Any]:
+    """Train under TorchRec, move to flexd and back, and train another job that never moves.
+
+    Each part begins from other values than those it loads.
+    """
+    stayed = sharded(optimizer, layout.world_size)
+    expected = train_sharded(stayed, rank, 0, 3 * steps)
+
+    before = sharded(optimizer, layout.world_size)
+    losses = train_sharded(before, rank, 0, steps)
+    dcp.save({"model": before, "optimizer": before.fused_optimizer}, checkpoint_id=f"{folder}/before")
+
+    model = make(optimizer, weighted=False)
+    tables = replace(model, layout=layout, replica_slots=[80, 40])
+    for name in ROWS:
+        tables.load_rows(name, 0, torch.zeros_like(tables.gather_table(name)))
+    tables.engine.inbox.offer(1, every_second_row())
+    train_moved(model, tables, rank, 90, 2)
+    state = {"model": ModelState(model, tables), "optimizer": FusedOptimizerState(tables)}
+    dcp.load(state, checkpoint_id=f"{folder}/before")
+    losses += train_moved(model, tables, rank, steps, steps)
+    equal = tables.replicas_bit_equal()
+    dcp.save(state, checkpoint_id=f"{folder}/moved")
+
+    after = sharded(optimizer, layout.world_size, columns=optimizer != "rowwise_adagrad")
+    train_sharded(after, rank, 95, 1)
+    back = {"model": after.state_dict(), "optimizer": after.fused_optimizer.state_dict()}
+    if optimizer == "sgd":  # torch.distributed.checkpoint does not load a dictionary without any tensor
+        del back["optimizer"]
+    dcp.load(back, checkpoint_id=f"{folder}/moved")
+    after.load_state_dict(back["model"])
+    if optimizer != "sgd":
+        after.fused_optimizer.load_state_dict(back["optimizer"])
+    losses += train_sharded(after, rank, 2 * steps, steps)
+    return {"expected": expected, "losses": losses, "replicas_equal": equal}
+
+
+def differing_checkpoints(rank: int, layout: RankLayout, folder: str) -> dict[str, Any]:
+    """Load checkpoints that do not fit, and return the errors; then one of TorchRec into a flexd job."""
+    before = sharded("rowwise_adagrad", layout.world_size, columns=True)
+    train_sharded(before, rank, 0, 2)
+    dcp.save({"model": before, "optimizer": before.fused_optimizer}, checkpoint_id=folder)
+    model = make("rowwise_adagrad", weighted=False)
+    tables = replace(model, layout=layout)
+    errors: dict[str, str] = {}
+
+    def attempt(name: str, call: Callable[[], object]) -> None:
+        try:
+            call()
+            errors[name] = "no error"
+        except (Exception, CheckpointException) as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+
+    attempt("columns", lambda: dcp.load({"optimizer": FusedOptimizerState(tables)}, checkpoint_id=folder))
+    model_state, optimizer_state = ModelState(model, tables), FusedOptimizerState(tables)
+    untouched = tables.gather_table("item")
+    state = model_state.state_dict()
+    weight = "items.embeddings.item.weight"
+    if rank:
+        del state[weight]
+    attempt("missing", lambda: model_state.load_state_dict(state))
+    state = model_state.state_dict() | {weight: state["words.embeddings.word.weight"]}
+    attempt("shape", lambda: model_state.load_state_dict(state))
+    state = model_state.state_dict() | {weight: torch.zeros(61, 8)}
+    attempt("plain", lambda: model_state.load_state_dict(state))
+    attempt("no state", lambda: optimizer_state.load_state_dict({"state": {}}))
+    unchanged = torch.equal(tables.gather_table("item"), untouched)
+    adam = replace(make(weighted=False), layout=layout, optimizer=flexd.Adam(0.1))
+    saved = FusedOptimizerState(adam).state_dict()
+    attempt("adam", lambda: FusedOptimizerState(adam).load_state_dict(saved))
+    FusedOptimizerState(adam, steps=7).load_state_dict(saved)
+    dcp.load({"model": ModelState(DistributedDataParallel(model), tables)}, checkpoint_id=folder)
+    return {
+        "errors": errors,
+        "unchanged": unchanged,
+        "steps": adam.steps,
+        "keys": sorted(key for key in saved["state"]["tags.embedding_bags.tag.weight"]),
+        "shapes": {key: tuple(value.shape) for key, value in saved["state"][weight].items()},
+        "tables": {name: tables.gather_table(name) for name in ROWS},
     }

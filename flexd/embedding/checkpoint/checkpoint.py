@@ -79,7 +79,7 @@ def sharded_state_dict(collection: EmbeddingCollection, device: torch.device = C
                 columns = table.columns
                 blocks = [to_block(_world(collection), column.homes, column.held, device) for column in columns]
                 for column, block in zip(columns, blocks, strict=True):
-                    state[column.key] = _as_dtensor(block, column.shape)
+                    state[column.key] = as_dtensor(block, column.shape)
                 sums[table.number] = fingerprint(table.first_row, blocks)
         if any(table.owned is None for table in tables):
             _world(collection).all_reduce(sums)
@@ -100,20 +100,20 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
     """
     tables = saved_tables(collection)
     found = {key: (tuple(value.shape), value.dtype) for key, value in state.items() if torch.is_tensor(value)}
-    _raise_if_any_rank_refuses(collection, _differences(_shapes(collection, tables, of_rank=True), found))
+    raise_if_any_rank_refuses(collection, _differences(_shapes(collection, tables, of_rank=True), found))
     with collection.traffic.uncounted(), torch.no_grad():
         _raise_if_torn(collection, tables, state)
         collection.engine.before_rows_load()
         whole = [
-            [_local(state[column.key]) for column in table.columns] if table.is_mine else None
+            [block_of(state[column.key]) for column in table.columns] if table.is_mine else None
             for table in owned_tables(tables)
         ]
         from_owners(_world(collection), owned_parts(tables), whole)
         for table in tables:
             if table.owned is None:
                 for column in table.columns:
-                    from_block(_world(collection), column.homes, _local(state[column.key]), column.held)
-    collection.engine.steps = int(_local(state[_step_key(collection)]))
+                    from_block(_world(collection), column.homes, block_of(state[column.key]), column.held)
+    collection.engine.steps = int(block_of(state[_step_key(collection)]))
 
 
 def _raise_if_torn(collection: EmbeddingCollection, tables: list[SavedTable], state: Mapping[str, Any]) -> None:
@@ -121,11 +121,12 @@ def _raise_if_torn(collection: EmbeddingCollection, tables: list[SavedTable], st
     sums = torch.zeros(len(tables), dtype=torch.int64, device=collection.device)
     for table in tables:
         if table.owned is None or table.is_mine:
-            sums[table.number] = fingerprint(table.first_row, [_local(state[column.key]) for column in table.columns])
+            sums[table.number] = fingerprint(table.first_row, [block_of(state[column.key]) for column in table.columns])
     _world(collection).all_reduce(sums)
     of_all = sums.tolist()
     differs = [
-        table.has_fingerprint and int(_local(state[table.fingerprint_key])) != of_all[table.number] for table in tables
+        table.has_fingerprint and int(block_of(state[table.fingerprint_key])) != of_all[table.number]
+        for table in tables
     ]
     torn = torch.tensor(differs, device=collection.device).to(torch.int64)
     _world(collection).all_reduce(torn, dist.ReduceOp.MAX)
@@ -149,7 +150,7 @@ def save_checkpoint(
         CheckpointError: on every rank, if the directory has a checkpoint or cannot be written.
     """
     exists = Path(path, ".metadata").exists()
-    _raise_if_any_rank_refuses(
+    raise_if_any_rank_refuses(
         collection, [f"{path} holds a checkpoint already"] if exists else [], remedy="save into a new directory"
     )
     state = sharded_state_dict(collection, device)
@@ -179,7 +180,7 @@ def load_checkpoint(
         differences = _differences(_shapes(collection, saved_tables(collection)), found)
     except Exception as error:  # unreadable bytes lead to errors of many types
         differences = [f"{path} holds no complete checkpoint ({type(error).__name__}: {error})"]
-    _raise_if_any_rank_refuses(collection, differences)
+    raise_if_any_rank_refuses(collection, differences)
     state = _empty(collection, device)
     try:
         state_dict_loader.load(state, checkpoint_id=path, no_dist=not _distributed())
@@ -231,7 +232,7 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
     ]
     if stateful and step not in state:
         faults.append(f"{step} is missing")
-    _raise_if_any_rank_refuses(collection, faults)
+    raise_if_any_rank_refuses(collection, faults)
     collection.engine.before_rows_load()
     with torch.no_grad():
         for key, column in expected.items():
@@ -276,7 +277,7 @@ def _empty(collection: EmbeddingCollection, device: torch.device) -> dict[str, t
         for column in table.columns if table.owned is None or table.is_mine else []:
             rows = len(column.homes.block(collection.rank)) if table.owned is None else column.shape[0]
             block = torch.zeros((rows, column.shape[1]), dtype=column.held.dtype, device=device)
-            state[column.key] = block if table.is_mine else _as_dtensor(block, column.shape)
+            state[column.key] = block if table.is_mine else as_dtensor(block, column.shape)
     for key, (shape, dtype) in _shapes(collection, tables, of_rank=True).items():
         if key not in state:
             state[key] = torch.zeros(shape, dtype=dtype)
@@ -287,11 +288,12 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _as_dtensor(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+def as_dtensor(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the whole table of ``shape`` of which this rank has a block of rows; the block without ranks."""
     if not _distributed():
         return block
     mesh = DeviceMesh.from_group(dist.group.WORLD, block.device.type)  # type: ignore[arg-type]
-    return DTensor.from_local(block, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    return DTensor.from_local(block, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(*shape[1:], 1))
 
 
 def _cause(error: BaseException) -> str:
@@ -302,7 +304,8 @@ def _cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
+def block_of(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's block of a whole table."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -330,7 +333,7 @@ def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{' x '.join(map(str, shape)) or 'a number'} {str(dtype).removeprefix('torch.')}"
 
 
-def _raise_if_any_rank_refuses(
+def raise_if_any_rank_refuses(
     collection: EmbeddingCollection,
     faults: list[str],
     *,
