@@ -171,6 +171,9 @@ class PlannerConfig(Section):
     drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.01
     """A new plan is made when the exposed seconds of a step at the live placement exceed those of the plan that would
     be made now by this factor, and that plan saves at least ``planner.min_saving``; null plans at intervals only."""
+    correct_prices: bool = True
+    """Correct the curves of the topology by what training steps report, wherever that predicts their next report
+    better. With false corrections are learnt and shown, and plans are priced by the curves as they are."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
     """The trainers' ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan names a cheaper
     exchange if there is one."""

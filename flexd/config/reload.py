@@ -24,6 +24,7 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.batch_accesses_per_step",
     "planner.drift_interval_seconds",
     "planner.drift_threshold",
+    "planner.correct_prices",
     "planner.frozen_tables",
     "planner.exclude_tables",
     "planner.pins",

@@ -35,7 +35,7 @@ from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.scale_out import LeaderUnit
-from flexd.daemon.shutdown_budget import ShutdownBudget
+from flexd.daemon.shutdown_budget import Share, ShutdownBudget
 from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.state_files import check_files
 from flexd.daemon.state_lock import StateLock
@@ -48,6 +48,7 @@ from flexd.operations.drift import DriftMonitor
 from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
 from flexd.operations.history.history import MigrationHistory
+from flexd.operations.live_prices import LivePrices
 from flexd.operations.pacing import MigrationPacing
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
@@ -68,12 +69,6 @@ API_HEAD_START_SECONDS = 0.1
 probe that waits for the API gets its response before that."""
 HEALTHY_TICK_SECONDS = 30.0
 """The daemon is unhealthy if its loop has not ticked for this long; planning a large job takes seconds."""
-_SHARE_INGEST = 0.5
-_SHARE_LEADER = 0.25
-_SHARE_DRIFT = 0.05
-_SHARE_HISTORY = 0.05
-_SHARE_SERVER = 0.1
-"""Shares of ``shutdown_seconds`` reserved for each part; the channel has the rest. Unused time goes to later parts."""
 
 
 class Daemon:
@@ -162,12 +157,13 @@ class Daemon:
         self._operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
         plan_log = PlanLog(state / "plans.jsonl")
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
+        prices = self._prices = LivePrices(config.planner, keyspace, cluster, self._training, self._coordinator)
         self._drift = DriftMonitor(
-            config.planner, keyspace, cluster, self._ingestor.profile, self._coordinator, executions, self._training,
+            config.planner, keyspace, prices, self._ingestor.profile, self._coordinator, executions, self._training,
             supervisor,
         )  # fmt: skip
         self._planning = Planning(
-            config, keyspace, cluster, self._ingestor.profile, self._coordinator, self._training, executions,
+            config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
             self._drift.planned, self._operator.record_withheld,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
@@ -278,16 +274,16 @@ class Daemon:
         self._stopping.set()
         self._loop_watch.rest()
         self._planning_watch.rest()
-        budget, after = ShutdownBudget(seconds), _SHARE_INGEST + _SHARE_DRIFT + _SHARE_HISTORY + _SHARE_SERVER
+        budget, after = ShutdownBudget(seconds), Share.INGEST + Share.DRIFT + Share.HISTORY + Share.SERVER
         budget.stop_part("control channel", self._coordinator.stop, reserve=after)
         if self._leader is not None:
-            budget.stop_part("scale-out", self._leader.stop, reserve=after - _SHARE_LEADER)
-        budget.stop_part("ingest", self._ingestor.stop, reserve=after - _SHARE_INGEST)
-        budget.stop_part("drift", self._drift.stop, reserve=_SHARE_HISTORY + _SHARE_SERVER)
+            budget.stop_part("scale-out", self._leader.stop, reserve=after - Share.LEADER)
+        budget.stop_part("ingest", self._ingestor.stop, reserve=after - Share.INGEST)
+        budget.stop_part("drift", self._drift.stop, reserve=Share.HISTORY + Share.SERVER)
         self._effects.store()
-        budget.stop_part("history", self._history.stop, reserve=_SHARE_SERVER)
+        budget.stop_part("history", self._history.stop, reserve=Share.SERVER)
         # A channel that is loading torch cannot be interrupted and may need more than its share on a busy machine.
-        budget.retry_late(reserve=_SHARE_SERVER)
+        budget.retry_late(reserve=Share.SERVER)
         self._journal.close()
         self._state_lock.release()
         if self._server is not None:
@@ -299,6 +295,7 @@ class Daemon:
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
         self._slow_memory.add(report)
+        self._prices.add(rank, report)
         self._pacing.add(report)
         self._verifier.add(rank, report)
 

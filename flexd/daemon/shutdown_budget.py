@@ -12,6 +12,17 @@ MIN_SHARE = 0.02
 """Share of the deadline that a part gets even if earlier parts have used all of it: it may need almost nothing."""
 
 
+class Share:
+    """Shares of ``shutdown_seconds`` reserved for each part of a daemon; the channel has the rest. Unused time goes to
+    later parts."""
+
+    INGEST = 0.5
+    LEADER = 0.25
+    DRIFT = 0.05
+    HISTORY = 0.05
+    SERVER = 0.1
+
+
 class ShutdownBudget:
     """Stops parts one after another. Later parts get the time that earlier ones left unused.
 

@@ -19,11 +19,10 @@ from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor
 from flexd.operations.gates import saving_gate
 from flexd.operations.live_plan import make_live_plan
-from flexd.operations.measured_exposure import priced_by
+from flexd.operations.live_prices import LivePrices
 from flexd.operations.plan_settings import running_exchange, training_shape
 from flexd.planner.drift import Drift, placement_communication
 from flexd.sketch.profile import Profile
-from flexd.topology.cluster import Cluster, Exposed
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +55,6 @@ class MeasuredTraining(Protocol):
         """Return the accesses of the whole job per step with so many ranks; None if not known."""
         ...
 
-    def exposed(self) -> Exposed | None:
-        """Return the measured exposure of the communication; None if not known."""
-        ...
-
     def step_seconds(self) -> float | None:
         """Return the measured wall time of a step; None if not known."""
         ...
@@ -72,6 +67,7 @@ class DriftMonitor:
     and the plan would save at least ``planner.min_saving``: a plan that would be withheld is no reason.
 
     Args:
+        prices: the cluster that prices plans.
         supervisor: of the process; records the faults of the thread.
     """
 
@@ -79,7 +75,7 @@ class DriftMonitor:
         self,
         settings: PlannerConfig,
         keyspace: KeySpace,
-        cluster: Cluster,
+        prices: LivePrices,
         profile: ProfileMaker,
         coordinator: LivePlacement,
         executions: RunningMigrations,
@@ -88,7 +84,7 @@ class DriftMonitor:
     ) -> None:
         self._settings = settings
         self._keyspace = keyspace
-        self._cluster = cluster
+        self._prices = prices
         self._profile = profile
         self._coordinator = coordinator
         self._executions = executions
@@ -165,7 +161,7 @@ class DriftMonitor:
         profile = self._profile(per_step, live.layout)
         if profile.samples < max(1, settings.min_samples):
             return None
-        cluster = priced_by(self._cluster, self._training.exposed())
+        cluster = self._prices.cluster
         plan = make_live_plan(
             profile, self._keyspace, live, cluster, placement, settings, plan_id="drift",
             step_seconds=self._training.step_seconds(),

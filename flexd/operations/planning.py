@@ -19,7 +19,7 @@ from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
 from flexd.operations.live_plan import make_live_plan
-from flexd.operations.measured_exposure import priced_by
+from flexd.operations.live_prices import LivePrices
 from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.training_monitor import TrainingMonitor
@@ -39,6 +39,7 @@ class Planning:
     """Makes, keeps and executes plans, one at a time, and counts them. Thread-safe.
 
     Args:
+        prices: the cluster that prices plans.
         executions: starts the migrations of plans.
         on_executed: called whenever a plan is executed, withheld, or turns out to change nothing.
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
@@ -51,7 +52,7 @@ class Planning:
         self,
         config: Config,
         keyspace: KeySpace,
-        cluster: Cluster,
+        prices: LivePrices,
         profile: ProfileMaker,
         coordinator: Coordinator,
         training: TrainingMonitor,
@@ -61,7 +62,7 @@ class Planning:
     ) -> None:
         self._config = config
         self._keyspace = keyspace
-        self._cluster = cluster
+        self.prices = prices
         self._profile = profile
         self._coordinator = coordinator
         self._training = training
@@ -85,8 +86,8 @@ class Planning:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that prices plans now, with the exposure that ranks have measured."""
-        return priced_by(self._cluster, self._training.exposed())
+        """The cluster that prices plans now."""
+        return self.prices.cluster
 
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
@@ -96,6 +97,7 @@ class Planning:
     def apply_config(self, config: Config) -> None:
         """Use other settings from the next plan on."""
         self._config = config
+        self.prices.apply_config(config.planner)
         self.executions.apply_config(config.control)
 
     def profile_age_seconds(self) -> float:

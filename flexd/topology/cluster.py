@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -130,6 +130,12 @@ class CollectiveCurve:
         """Return the same curve with the latency divided by ``factor``, for groups of every size."""
         groups = tuple(group.divide_latency(factor) for group in self.groups)
         return replace(self, latency_seconds=self.latency_seconds / factor, groups=groups)
+
+    def scale_seconds(self, latency: float, transfer: float) -> CollectiveCurve:
+        """Return the same curve with the latency and the time of the bytes multiplied, for groups of every size."""
+        points = tuple((size, bandwidth / transfer) for size, bandwidth in self.points)
+        groups = tuple(group.scale_seconds(latency, transfer) for group in self.groups)
+        return replace(self, latency_seconds=self.latency_seconds * latency, points=points, groups=groups)
 
 
 def _between(small: CollectiveCurve, large: CollectiveCurve, ranks: int) -> CollectiveCurve:
@@ -294,6 +300,20 @@ class Cluster:
         if world is not None:
             world = replace(world, all_to_all=change(Link.INTER_NODE, world.all_to_all))
         return replace(self, intra_node=intra, inter_node=inter, world=world)
+
+    def scale_seconds(
+        self, factors: Mapping[tuple[Link, Collective], tuple[float, float]], world: tuple[float, float]
+    ) -> Cluster:
+        """Return the same cluster with (latency, transfer) seconds of curves multiplied, and of that of the world."""
+
+        def of_link(link: Link) -> LinkModel:
+            scaled = {c: self.curve(link, c).scale_seconds(*factors.get((link, c), (1.0, 1.0))) for c in Collective}
+            return LinkModel(self.link(link).wire_bytes_per_second, **{c.value: scaled[c] for c in Collective})
+
+        over_all = self.world
+        if over_all is not None:
+            over_all = replace(over_all, all_to_all=over_all.all_to_all.scale_seconds(*world))
+        return replace(self, intra_node=of_link(Link.INTRA_NODE), inter_node=of_link(Link.INTER_NODE), world=over_all)
 
     def with_exposed(self, exposed: Exposed, name: str = "") -> Cluster:
         """Return the same cluster with other exposed shares, and another name if one is given."""

@@ -14,6 +14,7 @@ from flexd.config.load import parse_config
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.drift import DriftMonitor
+from flexd.operations.live_prices import LivePrices
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
@@ -66,8 +67,9 @@ class DriftHarness:
         self.profile_rates: list[float] = []
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0
+        prices = LivePrices(self.config.planner, self.keyspace, CLUSTER, self.training, self.coordinator)
         self.monitor = DriftMonitor(
-            self.config.planner, self.keyspace, CLUSTER, self._profile, self.coordinator,
+            self.config.planner, self.keyspace, prices, self._profile, self.coordinator,
             self.executions, self.training,  # type: ignore[arg-type]
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout
 from flexd.daemon.factory import make_cluster
 from flexd.operations.executions import Execution, Executions
+from flexd.operations.live_prices import LivePrices
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
@@ -52,8 +53,10 @@ class PlanningHarness:
         self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
         self.log_path = directory / "plans.jsonl"
         executions = Executions(self.config.control, keyspace, self.coordinator, PlanLog(self.log_path))  # type: ignore[arg-type]
+        cluster = scale_model(make_cluster(self.config), 1e6)
+        self.prices = LivePrices(self.config.planner, keyspace, cluster, self.training, self.coordinator)
         self.planning = Planning(
-            self.config, keyspace, scale_model(make_cluster(self.config), 1e6), self._make_profile, self.coordinator,  # type: ignore[arg-type]
+            self.config, keyspace, self.prices, self._make_profile, self.coordinator,  # type: ignore[arg-type]
             self.training, executions,
         )  # fmt: skip
 
