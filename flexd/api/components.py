@@ -13,6 +13,7 @@ from flexd.api.migration_effect import migration_effect
 from flexd.api.placement import placement_status
 from flexd.api.plan import plan_report
 from flexd.api.planning import planning_status
+from flexd.api.prices import prices_status
 from flexd.api.rank import RankPage, rank_page, topology_status
 from flexd.api.scale_out import Leader, leader_status
 from flexd.api.sketch import sketch_status
@@ -87,6 +88,7 @@ class Components:
                 "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
                 "training": training_status(self.training.totals(), self.training.ranks(), self.training.phases()),
                 "slow_memory": slow_memory_status(self.slow_memory.totals(), self.keyspace.tables),
+                "prices": prices_status(planning.prices),
                 "last_plan": None if last is None else plan_report(last, planning.last_live),
                 "migration": None if execution is None else self._migration(execution),
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),

@@ -15,6 +15,7 @@ from flexd.api.pause import DecisionsStatus
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport, plan_metrics
 from flexd.api.planning import PlanningStatus
+from flexd.api.prices import PricesStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.scale_out import ScaleOutStatus
 from flexd.api.sketch import SketchStatus
@@ -77,6 +78,8 @@ class Status(Model):
     """The steps of all ranks."""
     slow_memory: SlowMemoryStatus | None = None
     """Rows in two memories; null if all are in fast memory."""
+    prices: PricesStatus = PricesStatus()
+    """What steps have shown of the curves that price plans."""
     last_plan: PlanReport | None = None
     """The newest plan that was made."""
     migration: MigrationReport | None = None
@@ -126,6 +129,7 @@ class Status(Model):
         yield from self.training.metrics()
         if self.slow_memory is not None:
             yield from self.slow_memory.metrics()
+        yield from self.prices.metrics()
         yield from self.topology.metrics()
         yield from self.snapshot.metrics()
         yield from self.state.metrics()

@@ -55,6 +55,8 @@ def status_blocks(status: Status) -> list[Block]:
         blocks.append(_phases(status))
     if status.slow_memory is not None:
         blocks += slow_memory_blocks(status.slow_memory)
+    if status.prices.curves:
+        blocks.append(_prices(status))
     if status.drift.ratio is not None:
         blocks.append(_drift(status))
     if status.last_plan is not None:
@@ -237,6 +239,19 @@ def _phases(status: Status) -> Table:
     reason = f" ({used.exchange_reason})" if used.exchange_reason else ""
     exchange = f", exchange {used.exchange}{reason}" if used.exchange else ""
     return Table(f"a step by phase{exchange}", columns, rows, frozenset(columns[1:]), ("intra", "sent intra"))
+
+
+_CURVES = {
+    "intra_all_to_all": "all-to-all in nodes",
+    "inter_all_to_all": "all-to-all between nodes",
+    "world_all_to_all": "all-to-all of all ranks",
+    "inter_all_reduce": "all-reduce between nodes",
+}
+
+
+def _prices(status: Status) -> Facts:
+    curves = tuple((_CURVES.get(curve.curve, curve.curve), curve.reason) for curve in status.prices.curves)
+    return Facts("prices" if status.prices.used else "prices (not used: planner.correct_prices)", curves)
 
 
 def _drift(status: Status) -> Facts:

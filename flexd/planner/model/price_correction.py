@@ -20,6 +20,9 @@ LARGEST_FACTOR = 8.0
 USE_BELOW, KEEP_BELOW = 0.8, 0.95
 """A correction comes into use when its held-out error is below this share of that of the simpler prices, and stays
 until it exceeds the second one."""
+MOST_ERROR, KEEP_ERROR = 0.4, 0.5
+"""Nor is a correction used unless its held-out error is below this share of what was measured, or kept above the second
+one: what factors of bytes and latency do not explain (ranks that wait for each other in turns) is no price."""
 DEAD_BAND = 0.1
 """Factors in use stay until others differ by more than this share: plans made at prices that differ by noise would move
 rows to and fro."""
@@ -149,8 +152,11 @@ class PriceCorrection:
         simpler = [prices for prices in Correction if prices < chosen]
         if simpler and self.errors[chosen] > KEEP_BELOW * min(self.errors[prices] for prices in simpler):
             chosen = min(simpler, key=lambda prices: float(self.errors[prices]))
+        if chosen is not Correction.PROBED and self.error_share(chosen) > KEEP_ERROR:
+            chosen = Correction.PROBED
         for prices in Correction:
-            if prices > chosen and self.errors[prices] < USE_BELOW * self.errors[chosen]:
+            better = prices > chosen and self.errors[prices] < USE_BELOW * self.errors[chosen]
+            if better and self.error_share(prices) < MOST_ERROR:
                 chosen = prices
         return chosen
 
