@@ -20,6 +20,8 @@ LARGEST_FACTOR = 8.0
 USE_BELOW, KEEP_BELOW = 0.8, 0.95
 """A correction comes into use when its held-out error is below this share of that of the simpler prices, and stays
 until it exceeds the second one."""
+LEAST_ERROR = 0.05
+"""Prices whose held-out error is below this share of what was measured are right: nothing replaces them."""
 MOST_ERROR, KEEP_ERROR = 0.4, 0.5
 """Nor is a correction used unless its held-out error is below this share of what was measured, or kept above the second
 one: what factors of bytes and latency do not explain (ranks that wait for each other in turns) is no price."""
@@ -156,7 +158,7 @@ class PriceCorrection:
             chosen = Correction.PROBED
         for prices in Correction:
             better = prices > chosen and self.errors[prices] < USE_BELOW * self.errors[chosen]
-            if better and self.error_share(prices) < MOST_ERROR:
+            if better and self.error_share(chosen) > LEAST_ERROR and self.error_share(prices) < MOST_ERROR:
                 chosen = prices
         return chosen
 
