@@ -163,7 +163,7 @@ class Bench:
             "topology": {"file": str(self._topology(job))},
             "planner": {
                 "interval_seconds": 5.0, "micro_batches": job.told_micro_batches or job.micro_batches,
-                "drift_threshold": None,
+                "drift_threshold": None, "correct_prices": job.probed,
                 "verify": {"enabled": True, "block_steps": effort.block_steps, "budget_steps": effort.budget_steps},
             },
             "control": {

@@ -119,6 +119,26 @@ def test_a_dry_run_tells_what_would_be_won_and_moves_nothing(job: LiveJob) -> No
     assert after["last_plan"]["plan_id"] == before["last_plan"]["plan_id"]
 
 
+def test_prices_are_learnt_from_the_steps_of_the_ranks(job: LiveJob) -> None:
+    """The demo prices plans as given: corrections are shown and not used."""
+
+    def learnt() -> dict[str, Any]:
+        return {curve["curve"]: curve for curve in job.status()["prices"]["curves"]}
+
+    across = "inter_all_to_all"
+    until(lambda: learnt().get(across, {}).get("reports", 0) >= 8, 90, job.status)
+    curves = learnt()
+    assert set(curves) <= {across, "intra_all_to_all", "inter_all_reduce"}
+    assert curves["intra_all_to_all"]["reports"] >= 8
+    # Four ranks over gloo do not take what a preset of a cluster with fast links says.
+    assert curves[across]["probed_error"] > 0.05
+    assert job.status()["prices"]["used"] is False
+    assert "corrected" not in job.status()["topology"]["cluster"]
+    shown = " ".join(job.cli("status").stdout.split())
+    assert "not used: planner.correct_prices" in shown
+    assert "all-to-all between nodes" in shown
+
+
 def test_replan_waits_until_every_rank_has_it(job: LiveJob) -> None:
     job.steps_on()
     result = job.answer("replan", "--wait", "--timeout", 40, "--reason", "by the test")
