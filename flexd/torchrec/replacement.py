@@ -47,7 +47,8 @@ def replace(
         tables.optimizer.step()                     # TorchRec's fused optimizers step in backward()
 
     Tables keep their names (``path/name`` if modules before have a table of that name) and their values: each rank
-    takes those of its home rows from its own module, as ``DistributedModelParallel`` does, so seed every rank alike.
+    takes those of its home rows from its own module, so seed every rank alike. (``DistributedModelParallel`` does so
+    with sequences, and draws the values of bags anew.)
     Modules on ``meta`` are initialised by ``init_fn`` with ``seed``. All modules share one collection, and with it one
     connection (``flexd.connect(tables)``), one ``flexd.prefetch(loader, tables)`` and one optimizer.
 

@@ -29,13 +29,13 @@ STEPS = 21
 Losses = dict[int, float]
 
 
-def torchrun(name: str, **environment: str) -> Losses:
+def torchrun(name: str, *options: str, **environment: str) -> Losses:
     port = free_ports(1)[0]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("FLEXD_")}
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port),
-            str(EXAMPLES / name), "--steps", str(STEPS),
+            str(EXAMPLES / name), *(options or ("--steps", str(STEPS))),
         ],
         capture_output=True, text=True, timeout=180, check=False, cwd=ROOT,
         env={**clean, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environment},
@@ -70,16 +70,34 @@ def test_losses_with_torchrec_types_equal_those_without_flexd(before: Losses) ->
     assert torchrun("torchrec_sasrec.py") == pytest.approx(before, abs=2e-4)
 
 
-def diff() -> list[str]:
-    sides = [(EXAMPLES / name).read_text().splitlines() for name in ("sasrec_before.py", "sasrec.py")]
-    return list(difflib.unified_diff(*sides, "examples/sasrec_before.py", "examples/sasrec.py", lineterm="", n=1))
+@pytest.mark.long
+def test_a_torchrec_trainer_moves_to_flexd_and_back_with_equal_losses(tmp_path: Path) -> None:
+    pytest.importorskip("fbgemm_gpu")
+    options = {at: ("--first", str(at), "--steps", "20") for at in (0, 20, 40)}
+    start, moved = str(tmp_path / "start"), str(tmp_path / "moved")
+    assert list(torchrun("dlrm_before.py", *options[0], "--save", start)) == [0, 10]
+    stayed = torchrun("dlrm_before.py", "--first", "20", "--steps", "40", "--load", start)
+    assert list(stayed) == [20, 30, 40, 50]
+    losses = torchrun("dlrm.py", *options[20], "--load", start, "--save", moved)
+    losses |= torchrun("dlrm_before.py", *options[40], "--load", moved)
+    assert losses == pytest.approx(stayed, abs=3e-6)
 
 
-def test_the_difference_is_a_few_lines_and_the_docs_show_it() -> None:
-    changed = [line for line in diff() if line[0] in "+-" and line[:3] not in ("+++", "---")]
-    assert len(changed) < 25, "\n".join(changed)
-    shown = (ROOT / "docs" / "integrating.md").read_text().split("```diff\n")[1].split("```")[0]
-    assert shown == "\n".join(diff()) + "\n", "docs/integrating.md shows another difference"
+def diff(before: str, after: str) -> list[str]:
+    sides = [(EXAMPLES / name).read_text().splitlines() for name in (before, after)]
+    return list(difflib.unified_diff(*sides, f"examples/{before}", f"examples/{after}", lineterm="", n=1))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lines", "shown_as"),
+    [("sasrec_before.py", "sasrec.py", 25, 1), ("dlrm_before.py", "dlrm.py", 15, 2)],
+)
+def test_the_difference_is_a_few_lines_and_the_docs_show_it(before: str, after: str, lines: int, shown_as: int) -> None:
+    shown = diff(before, after)
+    changed = [line for line in shown if line[0] in "+-" and line[:3] not in ("+++", "---")]
+    assert len(changed) < lines, "\n".join(changed)
+    block = (ROOT / "docs" / "integrating.md").read_text().split("```diff\n")[shown_as].split("```")[0]
+    assert block == "\n".join(shown) + "\n", "docs/integrating.md shows another difference"
 
 
 def test_the_rehearsal_has_the_cluster_of_the_demo() -> None:
