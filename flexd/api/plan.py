@@ -190,10 +190,18 @@ class PlanReport(Model):
     lower_bound_seconds: FiniteOrNone = None
     """No plan within the replica slots has a smaller objective."""
     gap: FiniteOrNone = None
-    """Largest share that the plan may miss of what any plan could save: 0 is proven best, 1 an empty plan where one
-    could save."""
+    """Largest share that the plan may miss of what any plan could save in the mean over the ranks: 0 is proven best, 1
+    an empty plan where one could save."""
+    busiest_objective_seconds: FiniteOrNone = None
+    """The planner's objective if every collective takes as long as its busiest rank."""
+    busiest_lower_bound_seconds: FiniteOrNone = None
+    """No plan within the replica slots has a smaller objective of the busiest ranks."""
+    busiest_gap: FiniteOrNone = None
+    """The gap of the busiest ranks: 0 is proven best."""
     saved_seconds: FiniteOrNone = None
-    """Predicted saving of a step against the live placement, exposed seconds."""
+    """Predicted saving of a step against the live placement, exposed seconds in the mean over the ranks."""
+    saved_busiest_seconds: FiniteOrNone = None
+    """The same saving if every collective takes as long as its busiest rank."""
     saved_share: FiniteOrNone = None
     """The saving as a share of the measured step; null if that is not known."""
     step_seconds: FiniteOrNone = None

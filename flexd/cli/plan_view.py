@@ -77,9 +77,19 @@ def _head(plan: PlanReport) -> Facts:
             ("memory of a rank", _memory(plan.memory)),
             ("changes", _changes(plan)),
             *saving_fact(plan),
-            *([("gap", f"at most {units.share(plan.gap)} of what a plan could save")] if plan.gap is not None else []),
+            *_gaps(plan),
         ),
     )
+
+
+def _gaps(plan: PlanReport) -> list[tuple[str, str]]:
+    facts = []
+    if plan.gap is not None:
+        facts.append(("gap", f"at most {units.share(plan.gap)} of what a plan could save"))
+    if plan.busiest_gap is not None:
+        saved = units.seconds(plan.saved_busiest_seconds)
+        facts.append(("busiest rank", f"saves {saved}, gap at most {units.share(plan.busiest_gap)}"))
+    return facts
 
 
 def _memory(memory: MemoryReport) -> str:

@@ -22,7 +22,11 @@ FULL_PLAN = PlanReport.model_validate(
         "migration_seconds": 0.001034,
         "lower_bound_seconds": 0.008365,
         "gap": 0.0107,
+        "busiest_objective_seconds": 0.008367,
+        "busiest_lower_bound_seconds": 0.008366,
+        "busiest_gap": 0.003,
         "saved_seconds": 0.000368,
+        "saved_busiest_seconds": 0.000372,
         "saved_share": 0.0046,
         "step_seconds": 0.08,
         "memory": {

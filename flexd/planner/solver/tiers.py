@@ -29,13 +29,19 @@ from flexd.planner.model.prices import exposed_share, linear_exposure
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import Assignment
+from flexd.planner.solver.busiest import BusiestBound, BusiestRank, Multipliers, byte_prices
 from flexd.planner.solver.limits import FREE, GroupLimits
-from flexd.topology.cluster import Cluster
+from flexd.planner.solver.rank_classes import LevelGroup
+from flexd.topology.cluster import Cluster, Exposed
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
+_LEVEL_ROWS = 200_000
+"""Up to so many rows they are moved to level the ranks; beyond, a home's hot rows are much like another's."""
+_WORTH_LEVELLING = 1e-3
+"""Share of the largest possible saving by which the busiest rank must gain, or the tiers of the mean stay."""
 _PRICE_ROUNDS = 4
 """At most: prices depend on the message sizes, which depend on the plan."""
 
@@ -53,6 +59,7 @@ class JointChoice:
             over the horizon.
         lower_bound_seconds: no tiers within the limits have a smaller objective (at the prices of these tiers'
             messages; for a cluster without size-dependent bandwidths: at all).
+        busiest: the same two of the busiest ranks of every phase, which a step waits for.
     """
 
     tiers: tuple[UInt8Array, ...]
@@ -61,6 +68,7 @@ class JointChoice:
     home: CostBreakdown
     objective_seconds: float
     lower_bound_seconds: float
+    busiest: BusiestBound
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,7 @@ class TierChoice:
     cost: CostBreakdown
     objective_seconds: float
     lower_bound_seconds: float
+    busiest: BusiestBound
 
 
 def choose_tiers(
@@ -82,11 +91,16 @@ def choose_tiers(
     live_tiers: UInt8Array,
     horizon_steps: float,
     exchange: Exchange = Exchange.CHAIN,
+    *,
+    level: bool = False,
 ) -> TierChoice:
     """The best tiers for one dim-group alone; see ``choose_jointly``."""
     limits = replica_slots if isinstance(replica_slots, GroupLimits) else GroupLimits.of(replica_slots, layout)
-    joint = choose_jointly([LoadSums(load, layout)], cluster, [limits], [live_tiers], horizon_steps, exchange)
-    return TierChoice(joint.tiers[0], joint.gains[0], joint.cost, joint.objective_seconds, joint.lower_bound_seconds)
+    sums = [LoadSums(load, layout)]
+    joint = choose_jointly(sums, cluster, [limits], [live_tiers], horizon_steps, exchange, level=level)
+    return TierChoice(
+        joint.tiers[0], joint.gains[0], joint.cost, joint.objective_seconds, joint.lower_bound_seconds, joint.busiest
+    )
 
 
 def choose_jointly(
@@ -96,16 +110,21 @@ def choose_jointly(
     live_tiers: Sequence[UInt8Array],
     horizon_steps: float,
     exchange: Exchange = Exchange.CHAIN,
+    *,
+    level: bool = False,
 ) -> JointChoice:
     """The best tiers for all dim-groups within their limits.
 
     A row that is now below a tier must pay with its lower access bound, and pay for its migration within
     ``horizon_steps``; a row that is there now stays as long as its upper bound pays. So rows near the threshold do not
     flap. The result never costs more (in the mean over the ranks) than the same exchange with every row at HOME and
-    pinned rows at their pins, and changes nothing that fits unless the change pays by this measure.
+    pinned rows at their pins, and changes nothing that fits unless the change pays by this measure. With ``level``
+    neither do its busiest ranks, and where they gain enough by other tiers, those are taken (``busiest``).
 
     Args:
         live_tiers: of each group uint8[h], tiers of the listed rows now.
+        level: take other tiers where the busiest ranks gain by them; False: the best of the mean. The bounds of the
+            busiest ranks are given in both cases.
 
     Raises:
         PlanError: a horizon that is not above 0, or pinned rows that do not fit.
@@ -118,18 +137,18 @@ def choose_jointly(
     linear = linear_exposure(cluster, home.phase_seconds.sum(axis=1))
     problem = _Problem(tuple(sums), cluster, linear, tuple(limits), tuple(live), horizon_steps, exchange)
     sent = problem.first_sizes()
-    best: JointChoice | None = None
+    best: tuple[_MeanChoice, Float64Array] | None = None
     for _ in range(1 if cluster.is_affine else _PRICE_ROUNDS):
         choice = problem.solve(sent)
-        if best is None or choice.objective_seconds < best.objective_seconds:
-            best = choice
+        if best is None or choice.objective_seconds < best[0].objective_seconds:
+            best = choice, sent
         sizes = choice.cost.bytes
         if np.array_equal(np.where(sizes > 0, sizes, sent), sent):
             break
         sent = np.where(sizes > 0, sizes, sent)
     if best is None:
         raise PlanError("no tiers were tried", remedy="report this")
-    return best
+    return problem.levelled(*best, level=level)
 
 
 @dataclass(frozen=True)
@@ -151,7 +170,7 @@ class _Group:
         """float64[tier, h]: the gains, with -inf at other tiers than these. Rows never synchronised may take any."""
         decision = self.assignment.decision
         usable = self.assignment.allowed
-        if set(usable) <= tiers:
+        if len(usable) == 2 and set(usable) <= tiers:
             return decision
         decision = decision.copy()
         for tier in (Tier.NODE, Tier.DEVICE):
@@ -185,6 +204,19 @@ class _Group:
             # Upper bounds may keep rows that the estimates would not; not if nothing is won by them together.
             chosen = self.assignment.base
         return chosen, bound
+
+
+@dataclass(frozen=True)
+class _MeanChoice:
+    """The best tiers by the mean over the ranks; ``missed_seconds`` is the most by which others could be better."""
+
+    groups: list[_Group]
+    home_tiers: list[UInt8Array]
+    home: CostBreakdown
+    tiers: list[UInt8Array]
+    cost: CostBreakdown
+    objective_seconds: float
+    missed_seconds: float
 
 
 @dataclass(frozen=True)
@@ -247,7 +279,7 @@ class _Problem:
             result.append(_Group(sums, Assignment(self.layout, sums.load.keys, decision, limits, usable), plain, live))
         return result
 
-    def solve(self, sent: Float64Array) -> JointChoice:
+    def solve(self, sent: Float64Array) -> _MeanChoice:
         groups = self.groups(sent)
         home_tiers = [group.assignment.base for group in groups]
         home = self.cost(home_tiers)
@@ -272,15 +304,79 @@ class _Problem:
                 best_tiers, best_cost, best_objective = tiers, cost, objective
         if not math.isinf(self.cluster.exposed.cover_seconds):
             best_value = home.exposed_seconds - best_objective  # at most the sum of the gains
+        return _MeanChoice(
+            groups, home_tiers, home, best_tiers, best_cost, best_objective, max(bound - best_value, 0.0)
+        )
+
+    def objective(self, groups: Sequence[_Group], tiers: Sequence[UInt8Array], exposed: float) -> float:
+        """Exposed seconds with row bounds and migration."""
+        return exposed + sum(
+            g.total(g.plain, t) - g.total(g.assignment.decision, t) for g, t in zip(groups, tiers, strict=True)
+        )
+
+    def levelled(self, mean: _MeanChoice, sent: Float64Array, *, level: bool) -> JointChoice:
+        """Bound the busiest ranks of the best tiers of the mean, and take other tiers if those gain enough by it."""
+        groups, rows = mean.groups, sum(len(group.live) for group in mean.groups)
+        peak = mean.cost.peak_bytes
+        seconds = mean.cost.peak_transfer_seconds.sum(axis=0) + mean.cost.latency_seconds
+        linear = linear_exposure(self.cluster, seconds.sum(axis=1))
+        sizes = np.where(peak > 0, peak, sent)
+        price = byte_prices(sizes, peak, linear, self.layout, self.sums[0].load.micro_batches, self.exchange)
+        busiest = BusiestRank(
+            tuple(LevelGroup(g.sums, g.assignment, g.plain, self.exchange) for g in groups), price, self.exchange
+        )
+        home_seconds = self.objective(groups, mean.home_tiers, mean.home.peak_exposed_seconds)
+        at, bound = self._busiest_bound(mean, busiest, linear, home_seconds)
+        if self.cluster.is_affine:
+            bound = max(bound, mean.objective_seconds - mean.missed_seconds)
+        best = mean.tiers, mean.cost, self.objective(groups, mean.tiers, mean.cost.peak_exposed_seconds)
+        worth = _WORTH_LEVELLING * max(home_seconds - bound, 0.0)
+
+        def others() -> Iterator[tuple[Sequence[UInt8Array], float]]:
+            """Yield other tiers, and by how much they must be better."""
+            yield mean.home_tiers, 0.0
+            if all(g.assignment.limits.fits(g.sums.load.keys, g.live, self.layout) for g in groups):
+                yield [g.live for g in groups], 0.0
+            if rows <= _LEVEL_ROWS and best[2] - bound > worth:
+                yield busiest.levelled(at), worth
+
+        for tiers, least in others() if level else ():
+            cost = self.cost(tiers)
+            objective = self.objective(groups, tiers, cost.peak_exposed_seconds)
+            better = objective < best[2] - least and cost.peak_exposed_seconds < best[1].peak_exposed_seconds
+            if better and cost.exposed_seconds <= mean.home.exposed_seconds:
+                best = list(tiers), cost, objective
+        tiers, cost, objective = best
         gains = [
-            np.take_along_axis(group.plain, tiers[None, :].astype(np.int64), axis=0)[0]
-            for group, tiers in zip(groups, best_tiers, strict=True)
+            np.take_along_axis(group.plain, chosen[None, :].astype(np.int64), axis=0)[0]
+            for group, chosen in zip(groups, tiers, strict=True)
         ]
         return JointChoice(
-            tiers=tuple(best_tiers),
+            tiers=tuple(tiers),
             gains=tuple(gains),
-            cost=best_cost,
-            home=home,
-            objective_seconds=best_objective,
-            lower_bound_seconds=best_objective - max(bound - best_value, 0.0),
+            cost=cost,
+            home=mean.home,
+            objective_seconds=self.objective(groups, tiers, cost.exposed_seconds),
+            lower_bound_seconds=mean.objective_seconds - mean.missed_seconds,
+            busiest=BusiestBound(objective, home_seconds, min(bound, objective)),
         )
+
+    def _busiest_bound(
+        self, mean: _MeanChoice, busiest: BusiestRank, linear: Cluster, home_seconds: float
+    ) -> tuple[Multipliers, float]:
+        """(weights of the ranks, lower bound of the busiest ranks' objective over all tiers within the limits)."""
+        frozen = any(group.trained is not None for group in mean.groups)
+        pinned = frozenset[Tier]().union(*(g.synced(g.assignment.base) for g in mean.groups))
+        sets = list(self.sets_of_tiers(pinned, frozen))
+        # Where compute covers no more, every byte counts whole, and all of the compute is taken off once.
+        exposed = self.cluster.exposed
+        covered = exposed.cover_seconds if linear.exposed == Exposed() and math.isfinite(exposed.cover_seconds) else 0.0
+        share = exposed_share(linear)
+        fixed = [
+            float(share @ step_latencies(self.sums, self.cluster, self.exchange, {int(t) for t in tiers}).sum(axis=1))
+            - covered
+            for tiers in sets
+        ]
+        at = busiest.solve((home_seconds - min(fixed)) * (1 + _WORTH_LEVELLING)) if sets else busiest.solve(0.0)
+        bounds = busiest.bound(at, sets)
+        return at, min([home_seconds, *(seconds + more for seconds, more in zip(bounds, fixed, strict=True))])
