@@ -80,7 +80,7 @@ def main() -> int:
         case = cases[-1]
         print(
             f"{case['title']:68} imbalance {case['imbalance']:.3f}, levelling wins {case['won_share']:7.3%} "
-            f"of the price; of the saving at most {case['mean_gap']:6.2%} is left, levelled {case['levelled_gap']:6.2%} "
+            f"of the price; of the saving {case['mean_gap']:6.2%} may be left, levelled {case['levelled_gap']:6.2%} "
             f"({case['left_share_of_price']:.2%} of the price); {case['seconds']:.2f}, {case['levelled_seconds']:.2f} s"
         )
     fast = [case for case in cases if not case["latency"]]

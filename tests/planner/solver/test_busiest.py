@@ -138,6 +138,6 @@ def test_a_plan_that_latencies_keep_at_home_is_proven_best() -> None:
     problem = skewed(5000, layout)
     choice = choose_tiers(problem, layout, load_preset("h100-400g"), 50, np.zeros(len(problem.keys), np.uint8), np.inf)
     assert not choice.tiers.any()
-    assert choice.cost.imbalance > 1.01
+    assert choice.cost.imbalance > 1.005
     assert choice.busiest.gap == 0.0
     assert choice.busiest.lower_bound_seconds == choice.cost.peak_exposed_seconds
