@@ -138,6 +138,33 @@ def test_what_no_factor_explains_is_not_used() -> None:
     assert correction.error_share(Correction.COMMON) > 0.5
 
 
+def in_turns(number: int) -> tuple[float, float]:
+    return (3.0, 3.0) if number % 2 else (12.0, 12.0)
+
+
+def test_less_wrong_than_the_curve_is_not_enough() -> None:
+    correction, used, probed = learn(in_turns, 60, noise=0.0)
+    assert correction.errors[Correction.COMMON] < 0.8 * correction.errors[Correction.PROBED]
+    assert correction.error_share(Correction.COMMON) > 0.5
+    assert correction.correction is Correction.PROBED
+    assert used == probed
+
+
+def test_a_correction_that_explains_nothing_any_more_leaves() -> None:
+    before, _, _ = learn(lambda _: (6.0, 6.0), 40, noise=0.0)
+    assert before.correction is Correction.COMMON
+    after, _, _ = learn(lambda number: (6.0, 6.0) if number < 40 else in_turns(number), 80, noise=0.0)
+    assert after.errors[Correction.COMMON] < 0.95 * after.errors[Correction.PROBED]
+    assert after.correction is Correction.PROBED
+
+
+def test_a_correction_leaves_once_the_curve_is_as_good() -> None:
+    before, _, _ = learn(lambda _: (1.3, 1.3), 40, noise=0.02)
+    assert before.correction is Correction.COMMON
+    after, _, _ = learn(lambda number: (1.3, 1.3) if number < 40 else (1.0, 1.0), 100, noise=0.02)
+    assert after.correction is Correction.PROBED
+
+
 def test_nothing_is_used_before_there_are_enough_reports() -> None:
     for reports in range(1, MIN_REPORTS):
         correction, _, _ = learn(lambda _: (4.0, 4.0), reports)
