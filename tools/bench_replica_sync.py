@@ -94,7 +94,7 @@ def way_prices(
 
     def plan(*, by_home: bool) -> JointChoice:
         # To the prices, the dtype of the wire is nothing but the rule that chooses the way.
-        sums = [LoadSums(replace(load, narrow_wire=by_home), layout)]
+        sums = [LoadSums(replace(load, sums_at_home=by_home), layout)]
         return choose_jointly(sums, cluster, [limits], [live], 1e6)
 
     all_reduced, by_home = plan(by_home=False), plan(by_home=True)

@@ -181,6 +181,9 @@ class PlannerConfig(Section):
     """Forward passes for each optimizer step: rows are looked up in each, replicas synchronised once."""
     comm_dtype: Literal["float32", "float16", "bfloat16"] | None = None
     """The trainers' ``EmbeddingCollection(comm_dtype=...)``; by default rows are sent as they are stored."""
+    replica_sums: Literal["all_reduce", "home"] = "all_reduce"
+    """The trainers' ``EmbeddingCollection(replica_sums=...)``. A running job cannot change it; each plan names the
+    price of the other way."""
     frozen_tables: list[str] = []
     """Read-only tables, which need no backward pass and no synchronisation."""
     exclude_tables: list[str] = []

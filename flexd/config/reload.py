@@ -40,8 +40,8 @@ HOT_KEYS: tuple[str, ...] = (
     "shutdown_seconds",
 )
 """Key paths of keys or whole sections that apply at once. The others are read once at the start: addresses and files
-are open, counters have their size, and a running training cannot change its ``planner.exchange``, ``comm_dtype`` and
-``micro_batches``."""
+are open, counters have their size, and a running training cannot change its ``planner.exchange``, ``comm_dtype``,
+``replica_sums`` and ``micro_batches``."""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,9 @@ class EmbeddingCollection(TableAccess):
         comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
             table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
             does not depend on the placement. Set ``planner.comm_dtype`` of the daemon to the same value.
+        replica_sums: "all_reduce" (the ranks of a rail all-reduce gradients of copies where that loses no precision) or
+            "home" (always added at the row's home, which sends back the sums, as narrow dtypes need). Exact either way;
+            the "chain" exchange alone follows it. Set ``planner.replica_sums`` of the daemon to the same value.
         max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
         fast_memory_bytes: of home rows that a rank keeps in fast memory, with optimizer state; the others are in slow
             memory, and come in when a step needs them. Default: all rows are fast. It does not change the result.
@@ -131,6 +134,7 @@ class EmbeddingCollection(TableAccess):
         average_gradients: bool = True,
         exchange: str = "chain",
         comm_dtype: str | None = None,
+        replica_sums: str = "all_reduce",
         max_migration_bytes_per_step: int = 2**20,
         fast_memory_bytes: int | None = None,
         slow_memory_dir: str | os.PathLike[str] | None = None,
@@ -153,6 +157,7 @@ class EmbeddingCollection(TableAccess):
                 average_gradients=average_gradients,
                 exchange=exchange,
                 comm_dtype=comm_dtype,
+                replica_sums=replica_sums,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
                 two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir, row_optimizer),
             )
@@ -166,6 +171,7 @@ class EmbeddingCollection(TableAccess):
         average_gradients: bool,
         exchange: str,
         comm_dtype: str | None,
+        replica_sums: str,
         max_migration_bytes_per_step: int,
         two_memories: TwoMemories | None,
     ) -> None:
@@ -175,9 +181,8 @@ class EmbeddingCollection(TableAccess):
         self.layout = self._groups.layout
         self.rank = self._groups.rank
         with self.traffic.uncounted():
-            self._check_same_everywhere(
-                [exchange, comm_dtype, average_gradients, max_migration_bytes_per_step, self._seed, row_optimizer]
-            )
+            settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
+            self._check_same_everywhere([*settings, self._seed, row_optimizer])
         self._features = FeatureMap(
             self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device
         )
@@ -191,6 +196,7 @@ class EmbeddingCollection(TableAccess):
             max_migration_bytes_per_step=max_migration_bytes_per_step,
             device=self.device,
             comm_dtype=comm_dtype,
+            replica_sums=replica_sums,
             two_memories=two_memories,
         )
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from

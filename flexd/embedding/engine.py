@@ -47,11 +47,11 @@ class RowEngine:
         replica_slots: of each dim-group.
         exchange: "auto", "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
-        comm_dtype: as in ``EmbeddingCollection``.
+        comm_dtype, replica_sums: as in ``EmbeddingCollection``.
         two_memories: None: all rows are in fast memory.
 
     Raises:
-        EmbeddingError: an unknown exchange.
+        EmbeddingError: an unknown exchange, or an unknown way to sum gradients of copies.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class RowEngine:
         max_migration_bytes_per_step: int,
         device: torch.device,
         comm_dtype: str | None = None,
+        replica_sums: str = "all_reduce",
         two_memories: TwoMemories | None = None,
     ) -> None:
         self.keyspace = keyspace
@@ -83,6 +84,7 @@ class RowEngine:
         if chooses or not automatic:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
+        self._replica_sums = replica_sums
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
         self.inbox = ChunkInbox(
@@ -110,7 +112,7 @@ class RowEngine:
         """Make a router and a replica synchronisation of these stores over other process groups."""
         router = Router(
             self.stores,
-            _hops(self.exchange.name, groups),
+            _hops(self.exchange.name, groups, self._replica_sums),
             traffic,
             dedup=self.exchange.name != "direct_no_dedup",
             comm_dtype=self._comm_dtype,
@@ -160,7 +162,7 @@ class RowEngine:
             return
         self.exchange.name = self.exchange.next
         for groups, router in ((self.groups, self.router), *self.hooks.exchanges):
-            router.change_hops(_hops(self.exchange.name, groups))
+            router.change_hops(_hops(self.exchange.name, groups, self._replica_sums))
 
     def find(
         self,
@@ -412,12 +414,14 @@ def _digest_of(settings: str) -> int:
     return digest
 
 
-def _hops(exchange: str, groups: ChainGroups) -> list[Hop]:
+def _hops(exchange: str, groups: ChainGroups, replica_sums: str) -> list[Hop]:
+    if replica_sums not in ("all_reduce", "home"):
+        raise EmbeddingError(f"replica_sums {replica_sums!r}", remedy="one of all_reduce, home")
     local_ranks = groups.layout.local_ranks
     if exchange == "chain":
         hops = [
             Hop(groups.node, lambda homes: homes % local_ranks),
-            Hop(groups.rail, lambda homes: homes // local_ranks, all_reduces=True),
+            Hop(groups.rail, lambda homes: homes // local_ranks, all_reduces=replica_sums == "all_reduce"),
         ]
     elif exchange in ("direct", "direct_no_dedup"):
         hops = [Hop(groups.world, lambda homes: homes)]

@@ -41,6 +41,7 @@ def training_shape(settings: PlannerConfig) -> TrainingShape:
         micro_batches=settings.micro_batches,
         merged_backward=True,
         comm_dtype=settings.comm_dtype,
+        replica_sums=settings.replica_sums,
         frozen_tables=frozenset(settings.frozen_tables),
     )
 

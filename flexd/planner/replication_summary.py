@@ -11,7 +11,11 @@ from flexd.topology.cluster import Cluster, Collective, Link
 
 
 def summarise_replication(
-    home: CostBreakdown, plan: CostBreakdown, cluster: Cluster, dedup: CostBreakdown
+    home: CostBreakdown,
+    plan: CostBreakdown,
+    cluster: Cluster,
+    dedup: CostBreakdown,
+    other_sums: CostBreakdown | None = None,
 ) -> dict[str, Any]:
     """Return figures per rank and step, and ``words``: sentences that state them.
 
@@ -19,6 +23,7 @@ def summarise_replication(
         home: cost of the chain without replicas.
         plan: cost of the same chain with the plan's replicas.
         dedup: cost of row-wise sharding with dedup.
+        other_sums: cost of the same placement with gradients of copies added the other way; None: there is none.
     """
     link = cluster.link(Link.INTER_NODE)
     exchange_bytes = max(plan.all_to_all_bytes(TrafficLink.INTER_NODE), home.all_to_all_bytes(TrafficLink.INTER_NODE))
@@ -42,7 +47,10 @@ def summarise_replication(
         "all_to_all_wire_share": all_to_all / link.wire_bytes_per_second,
         "all_reduce_wire_share": all_reduce / link.wire_bytes_per_second,
     }
-    words = _words(figures, cluster, at_home=plan.summed_at_home)
+    narrow = plan.summed_at_home and other_sums is None
+    words = _words(figures, cluster, narrow=narrow)
+    if other_sums is not None and figures["replicated_rows"] > 0:
+        words.append(_of_other_sums(plan, other_sums))
     if dedup.exposed_seconds < plan.exposed_seconds:
         words.append(
             f"row-wise sharding with dedup (exchange 'direct') would take {_time(dedup.exposed_seconds)} a step, this "
@@ -52,7 +60,7 @@ def summarise_replication(
     return figures | {"words": words}
 
 
-def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> list[str]:
+def _words(figures: dict[str, float], cluster: Cluster, *, narrow: bool) -> list[str]:
     ratio = figures["all_reduce_bytes_per_second"] / figures["all_to_all_bytes_per_second"]
     bandwidth = (
         f"between nodes an all-reduce moves {_size(figures['all_reduce_bytes_per_second'])}/s a rank "
@@ -60,7 +68,7 @@ def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> lis
         f"{_size(figures['all_to_all_bytes_per_second'])}/s ({figures['all_to_all_wire_share']:.0%}): "
         f"{ratio:.2f} times as much"
     )
-    if at_home:
+    if narrow:
         bandwidth = (
             "gradients travel narrower than they are added (in float32), so copies are summed at their homes and "
             "receive the sums by all-to-all; an all-reduce would round at every addition"
@@ -83,6 +91,18 @@ def _words(figures: dict[str, float], cluster: Cluster, *, at_home: bool) -> lis
         f"replication saves time, not bytes: {_size(figures['inter_node_all_to_all_bytes_saved'])} of all-to-all "
         f"between nodes become {_size(figures['inter_node_sync_bytes_added'])} of synchronisation",
     ]
+
+
+def _of_other_sums(plan: CostBreakdown, other: CostBreakdown) -> str:
+    ways = ("all-reduced between nodes", "summed at their homes")
+    used, unused = ways if not plan.summed_at_home else ways[::-1]
+    name = "all_reduce" if plan.summed_at_home else "home"
+    more = other.exposed_seconds - plan.exposed_seconds
+    priced = f"{_time(abs(more))} {'more' if more >= 0 else 'less'} exposed communication a step"
+    advice = "" if more >= 0 else f". A running job cannot change it; start the next one with replica_sums '{name}'"
+    return (
+        f"gradients of copies are {used}; {unused} (replica_sums '{name}') the same copies would cost {priced}{advice}"
+    )
 
 
 def _saving(seconds: float) -> str:

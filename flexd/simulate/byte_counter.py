@@ -83,16 +83,21 @@ def _even(part: StepPart, collective: Collective, link: int, sent: Int64Array) -
 
 
 class StepByteCounter:
-    """Counts for one key space and layout."""
+    """Counts for one key space and layout.
 
-    def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
+    Args:
+        replica_sums: as in ``TrainingShape``.
+    """
+
+    def __init__(self, keyspace: KeySpace, layout: RankLayout, replica_sums: str = "all_reduce") -> None:
+        shape = TrainingShape(replica_sums=replica_sums)
         self._keyspace = keyspace
         self._layout = layout
         specs = [keyspace.tables[group.tables[0]] for group in keyspace.groups]
         self._row_bytes = np.array([spec.row_bytes for spec in specs], dtype=np.int64)
         self._moved_bytes = np.array([spec.row_bytes + spec.state_bytes for spec in specs], dtype=np.int64)
         self._dtypes = np.array([spec.dtype for spec in specs])
-        self._narrow = np.array([TrainingShape().narrow_wire(spec) for spec in specs])
+        self._at_home = np.array([shape.sums_at_home(spec) for spec in specs])
         ranks = np.arange(layout.world_size)
         self._farthest = INTER if layout.nodes > 1 else INTRA
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks
@@ -252,22 +257,22 @@ class StepByteCounter:
             words = words_of.bytes_by_home(Tier.NODE, Tier.DEVICE)
             rail = words.reshape(nodes, local).sum(axis=0)[self._local_of]
             yield self._masks(INTER, passes * words, passes * (rail - words), nodes - 1)
-            narrow = on_rail & self._narrow[self._group_of(keys.rows)]
-            if self._narrow.any():
+            at_home = on_rail & self._at_home[self._group_of(keys.rows)]
+            if self._at_home.any():
                 row = keys.node_row
                 owner = keys.node * local + keys.rows[row] % local
                 home = keys.rows[row] % world
-                up = np.flatnonzero(narrow[row] & (owner != home))
+                up = np.flatnonzero(at_home[row] & (owner != home))
                 yield self._rows(INTER, owner[up], home[up], row[up], keys)
-                yield self._spread(INTER, keys, narrow, nodes - 1, every_node=False)
-            yield from self._all_reduces(keys, on_rail & ~narrow)
+                yield self._spread(INTER, keys, at_home, nodes - 1, every_node=False)
+            yield from self._all_reduces(keys, on_rail & ~at_home)
 
     def _all_reduces(self, keys: StepKeys, chosen: BoolArray) -> Iterator[CollectiveBytes]:
         """The chosen rows of the step over their rails; one collective for the dim-groups of a dtype."""
         nodes, local = self._layout.nodes, self._layout.local_ranks
         rows = keys.rows[np.flatnonzero(chosen)]
         group = self._group_of(rows)
-        for dtype in np.unique(self._dtypes[~self._narrow]):
+        for dtype in np.unique(self._dtypes[~self._at_home]):
             of_dtype = self._dtypes[group] == dtype
             size = self._row_bytes[group[of_dtype]]
             of_rail = np.bincount(rows[of_dtype] % local, weights=size, minlength=local).astype(np.int64)

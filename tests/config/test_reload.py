@@ -56,7 +56,11 @@ def test_hot(path: str, hot: bool) -> None:
 
 @pytest.mark.parametrize(
     ("section", "cold"),
-    [("planner", {"exchange", "micro_batches", "comm_dtype"}), ("state", {"dir", "on_unusable"}), ("log", set())],
+    [
+        ("planner", {"exchange", "micro_batches", "comm_dtype", "replica_sums"}),
+        ("state", {"dir", "on_unusable"}),
+        ("log", set()),
+    ],
 )
 def test_what_waits_for_a_restart_in_sections_that_are_read_anew(section: str, cold: set[str]) -> None:
     """A key that is new is in effect at once, or is named here."""

@@ -1,4 +1,4 @@
-"""Invariants 1-3 for any combination: optimizers, exchanges and changes between them, dtypes, passes, layouts,
+"""Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 run-ahead, evaluation, migrations, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
@@ -42,6 +42,7 @@ scenarios = st.builds(
     only_rail=st.sampled_from([-1, -1, 0]),
     switch_every=st.sampled_from([0, 0, 2, 3]),
     comm_dtype=st.sampled_from([None, None, None, "float32"]),
+    replica_sums=st.sampled_from(["all_reduce", "home"]),
     second_dtype=st.sampled_from(["", "", "", "float32"]),
     fast_memory_bytes=st.sampled_from([None, None, 1, 1_500, 10_000]),
     slow_file=st.booleans(),
@@ -56,6 +57,7 @@ three_nodes = st.builds(
     migrate_every=st.sampled_from([1, 2]),
     passes=st.sampled_from([1, 3]),
     two_dims=st.booleans(),
+    replica_sums=st.sampled_from(["all_reduce", "home"]),
 )
 
 

@@ -97,6 +97,31 @@ def test_a_narrow_wire_is_named_as_what_keeps_copies_from_an_all_reduce() -> Non
     assert "2.00 times" not in words
 
 
+@pytest.mark.parametrize(("way", "other"), [("all_reduce", "home"), ("home", "all_reduce")])
+def test_the_price_of_summing_gradients_the_other_way_is_that_of_a_job_that_does(way: str, other: str) -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=800)
+    made = plan(seen, shape=TrainingShape(micro_batches=4, merged_backward=True, replica_sums=way))
+    assert len(made.target) > 0
+    loads = make_loads(seen, KEYSPACE, LAYOUT, TrainingShape(micro_batches=4, merged_backward=True, replica_sums=other))
+    priced = placement_cost(loads, made.target, KEYSPACE, LAYOUT, made.cluster)
+    assert made.other_sums is not None
+    assert made.other_sums.exposed_seconds == pytest.approx(priced.exposed_seconds, rel=1e-12)
+    assert priced.exposed_seconds != pytest.approx(made.after.exposed_seconds, rel=1e-6)
+    summary = made.summary()
+    assert summary["replica_sums"] == {"planned": way, "other_exposed_seconds": made.other_sums.exposed_seconds}
+    assert f"replica_sums '{other}'" in " ".join(summary["replication"]["words"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "exchange"),
+    [(TrainingShape(comm_dtype="bfloat16"), Exchange.CHAIN), (TrainingShape(), Exchange.DIRECT_DEDUP)],
+)
+def test_where_gradients_can_be_summed_in_one_way_no_other_is_priced(shape: TrainingShape, exchange: Exchange) -> None:
+    made = plan(profile(KEYSPACE, ACCESSES, hot=800), shape=shape, exchange=exchange)
+    assert made.other_sums is None
+    assert made.summary()["replica_sums"]["other_exposed_seconds"] is None
+
+
 def test_no_replicas_is_explained_too() -> None:
     made = plan(profile(KEYSPACE, ACCESSES, hot=800), slots=(0, 0))
     assert len(made.target) == 0

@@ -43,21 +43,24 @@ def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks", "kind", "optimizer", "exchange", "micro_batches"),
+    ("nodes", "local_ranks", "kind", "optimizer", "exchange", "micro_batches", "replica_sums"),
     [
-        (2, 2, "one group", "sgd", "chain", 1),
-        (2, 2, "two dims", "rowwise_adagrad", "chain", 1),
-        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 1),
-        (1, 4, "two dims", "sgd", "chain", 1),
-        (4, 1, "two dtypes", "sgd", "chain", 1),
-        (3, 1, "one group", "rowwise_adagrad", "chain", 1),
-        (2, 2, "two dims", "sgd", "direct", 1),
-        (3, 2, "two dtypes", "sgd", "direct_no_dedup", 1),
-        (1, 2, "one group", "sgd", "direct_no_dedup", 1),
-        (1, 1, "one group", "sgd", "chain", 1),
-        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 2),
-        (2, 2, "two dims", "sgd", "direct", 3),
-        (2, 1, "one group", "sgd", "direct_no_dedup", 2),
+        (2, 2, "one group", "sgd", "chain", 1, "all_reduce"),
+        (2, 2, "two dims", "rowwise_adagrad", "chain", 1, "all_reduce"),
+        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 1, "all_reduce"),
+        (1, 4, "two dims", "sgd", "chain", 1, "all_reduce"),
+        (4, 1, "two dtypes", "sgd", "chain", 1, "all_reduce"),
+        (3, 1, "one group", "rowwise_adagrad", "chain", 1, "all_reduce"),
+        (2, 2, "two dims", "sgd", "direct", 1, "all_reduce"),
+        (3, 2, "two dtypes", "sgd", "direct_no_dedup", 1, "all_reduce"),
+        (1, 2, "one group", "sgd", "direct_no_dedup", 1, "all_reduce"),
+        (1, 1, "one group", "sgd", "chain", 1, "all_reduce"),
+        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 2, "all_reduce"),
+        (2, 2, "two dims", "sgd", "direct", 3, "all_reduce"),
+        (2, 1, "one group", "sgd", "direct_no_dedup", 2, "all_reduce"),
+        (2, 2, "two dims", "rowwise_adagrad", "chain", 1, "home"),
+        (3, 2, "two dtypes", "sgd", "chain", 1, "home"),
+        (4, 1, "two dtypes", "sgd", "chain", 2, "home"),
     ],
 )
 def test_bytes_equal_those_of_real_ranks(
@@ -68,15 +71,16 @@ def test_bytes_equal_those_of_real_ranks(
     optimizer: str,
     exchange: str,
     micro_batches: int,
+    replica_sums: str,
 ) -> None:
     layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
     keyspace = keyspace_of(kind, optimizer)
     # Only the chain has replicas.
     chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
     said = ranks(layout.world_size).run(
-        "simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks, micro_batches
+        "simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks, micro_batches, replica_sums
     )
-    counter = StepByteCounter(keyspace, layout)
+    counter = StepByteCounter(keyspace, layout, replica_sums)
     placement, words = Placement.empty(), BitWords(keyspace, layout)
     replicated = 0
     for step in range(STEPS):

@@ -43,6 +43,7 @@ class Scenario:
     only_rail: int = -1
     """Only rows with homes on this rail get copies, one a node; -1: rows of all rails."""
     comm_dtype: str | None = None
+    replica_sums: str = "all_reduce"
     switch_every: int = 0
     """Steps after which one of the ranks proposes the other exchange; 0: never."""
     fast_memory_bytes: int | None = None
@@ -174,7 +175,8 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
     collection = EmbeddingCollection(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
-        max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients, **scenario.memories(),
+        max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
+        replica_sums=scenario.replica_sums, **scenario.memories(),
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
     chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)

@@ -59,7 +59,7 @@ def make(scenario: Scenario) -> EmbeddingCollection:
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
         max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
-        comm_dtype=scenario.comm_dtype, **scenario.memories(),
+        comm_dtype=scenario.comm_dtype, replica_sums=scenario.replica_sums, **scenario.memories(),
     )  # fmt: skip
     if collection.engine.trial is not None:
         collection.engine.trial = ExchangeTrial(collection.engine.exchange, steps=1, interval_steps=1)

@@ -49,12 +49,14 @@ def record(
     seed: int,
     chunks: list[Delta | None],
     micro_batches: int = 1,
+    replica_sums: str = "all_reduce",
 ) -> list[dict[str, int]]:
     """Return the traffic of each step. Chunk t arrives before step t and is applied at the start of step t + 1."""
     collection = EmbeddingCollection(
         [EmbeddingTable(name, rows, dim, dtype=dtype) for name, rows, dim, dtype in TABLES[kind]],
         optimizer=SGD(lr=0.1) if optimizer == "sgd" else RowWiseAdagrad(lr=0.1),
         layout=layout, exchange=exchange, replica_slots=[group.rows for group in keyspace_of(kind, optimizer).groups],
+        replica_sums=replica_sums,
     )  # fmt: skip
     traffic = []
     for step, chunk in enumerate(chunks):

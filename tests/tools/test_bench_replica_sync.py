@@ -37,6 +37,6 @@ def test_sums_at_the_home_send_fewer_bytes_unless_every_pass_is_pushed(passes: i
     wide = replace(load(np.array([0.7])), micro_batches=passes, merged_backward=merged)
     reduced, at_home = (
         group_cost(each, np.array([1], np.uint8), LAYOUT, cluster()).bytes[..., TrafficLink.INTER_NODE].sum()
-        for each in (wide, replace(wide, narrow_wire=True))
+        for each in (wide, replace(wide, sums_at_home=True))
     )
     assert bool(at_home < reduced) is fewer

@@ -245,7 +245,7 @@ def joint_cost(
     by_tier, sent, of_ranks = [], [], []
     for i, group in enumerate(sums):
         even = group.even(nothing if unlisted is None else unlisted[i])
-        factors = byte_factors(layout, group.load.wire_bytes, exchange, narrow=group.load.narrow_wire)
+        factors = byte_factors(layout, group.load.wire_bytes, exchange, at_home=group.load.sums_at_home)
         by_tier.append(group.by_tier(tiers[i], even))
         sent.append(np.einsum("tpls,ts->tpl", factors, by_tier[-1]))
         wanted = [int(statistic) for statistic in np.flatnonzero(factors.any(axis=(0, 1, 2)))]
@@ -290,7 +290,7 @@ def cost_of_ranks(
         cover_seconds=cluster.exposed.cover_seconds,
         peak_bytes=peak,
         peak_transfer_seconds=peak_seconds,
-        summed_at_home=all(group.load.narrow_wire for group in sums),
+        summed_at_home=all(group.load.sums_at_home for group in sums),
         buffer_bytes=step_buffers(
             ranks, [group.load for group in sums], [group.total() for group in sums], exchange, sums[0].layout
         ),
@@ -311,7 +311,7 @@ def step_latencies(
         micro_batches=first.micro_batches,
         backward_passes=passes if any(group.has_trained for group in sums) else 0,
         node_requests=Tier.NODE in replicated,
-        narrow={group.load.narrow_wire for group in sums},
+        at_home={group.load.sums_at_home for group in sums},
     )
 
 

@@ -51,7 +51,7 @@ def row_seconds(
     Args:
         sent: float64[3, 6, 3] bytes by (tier, phase, link): the message sizes at which bytes are priced.
     """
-    table = byte_factors(layout, load.wire_bytes, exchange, narrow=load.narrow_wire)
+    table = byte_factors(layout, load.wire_bytes, exchange, at_home=load.sums_at_home)
     price = prices(sent, cluster, load.micro_batches, exchange)
     if exchange is not Exchange.CHAIN:
         # The factors do not differ between rows, so all rows have the same slower link.

@@ -111,7 +111,7 @@ def latencies(
     micro_batches: int = 1,
     backward_passes: int = 1,
     node_requests: bool = False,
-    narrow: Collection[bool] = (False,),
+    at_home: Collection[bool] = (False,),
 ) -> Float64Array:
     """Return float64[6, 3]: fixed seconds by (phase, link) of an optimizer step; dim-groups share the collectives.
 
@@ -122,7 +122,7 @@ def latencies(
         replicated: the tiers that hold trained rows: those above HOME are synchronised.
         backward_passes: 0 if every table is frozen, 1 if micro-batches are merged, else as many as those.
         node_requests: a direct exchange requests NODE rows from node owners in an all-to-all of its own.
-        narrow: ``GroupLoad.narrow_wire`` of the dim-groups; decides between an all-reduce and an all-to-all of sums.
+        at_home: ``GroupLoad.sums_at_home`` of the dim-groups; decides between an all-reduce and an all-to-all of sums.
     """
     result = np.zeros((len(Phase), len(TrafficLink)))
     multi_node, multi_rank = layout.nodes > 1, layout.local_ranks > 1
@@ -143,8 +143,8 @@ def latencies(
             result[Phase.SYNC_SUMS, link] = all_to_all[link]
         all_reduces = multi_node and Tier.NODE in replicated
     else:
-        all_reduces = multi_node and (exchange is Exchange.DIRECT or not all(narrow))
-        if exchange is Exchange.CHAIN and multi_node and any(narrow):
+        all_reduces = multi_node and (exchange is Exchange.DIRECT or not all(at_home))
+        if exchange is Exchange.CHAIN and multi_node and any(at_home):
             result[Phase.SYNC_SUMS, TrafficLink.INTER_NODE] = all_to_all[TrafficLink.INTER_NODE]
         if everywhere and multi_rank and exchange is Exchange.CHAIN:
             result[Phase.SYNC_SUMS, TrafficLink.INTRA_NODE] = all_to_all[TrafficLink.INTRA_NODE]

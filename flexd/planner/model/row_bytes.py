@@ -74,23 +74,23 @@ SYNC_PHASES = (Phase.SYNC_MASK, Phase.SYNC_ROWS, Phase.SYNC_SUMS)
 _SHAPE = (len(Tier), len(Phase), len(TrafficLink), STATISTICS)
 
 
-def byte_factors(layout: RankLayout, row_bytes: int, exchange: Exchange, *, narrow: bool = False) -> Float64Array:
+def byte_factors(layout: RankLayout, row_bytes: int, exchange: Exchange, *, at_home: bool = False) -> Float64Array:
     """Return float64[tier, phase, link, statistic] of this exchange.
 
     Args:
         row_bytes: of one row on the wire.
-        narrow: gradients travel in a narrower dtype than they are added in.
+        at_home: ``GroupLoad.sums_at_home``.
     """
     if exchange is Exchange.CHAIN:
-        return chain_byte_factors(layout, row_bytes, narrow=narrow)
+        return chain_byte_factors(layout, row_bytes, at_home=at_home)
     return direct_byte_factors(layout, row_bytes, dedup=exchange is Exchange.DIRECT_DEDUP)
 
 
-def chain_byte_factors(layout: RankLayout, row_bytes: int, *, narrow: bool = False) -> Float64Array:
+def chain_byte_factors(layout: RankLayout, row_bytes: int, *, at_home: bool = False) -> Float64Array:
     """Return the factors of the chain self -> node owner -> home.
 
     Gradients of replicated rows climb to the node owner as those of HOME rows do, the owners of a rail all-reduce them,
-    and the ranks of a node that hold copies receive the sums. With ``narrow`` the owners send them to the home
+    and the ranks of a node that hold copies receive the sums. With ``at_home`` the owners send them to the home
     instead, and the home the sums.
     """
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
@@ -113,7 +113,7 @@ def chain_byte_factors(layout: RankLayout, row_bytes: int, *, narrow: bool = Fal
     factors[Tier.DEVICE, Phase.SYNC_SUMS, TrafficLink.INTRA_NODE, ANYWHERE] = row_bytes * hop1
     for tier in (Tier.NODE, Tier.DEVICE):
         factors[tier, Phase.SYNC_MASK, TrafficLink.INTER_NODE, SYNCED] = 2 * hop2 / 8
-        if narrow:
+        if at_home:
             factors[tier, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE, BACK_PER_NODE] = row_bytes * hop2
             factors[tier, Phase.SYNC_SUMS, TrafficLink.INTER_NODE, ANYWHERE] = row_bytes * hop2
         else:

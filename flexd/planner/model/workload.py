@@ -53,7 +53,7 @@ class GroupLoad:
         accesses, accesses_lower, accesses_upper: float64[h], estimate and bounds.
         bin_accesses, bin_rows: float64[k], accesses of one row of each frequency bin of the other rows, and its rows.
         comm_row_bytes: one row's values on the wire; 0: as stored.
-        narrow_wire: they travel in a dtype narrower than what gradients are added in.
+        sums_at_home: gradients of copies are summed at their homes instead of all-reduced, as ``TrainingShape`` says.
         micro_batches, merged_backward: of the training shape.
         trained, returned: float64[h], 0 for rows of frozen tables; rows that come back for a look-up (1 un-pooled).
             None: 1 for all.
@@ -72,7 +72,7 @@ class GroupLoad:
     bin_accesses: Float64Array
     bin_rows: Float64Array
     comm_row_bytes: int = 0
-    narrow_wire: bool = False
+    sums_at_home: bool = False
     micro_batches: int = 1
     merged_backward: bool = False
     trained: Float64Array | None = None
@@ -379,7 +379,7 @@ def _load(
         bin_accesses=np.concatenate([np.empty(0), *(part.bin_accesses for part in parts)]),
         bin_rows=np.concatenate([np.empty(0), *(part.bin_rows for part in parts)]),
         comm_row_bytes=shape.wire_row_bytes(spec),
-        narrow_wire=shape.narrow_wire(spec),
+        sums_at_home=shape.sums_at_home(spec),
         micro_batches=shape.micro_batches,
         merged_backward=shape.merged_backward,
         trained=None if plain else of_rows("trained"),

@@ -23,7 +23,7 @@ U, V, WW = 1 - np.exp(-A), 1 - np.exp(-L * A), 1 - np.exp(-W * A)
 
 def rows_bytes(tier: Tier, exchange: Exchange = Exchange.CHAIN, *, narrow: bool = False) -> np.ndarray:
     """Bytes of row values by link, of one row at this tier, both directions and the sync."""
-    problem = replace(load(np.array([A]), row_bytes=B), narrow_wire=narrow)
+    problem = replace(load(np.array([A]), row_bytes=B), sums_at_home=narrow)
     cost = group_cost(problem, np.array([tier], np.uint8), LAYOUT, cluster(), exchange)
     phases = [Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS, Phase.SYNC_ROWS, Phase.SYNC_SUMS]
     return cost.bytes[:, phases].sum(axis=(0, 1))
@@ -66,7 +66,7 @@ def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
     for tier in (Tier.NODE, Tier.DEVICE):
         assert speed[tier, 3:, TrafficLink.INTER_NODE] == pytest.approx([4e9, 5e9, 0.0])
     assert speed[Tier.DEVICE, 3:, TrafficLink.INTRA_NODE] == pytest.approx([1e9, 0.0, 1e9])
-    narrow = group_cost(replace(accesses, narrow_wire=True), np.array([0, 1, 2], np.uint8), LAYOUT, machine)
+    narrow = group_cost(replace(accesses, sums_at_home=True), np.array([0, 1, 2], np.uint8), LAYOUT, machine)
     sums = (slice(None), Phase.SYNC_SUMS, TrafficLink.INTER_NODE)
     np.testing.assert_allclose(narrow.bytes[sums][1:] / narrow.transfer_seconds[sums][1:], 4e9)
     assert narrow.bytes[:, Phase.SYNC_ROWS].sum() == 0
@@ -117,7 +117,7 @@ def test_migration_bytes() -> None:
 
 def test_sums_are_at_their_homes_only_if_every_dim_group_travels_narrow() -> None:
     wide = load(np.full(2, A))
-    narrow, tiers = replace(wide, narrow_wire=True), np.ones(2, np.uint8)
+    narrow, tiers = replace(wide, sums_at_home=True), np.ones(2, np.uint8)
     for problems, expected in (((wide, narrow), False), ((narrow, narrow), True), ((wide, wide), False)):
         sums = [LoadSums(problem, LAYOUT) for problem in problems]
         assert joint_cost(sums, [tiers, tiers], cluster()).summed_at_home is expected

@@ -34,7 +34,7 @@ LAYOUT = RankLayout(3, 4)
 )
 @pytest.mark.parametrize("narrow", [False, True])
 def test_latency_counts_the_collectives(layout: RankLayout, tiers: list[int], collectives: int, narrow: bool) -> None:
-    problem = replace(load(np.full(len(tiers), A)), narrow_wire=narrow)
+    problem = replace(load(np.full(len(tiers), A)), sums_at_home=narrow)
     cost = group_cost(problem, np.array(tiers, np.uint8), layout, cluster(latency=1.0))
     assert cost.latency_seconds.sum() == pytest.approx(collectives)
 
@@ -65,7 +65,7 @@ def test_micro_batches_count_each_forward_pass_and_merged_gradients_once(
 def test_dim_groups_of_both_kinds_take_a_collective_each() -> None:
     wide = load(np.full(2, A))
     tiers = np.array([0, 1], np.uint8)
-    sums = [LoadSums(problem, LAYOUT) for problem in (wide, replace(wide, narrow_wire=True))]
+    sums = [LoadSums(problem, LAYOUT) for problem in (wide, replace(wide, sums_at_home=True))]
     cost = joint_cost(sums, [tiers, tiers], cluster(latency=1.0))
     assert cost.latency_seconds[Phase.SYNC_ROWS, TrafficLink.INTER_NODE] == 1.0
     assert cost.latency_seconds[Phase.SYNC_SUMS, TrafficLink.INTER_NODE] == 1.0

@@ -93,7 +93,7 @@ def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int, na
     a = rng.pareto(1.0, 50)
     problem = load(a, keys, row_bytes=64)
     problem = type(problem)(
-        **{**problem.__dict__, "micro_batches": passes, "comm_row_bytes": 32, "narrow_wire": narrow}
+        **{**problem.__dict__, "micro_batches": passes, "comm_row_bytes": 32, "sums_at_home": narrow}
     )
     tiers = rng.integers(0, 3, 50).astype(np.uint8)
     if layout.local_ranks == 1:
