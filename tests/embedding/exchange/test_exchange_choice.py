@@ -83,11 +83,13 @@ def test_a_trial_keeps_the_exchange_that_is_clearly_faster(direct_seconds: float
     assert sum(a != b for a, b in pairwise(used)) == (1 if kept == "direct" else 2)
 
 
-def test_an_unknown_exchange_is_refused_and_auto_starts_with_the_chain() -> None:
+def test_an_unknown_exchange_or_way_to_sum_is_refused_and_auto_starts_with_the_chain() -> None:
     tables = [flexd.EmbeddingTable("item", 9, 3)]
     with pytest.raises(EmbeddingError, match="one of auto, chain, direct, direct_no_dedup"):
         flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), exchange="star")
     assert flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), exchange="auto").exchange == "chain"
+    with pytest.raises(EmbeddingError, match="one of all_reduce, home"):
+        flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), replica_sums="auto")
 
 
 def test_auto_begins_with_the_priced_exchange_and_keeps_the_measured_one() -> None:
