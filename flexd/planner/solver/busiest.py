@@ -81,7 +81,7 @@ def byte_prices(
     """
     each = prices(sent, linear, micro_batches, exchange)
     # Prices differ between tiers only in a direct exchange.
-    used = byte_factors(layout, 1, exchange).any(axis=3) | byte_factors(layout, 1, exchange, narrow=True).any(axis=3)
+    used = byte_factors(layout, 1, exchange).any(axis=3) | byte_factors(layout, 1, exchange, at_home=True).any(axis=3)
     least: Float64Array = np.where(used, each, np.inf).min(axis=0)
     least[~used.any(axis=0)] = 0.0
     least[:, TrafficLink.SELF] = 0.0

@@ -47,7 +47,7 @@ class LevelGroup:
     @cached_property
     def factors(self) -> Float64Array:
         load = self.sums.load
-        return byte_factors(self.layout, load.wire_bytes, self.exchange, narrow=load.narrow_wire)
+        return byte_factors(self.layout, load.wire_bytes, self.exchange, at_home=load.sums_at_home)
 
     @cached_property
     def wanted(self) -> list[int]:

@@ -65,7 +65,7 @@ def test_statistics_that_are_not_wanted_stay_zero() -> None:
 def test_weighted_bytes_of_the_ranks_are_weighted_bytes_of_the_homes(layout: RankLayout, exchange: Exchange) -> None:
     rng = np.random.default_rng(1)
     by_home = rng.uniform(0, 1, (3, STATISTICS, layout.world_size))
-    factors = byte_factors(layout, 64, exchange, narrow=True)
+    factors = byte_factors(layout, 64, exchange, at_home=True)
     sent, received = rng.uniform(0, 1, (2, len(Phase), 3, layout.world_size))
     ranks = rank_bytes(by_home, factors, layout, exchange)
     of_home = np.einsum("tpls,tsw->tplw", factors, by_home)
