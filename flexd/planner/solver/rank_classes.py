@@ -109,7 +109,11 @@ class LevelGroup:
         penalty = np.zeros((len(Tier), world, width))
         for tier in self.assignment.allowed:
             penalty[tier] = summed(self.penalty[tier])
-        return _Classes(code, summed(None), np.stack([summed(self.sums.listed[s]) for s in self.wanted]), penalty)
+        # One rank sends nothing: no statistic is wanted.
+        wanted = np.zeros((len(self.wanted), world, width))
+        for at, statistic in enumerate(self.wanted):
+            wanted[at] = summed(self.sums.listed[statistic])
+        return _Classes(code, summed(None), wanted, penalty)
 
     def class_gain(self, gain: Float64Array) -> Float64Array:
         """float64[tier, world, k]: what whole classes save, of ``home_gain``."""
