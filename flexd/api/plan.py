@@ -133,6 +133,15 @@ class ExchangeReport(Model):
     """Exposed time of a step with the recommended exchange."""
 
 
+class ReplicaSumsReport(Model):
+    """Where the gradients of copied rows are added, in the chain."""
+
+    planned: str = "all_reduce"
+    """``all_reduce`` by the ranks of a rail, or at the row's ``home``: ``planner.replica_sums``."""
+    other_exposed_seconds: FiniteOrNone = None
+    """Exposed time of a step with the other one; null where nothing would be added elsewhere."""
+
+
 class MemoryReport(Model):
     """Memory of the rank that needs most, with the plan in place."""
 
@@ -214,6 +223,8 @@ class PlanReport(Model):
     """Memory of the plan on a rank."""
     exchange: ExchangeReport = ExchangeReport()
     """The planned and the recommended exchange."""
+    replica_sums: ReplicaSumsReport = ReplicaSumsReport()
+    """Where the gradients of copied rows are added."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()

@@ -164,7 +164,7 @@ class DriftMonitor:
         cluster = self._prices.cluster
         plan = make_live_plan(
             profile, self._keyspace, live, cluster, placement, settings, plan_id="drift",
-            step_seconds=self._training.step_seconds(),
+            step_seconds=self._training.step_seconds(), bound_busiest_rank=False,
         )  # fmt: skip
         prices = (
             placement_communication(

@@ -26,6 +26,7 @@ def make_live_plan(
     parent_id: str = "",
     reason: str = "",
     step_seconds: float | None = None,
+    bound_busiest_rank: bool = True,
 ) -> Plan:
     """Return ``make_plan`` with the configured limits and shape of the training.
 
@@ -37,4 +38,5 @@ def make_live_plan(
         parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
         now_unix_seconds=time.time(), reason=reason, shape=training_shape(settings), limits=plan_limits(settings),
         exchange=running_exchange(settings), step_seconds=step_seconds,
+        bound_busiest_rank=bound_busiest_rank,
     )  # fmt: skip

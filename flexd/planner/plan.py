@@ -201,6 +201,7 @@ def make_plan(
     exchange: Exchange | None = Exchange.CHAIN,
     step_seconds: float | None = None,
     level_busiest_rank: bool = False,
+    bound_busiest_rank: bool = True,
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
@@ -215,6 +216,7 @@ def make_plan(
             dedup; such a plan costs no more than either of them without replicas.
         step_seconds: measured wall time of a step, of which the plan states its saving as a share.
         level_busiest_rank: take other rows than the best of the mean where the busiest ranks gain by them.
+        bound_busiest_rank: False saves the time of that bound in a plan that nobody sees.
 
     Raises:
         PlanError: the profile is empty, is of other tables or does not know the accesses of a step; the slots are not
@@ -236,7 +238,16 @@ def make_plan(
     live_tiers = [live.tiers_of(load.keys) for load in loads]
     exchanges = (Exchange.CHAIN, Exchange.DIRECT_DEDUP) if exchange is None else (exchange,)
     choices = {
-        each: choose_jointly(sums, cluster, group_limits, live_tiers, horizon_steps, each, level=level_busiest_rank)
+        each: choose_jointly(
+            sums,
+            cluster,
+            group_limits,
+            live_tiers,
+            horizon_steps,
+            each,
+            level=level_busiest_rank,
+            bound_busiest=bound_busiest_rank,
+        )
         for each in exchanges
     }
     exchange = min(exchanges, key=lambda each: choices[each].cost.exposed_seconds)

@@ -267,6 +267,17 @@ def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
     assert len(set(prices)) == len(prices)
 
 
+def test_drift_takes_no_time_for_a_bound_that_nobody_sees(
+    harness: DriftHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bound(*_: object) -> None:
+        raise AssertionError("the busiest rank is bounded")
+
+    monkeypatch.setattr("flexd.planner.solver.tiers.BusiestRank", bound)
+    harness.see()
+    assert harness.monitor.evaluate() is not None
+
+
 def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From messages in a file log to the reason of the plan in one process; only the ranks are fake."""
     coordinator = FakeCoordinator(obedient=True)

@@ -191,6 +191,16 @@ def test_the_gap_is_a_share_of_the_saving() -> None:
     assert hopeless.gap == 0.0
 
 
+def test_a_plan_without_the_bound_of_the_busiest_rank_is_the_same_plan() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=800)
+    bounded, unbounded = plan(seen), plan(seen, bound_busiest_rank=False)
+    assert unbounded.target.digest() == bounded.target.digest()
+    assert unbounded.after.exposed_seconds == bounded.after.exposed_seconds
+    assert unbounded.saved_busiest_seconds == bounded.saved_busiest_seconds
+    assert bounded.busiest.gap < 1.0
+    assert unbounded.busiest.gap == 1.0, "nothing is known of what is missed"
+
+
 def test_a_preset_keeps_small_messages_at_home() -> None:
     """Synchronising a few rows costs more latency than it saves: the plan says so instead of replicating."""
     made = plan(profile(KEYSPACE, ACCESSES, hot=800), machine=load_preset("azure-a100-200g"))

@@ -12,6 +12,7 @@ The mean over the rounds of what the classes take levels the ranks: rounded to r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +50,7 @@ class BusiestBound:
         objective_seconds: of the chosen tiers: exposed seconds of the busiest ranks with row bounds and migration.
         home_seconds: of every row at HOME that is not pinned elsewhere.
         lower_bound_seconds: no tiers within the limits have a smaller objective, at the prices of these
-            tiers' messages.
+            tiers' messages; -inf if it was not asked for.
     """
 
     objective_seconds: float
@@ -64,6 +65,8 @@ class BusiestBound:
 
 def missed_share(objective_seconds: float, home_seconds: float, lower_bound_seconds: float) -> float:
     """Return what may be missed of the largest possible saving, 0 to 1; 0 where nothing can be saved."""
+    if lower_bound_seconds == -math.inf:
+        return 1.0
     missed, possible = max(0.0, objective_seconds - lower_bound_seconds), home_seconds - lower_bound_seconds
     # Below the rounding of the sums.
     return min(1.0, missed / possible) if possible > _ROUNDING * home_seconds else 0.0

@@ -112,6 +112,7 @@ def choose_jointly(
     exchange: Exchange = Exchange.CHAIN,
     *,
     level: bool = False,
+    bound_busiest: bool = True,
 ) -> JointChoice:
     """The best tiers for all dim-groups within their limits.
 
@@ -123,8 +124,9 @@ def choose_jointly(
 
     Args:
         live_tiers: of each group uint8[h], tiers of the listed rows now.
-        level: take other tiers where the busiest ranks gain by them; False: the best of the mean. The bounds of the
-            busiest ranks are given in both cases.
+        level: take other tiers where the busiest ranks gain by them; False: the best of the mean. The bound of the
+            busiest ranks is given in both cases.
+        bound_busiest: False saves the time of that bound, which is -inf then. Needed to ``level``.
 
     Raises:
         PlanError: a horizon that is not above 0, or pinned rows that do not fit.
@@ -148,7 +150,7 @@ def choose_jointly(
         sent = np.where(sizes > 0, sizes, sent)
     if best is None:
         raise PlanError("no tiers were tried", remedy="report this")
-    return problem.levelled(*best, level=level)
+    return problem.levelled(*best, level=level, bounded=bound_busiest or level)
 
 
 @dataclass(frozen=True)
@@ -314,8 +316,10 @@ class _Problem:
             g.total(g.plain, t) - g.total(g.assignment.decision, t) for g, t in zip(groups, tiers, strict=True)
         )
 
-    def levelled(self, mean: _MeanChoice, sent: Float64Array, *, level: bool) -> JointChoice:
+    def levelled(self, mean: _MeanChoice, sent: Float64Array, *, level: bool, bounded: bool) -> JointChoice:
         """Bound the busiest ranks of the best tiers of the mean, and take other tiers if those gain enough by it."""
+        if not bounded:
+            return self._unbounded(mean)
         groups, rows = mean.groups, sum(len(group.live) for group in mean.groups)
         peak = mean.cost.peak_bytes
         seconds = mean.cost.peak_transfer_seconds.sum(axis=0) + mean.cost.latency_seconds
@@ -347,18 +351,28 @@ class _Problem:
             if better and cost.exposed_seconds <= mean.home.exposed_seconds:
                 best = list(tiers), cost, objective
         tiers, cost, objective = best
+        return self._choice(mean, tiers, cost, BusiestBound(objective, home_seconds, min(bound, objective)))
+
+    def _unbounded(self, mean: _MeanChoice) -> JointChoice:
+        home_seconds = self.objective(mean.groups, mean.home_tiers, mean.home.peak_exposed_seconds)
+        objective = self.objective(mean.groups, mean.tiers, mean.cost.peak_exposed_seconds)
+        return self._choice(mean, mean.tiers, mean.cost, BusiestBound(objective, home_seconds, -math.inf))
+
+    def _choice(
+        self, mean: _MeanChoice, tiers: Sequence[UInt8Array], cost: CostBreakdown, busiest: BusiestBound
+    ) -> JointChoice:
         gains = [
             np.take_along_axis(group.plain, chosen[None, :].astype(np.int64), axis=0)[0]
-            for group, chosen in zip(groups, tiers, strict=True)
+            for group, chosen in zip(mean.groups, tiers, strict=True)
         ]
         return JointChoice(
             tiers=tuple(tiers),
             gains=tuple(gains),
             cost=cost,
             home=mean.home,
-            objective_seconds=self.objective(groups, tiers, cost.exposed_seconds),
+            objective_seconds=self.objective(mean.groups, tiers, cost.exposed_seconds),
             lower_bound_seconds=mean.objective_seconds - mean.missed_seconds,
-            busiest=BusiestBound(objective, home_seconds, min(bound, objective)),
+            busiest=busiest,
         )
 
     def _busiest_bound(
