@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flexd.embedding.exchange.process_end import ProcessEnd
 from tests.support.repository import ROOT
 
-SECONDS = 50.0
+SECONDS = 180.0
 """Less than half of the timeout of the process group."""
 
 
