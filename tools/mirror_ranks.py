@@ -23,6 +23,7 @@ from flexd.embedding.exchange import hop as hop_module
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.fault_notice import FaultNotices
 from flexd.embedding.exchange.route import COUNT_SHIFT
+from flexd.embedding.replicas import row_bits
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
 from flexd.embedding.store.directory import Directory
 
@@ -135,11 +136,11 @@ def _served_ids(
 def _third(rows: SyncList, words: torch.Tensor) -> torch.Tensor:
     """Return words of the size of ``words`` in which every third row of the list is touched, and no padding."""
     with _outside():
-        bits = _listed_bits[id(rows)].clone()
-        assert len(bits) == len(words) * 64
-        bits[1::3] = 0
-        bits[2::3] = 0
-        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64)).to(words.device)
+        listed = _listed_words[id(rows)]
+        assert len(listed) == len(words)
+        thirds = np.zeros(64 * len(words), np.uint8)
+        thirds[::3] = 1
+        return (listed & torch.from_numpy(np.packbits(thirds, bitorder="little").view(np.int64))).to(words.device)
 
 
 def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: RankLayout) -> SyncLists:
@@ -147,14 +148,15 @@ def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: Rank
     are touched by no mirror."""
     lists = _sync_lists_of(directory, hops, layout)
     with _outside():
-        listed = torch.zeros(directory.entries + 1, dtype=torch.uint8, device=directory.device)
-        listed[directory.listed_entries()] = 1
-        _listed_bits.update({id(rows): rows.gather(listed).cpu() for rows in (*lists.upstream, *lists.downstream)})
+        listed = row_bits.none_set(directory.entries, directory.device)
+        row_bits.mark(listed, torch.as_tensor(directory.listed_entries(), device=directory.device))
+        for rows in (*lists.upstream, *lists.downstream):
+            _listed_words[id(rows)] = row_bits.packed(rows.gather(listed), lists.weights).cpu()
     return lists
 
 
 _sync_lists_of = SyncLists.of
-_listed_bits: dict[int, torch.Tensor] = {}
+_listed_words: dict[int, torch.Tensor] = {}
 
 
 def _recv_up(touched: TouchedRows, hop: int, words: torch.Tensor) -> None:
@@ -175,7 +177,7 @@ hop_ranges: list[tuple[int, int]] = []
 def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
     """Make collections constructed and used inside rank 0 of their layout, with mirrors for all other ranks."""
     hop_ranges[:] = ranges
-    _listed_bits.clear()
+    _listed_words.clear()
     with (
         mock.patch("flexd.embedding.collection.ChainGroups", MirrorGroups),
         mock.patch("flexd.embedding.prefetch.run_ahead.ChainGroups", MirrorGroups),

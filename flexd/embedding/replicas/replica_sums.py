@@ -12,6 +12,7 @@ from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, copy_columns
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import StationRows
+from flexd.embedding.replicas.row_bits import RowBits
 from flexd.embedding.replicas.sum_lists import SumLists
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
 from flexd.embedding.store.directory import Directory
@@ -136,8 +137,8 @@ class ReplicaSums:
         of_tiers = self.sums[group][:at_node], self.sums[group][at_node:]
         return list(zip(self._slots_by_tier[2 * group : 2 * group + 2], of_tiers, strict=True))
 
-    def _bits(self, hop: int) -> list[torch.Tensor]:
-        """Return the uint8 touched bits of the five lists of a hop."""
+    def _bits(self, hop: int) -> list[RowBits]:
+        """Return the touched bits of the five lists of a hop."""
         touched = self._touched
         received, sent = touched.down_received[hop], touched.down_sent[hop]
         if received is None or sent is None:

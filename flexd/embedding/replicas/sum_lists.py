@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.embedding.replicas.touched_rows import SyncList, entries_at, positions_of
+from flexd.embedding.replicas.row_bits import RowBits, blocks_of, positions_of
+from flexd.embedding.replicas.touched_rows import SyncList, entries_at
 from flexd.embedding.store.entry_pool import BLOCK
 
 _ALL_BYTES, _HIGHEST_BYTE = 0x0101010101010101, 56
@@ -74,13 +75,13 @@ class SumLists:
         ordered: int = sum(part.nbytes for part in self.__dict__.get("_ordered", ()))
         return self.blocks.nbytes + self.part_of_word.nbytes + ordered
 
-    def touched_in_host_memory(self, bits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+    def touched_in_host_memory(self, bits: Sequence[RowBits]) -> tuple[torch.Tensor, list[int]]:
         """Find the touched rows: (int64 [n] entries, part by part; their number in each part).
 
         Args:
-            bits: of each list uint8 [64 words], ones where rows are touched.
+            bits: of each list, in the order of its words.
         """
-        firsts = accumulate((len(some) for some in bits), initial=0)
+        firsts = accumulate((BLOCK * len(blocks_of(some)) for some in bits), initial=0)
         at = np.concatenate([positions_of(some).numpy() + first for some, first in zip(bits, firsts, strict=False)])
         parts = self.number_of_parts
         part = self.part_of_word[at // BLOCK]
@@ -89,7 +90,7 @@ class SumLists:
         order = np.argsort(part.astype(np.uint16) if parts < 2**16 else part, kind="stable")[: counts.sum()]
         return entries_at(self.blocks, torch.from_numpy(at[order])), counts.tolist()
 
-    def on_device(self, bits: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def on_device(self, bits: Sequence[RowBits]) -> tuple[torch.Tensor, torch.Tensor]:
         """Order the bits of the lists part by part: (uint8 [kept words, 64] bits, int64 [parts] numbers of ones).
 
         Args:

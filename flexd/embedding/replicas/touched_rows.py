@@ -15,8 +15,18 @@ import numpy as np
 import torch
 
 from flexd.core.layout import RankLayout
-from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
+from flexd.embedding.replicas.row_bits import (
+    RowBits,
+    all_others,
+    blocks_of,
+    mark,
+    none_set,
+    packed,
+    positions_of,
+    union_of,
+    unpacked,
+)
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.entry_pool import BLOCK, Int64Array
 
@@ -56,19 +66,18 @@ class SyncList:
         """Bytes of ``blocks`` and ``index``."""
         return 16 * sum(self.words)
 
-    def gather(self, entries: torch.Tensor) -> torch.Tensor:
-        """uint8 [entries + 1] -> uint8 [n] bits of the listed rows."""
-        return entries[:-1].view(-1, BLOCK).index_select(0, self.index).view(-1)
+    def gather(self, entries: RowBits) -> RowBits:
+        """Return the bits of the listed rows, of bits of all entries."""
+        return blocks_of(entries).index_select(0, self.index).view(-1)
 
-    def scatter(self, bits: torch.Tensor, entries: torch.Tensor) -> None:
+    def scatter(self, bits: RowBits, entries: RowBits) -> None:
         """Set the ``entries`` whose bit is set for any peer; the inverse of ``gather``."""
-        if not devices.in_host_memory(entries):
+        table, rows = blocks_of(entries), blocks_of(bits)
+        if table.dtype == torch.uint8:
             # A block is in the lists of several peers: their bits are united.
-            table = entries[:-1].view(-1, BLOCK)
-            table.scatter_reduce_(0, self.index.unsqueeze(1).expand(-1, BLOCK), bits.view(-1, BLOCK), "amax")
+            table.scatter_reduce_(0, self.index.unsqueeze(1).expand(-1, BLOCK), rows, "amax")
             return
-        table = entries[:-1].view(-1, BLOCK)
-        of_peers = zip(torch.split(self.index, self.words), torch.split(bits.view(-1, BLOCK), self.words), strict=True)
+        of_peers = zip(torch.split(self.index, self.words), torch.split(rows, self.words), strict=True)
         for blocks, part in of_peers:
             if len(blocks):
                 table.index_copy_(0, blocks, table.index_select(0, blocks) | part)
@@ -174,12 +183,12 @@ class TouchedRows:
 
     def __init__(self, lists: SyncLists, device: torch.device) -> None:
         self.lists = lists
-        self.entries = torch.zeros(lists.rows + 1, dtype=torch.uint8, device=device)
-        """uint8 [entries + 1]; the last stands for rows that are not listed, and is undefined."""
-        self.up_sent: list[torch.Tensor] = []
-        self.up_received: list[torch.Tensor] = []
-        self.down_received: list[torch.Tensor | None] = [None] * len(lists.upstream)
-        self.down_sent: list[torch.Tensor | None] = [None] * len(lists.upstream)
+        self.entries = none_set(lists.rows, device)
+        """Of all entries; the block after them is of rows that are not listed, and undefined."""
+        self.up_sent: list[RowBits] = []
+        self.up_received: list[RowBits] = []
+        self.down_received: list[RowBits | None] = [None] * len(lists.upstream)
+        self.down_sent: list[RowBits | None] = [None] * len(lists.upstream)
 
     def add(self, entries: torch.Tensor) -> None:
         mark(self.entries, entries)
@@ -188,10 +197,10 @@ class TouchedRows:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = upstream.gather(self.entries)
         self.up_sent.append(bits)
-        return PeerWords(_packed(bits, self.lists.weights), upstream.words, downstream.words)
+        return PeerWords(packed(bits, self.lists.weights), upstream.words, downstream.words)
 
     def recv_up(self, hop: int, words: torch.Tensor) -> None:
-        bits = _unpacked(words, self.lists.weights)
+        bits = unpacked(words, self.lists.weights)
         self.up_received.append(bits)
         self.lists.downstream[hop].scatter(bits, self.entries)
 
@@ -199,10 +208,10 @@ class TouchedRows:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = downstream.gather(self.entries)
         self.down_sent[hop] = bits
-        return PeerWords(_packed(bits, self.lists.weights), downstream.words, upstream.words)
+        return PeerWords(packed(bits, self.lists.weights), downstream.words, upstream.words)
 
     def recv_down(self, hop: int, words: torch.Tensor) -> None:
-        bits = _unpacked(words, self.lists.weights)
+        bits = unpacked(words, self.lists.weights)
         self.down_received[hop] = bits
         self.lists.upstream[hop].scatter(bits, self.entries)
 
@@ -216,30 +225,30 @@ class TouchedRows:
         if len(parts) == 1:
             return parts[0]
         whole = TouchedRows(parts[0].lists, parts[0].entries.device)
-        whole.entries = _union([part.entries for part in parts])
+        whole.entries = union_of([part.entries for part in parts])
         for hop in range(len(whole.down_received)):
-            whole.up_sent.append(_union([part.up_sent[hop] for part in parts]))
-            whole.up_received.append(_union([part.up_received[hop] for part in parts]))
+            whole.up_sent.append(union_of([part.up_sent[hop] for part in parts]))
+            whole.up_received.append(union_of([part.up_received[hop] for part in parts]))
             if all(part.complete for part in parts):
                 received = [bits for part in parts if (bits := part.down_received[hop]) is not None]
                 sent = [bits for part in parts if (bits := part.down_sent[hop]) is not None]
-                whole.down_received[hop], whole.down_sent[hop] = _union(received), _union(sent)
+                whole.down_received[hop], whole.down_sent[hop] = union_of(received), union_of(sent)
         return whole
 
     def entries_of_group(self, group: int) -> torch.Tensor:
         """Return int64 entries of the touched rows of a dim-group."""
         first, end = self.lists.first_entries[group : group + 2]
-        return positions_of(self.entries[first:end]) + first
+        return positions_of(self.entries, first // BLOCK, end // BLOCK)
 
     def all_positions(self) -> torch.Tensor:
         """Return int64 touched entries of all dim-groups."""
-        return positions_of(self.entries[: self.lists.rows])
+        return positions_of(self.entries, 0, self.lists.rows // BLOCK)
 
     def split(self, other: TouchedRows) -> tuple[TouchedRows, TouchedRows]:
         """Split into (rows that ``other`` has too, all the rest). Both are complete and of one placement."""
-        return self._masked(other.entries), self._masked(1 - other.entries)
+        return self._masked(other.entries), self._masked(all_others(other.entries))
 
-    def _masked(self, entries: torch.Tensor) -> TouchedRows:
+    def _masked(self, entries: RowBits) -> TouchedRows:
         part = TouchedRows(self.lists, entries.device)
         part.entries = self.entries & entries
         for hop, (up, down) in enumerate(zip(self.lists.upstream, self.lists.downstream, strict=True)):
@@ -252,37 +261,7 @@ class TouchedRows:
         return part
 
 
-def mark(entries: torch.Tensor, at: torch.Tensor) -> None:
-    """Set uint8 ``entries`` at int64 [n] places."""
-    entries.index_fill_(0, at, 1)
-
-
-def positions_of(bits: torch.Tensor) -> torch.Tensor:
-    """Return the int64 positions of the ones in uint8 [n] zeros and ones."""
-    if devices.in_host_memory(bits):  # numpy tests eight at a time: a tenth of the time where ones are few
-        return torch.from_numpy(np.flatnonzero(bits.numpy().view(np.bool_)))
-    return bits.nonzero().view(-1)
-
-
 def entries_at(blocks: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """int64 [words] block of each word, int64 [n] numbers of bits -> int64 [n] their entries."""
     word = torch.div(bits, BLOCK, rounding_mode="floor")
     return blocks.index_select(0, word) * BLOCK + (bits - word * BLOCK)
-
-
-def _union(bits: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(bits)).amax(dim=0)
-
-
-def _packed(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """uint8 [64 n] zeros and ones -> int64 [n]. ``weights``: uint8 [8], of the bits of a byte."""
-    if devices.in_host_memory(bits):  # a twentieth of the time
-        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int64))
-    return (bits.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8).view(torch.int64)
-
-
-def _unpacked(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """int64 [n] -> uint8 [64 n] zeros and ones; the inverse of ``_packed``."""
-    if devices.in_host_memory(words):
-        return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), bitorder="little"))
-    return (words.view(torch.uint8).unsqueeze(1) & weights).ne(0).view(torch.uint8).view(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,9 +17,10 @@ from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop, PeerWords
+from flexd.embedding.replicas import row_bits
 from flexd.embedding.replicas.replica_sync import ReplicaSync
 from flexd.embedding.replicas.sum_lists import SumLists
-from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows, positions_of
+from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import GroupStore, make_stores
 
@@ -169,27 +171,35 @@ def test_every_rank_receives_the_rows_that_any_rank_touches(
                 [*whole.up_sent, *whole.up_received, *whole.down_sent, *whole.down_received],
                 strict=True,
             ):
-                assert bool((bits <= of_whole).all())
+                assert torch.equal(bits | of_whole, of_whole)
 
 
-@pytest.mark.parametrize("host", [True, False])
-def test_a_list_gathers_and_scatters_its_rows(host: bool) -> None:
+@pytest.fixture(params=["words", "bytes"])
+def on_host(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether bits are as in host memory; otherwise they are as on an accelerator."""
+    with mock.patch.object(devices, "in_host_memory", return_value=request.param == "words"):
+        yield request.param == "words"
+
+
+def test_a_list_gathers_and_scatters_its_rows(on_host: bool) -> None:
     """Two peers and two dim-groups, of blocks that lie anywhere; both peers have one of them."""
     blocks = [[np.array([0, 2]), np.array([3])], [np.array([2]), np.array([], dtype=np.int64)]]
     rows = SyncList(blocks, 5 * 64, CPU)
-    entries = torch.zeros(5 * 64 + 1, dtype=torch.uint8)
+    entries = row_bits.none_set(5 * 64, CPU)
     chosen = [1, 63, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 4 * 64]
-    entries[chosen] = 1
+    row_bits.mark(entries, torch.tensor([*chosen, 1, 5 * 64]))
     bits = rows.gather(entries)
     assert rows.words == [3, 1]
     lists = SumLists.of([(rows, [True, True]), (rows, [False, True])])
     expected = [1, 63, 2 * 64 + 5, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 3 * 64, 3 * 64 + 63]
     counts = [3, 1, 2, 0, 0, 0, 2, 0]
-    found, of_parts = lists.touched_in_host_memory([bits, bits])
+    if on_host:
+        found, of_parts = lists.touched_in_host_memory([bits, bits])
+    else:
+        ordered, ones = lists.on_device([bits, bits])
+        of_parts = ones.tolist()
+        found = lists.touched_on_device(ordered, sum(counts))
     assert (found.tolist(), of_parts) == (expected, counts)
-    ordered, ones = lists.on_device([bits, bits])
-    assert ones.tolist() == counts
-    assert lists.touched_on_device(ordered, sum(counts)).tolist() == expected
     assert [[peers for _, peers in part] for part in lists.by_part(found, counts)] == [
         [[3, 1], [2, 0]],
         [[0, 0], [2, 0]],
@@ -197,11 +207,10 @@ def test_a_list_gathers_and_scatters_its_rows(host: bool) -> None:
     assert [[some.tolist() for some, _ in part] for part in lists.by_part(found, counts)] == [
         [expected[:4], expected[4:6]], [[], expected[6:]],
     ]  # fmt: skip
-    back = torch.zeros_like(entries)
-    back[4 * 64 + 9] = 1
-    with mock.patch.object(devices, "in_host_memory", return_value=host):
-        rows.scatter(bits, back)
-    assert positions_of(back).tolist() == sorted({*expected, 4 * 64 + 9})
+    back = row_bits.none_set(5 * 64, CPU)
+    row_bits.mark(back, torch.tensor([4 * 64 + 9]))
+    rows.scatter(bits, back)
+    assert row_bits.positions_of(back).tolist() == sorted({*expected, 4 * 64 + 9})
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 1.0])
@@ -215,14 +224,15 @@ def test_device_and_host_find_the_same_touched_rows(share: float) -> None:
         lists.append((rows, rng.integers(0, 2, 3).astype(bool).tolist()))
         bits.append(torch.from_numpy((rng.random(64 * sum(rows.words)) < share).astype(np.uint8)))
     found = SumLists.of(lists)
-    on_host, counts = found.touched_in_host_memory(bits)
+    words = [torch.from_numpy(np.packbits(some.numpy(), bitorder="little").view(np.int64)) for some in bits]
+    on_host, counts = found.touched_in_host_memory(words)
     ordered, ones = found.on_device(bits)
     assert ones.tolist() == counts
     assert torch.equal(found.touched_on_device(ordered, sum(counts)), on_host)
     expected = []
     for (rows, kept), of_list in zip(lists, bits, strict=True):
-        words = iter(of_list.view(-1, 64).numpy())
-        by_peer = [[[next(words) for _ in part] for part in of_peer] for of_peer in rows.blocks]
+        blocks_of_list = iter(of_list.view(-1, 64).numpy())
+        by_peer = [[[next(blocks_of_list) for _ in part] for part in of_peer] for of_peer in rows.blocks]
         for group in range(3):
             for peer, of_peer in enumerate(rows.blocks):
                 pairs = zip(of_peer[group], by_peer[peer][group], strict=True)
