@@ -32,6 +32,8 @@ UInt8Array = npt.NDArray[np.uint8]
 
 _ROUNDING = 1e-12
 _ROUNDS = 120
+_SETTLED_ROUNDS, _SETTLED = 30, 1e-3
+"""A bound alone needs no more rounds when so many have won no more than this share of what it could still win."""
 _SLOT_BISECTIONS = 24
 _EDGE = 1e-4
 """Of the price of a slot: classes this close to it are divided."""
@@ -152,7 +154,7 @@ class BusiestRank:
             saved += group.most(weights, of_rank, sets)[0]
         return [base - float(most) for most in saved]
 
-    def solve(self, enough: float = np.inf) -> Multipliers:
+    def solve(self, enough: float = np.inf, *, level: bool = True) -> Multipliers:
         """Return the weights and prices of the best bound of all rounds, and the levelled shares.
 
         Half of the rounds follow multiplicative updates of the weights; their mean response is then improved by
@@ -160,12 +162,14 @@ class BusiestRank:
 
         Args:
             enough: a bound that needs no improvement.
+            level: the shares are used; otherwise rounds end where the bound has settled.
         """
         world, price = self.layout.world_size, self.price[None, :, :, None]
         log = np.zeros((2, *self.price.shape, world))
         uneven = [np.ones(world) for _ in self.groups]
         shares = [np.zeros((len(Tier), *group.classes.rows.shape)) for group in self.groups]
         best, bytes_, late = (-np.inf, log, uneven), self._base_bytes, 0
+        bests: list[float] = []
         for round_ in range(_ROUNDS):
             if updating := round_ < _ROUNDS // 2:
                 weight = np.exp(log - log.max(axis=(0, 3), keepdims=True))
@@ -176,7 +180,8 @@ class BusiestRank:
             value, slots, chosen = self._relaxed(weight, uneven)
             if value > best[0]:
                 best = value, weight, slots
-            if value >= enough:
+            bests.append(best[0])
+            if value >= enough or (not level and _has_settled(bests, enough)):
                 break
             found = self._class_bytes(chosen)
             if updating:
@@ -270,6 +275,13 @@ class BusiestRank:
             wanted[rows[place + 0.5 < number[Tier.DEVICE][code]]] = Tier.DEVICE
             result.append(group.assignment.within_limits(wanted, net))
         return result
+
+
+def _has_settled(bests: Sequence[float], enough: float) -> bool:
+    """Return whether the best bounds after each round have become as good as they will."""
+    if len(bests) <= _SETTLED_ROUNDS:
+        return False
+    return bests[-1] - bests[-1 - _SETTLED_ROUNDS] <= _SETTLED * (enough - bests[-1])
 
 
 def _filling(saved: Float64Array, paid: Float64Array, scale: float, room: float) -> Float64Array:

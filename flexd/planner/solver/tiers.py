@@ -330,7 +330,7 @@ class _Problem:
             tuple(LevelGroup(g.sums, g.assignment, g.plain, self.exchange) for g in groups), price, self.exchange
         )
         home_seconds = self.objective(groups, mean.home_tiers, mean.home.peak_exposed_seconds)
-        at, bound = self._busiest_bound(mean, busiest, linear, home_seconds)
+        at, bound = self._busiest_bound(mean, busiest, linear, home_seconds, level=level)
         if self.cluster.is_affine:
             bound = max(bound, mean.objective_seconds - mean.missed_seconds)
         best = mean.tiers, mean.cost, self.objective(groups, mean.tiers, mean.cost.peak_exposed_seconds)
@@ -376,7 +376,7 @@ class _Problem:
         )
 
     def _busiest_bound(
-        self, mean: _MeanChoice, busiest: BusiestRank, linear: Cluster, home_seconds: float
+        self, mean: _MeanChoice, busiest: BusiestRank, linear: Cluster, home_seconds: float, *, level: bool
     ) -> tuple[Multipliers, float]:
         """(weights of the ranks, lower bound of the busiest ranks' objective over all tiers within the limits)."""
         frozen = any(group.trained is not None for group in mean.groups)
@@ -391,6 +391,7 @@ class _Problem:
             - covered
             for tiers in sets
         ]
-        at = busiest.solve((home_seconds - min(fixed)) * (1 + _WORTH_LEVELLING)) if sets else busiest.solve(0.0)
+        enough = (home_seconds - min(fixed)) * (1 + _WORTH_LEVELLING) if sets else 0.0
+        at = busiest.solve(enough, level=level)
         bounds = busiest.bound(at, sets)
         return at, min([home_seconds, *(seconds + more for seconds, more in zip(bounds, fixed, strict=True))])

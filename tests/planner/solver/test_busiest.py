@@ -128,6 +128,8 @@ def test_levelling_wins_where_hot_rows_share_a_home_and_proves_how_much_is_left(
     assert layout.replica_slots_used(problem.keys, level.tiers).max() <= 50
     assert level.busiest.objective_seconds < 0.95 * mean.busiest.objective_seconds
     assert level.busiest.gap < 0.5 < mean.busiest.gap
+    # A bound alone ends its rounds early.
+    assert mean.busiest.lower_bound_seconds == pytest.approx(level.busiest.lower_bound_seconds, rel=1e-2)
     # What a plan takes stays while the profile is the same.
     again = choose_tiers(problem, layout, machine, 50, level.tiers, 1e4, level=True)
     assert np.array_equal(again.tiers, level.tiers)
