@@ -24,6 +24,7 @@ import flexd.api
 from flexd.api.base import CommandRequest, Model, build_models
 from flexd.control.protocol import frames, handshake, messages, versions
 from flexd.control.protocol.report import PhaseReport, StepReport
+from flexd.control.protocol.wire_json import wire_fields
 from flexd.core import tap_counts
 from flexd.scaleout import count_delta
 from flexd.scaleout.push_answer import PushAnswer
@@ -99,9 +100,7 @@ def _of_types(older: Mapping[str, Fields], newer: Mapping[str, Fields]) -> list[
 
 
 def _message_fields(cls: Any) -> Fields:
-    return {
-        name: _text(field.hint) + OPTIONAL * field.optional for name, field in sorted(messages.wire_fields(cls).items())
-    }
+    return {name: _text(field.hint) + OPTIONAL * field.optional for name, field in sorted(wire_fields(cls).items())}
 
 
 def _dataclass_fields(cls: Any) -> Fields:

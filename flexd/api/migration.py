@@ -16,7 +16,7 @@ from flexd.api.verification import VerificationReport
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.control.daemon.journal import JournalledMigration
+    from flexd.control.daemon.journal_frames import JournalledMigration
     from flexd.operations.executions import Execution, Executions
     from flexd.operations.history.history import HistorySnapshot
     from flexd.operations.history.records import ActionRecord, EffectRecord, MigrationRecord, TransitionRecord

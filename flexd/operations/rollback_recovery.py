@@ -9,7 +9,7 @@ from itertools import count
 
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.journal import JournalledMigration
+from flexd.control.daemon.journal_frames import JournalledMigration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError
 from flexd.core.placement import Placement

@@ -53,7 +53,7 @@ ChannelServer.send = _send_and_greet  # type: ignore[method-assign]
 _WITHOUT_REMOVED = f"""
 
 _REMOVED = {dict(REMOVED)!r}
-_fields_of_version_1, _json_of_version_1 = wire_fields, _to_json
+_fields_of_version_1, _json_of_version_1 = wire_fields, to_json
 
 
 @cache
@@ -62,7 +62,7 @@ def wire_fields(cls: Any) -> Mapping[str, Any]:
     return {{name: field for name, field in _fields_of_version_1(cls).items() if name not in removed}}
 
 
-def _to_json(value: Any) -> dict[str, Any]:
+def to_json(value: Any) -> dict[str, Any]:
     removed = _REMOVED.get(type(value).__name__, ())
     return {{name: field for name, field in _json_of_version_1(value).items() if name not in removed}}
 """
@@ -81,7 +81,7 @@ def write_second_tree(directory: Path) -> Path:
     })  # fmt: skip
     messages = directory / _MESSAGES
     _add_field(messages, _messages(messages), f"{ADDED}: tuple[int, ...] = (1, 2)")
-    _append(messages, _WITHOUT_REMOVED)
+    _append(directory / "flexd/control/protocol/wire_json.py", _WITHOUT_REMOVED)
     _append(directory / "flexd/control/agent/channel_client.py", _CLIENT_GREETS)
     _append(directory / "flexd/control/daemon/channel_server.py", _SERVER_GREETS)
     _add_field(directory / "flexd/control/protocol/report.py", ["StepReport"], f"{ADDED}: int = 5")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 
+from flexd.control.agent.agent_context import AgentContext, PlacementLists
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.rank_connection import AgentContext, PlacementLists, RankConnection
+from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.agent.rendezvous import Rendezvous
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles

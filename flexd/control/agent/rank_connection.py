@@ -13,22 +13,13 @@ thread or the tap wakes it), or the earliest of its deadlines passes.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.agent.inbox import ChunkInbox, cannot_prepare
-from flexd.control.agent.rendezvous import Rendezvous
-from flexd.control.agent.tap_outbox import TapOutbox
+from flexd.control.agent.agent_context import AgentContext
+from flexd.control.agent.inbox import cannot_prepare
+from flexd.control.agent.listing_answer import ListingAnswer
 from flexd.control.agent.tap_sender import TapSender
 from flexd.control.protocol.frames import Frame
 from flexd.control.protocol.messages import (
@@ -43,8 +34,6 @@ from flexd.control.protocol.messages import (
     Heartbeat,
     Hello,
     HelloRefused,
-    Listing,
-    ListingPiece,
     ListRequest,
     Message,
     Progress,
@@ -53,9 +42,8 @@ from flexd.control.protocol.messages import (
     decode,
     encode,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, named_error, new_token
-from flexd.control.protocol.report import PendingReports, RankIdentity
-from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, pieces_of, rows_body
+from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, new_token
+from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly
 from flexd.control.protocol.table_lists import table_entries
 from flexd.core.errors import (
     AuthenticationError,
@@ -67,51 +55,12 @@ from flexd.core.errors import (
 )
 from flexd.core.placement import Delta
 
-PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
-
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 """Longest time between two messages of a healthy rank; longer where the daemon asks for fewer reports."""
 _HEARD_SHARE = 0.5
 """Of the timeout: the silence after which no report is sent to the daemon."""
-
-
-@dataclass
-class AgentContext:
-    """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
-
-    Attributes:
-        session: identifies this process; no two launches of a rank have the same.
-        sequence: of the newest message sent, in the whole session.
-        state: the present activity or problem, in words.
-        last_logged: the newest failure, which is not logged twice.
-        client: the connection in use, if any.
-    """
-
-    inbox: ChunkInbox
-    identity: RankIdentity
-    rendezvous: Rendezvous
-    timeout_seconds: float
-    lists: PlacementLists | None
-    outbox: TapOutbox | None
-    reports: PendingReports = field(default_factory=PendingReports)
-    stopping: threading.Event = field(default_factory=threading.Event)
-    counters: Counter[str] = field(default_factory=Counter)
-    session: str = field(default_factory=new_token)
-    sequence: int = 0
-    state: str = "not started"
-    last_logged: str = ""
-    client: ChannelClient | None = None
-
-    def count(self, what: str, by: int = 1) -> None:
-        self.counters[what] += by
-
-    def wake(self) -> None:
-        """Make the agent's thread look for something to do. From any thread; never waits."""
-        client = self.client
-        if client is not None:
-            client.wake()
 
 
 class RankConnection:
@@ -131,8 +80,7 @@ class RankConnection:
         self._joined = False
         self._chunk: ChunkHeader | None = None
         self._assembly: RowsAssembly | None = None
-        self._listing: ListRequest | None = None
-        self._listing_deadline = 0.0
+        self._listing: ListingAnswer | None = None
         self._tap: TapSender | None = None
         self._version, self._digest = 0, 0
         self._heard_at = 0.0
@@ -172,8 +120,8 @@ class RankConnection:
         self._send_progress()
         if not self._joined:
             return False
-        if self._listing is not None:
-            self._list_if_due(self._listing)
+        if self._listing is not None and self._listing.advance():
+            self._listing = None
         more = self._prepare_next()
         if self._tap is not None:
             more |= self._tap.advance()
@@ -188,7 +136,7 @@ class RankConnection:
         if self._epoch is not None and context.reports.waiting and self._hears_the_daemon():
             until = min(until, self._reported_at + self._epoch.report_seconds)
         if self._listing is not None:
-            until = min(until, self._listing_deadline)
+            until = min(until, self._listing.deadline)
         return max(until - time.monotonic(), 0.0)
 
     def _hears_the_daemon(self) -> bool:
@@ -236,8 +184,7 @@ class RankConnection:
         elif isinstance(message, ChunkPiece):
             self._continue_chunk(message, body)
         elif isinstance(message, ListRequest):
-            self._listing = message
-            self._listing_deadline = time.monotonic() + self._context.timeout_seconds
+            self._listing = ListingAnswer(self._context, message, self._fence(), self._send, self._next_sequence)
         elif isinstance(message, TapState) and self._tap is not None:
             self._tap.record_state(message)
         else:
@@ -379,37 +326,6 @@ class RankConnection:
                 reason=str(error)[:1000],
             )
         )  # fmt: skip
-
-    def _list_if_due(self, request: ListRequest) -> None:
-        """Send the rows above HOME, once every agreed chunk is applied (no chunk is pushed meanwhile)."""
-        is_applied = self._inbox.applied_version == request.version
-        if self._context.lists is not None and not is_applied and time.monotonic() < self._listing_deadline:
-            return
-        self._listing = None
-        keys, tiers = np.empty(0, np.int64), np.empty(0, np.uint8)
-        error = ""
-        if self._context.lists is None:
-            error = "this rank's agent was not given placement_lists"
-        elif not is_applied:
-            error = f"version {self._inbox.applied_version} is applied, not {request.version}: training does not step"
-        else:
-            try:
-                keys, tiers = self._context.lists()
-            except Exception as failure:
-                logger.warning("rank %d: its placement cannot be listed", self._me.rank, exc_info=failure)
-                error = named_error(failure)
-        body = rows_body(np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8))
-        first, *others = pieces_of(body)
-        sender = {**self._fence(), "rank": self._me.rank}
-        self._send(
-            Listing(
-                **sender, sequence=self._next_sequence(), version=request.version, rows=len(keys),
-                sha256=hashlib.sha256(body).hexdigest(), error=error,
-            ),
-            first,
-        )  # fmt: skip
-        for number, piece in enumerate(others, start=1):
-            self._send(ListingPiece(**sender, sequence=self._next_sequence(), piece=number), piece)
 
     def _send_progress(self, final: bool = False) -> None:
         assert self._epoch is not None  # noqa: S101

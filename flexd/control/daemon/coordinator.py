@@ -18,7 +18,8 @@ from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.daemon.epoch_manager import LEADERSHIP_LOST, EpochManager, Hosted, OnReport
 from flexd.control.daemon.event_log import EventLog, OnEvent
-from flexd.control.daemon.journal import JournalledMigration, PlacementJournal
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.journal_frames import JournalledMigration
 from flexd.control.daemon.migration import ChunkSource, Migration, MigrationMetadata
 from flexd.control.daemon.migration_events import MigrationEventDispatcher, OnMigration
 from flexd.control.daemon.rank_channels import RankChannels

@@ -10,12 +10,8 @@ endian arrays. The first frame is a *segment* (a whole placement, of one job att
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import struct
 import threading
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +19,16 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.daemon.journal_frames import (
+    HEADER_BYTES,
+    Chunk,
+    JournalledMigration,
+    chunk_payload,
+    framed,
+    frames,
+    migration_of,
+    payload_of,
+)
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
@@ -35,7 +41,6 @@ FORMAT = 1
 """Of the file: the last character of its magic. A newer flexd raises it and reads the formats before it."""
 _MAGIC_OF_ANY = b"FLEXDPJ"
 _MAGIC = _MAGIC_OF_ANY + str(FORMAT).encode()
-_FRAME = struct.Struct("<II")
 _COMPACT_ROWS = 65_536
 """Chunk rows beside the segment before they are compacted into it (or half the segment's rows, if more)."""
 _OVERLAY_ROWS = 16_384
@@ -49,43 +54,8 @@ _ROLLBACK_ROWS = 2**21
 _ROLLBACK_CHUNKS = 4_096
 """Rows and chunks kept beside the segment so that the newest migration can be rolled back: 10 bytes a row, in memory
 too."""
-_MAX_ID_CHARACTERS = 400
-_HEADER_BYTES = 200
-"""Typical bytes of a frame's header."""
-_CHUNK_ROW_BYTES, _SEGMENT_ROW_BYTES = 10, 9
-"""An int64 key with two tiers, or one."""
-
-
-@dataclass(frozen=True)
-class JournalledMigration:
-    """The migration that a chunk belongs to.
-
-    Attributes:
-        base_version: version of the placement it started from, which all ranks had agreed on.
-        returns_to: version of the placement that a rollback restores; None for other migrations.
-    """
-
-    migration_id: str
-    plan_id: str
-    base_version: int
-    returns_to: int | None = None
-
-    @property
-    def rollback_version(self) -> int:
-        """The version that its rollback restores; for a rollback, the version that it restores itself."""
-        return self.base_version if self.returns_to is None else self.returns_to
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    version: int
-    delta: Delta
-    migration: JournalledMigration | None = None
-
-    @property
-    def frame_bytes(self) -> int:
-        """Its size in the file, to within the length of its names."""
-        return _HEADER_BYTES + _CHUNK_ROW_BYTES * len(self.delta)
+_SEGMENT_ROW_BYTES = 9
+"""An int64 key with its tier."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +90,7 @@ class PlacementJournal:
         self.truncated_bytes = 0
         self._segment: Segment | None = None
         self._base = Placement.empty()
-        self._chunks: list[_Chunk] = []
+        self._chunks: list[Chunk] = []
         self._overlay = _latest([])
         self._overlaid = 0
         self._file: BinaryIO | None = None
@@ -190,10 +160,10 @@ class PlacementJournal:
                     f"chunk {version} of {len(delta)} rows does not start from the placement before it",
                     remedy="make the delta against the live placement",
                 )
-            chunk = _Chunk(version, delta, migration)
+            chunk = Chunk(version, delta, migration)
             self._drop_dead_bytes(kept)
             fault_point("journal.append")
-            self._write_frame(_chunk_payload(chunk))
+            self._write_frame(chunk_payload(chunk))
             fault_point("journal.appended")
             self._chunks = [*kept, chunk]
 
@@ -225,7 +195,7 @@ class PlacementJournal:
                 later = [chunk for chunk in self._chunks if chunk.version > version]
                 self._rewrite(self._segment, self.placement_at(min(version, self.last_version)), later)
 
-    def _drop_dead_bytes(self, kept: list[_Chunk]) -> None:
+    def _drop_dead_bytes(self, kept: list[Chunk]) -> None:
         """Rewrite the file with ``kept`` once its voided chunks are larger: chunks that are pushed and never agreed on
         are numbered and written again and again.
         """
@@ -237,7 +207,7 @@ class PlacementJournal:
             with contextlib.suppress(SnapshotError):
                 self._rewrite(self._segment, self._base, kept)
 
-    def _tiers_of(self, keys: Int64Array, chunks: list[_Chunk]) -> UInt8Array:
+    def _tiers_of(self, keys: Int64Array, chunks: list[Chunk]) -> UInt8Array:
         """Return uint8[n]: the tiers after ``chunks``, which are a prefix of the recorded ones.
 
         The older chunks are kept merged (``_overlay``), so that a long migration does not sort them for every chunk.
@@ -255,7 +225,7 @@ class PlacementJournal:
                 tiers[found] = latest[at[found]]
         return tiers
 
-    def _rewrite(self, segment: Segment, base: Placement, chunks: list[_Chunk]) -> None:
+    def _rewrite(self, segment: Segment, base: Placement, chunks: list[Chunk]) -> None:
         temporary = self._path.with_suffix(".tmp")
         header = {
             "kind": "segment", "attempt": segment.attempt, "generation": segment.generation,
@@ -265,9 +235,9 @@ class PlacementJournal:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(_MAGIC)
-                file.write(_framed(_payload(header, base.keys, base.tiers)))
+                file.write(framed(payload_of(header, base.keys, base.tiers)))
                 for chunk in chunks:
-                    file.write(_framed(_chunk_payload(chunk)))
+                    file.write(framed(chunk_payload(chunk)))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self._path)
@@ -293,7 +263,7 @@ class PlacementJournal:
         return self._file
 
     def _write_frame(self, payload: bytes) -> None:
-        frame = _framed(payload)
+        frame = framed(payload)
         try:
             file = self._file or self._open_for_append()
             # Also removes what an earlier failed write may have left.
@@ -315,7 +285,7 @@ class PlacementJournal:
         with open(self._path, "rb") as file:
             if file.read(len(_MAGIC)) == _MAGIC:
                 good = file.tell()
-                for header, arrays in _frames(file):
+                for header, arrays in frames(file):
                     if not self._load_frame(header, arrays):
                         break
                     good = file.tell()
@@ -348,7 +318,7 @@ class PlacementJournal:
             while self._chunks and self._chunks[-1].version >= version:
                 self._chunks.pop()
             delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy())
-            self._chunks.append(_Chunk(version, delta, _migration_of(header)))
+            self._chunks.append(Chunk(version, delta, migration_of(header)))
             return True
         except (KeyError, ValueError, TypeError, PlacementError):
             return False
@@ -360,7 +330,7 @@ class PlacementJournal:
 
 
 def _segment_bytes(base: Placement) -> int:
-    return _HEADER_BYTES + _SEGMENT_ROW_BYTES * len(base)
+    return HEADER_BYTES + _SEGMENT_ROW_BYTES * len(base)
 
 
 def check_version(path: Path) -> None:
@@ -378,27 +348,7 @@ def check_version(path: Path) -> None:
         )
 
 
-def _chunk_payload(chunk: _Chunk) -> bytes:
-    delta, migration = chunk.delta, chunk.migration
-    header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta)}
-    if migration is not None:
-        header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
-        if migration.returns_to is not None:
-            header["returns_to"] = migration.returns_to
-    return _payload(header, delta.keys, delta.old_tiers, delta.new_tiers)
-
-
-def _migration_of(header: dict[str, Any]) -> JournalledMigration | None:
-    """Return the migration of a chunk; None if the header does not name it validly: the chunk can be applied anyway."""
-    names, versions = (header.get("migration"), header.get("plan")), (header.get("base"), header.get("returns_to", 0))
-    if not all(isinstance(name, str) and len(name) <= _MAX_ID_CHARACTERS for name in names):
-        return None
-    if not all(isinstance(version, int) and version >= 0 for version in versions):
-        return None
-    return JournalledMigration(str(names[0]), str(names[1]), int(header["base"]), header.get("returns_to"))
-
-
-def _latest(chunks: list[_Chunk]) -> tuple[Int64Array, UInt8Array]:
+def _latest(chunks: list[Chunk]) -> tuple[Int64Array, UInt8Array]:
     """Return the last tier of every row that the chunks change: sorted int64[n] keys, uint8[n] tiers."""
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -408,36 +358,7 @@ def _latest(chunks: list[_Chunk]) -> tuple[Int64Array, UInt8Array]:
     return unique, tiers[::-1][last]
 
 
-def _apply_all(base: Placement, chunks: list[_Chunk], version: int) -> Placement:
+def _apply_all(base: Placement, chunks: list[Chunk], version: int) -> Placement:
     keys, tiers = _latest(chunks)
     kept = ~np.isin(base.keys, keys)
     return Placement.of(np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version)
-
-
-def _payload(header: dict[str, Any], keys: Int64Array, *tiers: UInt8Array) -> bytes:
-    line = json.dumps(header, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-    return b"".join([line, keys.astype("<i8").tobytes(), *(part.astype(np.uint8).tobytes() for part in tiers)])
-
-
-def _framed(payload: bytes) -> bytes:
-    return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
-
-
-def _frames(file: BinaryIO) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield whole frames from the file's position on; end at the first that is torn or corrupt."""
-    size = os.fstat(file.fileno()).st_size
-    while len(head := file.read(_FRAME.size)) == _FRAME.size:
-        length, crc = _FRAME.unpack(head)
-        if length > size - file.tell():
-            return  # Not read: a torn length may have any value, and memory would be allocated for all of it.
-        payload = file.read(length)
-        if zlib.crc32(payload) != crc:
-            return
-        line, _, arrays = payload.partition(b"\n")
-        try:
-            header = json.loads(line)
-        except ValueError:
-            return
-        if not isinstance(header, dict):
-            return
-        yield header, arrays

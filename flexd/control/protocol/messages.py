@@ -12,22 +12,16 @@ ignored, and so are messages of unknown kinds. ``docs/upgrading.md`` states what
 from __future__ import annotations
 
 import json
-import math
-import types
 import typing
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from functools import cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
-from flexd.control.protocol.report import PhaseReport, SlowMemoryReport, SlowTableReport, StepReport
+from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.wire_json import build, parsed, to_json
 from flexd.core.errors import ControlError, UnknownMessageError
 
 MAX_MESSAGE_BYTES = 64 * 1024
 """A longer message is refused unread: the largest honest one is a hello with the rank's tables (32 KiB of them)."""
-
-_MAX_INT = 2**64
-_MAX_INT_CHARACTERS = 21
 
 
 @dataclass(frozen=True)
@@ -307,9 +301,6 @@ _KINDS: dict[str, type[Message]] = {
     )
 }  # fmt: skip
 
-_PARTS = (StepReport, PhaseReport, SlowMemoryReport, SlowTableReport)
-"""Dataclasses that are fields of messages, or parts of such fields."""
-
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
@@ -317,7 +308,7 @@ def encode(message: Message) -> bytes:
     """Return the wire form of a message. Raises ControlError: too long, or a number that JSON does not have."""
     try:
         text = json.dumps(
-            {"kind": message.kind, **_to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
+            {"kind": message.kind, **to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
         )
     except ValueError as error:
         raise ControlError(f"a {message.kind} message cannot be sent: {error}") from error
@@ -347,31 +338,9 @@ def decode_as(kind: type[AnyMessage], data: bytes) -> AnyMessage:
     return message
 
 
-def _to_json(value: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for item in fields(value):
-        out[item.name] = _json_value(getattr(value, item.name))
-    return out
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, _PARTS):
-        return _to_json(value)
-    return [_json_value(part) for part in value] if isinstance(value, tuple) else value
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"number {text}")
-
-
-def _whole_number(text: str) -> int | float:
-    # Python refuses to parse thousands of digits, which an unknown field may have. No known field has so many.
-    return int(text) if len(text) <= _MAX_INT_CHARACTERS else float(text)
-
-
 def _from_body(body: bytes) -> Message:
     try:
-        data = json.loads(body, parse_constant=_no_constant, parse_int=_whole_number)
+        data = parsed(body)
         if not isinstance(data, dict):
             raise ValueError("no JSON object")
         kind = data.pop("kind", None)
@@ -379,55 +348,9 @@ def _from_body(body: bytes) -> Message:
             raise ValueError("no kind")
         if kind not in _KINDS:
             raise UnknownMessageError(f"a control message of the unknown kind {kind[:40]!r}")
-        return typing.cast(Message, _build(_KINDS[kind], data))
+        return typing.cast(Message, build(_KINDS[kind], data))
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(
             f"a control message cannot be read: {error}",
             remedy="run versions of flexd that work together (docs/upgrading.md)",
         ) from error
-
-
-class _Field(NamedTuple):
-    hint: Any
-    optional: bool
-
-
-@cache
-def wire_fields(cls: Any) -> Mapping[str, _Field]:
-    """Return the fields of a message or of a part of one. Those with a default are optional."""
-    hints = typing.get_type_hints(cls)
-    return {
-        item.name: _Field(hints[item.name], item.default is not MISSING or item.default_factory is not MISSING)
-        for item in fields(cls)
-    }
-
-
-def _build(cls: Any, data: dict[str, Any]) -> Any:
-    known = wire_fields(cls)
-    missing = [name for name, field in known.items() if not field.optional and name not in data]
-    if missing:
-        raise ValueError(f"{cls.__name__} without {', '.join(missing)}")
-    return cls(**{
-        name: _checked(field.hint, data[name], f"{cls.__name__}.{name}")
-        for name, field in known.items()
-        if name in data
-    })  # fmt: skip
-
-
-def _checked(hint: Any, value: Any, where: str) -> Any:
-    if isinstance(hint, types.UnionType):
-        return None if value is None else _checked(typing.get_args(hint)[0], value, where)
-    if hint in _PARTS and isinstance(value, dict):
-        return _build(hint, value)
-    if typing.get_origin(hint) is tuple and isinstance(value, list):
-        inner = typing.get_args(hint)
-        if inner[-1] is not Ellipsis and len(inner) != len(value):
-            raise ValueError(f"{where} has {len(value)} items")
-        return tuple(_checked(inner[0], item, where) for item in value)
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if hint is int and type(value) is int and abs(value) < _MAX_INT:
-        return value
-    if hint in (str, bool) and type(value) is hint:
-        return value
-    raise ValueError(f"{where} is a {type(value).__name__}")

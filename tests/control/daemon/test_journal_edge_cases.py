@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from flexd.control.daemon import journal as journal_module
-from flexd.control.daemon.journal import JournalledMigration, PlacementJournal, Segment
+from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.control.daemon.journal_frames import JournalledMigration, framed, payload_of
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta, Placement
 from tests.support.disk_order import watch_disk
@@ -107,7 +108,7 @@ def test_compaction_beyond_the_last_version_compacts_up_to_it(tmp_path: Path, mo
 def _frame(header: dict[str, Any], version: int) -> bytes:
     delta = step(version)
     full = {"kind": "chunk", "version": version, "rows": ROWS, **header}
-    return journal_module._framed(journal_module._payload(full, delta.keys, delta.old_tiers, delta.new_tiers))
+    return framed(payload_of(full, delta.keys, delta.old_tiers, delta.new_tiers))
 
 
 @pytest.mark.parametrize(

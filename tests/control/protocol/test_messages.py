@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from flexd.control.protocol import messages as m
 from flexd.control.protocol.report import PhaseReport
+from flexd.control.protocol.wire_json import wire_fields
 from flexd.core.errors import ControlError, UnknownMessageError
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import step_report
@@ -143,7 +144,7 @@ def unlimited_digits() -> Iterator[None]:
 @pytest.mark.parametrize("message", EVERY_KIND, ids=lambda message: message.kind)
 def test_optional_fields_may_be_missing_and_no_others(message: m.Message) -> None:
     body = json.loads(m.encode(message))
-    for name, field in m.wire_fields(type(message)).items():
+    for name, field in wire_fields(type(message)).items():
         without = wire({key: value for key, value in body.items() if key != name})
         if field.optional:
             (default,) = (item.default for item in fields(message) if item.name == name)

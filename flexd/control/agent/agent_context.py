@@ -1,0 +1,57 @@
+"""What a rank's agent keeps from one connection to the daemon to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.agent.channel_client import ChannelClient
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.agent.rendezvous import Rendezvous
+from flexd.control.agent.tap_outbox import TapOutbox
+from flexd.control.protocol.network import new_token
+from flexd.control.protocol.report import PendingReports, RankIdentity
+
+PlacementLists = Callable[[], tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]]
+
+
+@dataclass
+class AgentContext:
+    """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
+
+    Attributes:
+        session: identifies this process; no two launches of a rank have the same.
+        sequence: of the newest message sent, in the whole session.
+        state: the present activity or problem, in words.
+        last_logged: the newest failure, which is not logged twice.
+        client: the connection in use, if any.
+    """
+
+    inbox: ChunkInbox
+    identity: RankIdentity
+    rendezvous: Rendezvous
+    timeout_seconds: float
+    lists: PlacementLists | None
+    outbox: TapOutbox | None
+    reports: PendingReports = field(default_factory=PendingReports)
+    stopping: threading.Event = field(default_factory=threading.Event)
+    counters: Counter[str] = field(default_factory=Counter)
+    session: str = field(default_factory=new_token)
+    sequence: int = 0
+    state: str = "not started"
+    last_logged: str = ""
+    client: ChannelClient | None = None
+
+    def count(self, what: str, by: int = 1) -> None:
+        self.counters[what] += by
+
+    def wake(self) -> None:
+        """Make the agent's thread look for something to do. From any thread; never waits."""
+        client = self.client
+        if client is not None:
+            client.wake()
