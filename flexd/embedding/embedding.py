@@ -10,6 +10,7 @@ from torch import nn
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import RefusedInput
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.store.store import TORCH_DTYPES
 
@@ -112,21 +113,23 @@ class Embedding(nn.Module):
         """Optimizer of all rows of the collection."""
         return self.collection.optimizer
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Collective. Look up int64 or int32 ids of any shape; return rows of shape ids.shape + (embedding_dim,).
 
-        Gradients wait for ``optimizer.step``. In ``eval()`` or under ``no_grad()`` there are none.
+        Gradients wait for ``optimizer.step``. In ``eval()`` or under ``no_grad()`` there are none. In a compiled model
+        this part is a graph break.
 
         Raises:
-            EmbeddingError: on every rank, if on any rank an id is out of range, or ids are no tensor of integers.
+            EmbeddingError: on every rank, if on any rank an id is out of range, or ids are no dense tensor of integers.
         """
-        flat = ids.reshape(1) if isinstance(ids, torch.Tensor) and ids.dim() == 0 else ids
-        rows = self._rows(flat)
+        rows = self._rows(self._dense(ids))
         if self.padding_idx is not None and rows.requires_grad:
             rows = torch.where((ids == self.padding_idx).view(-1, 1), rows.detach(), rows)
         return rows.view(*ids.shape, self.embedding_dim)
 
     @property
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def weight(self) -> torch.Tensor:
         """Collective. Return the whole table, [num_embeddings, embedding_dim], on every rank.
 
@@ -144,7 +147,19 @@ class Embedding(nn.Module):
             self._gathered = changes, self.collection.gather_table(self.name)
         return self._gathered[1]
 
-    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def _dense(self, ids: object) -> torch.Tensor | RefusedInput:
+        if isinstance(ids, torch.Tensor) and not ids.is_nested and ids.layout == torch.strided:
+            return ids if ids.dim() else ids.reshape(1)
+        kind = f"a tensor of layout {ids.layout}" if isinstance(ids, torch.Tensor) else f"a {type(ids).__name__}"
+        remedy = (
+            f"look jagged ids up in its collection: embedding.collection({{{self._feature!r}: ids}}), or pad them and "
+            "give padding_idx"
+        )
+        return RefusedInput(
+            EmbeddingError(f"table {self.name!r}: {kind} instead of a dense tensor of ids", remedy=remedy)
+        )
+
+    def _rows(self, ids: torch.Tensor | RefusedInput) -> torch.Tensor:
         self.collection.train(self.training)  # embeddings of one collection may be in different modes
         looked_up = self.collection({self._feature: ids})[self._feature]
         rows: torch.Tensor = looked_up.values

@@ -96,6 +96,17 @@ class JaggedByOffsets(Jagged):
     first: torch.Tensor
 
 
+@dataclass(frozen=True)
+class RefusedInput:
+    """In place of ids that a module refuses before its look-up: so that the look-up refuses them, on every rank.
+
+    Attributes:
+        error: what the look-up raises on this rank.
+    """
+
+    error: EmbeddingError
+
+
 def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
     """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, a pair (values [n], offsets [batch + 1]), or a
     dense tensor [batch, ...] with equally many values a sample.
@@ -105,10 +116,12 @@ def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
         defer_check: return a ``JaggedByOffsets`` for a pair and leave its numbers unread: a read waits for the device.
 
     Raises:
-        EmbeddingError: ``given`` is of another type, or offsets do not ascend from 0 to n.
+        EmbeddingError: ``given`` is of another type, was refused before, or has offsets that do not ascend from 0 to n.
     """
     if isinstance(given, Jagged):
         return given
+    if isinstance(given, RefusedInput):
+        raise given.error
     if isinstance(given, torch.Tensor) and given.is_nested:
         return Jagged.from_nested(given)
     if isinstance(given, torch.Tensor) and given.layout == torch.strided and given.dim() > 0:

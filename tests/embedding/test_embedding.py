@@ -48,9 +48,43 @@ def test_training_is_that_of_plain_embeddings_and_one_optimizer(ranks: Ranks, jo
 
 def test_inputs_that_cannot_be_looked_up_are_errors_on_every_rank(ranks: Ranks) -> None:
     first, second = ranks(2).run("trainer_jobs:faults", RankLayout(2, 1))
-    assert first == ["rank 1 has input that cannot be looked up - see the error of rank 1"] * 4
-    for text, part in zip(second, (f"row {41} of table", "torch.float32", "a list instead of", "row -1"), strict=True):
+    assert first == ["rank 1 has input that cannot be looked up - see the error of rank 1"] * 8
+    parts = (
+        f"row {41} of table", "torch.float32", "a list instead of", "row -1", "a Jagged instead of a dense tensor",
+        "a tuple instead of", "layout torch.jagged instead of", "layout torch.sparse_coo instead of",
+    )  # fmt: skip
+    for text, part in zip(second, parts, strict=True):
         assert part in text
+    assert "embedding.collection({'embedding': ids})" in second[4]
+
+
+@pytest.mark.slow
+def test_a_model_with_an_embedding_compiles_around_it() -> None:
+    """Losses and rows after two steps, with ``.weight`` read in training as a softmax over all rows reads it."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = flexd.Embedding(20, 4, dtype=torch.float64, optimizer=flexd.SGD(0.5), layout=RankLayout(1, 1))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = (self.items(ids) * 2).sin().sum(1)
+            return torch.nn.functional.cross_entropy(hidden @ self.items.weight.T, ids[:, 0])
+
+    torch._dynamo.reset()
+    losses, tables = [], []
+    for compiled in (False, True):
+        model = Model()
+        forward = torch.compile(model, backend="aot_eager") if compiled else model
+        for step in range(2):
+            loss = forward(torch.arange(6).view(3, 2) + step)
+            loss.backward()
+            model.items.optimizer.step()
+            losses.append(loss.item())
+        tables.append(model.items.eval().weight.clone())
+        model.items.collection.close()
+    assert losses[:2] == pytest.approx(losses[2:], rel=1e-12)
+    torch.testing.assert_close(*tables)
 
 
 def test_the_weight_is_gathered_once_for_each_change_of_rows(ranks: Ranks) -> None:

@@ -265,7 +265,12 @@ def faults(rank: int, layout: RankLayout) -> list[str]:
     """Give one rank input that cannot be looked up; every rank must raise an error, and go on."""
     items = flexd.Embedding(ITEMS, DIM, layout=layout)
     texts = []
-    for bad in (torch.tensor([[1, ITEMS]]), torch.tensor([0.5]), [1, 2], torch.tensor([-1])):
+    one = torch.tensor([1])
+    bad_inputs: list[Any] = [
+        torch.tensor([[1, ITEMS]]), torch.tensor([0.5]), [1, 2], torch.tensor([-1]), flexd.Jagged(one, one),
+        (one, torch.tensor([0, 1])), torch.nested.nested_tensor([one], layout=torch.jagged), one.to_sparse(),
+    ]  # fmt: skip
+    for bad in bad_inputs:
         try:
             items(bad if rank == 1 else torch.tensor([[1, 2]]))
             texts.append("no error")
