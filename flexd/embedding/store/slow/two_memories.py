@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from flexd.core.errors import EmbeddingError, SlowMemoryError
+from flexd.core.fast_memory import FRAME_BYTES, proportional_frames
 from flexd.core.keyspace import DimGroup, KeySpace, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.store.initial_values import fill_initial_rows
@@ -20,9 +21,6 @@ from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.slow_rows import SlowRows
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
-
-FRAME_BYTES = 64
-"""Of a frame beside its row and state: what finds it, and its score (``FrameTable``)."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,7 @@ class TwoMemories:
         """Return the frames of each dim-group, in proportion to the bytes of its rows; at least one each."""
         row_bytes = [_row_bytes(group) + FRAME_BYTES for group in groups]
         rows = [-(-(group.end_key - group.first_key) // layout.world_size) for group in groups]
-        whole = sum(n * size for n, size in zip(rows, row_bytes, strict=True))
-        share = min(1.0, self.fast_memory_bytes / max(1, whole))
-        return [min(n, max(1, int(n * share))) for n in rows]
+        return proportional_frames(self.fast_memory_bytes, rows, row_bytes)
 
     def begin(self, store: GroupStore, number: int, make: InitialRows, first_slots: torch.Tensor) -> None:
         """Let the home rows of a dim-group begin with their initial values.
