@@ -1,9 +1,13 @@
 """``flexd.EmbeddingBagCollection``: pooled look-ups with the rows, exchange and tiers of ``EmbeddingCollection``.
 
-Rows are pooled on the requesting rank, from the distinct rows of the exchange and without expanding them. So a row
-crosses the network once a node and step for any number of bags, or not at all if it has copies, and tiers, migrations,
-run-ahead and clipping are those of un-pooled rows. Long bags would send less as partial sums made at the homes: the
-figures are in docs/decisions/embedding.md.
+A table answers by rows or by sums:
+
+- *rows* are pooled on the requesting rank, from the distinct rows of the exchange and without expanding them. So a row
+  crosses the network once a node and step for any number of bags, or not at all if it has copies.
+- *sums* are made at the homes of the rows (``exchange/bag_exchange.py``): one vector for each bag and node of homes
+  crosses the network, however many ids the bag has. Copies of rows are kept, and not used.
+
+Migrations, run-ahead, clipping and optimizers are those of un-pooled rows in both.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ from torch.nn import functional
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike, RoutedInput
+from flexd.embedding.features import FeatureKeys
 from flexd.embedding.jagged import Jagged
 
 POOLINGS = ("sum", "mean")
+ANSWERS = ("rows", "sums")
 
 
 @dataclass(frozen=True)
@@ -28,18 +34,21 @@ class EmbeddingBagTable(EmbeddingTable):
 
     Attributes:
         pooling: "sum" or "mean"; a bag without ids is zero in both.
+        answer: "rows" (each distinct row is sent once, and pooled where it is requested) or "sums" (added up at the
+            homes: fewer bytes for bags of many ids, see docs/training.md). The result is the same. Plans list no rows
+            of a table that answers by sums if the daemon's configuration says so too.
 
     Raises:
-        EmbeddingError: the pooling is unknown.
+        EmbeddingError: the pooling or the answer is unknown.
     """
 
     pooling: str = "sum"
+    answer: str = "rows"
 
     def __post_init__(self) -> None:
-        if self.pooling not in POOLINGS:
-            raise EmbeddingError(
-                f"table {self.name!r}: pooling {self.pooling!r}", remedy=f"one of {', '.join(POOLINGS)}"
-            )
+        for what, value, known in (("pooling", self.pooling, POOLINGS), ("answer", self.answer, ANSWERS)):
+            if value not in known:
+                raise EmbeddingError(f"table {self.name!r}: {what} {value!r}", remedy=f"one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -111,8 +120,12 @@ class EmbeddingBagCollection(EmbeddingCollection):
         if weights is None:
             routed = self._route(features)
         else:  # also if empty on this rank: all ranks must agree on whether a batch is looked up ahead
-            routed = self._route(features, lambda given: self._check_weights(given, weights))
+            routed = self._route(features, lambda given: self._checked_keys(given, weights))
         return self._pool(routed, self._rows(routed, expand=False), weights or {})
+
+    def _checked_keys(self, given: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor]) -> FeatureKeys:
+        self._check_weights(given, weights)
+        return self._features.keys(given, weights)
 
     def _pool(
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
@@ -124,13 +137,17 @@ class EmbeddingBagCollection(EmbeddingCollection):
     def _pooled(
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        pooled: dict[str, torch.Tensor] = {}
+        groups = len(self.keyspace.groups)
+        of_rows, of_bags = rows[:groups], rows[groups:]
+        pooled = self._answered_by_sums(routed, of_bags, weights) if of_bags else {}
         calls: list[_Pooling] = []
         for names, distinct, stop in zip(
-            self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True
+            self._features.by_group(routed.order), of_rows, routed.forward_pass.route.stations[0], strict=True
         ):
             indices = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
             sizes = [routed.features[name].values.numel() for name in names]
+            if of_bags:  # the requests after them are those of bags of any rank that are added up here
+                indices = indices[: sum(sizes)]
             index_of = dict(zip(names, torch.split(indices, sizes), strict=True))
             size_of = dict(zip(names, sizes, strict=True))
             for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
@@ -152,6 +169,20 @@ class EmbeddingBagCollection(EmbeddingCollection):
             )
             pooled |= zip(call.names, torch.split(bags, [part.shape[0] for part in call.lengths]), strict=True)
         return {name: pooled[name] for name in routed.features if name in pooled}
+
+    def _answered_by_sums(
+        self, routed: RoutedInput, sums: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Split [bags, dim] sums of each dim-group by feature, and divide those that are pooled by mean."""
+        pooled: dict[str, torch.Tensor] = {}
+        for names, of_group in zip(self._features.summed_by_group(list(routed.features), weights), sums, strict=True):
+            sizes = [routed.features[name].lengths.shape[0] for name in names]
+            for name, total in zip(names, torch.split(of_group, sizes), strict=False):
+                if self._pooling[name] == "mean":
+                    lengths = routed.features[name].lengths.clamp(min=1).to(total.dtype)
+                    total = total / lengths.unsqueeze(1)
+                pooled[name] = total
+        return pooled
 
     def _check_weights(self, given: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor]) -> None:
         for name, factors in weights.items():

@@ -16,7 +16,7 @@ from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.engine import LookupFunction, RowEngine
+from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups, layout_from_environment
@@ -24,6 +24,7 @@ from flexd.embedding.exchange.route import Route
 from flexd.embedding.features import FeatureKeys, FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.lookup_function import LookupFunction
 from flexd.embedding.optimizer_handle import FusedOptimizer
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass
@@ -183,8 +184,9 @@ class EmbeddingCollection(TableAccess):
         with self.traffic.uncounted():
             settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
             self._check_same_everywhere([*settings, self._seed, row_optimizer])
+        summed = [name for t in self.tables if getattr(t, "answer", "rows") == "sums" for name in t.feature_names]
         self._features = FeatureMap(
-            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device
+            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device, summed
         )
         self.engine = RowEngine(
             self.keyspace,
@@ -198,6 +200,7 @@ class EmbeddingCollection(TableAccess):
             comm_dtype=comm_dtype,
             replica_sums=replica_sums,
             two_memories=two_memories,
+            sums=bool(summed),
         )
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
@@ -265,16 +268,16 @@ class EmbeddingCollection(TableAccess):
         return {name: as_jagged(value, name, defer_check=True) for name, value in given.items()}
 
     @in_phase(StepPhase.IDS)
-    def _route(self, given: Any, check: Callable[[Mapping[str, Jagged]], None] | None = None) -> RoutedInput:
+    def _route(self, given: Any, keys: Callable[[Mapping[str, Jagged]], FeatureKeys] | None = None) -> RoutedInput:
         """Collective. Convert and check the input, and locate its rows: a fault on one rank is an error on all.
 
         Args:
-            check: a check that needs more than the input announced to ``prefetch``; with it, what was located before
-                is not used.
+            keys: returns the checked keys of the features, by more than the input announced to ``prefetch``; with it,
+                what was located before is not used.
         """
         if self._trains():
             self.engine.check_room()
-        located = self.engine.hooks.claim(given, usable=check is None)
+        located = self.engine.hooks.claim(given, usable=keys is None)
         if located is not None:
             self._check_agreed(located.forward_pass.route, located.error, located.resolved)
             resolved_features, resolved_order = located.resolved
@@ -285,17 +288,12 @@ class EmbeddingCollection(TableAccess):
         error: Exception | None = None
         try:
             features = self.as_features(given)
-            if check is not None:
-                check(features)
-            found = self._features.keys(features)
+            found = self._keys_of(given, features) if keys is None else keys(features)
         except Exception as fault:  # any error: a rank that raised alone would leave the others waiting
             error = fault
+        faulty_rank, trains = 0 if error is None else self.rank + 1, self._trains()
         forward_pass = self.engine.find(
-            found.keys,
-            0 if error is None else self.rank + 1,
-            faulty=found.faulty,
-            numbers=found.numbers,
-            trains=self._trains(),
+            found.keys, faulty_rank, faulty=found.faulty, numbers=found.numbers, bags=found.bags, trains=trains
         )
         self._check_agreed(forward_pass.route, error, (features, found.order))
         return RoutedInput(features, found.order, forward_pass)
@@ -324,8 +322,12 @@ class EmbeddingCollection(TableAccess):
             EmbeddingError: the input cannot be looked up.
         """
         features = self.as_features(given)
-        found = self._features.keys(features)
+        found = self._keys_of(given, features)
         return (features, found.order), found
+
+    def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
+        del given
+        return self._features.keys(features)
 
     def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""

@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -16,14 +16,17 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
+from flexd.embedding.exchange.exchange_hops import bag_hops, row_hops
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import LookupPiggyback, Router
 from flexd.embedding.exchange.step_guard import StepGuard
+from flexd.embedding.exchange.summing_router import SummingRouter
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
@@ -49,6 +52,7 @@ class RowEngine:
         gradient_scale: gradients are multiplied by it.
         comm_dtype, replica_sums: as in ``EmbeddingCollection``.
         two_memories: None: all rows are in fast memory.
+        sums: some features are answered by sums of their bags.
 
     Raises:
         EmbeddingError: an unknown exchange, or an unknown way to sum gradients of copies.
@@ -68,6 +72,7 @@ class RowEngine:
         comm_dtype: str | None = None,
         replica_sums: str = "all_reduce",
         two_memories: TwoMemories | None = None,
+        sums: bool = False,
     ) -> None:
         self.keyspace = keyspace
         self._two_memories = two_memories
@@ -85,6 +90,7 @@ class RowEngine:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
         self._replica_sums = replica_sums
+        self._sums = sums
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
         self.inbox = ChunkInbox(
@@ -110,14 +116,16 @@ class RowEngine:
 
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
-        router = Router(
-            self.stores,
-            _hops(self.exchange.name, groups, self._replica_sums),
-            traffic,
-            dedup=self.exchange.name != "direct_no_dedup",
-            comm_dtype=self._comm_dtype,
-        )
+        hops, of_bags = self._hops(groups)
+        make = partial(SummingRouter, bag_hops=of_bags) if self._sums else Router
+        dedup = self.exchange.name != "direct_no_dedup"
+        router = make(self.stores, hops, traffic, dedup=dedup, comm_dtype=self._comm_dtype)
         return router, ReplicaSync(self.stores, router, groups.layout)
+
+    def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
+        """Return the hops of rows, and those of bags that are answered by sums."""
+        name = self.exchange.name
+        return row_hops(name, groups, self._replica_sums), bag_hops(name, groups) if self._sums else []
 
     def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to ``state``."""
@@ -162,7 +170,7 @@ class RowEngine:
             return
         self.exchange.name = self.exchange.next
         for groups, router in ((self.groups, self.router), *self.hooks.exchanges):
-            router.change_hops(_hops(self.exchange.name, groups, self._replica_sums))
+            router.change_hops(*self._hops(groups))
 
     def find(
         self,
@@ -171,6 +179,7 @@ class RowEngine:
         *,
         faulty: torch.Tensor | None = None,
         numbers: Sequence[int] | None = None,
+        bags: BagIds | None = None,
         trains: bool = False,
     ) -> ForwardPass:
         """Collective. Find the route of int64 [n] keys, repeats allowed.
@@ -181,12 +190,14 @@ class RowEngine:
                 is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks diverged.
             faulty: bool [] on the device: the same for an input whose numbers the host has not read.
             numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
+            bags: ids to be answered by sums, beside ``keys``.
         """
         self.groups.world.finish_on_device()
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         with self._calling():
             touched = self.sync.new_touched() if trains else None
-            return ForwardPass(self._find(keys, call, self.settings_digest, fault, touched, faulty, numbers), touched)
+            route = self._find(keys, call, self.settings_digest, fault, touched, faulty, numbers, bags)
+            return ForwardPass(route, touched)
 
     def _find(
         self,
@@ -197,10 +208,11 @@ class RowEngine:
         piggyback: LookupPiggyback | None = None,
         faulty: torch.Tensor | None = None,
         numbers: Sequence[int] | None = None,
+        bags: BagIds | None = None,
     ) -> Route:
         version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
-        route = self.router.find(keys, agreement, piggyback, faulty, numbers)
+        route = self.router.find(keys, agreement, piggyback, faulty, numbers, bags)
         self.inbox.end_exchange(route.agreement.version)
         self.exchange.agreed(route.agreement.exchange)
         return route
@@ -238,7 +250,7 @@ class RowEngine:
 
     def fetch(self, forward_pass: ForwardPass, *, expand: bool = True) -> list[torch.Tensor]:
         """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
-        route's first station, [rows, dim]."""
+        route's first station, [rows, dim], and after them, if some features are answered by sums, [bags, dim]."""
         with self._calling():
             rows = self.hooks.fetch(forward_pass, expand=expand)
             if rows is None:
@@ -246,6 +258,8 @@ class RowEngine:
                     forward_pass.route, forward_pass.touched, expand=expand, chunk=self.migrator.carrier
                 )
                 self.migrator.carrier = None
+            if isinstance(self.router, SummingRouter):
+                rows = [*rows, *self.router.sums(forward_pass.route, rows)]
             self.hooks.after_fetch()
             return rows
 
@@ -261,13 +275,15 @@ class RowEngine:
     def reduce(self, forward_pass: ForwardPass, grads: Sequence[torch.Tensor], *, expanded: bool = True) -> None:
         """Add the gradients of one backward pass, shaped as ``fetch`` returned the rows."""
         with self.guard.publishing():  # autograd calls it in a thread of its own on an accelerator
-            reduced = self.router.reduce(forward_pass.route, list(grads)) if expanded else list(grads)
+            of_rows, of_bags = list(grads[: len(self.stores)]), list(grads[len(self.stores) :])
+            reduced = self.router.reduce(forward_pass.route, of_rows) if expanded else of_rows
             forward_pass.add(reduced, self.router.wide)
+            forward_pass.add_of_bags(of_bags, self.router.wide)
 
     def drop_gradients(self) -> None:
         # The passes stay: their backward may be still to come, and every rank must push the same number of them.
         for forward_pass in self.passes:
-            forward_pass.grads = None
+            forward_pass.grads = forward_pass.bag_grads = None
         self._summed = None
 
     def gradients(self) -> StepGradients | None:
@@ -317,6 +333,7 @@ class RowEngine:
     def _sum_passes(self, *, defer: bool) -> list[RowGradients]:
         """Collective. Carry the gradients of all open passes to the rows, each row's once; with ``defer`` not those
         that the hooks defer."""
+        self._spread_bags()
         split = self.hooks.split_gradients(defer=defer)
         if split is None:
             touched = self.sync.agree([(forward_pass.route, forward_pass.touched) for forward_pass in self.passes])
@@ -326,6 +343,15 @@ class RowEngine:
             parts = [split.split(number, self._scaled(one)) for number, one in enumerate(self.passes)]
         self.passes.clear()
         return self.sync.push(parts, touched)
+
+    def _spread_bags(self) -> None:
+        """Collective. Add the gradients of bags answered by sums to those of the rows of the open passes."""
+        if not isinstance(self.router, SummingRouter):
+            return
+        of_rows = self.router.spread([(one.route, one.bag_grads) for one in self.passes])
+        for forward_pass, grads in zip(self.passes, of_rows, strict=True):
+            forward_pass.add(grads, self.router.wide)
+            forward_pass.bag_grads = None
 
     def _scaled(self, forward_pass: ForwardPass) -> list[torch.Tensor]:
         if forward_pass.grads is None:
@@ -392,39 +418,6 @@ class RowEngine:
         self.apply_seconds += time.perf_counter() - started
 
 
-class LookupFunction(torch.autograd.Function):
-    """Fetches the rows of a forward pass; its gradients wait in the engine for ``optimizer.step``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, engine: RowEngine, forward_pass: ForwardPass, expand: bool
-    ) -> tuple[torch.Tensor, ...]:
-        del anchor
-        ctx.engine, ctx.forward_pass, ctx.expand = engine, forward_pass, expand
-        return tuple(engine.fetch(forward_pass, expand=expand))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.engine.reduce(ctx.forward_pass, grads, expanded=ctx.expand)
-        return None, None, None, None
-
-
 def _digest_of(settings: str) -> int:
     digest: int = zlib.crc32(settings.encode()) % 2**SETTINGS_BITS
     return digest
-
-
-def _hops(exchange: str, groups: ChainGroups, replica_sums: str) -> list[Hop]:
-    if replica_sums not in ("all_reduce", "home"):
-        raise EmbeddingError(f"replica_sums {replica_sums!r}", remedy="one of all_reduce, home")
-    local_ranks = groups.layout.local_ranks
-    if exchange == "chain":
-        hops = [
-            Hop(groups.node, lambda homes: homes % local_ranks),
-            Hop(groups.rail, lambda homes: homes // local_ranks, all_reduces=replica_sums == "all_reduce"),
-        ]
-    elif exchange in ("direct", "direct_no_dedup"):
-        hops = [Hop(groups.world, lambda homes: homes)]
-    else:
-        raise EmbeddingError(f"exchange {exchange!r}", remedy="one of auto, chain, direct, direct_no_dedup")
-    return [hop for hop in hops if hop.peers.size > 1]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
+from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
 
 _KEPT_ORDERS = 64
@@ -21,16 +22,18 @@ class FeatureKeys:
     """Ids of a batch as keys.
 
     Attributes:
-        order: feature names, dim-group by dim-group.
+        order: names of the features that are answered by rows, dim-group by dim-group.
         keys: int64 [n], feature by feature in this order. Ids out of range are moved into it.
         faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
         numbers: number of keys of each dim-group.
+        bags: ids of the other features, answered by sums; None: there are none.
     """
 
     order: list[str]
     keys: torch.Tensor
     faulty: torch.Tensor | None
     numbers: list[int]
+    bags: BagIds | None = None
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,19 @@ class _Order:
     """The features of a batch, before their ids are known.
 
     Attributes:
-        order: the features, dim-group by dim-group.
+        order: the features, those that are answered by rows before the others, dim-group by dim-group.
         bounds: int64 [2, features] first key and last row of the table of each; two numbers if all read one table.
-        groups: the features of each dim-group.
-        ends: place in ``order`` at which each dim-group begins, and the number of features.
+        groups: the features of each dim-group that are answered by rows.
+        ends: place in ``order`` at which each dim-group begins, and the number of those features.
+        summed, summed_ends: the same of those that are answered by sums.
     """
 
     order: list[str]
     bounds: torch.Tensor | tuple[int, int]
     groups: list[list[str]]
     ends: list[int]
+    summed: list[list[str]]
+    summed_ends: list[int]
 
 
 class FeatureMap:
@@ -55,18 +61,27 @@ class FeatureMap:
 
     Args:
         features: the feature names of each table, in the order of ``keyspace.tables``.
+        summed: features that are answered by sums.
 
     Raises:
         EmbeddingError: two tables read the same feature.
     """
 
-    def __init__(self, keyspace: KeySpace, features: Sequence[Sequence[str]], rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        features: Sequence[Sequence[str]],
+        rank: int,
+        device: torch.device,
+        summed: Collection[str] = (),
+    ) -> None:
         self._keyspace = keyspace
         self._rank = rank
         self._device = device
         self._group_of = {table: g for g, group in enumerate(keyspace.groups) for table in group.tables}
         self._allowed = {(dtype, device, 1) for dtype in (torch.int64, torch.int32)}
-        self._orders: dict[tuple[str, ...], _Order] = {}
+        self._summed = frozenset(summed)
+        self._orders: dict[tuple[tuple[str, ...], frozenset[str]], _Order] = {}
         self.table_of: dict[str, int] = {}
         for table, names in enumerate(features):
             for name in names:
@@ -78,14 +93,17 @@ class FeatureMap:
                     )
                 self.table_of[name] = table
 
-    def keys(self, features: Mapping[str, Jagged]) -> FeatureKeys:
+    def keys(self, features: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor] | None = None) -> FeatureKeys:
         """Convert ids to keys, and check them without waiting for the device: any faulty number makes ``faulty`` true.
+
+        Args:
+            weights: a factor for each id of some features. Features whose factors need gradients are answered by rows.
 
         Raises:
             EmbeddingError: unknown feature, or ids of a wrong dtype, shape or device.
         """
         values = [jagged.values for jagged in features.values()]
-        known = self._known(tuple(features))
+        known = self._known(tuple(features), self.summed(weights))
         # One look at each tensor: there may be thousands of features. Errors are named afterwards.
         if any(kind not in self._allowed for kind in {(ids.dtype, ids.device, ids.ndim) for ids in values}):
             for name, jagged in features.items():
@@ -107,16 +125,64 @@ class FeatureMap:
             keys = inside + first
         faults = [inside != ids, *self._length_faults(ordered, on_device)]
         ends = [0, *accumulate(sizes)]
-        numbers = [ends[end] - ends[first] for first, end in pairwise(known.ends)]
-        return FeatureKeys(known.order, keys, torch.cat(faults).any(), numbers)
+        numbers, of_bags = (
+            [ends[end] - ends[first] for first, end in pairwise(places)] for places in (known.ends, known.summed_ends)
+        )
+        found = FeatureKeys(known.order[: known.ends[-1]], keys, torch.cat(faults).any(), numbers)
+        if not sum(map(len, known.summed)):
+            return found
+        rows = ends[known.ends[-1]]
+        bags = self._bag_ids(keys[rows:], known, of_bags, features, weights or {})
+        return replace(found, keys=keys[:rows], bags=bags)
 
-    def _known(self, names: tuple[str, ...]) -> _Order:
+    def summed(self, weights: Mapping[str, torch.Tensor] | None) -> frozenset[str]:
+        """Return the features that are answered by sums in a batch with these factors."""
+        if not self._summed or not weights:
+            return self._summed
+        return self._summed - {name for name, factors in weights.items() if factors.requires_grad}
+
+    def summed_by_group(self, names: Sequence[str], weights: Mapping[str, torch.Tensor] | None) -> list[list[str]]:
+        """Return the features of a batch that are answered by sums, by dim-group in the order of ``FeatureKeys.bags``.
+
+        Args:
+            names: all features of the batch, in their order.
+        """
+        return self._known(tuple(names), self.summed(weights)).summed
+
+    def _bag_ids(
+        self,
+        keys: torch.Tensor,
+        known: _Order,
+        numbers: list[int],
+        features: Mapping[str, Jagged],
+        weights: Mapping[str, torch.Tensor],
+    ) -> BagIds:
+        """Return the ids of features that are answered by sums, whose lengths may be faulty."""
+        names = [name for of_group in known.summed for name in of_group]
+        lengths = _joined([features[name].lengths for name in names])
+        bags = [sum(features[name].lengths.shape[0] for name in of_group) for of_group in known.summed]
+        places = torch.arange(keys.shape[0], device=keys.device)
+        bag = torch.searchsorted(lengths.cumsum(0), places, right=True)
+        factors = None
+        if any(name in weights for name in names):
+            dtype = torch.float64 if torch.float64 in {one.dtype for one in weights.values()} else torch.float32
+            factors = torch.cat(
+                [
+                    weights[name].detach().to(dtype)
+                    if name in weights
+                    else torch.ones(features[name].values.shape[0], dtype=dtype, device=keys.device)
+                    for name in names
+                ]
+            )
+        return BagIds(keys, bag, numbers, bags, factors)
+
+    def _known(self, names: tuple[str, ...], summed: frozenset[str] = frozenset()) -> _Order:
         """Return what is known of features in the order of a batch.
 
         Raises:
             EmbeddingError: unknown feature.
         """
-        known = self._orders.get(names)
+        known = self._orders.get((names, summed))
         if known is None:
             for name in names:
                 if name not in self.table_of:
@@ -124,7 +190,7 @@ class FeatureMap:
                         f"rank {self._rank}: no table reads feature {name!r}",
                         remedy=f"one of {', '.join(sorted(self.table_of))}",
                     )
-            order = sorted(names, key=lambda name: self._group_of[self.table_of[name]])
+            order = sorted(names, key=lambda name: (name in summed, self._group_of[self.table_of[name]]))
             tables = [self.table_of[name] for name in order]
             firsts = [int(self._keyspace.first_key[table]) for table in tables]
             last_rows = [self._keyspace.tables[table].rows - 1 for table in tables]
@@ -133,11 +199,14 @@ class FeatureMap:
                 bounds = firsts[0], last_rows[0]
             else:
                 bounds = torch.tensor([firsts, last_rows], dtype=torch.int64, device=self._device)
-            groups = self.by_group(order)
-            known = _Order(order, bounds, groups, [0, *accumulate(map(len, groups))])
+            groups = self.by_group([name for name in order if name not in summed])
+            of_bags = self.by_group([name for name in order if name in summed])
+            ends = [0, *accumulate(map(len, groups))]
+            bag_ends = list(accumulate(map(len, of_bags), initial=ends[-1]))
+            known = _Order(order, bounds, groups, ends, of_bags, bag_ends)
             if len(self._orders) >= _KEPT_ORDERS:
                 self._orders.clear()
-            self._orders[names] = known
+            self._orders[names, summed] = known
         return known
 
     def _length_faults(self, features: Sequence[Jagged], ids: torch.Tensor) -> list[torch.Tensor]:

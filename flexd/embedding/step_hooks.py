@@ -22,19 +22,32 @@ class ForwardPass:
     Attributes:
         touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
         grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
+        bag_grads: per dim-group [bags, dim] of the bags that are answered by sums; None before its backward pass, and
+            once they are part of ``grads``.
     """
 
     def __init__(self, route: Route, touched: TouchedRows | None) -> None:
         self.route = route
         self.touched = touched
         self.grads: list[torch.Tensor] | None = None
+        self.bag_grads: list[torch.Tensor] | None = None
 
     def add(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
         """Add the gradients of a backward pass, in dtype ``wide`` of each dim-group if there are some already."""
-        if self.grads is not None:
-            both = zip(self.grads, grads, wide, strict=True)
-            grads = [before.to(dtype) + added.to(dtype) for before, added, dtype in both]
-        self.grads = grads
+        self.grads = _added(self.grads, grads, wide)
+
+    def add_of_bags(self, grads: list[torch.Tensor], wide: Sequence[torch.dtype]) -> None:
+        """Add gradients of bags of a backward pass, as ``add``; an empty list if none are answered by sums."""
+        if grads:
+            self.bag_grads = _added(self.bag_grads, grads, wide)
+
+
+def _added(
+    before: list[torch.Tensor] | None, grads: list[torch.Tensor], wide: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    if before is None:
+        return grads
+    return [old.to(dtype) + new.to(dtype) for old, new, dtype in zip(before, grads, wide, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-run-ahead, evaluation, migrations, and the kernels of an accelerator.
+run-ahead, evaluation, migrations, bags answered by rows and by sums, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -24,6 +24,7 @@ from tests.support.run_ahead_jobs import Loop
 Ranks = Callable[[int], RankPool]
 OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "dense_adam"]
 
+answers = st.sampled_from([None, None, ("rows", "rows"), ("sums", "sums"), ("sums", "rows"), ("rows", "sums")])
 scenarios = st.builds(
     Scenario,
     nodes=st.sampled_from([1, 2]),
@@ -46,6 +47,7 @@ scenarios = st.builds(
     second_dtype=st.sampled_from(["", "", "", "float32"]),
     fast_memory_bytes=st.sampled_from([None, None, 1, 1_500, 10_000]),
     slow_file=st.booleans(),
+    answers=answers,
 )
 three_nodes = st.builds(
     Scenario,
@@ -58,6 +60,7 @@ three_nodes = st.builds(
     passes=st.sampled_from([1, 3]),
     two_dims=st.booleans(),
     replica_sums=st.sampled_from(["all_reduce", "home"]),
+    answers=answers,
 )
 
 
@@ -108,15 +111,22 @@ def test_any_training_equals_one_process(
     exchange=st.sampled_from(["chain", "direct", "auto"]),
     ahead=st.booleans(),
     switch_every=st.sampled_from([0, 2, 3]),
+    answers=st.tuples(*[st.sampled_from(["rows", "sums"])] * 2),
     accelerator=st.booleans(),
 )
 def test_any_training_of_bags_equals_one_process(
-    ranks: Ranks, layout: tuple[int, int], exchange: str, ahead: bool, switch_every: int, accelerator: bool
+    ranks: Ranks,
+    layout: tuple[int, int],
+    exchange: str,
+    ahead: bool,
+    switch_every: int,
+    answers: tuple[str, str],
+    accelerator: bool,
 ) -> None:
     shape = RankLayout(*layout)
     losses, _, tables = bag_jobs.train_alone(shape.world_size)
     job = ("accelerator_jobs:run", "bag_jobs:train") if accelerator else ("bag_jobs:train",)
-    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every)
+    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, answers)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
         assert result["equal"]

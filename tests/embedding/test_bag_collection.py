@@ -12,45 +12,63 @@ from torch import nn
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from tests.support.bag_jobs import batch, tables, train_alone
+from tests.support.bag_jobs import ROWS, Answers, batch, tables, train_alone
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
+SUMS = ("sums", "sums")
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks", "exchange", "ahead"),
+    ("nodes", "local_ranks", "exchange", "ahead", "answers"),
     [
-        (1, 1, "chain", False),
-        (2, 1, "chain", False),
-        (2, 1, "chain", True),
-        (2, 2, "chain", True),
-        (2, 2, "direct", False),
-        (1, 2, "direct_no_dedup", False),
+        (1, 1, "chain", False, ROWS),
+        (2, 1, "chain", False, ROWS),
+        (2, 1, "chain", True, ROWS),
+        (2, 2, "chain", True, ROWS),
+        (2, 2, "direct", False, ROWS),
+        (1, 2, "direct_no_dedup", False, ROWS),
+        (1, 1, "chain", False, SUMS),
+        (2, 1, "chain", True, SUMS),
+        (2, 2, "chain", False, SUMS),
+        (2, 2, "chain", True, ("sums", "rows")),
+        (3, 2, "chain", False, ("rows", "sums")),
+        (2, 2, "direct", True, SUMS),
+        (1, 2, "direct_no_dedup", False, SUMS),
     ],
 )
-def test_training_equals_embedding_bags(ranks: Ranks, nodes: int, local_ranks: int, exchange: str, ahead: bool) -> None:
+def test_training_equals_embedding_bags(
+    ranks: Ranks, nodes: int, local_ranks: int, exchange: str, ahead: bool, answers: Answers
+) -> None:
     layout = RankLayout(nodes, local_ranks)
     losses, weight_grads, expected = train_alone(layout.world_size)
-    for rank, result in enumerate(ranks(layout.world_size).run("bag_jobs:train", layout, exchange, ahead)):
+    job = ("bag_jobs:train", layout, exchange, ahead, 0, answers)
+    for rank, result in enumerate(ranks(layout.world_size).run(*job)):
         assert result["version"] == 1, "the migration must happen"
         assert result["equal"]
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
         for got, reference in zip(result["weight_grads"], weight_grads[rank], strict=True):
             for name, grad in reference.items():
-                torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-9)
+                if grad is None:
+                    assert got[name] is None
+                else:
+                    torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-9)
         for name, table in expected.items():
             torch.testing.assert_close(result["tables"][name], table, rtol=0, atol=1e-9)
-    assert any(grads for grads in weight_grads[0]), "some step must be weighted"
+    of_history = [grads.get("history") for grads in weight_grads[0] if "history" in grads]
+    assert any(grad is not None for grad in of_history), "some weights must have gradients"
+    assert any(grad is None for grad in of_history), "some weights must have none"
 
 
+@pytest.mark.parametrize("answers", [ROWS, SUMS])
 @pytest.mark.parametrize("faulty", [0, 1])
-def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int) -> None:
+def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int, answers: Answers) -> None:
     causes = [
-        "lengths from 2 on sum to 4, for 3 ids", "lengths from -1 on", "pooled by mean", "for ids of shape (3,)",
-        "torch.int64 on cpu", "the feature is not in the batch",
+        "lengths from 2 on sum to 4, for 3 ids", "lengths from -1 on", "lengths from 1 on sum to 1, for 3 ids",
+        "lengths from 5 on sum to 5, for 0 ids", "lengths from 0 on sum to 0, for 3 ids", "row 63 of table",
+        "pooled by mean", "for ids of shape (3,)", "torch.int64 on cpu", "the feature is not in the batch",
     ]  # fmt: skip
-    for rank, errors in enumerate(ranks(2).run("bag_jobs:refused", RankLayout(2, 1), faulty)):
+    for rank, errors in enumerate(ranks(2).run("bag_jobs:refused", RankLayout(2, 1), faulty, answers)):
         for text, cause in zip(errors, causes, strict=True):
             assert (cause if rank == faulty else f"rank {faulty} has input") in text
 
@@ -69,8 +87,9 @@ def test_all_types_of_input_pool_equally() -> None:
         torch.testing.assert_close(pooled, plain)
 
 
-def test_empty_batches_and_bags_pool_to_zero() -> None:
-    collection = flexd.EmbeddingBagCollection(tables())
+@pytest.mark.parametrize("answers", [ROWS, SUMS])
+def test_empty_batches_and_bags_pool_to_zero(answers: Answers) -> None:
+    collection = flexd.EmbeddingBagCollection(tables(answers))
     none = torch.arange(0)
     out = collection({"history": flexd.Jagged(none, none), "shop": flexd.Jagged(none, torch.tensor([0, 0]))})
     assert out["history"].shape == (0, 8)
@@ -80,9 +99,10 @@ def test_empty_batches_and_bags_pool_to_zero() -> None:
     assert collection({}) == {}
 
 
+@pytest.mark.parametrize("answer", ["rows", "sums"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_half_precision_bags(dtype: str) -> None:
-    collection = flexd.EmbeddingBagCollection([flexd.EmbeddingBagTable("item", 20, 4, dtype=dtype)])
+def test_half_precision_bags(dtype: str, answer: str) -> None:
+    collection = flexd.EmbeddingBagCollection([flexd.EmbeddingBagTable("item", 20, 4, dtype=dtype, answer=answer)])
     ids, lengths = torch.tensor([3, 3, 7]), torch.tensor([2, 1])
     out = collection({"item": flexd.Jagged(ids, lengths)})["item"]
     assert out.dtype == getattr(torch, dtype)
@@ -105,3 +125,5 @@ def test_a_plain_table_is_summed_and_an_unknown_pooling_refused() -> None:
         assert torch.equal(ours[name], pooled)
     with pytest.raises(EmbeddingError, match="pooling 'max'"):
         flexd.EmbeddingBagTable("item", 61, 8, pooling="max")
+    with pytest.raises(EmbeddingError, match="answer 'row'"):
+        flexd.EmbeddingBagTable("item", 61, 8, answer="row")

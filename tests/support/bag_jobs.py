@@ -17,15 +17,21 @@ STEPS = 8
 READS = {"history": "item", "basket": "item", "shop": "shop"}
 
 
-def tables() -> list[flexd.EmbeddingTable]:
+Answers = tuple[str, str]
+ROWS = ("rows", "rows")
+
+
+def tables(answers: Answers = ROWS) -> list[flexd.EmbeddingTable]:
+    first, second = answers
     return [
-        flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5),
-        flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean"),
+        flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5, answer=first),
+        flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean", answer=second),
     ]
 
 
 def batch(step: int, rank: int) -> tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]:
-    """Make skewed ids with empty bags and batches without samples or features; every other step has weights."""
+    """Make skewed ids with empty bags and batches without samples or features; every other step has weights. Those of
+    every fourth step have gradients, for one of the two features of their table."""
     rng = np.random.default_rng([3, step, rank])
     samples = int(rng.integers(0, 5))
     features = {}
@@ -38,6 +44,9 @@ def batch(step: int, rank: int) -> tuple[dict[str, flexd.Jagged], dict[str, torc
     weights = {}
     if step % 2 and "history" in features:
         weights["history"] = torch.from_numpy(rng.normal(size=features["history"].values.numel()))
+        weights["history"].requires_grad_(step % 4 == 1)
+    if step % 2 and "basket" in features and rank % 2 == 0:
+        weights["basket"] = torch.from_numpy(rng.normal(size=features["basket"].values.numel()))
     return features, weights
 
 
@@ -45,9 +54,11 @@ def loss_of(pooled: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([part.sin().sum() + part.square().sum() for part in pooled.values()] or [torch.zeros(())]).sum()
 
 
-def train(rank: int, layout: RankLayout, exchange: str, ahead: bool, switch_every: int = 0) -> dict[str, Any]:
+def train(
+    rank: int, layout: RankLayout, exchange: str, ahead: bool, switch_every: int = 0, answers: Answers = ROWS
+) -> dict[str, Any]:
     collection = flexd.EmbeddingBagCollection(
-        tables(), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
+        tables(answers), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
     )
     losses, weight_grads, equal = [], [], True
     batches: Any = [batch(step, rank) for step in range(STEPS)]
@@ -59,8 +70,6 @@ def train(rank: int, layout: RankLayout, exchange: str, ahead: bool, switch_ever
             keys = np.arange(0, 78, 2)
             delta = Delta(keys, np.zeros(39, np.uint8), (np.arange(39) % 2 + 1).astype(np.uint8))
             collection.engine.inbox.offer(1, delta)
-        for factors in weights.values():
-            factors.requires_grad_()
         loss = loss_of(collection(features, weights if step % 2 else None))
         if loss.requires_grad:
             loss.backward()
@@ -89,8 +98,6 @@ def train_alone(world_size: int) -> tuple[list[list[float]], list[list[dict[str,
         optimizer.zero_grad()
         for rank in range(world_size):
             features, weights = batch(step, rank)
-            for factors in weights.values():
-                factors.requires_grad_()
             loss = loss_of(
                 {
                     name: bags[READS[name]](ids.values, ids.offsets, per_sample_weights=weights.get(name))
@@ -105,14 +112,18 @@ def train_alone(world_size: int) -> tuple[list[list[float]], list[list[dict[str,
     return losses, weight_grads, {name: bag.weight.detach() for name, bag in bags.items()}
 
 
-def refused(rank: int, layout: RankLayout, faulty: int) -> list[str]:
+def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS) -> list[str]:
     """Return the errors of invalid bags on every rank, with a valid batch in between."""
-    collection = flexd.EmbeddingBagCollection(tables(), layout=layout)
+    collection = flexd.EmbeddingBagCollection(tables(answers), layout=layout)
     ids = torch.tensor([1, 2, 3])
     good = {"history": flexd.Jagged(ids, torch.tensor([2, 1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}
     faults: list[tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]] = [
         ({"history": flexd.Jagged(ids, torch.tensor([2, 2]))}, {}),
         ({"history": flexd.Jagged(ids, torch.tensor([4, -1]))}, {}),
+        ({"history": flexd.Jagged(ids, torch.tensor([1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}, {}),
+        ({"history": flexd.Jagged(ids[:0], torch.tensor([5])), "shop": flexd.Jagged(ids, torch.tensor([3]))}, {}),
+        ({"history": flexd.Jagged(ids, ids[:0])}, {}),
+        ({"history": flexd.Jagged(ids + 60, torch.tensor([3]))}, {}),
         (good, {"shop": torch.ones(3, dtype=torch.float64)}),
         (good, {"history": torch.ones(2, dtype=torch.float64)}),
         (good, {"history": torch.ones(3, dtype=torch.int64)}),

@@ -14,6 +14,7 @@ from flexd.core.errors import ChunkRefusedError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
+from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.dense_adam import DenseAdam
 from flexd.embedding.jagged import Jagged
@@ -50,6 +51,8 @@ class Scenario:
     """Of home rows of a rank; None: all are fast."""
     slow_file: bool = False
     """Slow rows are in a file instead of host memory."""
+    answers: tuple[str, str] | None = None
+    """Of the two tables, whose features are pooled then, the second's by mean; None: they are not."""
 
     def memories(self) -> dict[str, Any]:
         """Arguments of a collection. A directory is the caller's to remove."""
@@ -65,6 +68,13 @@ class Scenario:
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     dims = (8, 5) if scenario.two_dims else (8, 8)
+    if scenario.answers is not None:
+        first, second = scenario.answers
+        dtypes = scenario.dtype, scenario.second_dtype or scenario.dtype
+        return [
+            EmbeddingBagTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, answer=first),
+            EmbeddingBagTable("shop", 17, dims[1], (), dtypes[1], 0.5, pooling="mean", answer=second),
+        ]
     return [
         EmbeddingTable("item", 61, dims[0], ("history", "target"), scenario.dtype, init_scale=0.5),
         EmbeddingTable("shop", 17, dims[1], (), scenario.second_dtype or scenario.dtype, init_scale=0.5),
@@ -142,6 +152,22 @@ def loss_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
     total = sum((values.double().tanh() ** 2).sum() for values in rows.values())
     mixed = torch.stack([values.double().sum() for values in rows.values()]).sum() if rows else torch.zeros(())
     return total * 0.1 + (mixed * 0.05).sin()
+
+
+def values_of(out: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the rows or sums of each feature."""
+    return {name: part.values if isinstance(part, Jagged) else part for name, part in out.items()}
+
+
+def class_of(scenario: Scenario) -> type[EmbeddingCollection]:
+    return EmbeddingCollection if scenario.answers is None else EmbeddingBagCollection
+
+
+def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> torch.Tensor:
+    """Add [n, dim] rows up to [samples, dim], or average them."""
+    bags = torch.arange(len(lengths)).repeat_interleave(lengths)
+    sums = rows.new_zeros(len(lengths), rows.shape[1]).index_add(0, bags, rows)
+    return sums / lengths.clamp(min=1).unsqueeze(1) if mean else sums
 
 
 def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]) -> list[Delta]:
@@ -228,6 +254,11 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             for index in range(scenario.passes):
                 features = batch(scenario, step * scenario.passes + index, rank)
                 rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
+                if scenario.answers is not None:
+                    rows = {
+                        name: pooled_alone(part, features[name].lengths, mean=name == "shop")
+                        for name, part in rows.items()
+                    }
                 for name, jagged in features.items():
                     seen[table_of[name]][jagged.values.long()] = True
                 loss = loss_of(rows)

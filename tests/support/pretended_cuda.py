@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from flexd.embedding import collection as collection_module
-from flexd.embedding.engine import LookupFunction
+from flexd.embedding.lookup_function import LookupFunction
 from tests.support.recorded_streams import RecordedStreams
 
 DEVICE = torch.device("cuda:0")

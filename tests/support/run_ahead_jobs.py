@@ -18,7 +18,16 @@ from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from tests.support.collection_jobs import some
-from tests.support.exactness import Scenario, batch, loss_of, random_chunks, row_optimizer, tables_of
+from tests.support.exactness import (
+    Scenario,
+    batch,
+    class_of,
+    loss_of,
+    random_chunks,
+    row_optimizer,
+    tables_of,
+    values_of,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class Loop:
 
 
 def make(scenario: Scenario) -> EmbeddingCollection:
-    collection = EmbeddingCollection(
+    collection = class_of(scenario)(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
         max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
@@ -67,7 +76,7 @@ def make(scenario: Scenario) -> EmbeddingCollection:
 
 
 def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
-    loss = loss_of({name: jagged.values for name, jagged in collection(features).items()})
+    loss = loss_of(values_of(collection(features)))
     if loss.requires_grad:
         loss.backward()
     return float(loss.detach())
@@ -129,7 +138,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
                 with torch.no_grad():
                     collection.eval()
                     rows = collection(batch(scenario, 10_000 + step, rank))
-                    losses.append(float(sum(part.values.double().sum() for part in rows.values())))
+                    losses.append(float(sum(part.double().sum() for part in values_of(rows).values())))
                     collection.train()
             if each(index, step, loop.read_every):
                 losses.append(float(collection.gather_table("item").sum()))

@@ -8,6 +8,7 @@ import torch
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
+from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
@@ -70,6 +71,56 @@ def record(
             }
             out = collection(features)
             torch.stack([jagged.values.double().sin().sum() for jagged in out.values()]).sum().backward()
+        collection.optimizer.step()
+        after = collection.traffic.totals()
+        traffic.append({name: after[name] - before[name] for name in after})
+    return traffic
+
+
+def bags_of(
+    kind: str, seed: int, step: int, rank: int, micro_batch: int = 0
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return skewed ids and lengths of the bags of every table; some bags and some batches are empty."""
+    rng = np.random.default_rng([seed, step, rank, micro_batch])
+    found = {}
+    for name, rows, _, _ in TABLES[kind]:
+        lengths = rng.integers(0, 9, int(rng.integers(0, 6)))
+        found[name] = (rng.zipf(1.3, int(lengths.sum())) - 1) % rows, lengths
+    return found
+
+
+def record_bags(
+    rank: int,
+    layout: RankLayout,
+    kind: str,
+    exchange: str,
+    seed: int,
+    summed: tuple[str, ...],
+    steps: int,
+    micro_batches: int,
+    weighted: bool,
+) -> list[dict[str, int]]:
+    """Return the traffic of each step of training on bags; the tables ``summed`` answer by sums."""
+    collection = EmbeddingBagCollection(
+        [
+            EmbeddingBagTable(name, rows, dim, dtype=dtype, answer="sums" if name in summed else "rows")
+            for name, rows, dim, dtype in TABLES[kind]
+        ],
+        optimizer=SGD(lr=0.1),
+        layout=layout,
+        exchange=exchange,
+    )
+    traffic = []
+    for step in range(steps):
+        before = collection.traffic.totals()
+        for micro_batch in range(micro_batches):
+            features = {
+                name: Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
+                for name, (ids, lengths) in bags_of(kind, seed, step, rank, micro_batch).items()
+            }
+            factors = {name: torch.ones(len(jagged.values)) for name, jagged in features.items()}
+            out = collection(features, factors if weighted else None)
+            torch.stack([sums.double().sin().sum() for sums in out.values()]).sum().backward()
         collection.optimizer.step()
         after = collection.traffic.totals()
         traffic.append({name: after[name] - before[name] for name in after})

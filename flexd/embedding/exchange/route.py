@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,41 @@ class StationRows:
 
 
 @dataclass(frozen=True)
+class BagLeg:
+    """One hop of the bags. A *part* is what a bag has with one peer: its ids out, and one vector back.
+
+    Attributes:
+        bags: number of bags of each dim-group at the sender.
+        places: per dim-group int64 [parts sent] bag in the dim-group of each part, peer by peer.
+        sent, received: parts to and from each peer.
+    """
+
+    bags: Sequence[int]
+    places: Sequence[torch.Tensor]
+    sent: Counts
+    received: Counts
+
+
+@dataclass(frozen=True)
+class BagRoute:
+    """Where the ids of the bags of one look-up went, and the ids that this rank adds up.
+
+    Attributes:
+        legs: hop after hop.
+        bag: int64 [ids that arrived], dim-group by dim-group: number of its bag in the dim-group.
+        numbers: number of those ids of each dim-group; they are the last requests of the route's first station.
+        bags: number of bags that this rank adds up, of each dim-group.
+        weights: [ids that arrived] factors; None: 1.
+    """
+
+    legs: tuple[BagLeg, ...]
+    bag: torch.Tensor
+    numbers: Sequence[int]
+    bags: Sequence[int]
+    weights: torch.Tensor | None
+
+
+@dataclass(frozen=True)
 class Route:
     """Where the rows of one look-up are.
 
@@ -47,6 +83,7 @@ class Route:
         agreement: combined over all ranks.
         keys: ``[station][group]`` int64: at the first station the keys of its rows, at later ones the requested keys in
             the order of their arrival.
+        bags: of bags that are answered by sums; None: the collection has none.
     """
 
     stations: tuple[tuple[StationRows, ...], ...]
@@ -54,6 +91,7 @@ class Route:
     served: tuple[Counts, ...]
     agreement: Agreement
     keys: tuple[tuple[torch.Tensor, ...], ...]
+    bags: BagRoute | None = None
 
 
 def counts_of_group(group: int, counts: Counts) -> list[int]:

@@ -23,6 +23,7 @@ import torch
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
+from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import (
     Column,
@@ -145,7 +146,7 @@ class Router:
         ]
         """Dtype of each dim-group in which gradients are added."""
 
-    def change_hops(self, hops: Sequence[Hop]) -> None:
+    def change_hops(self, hops: Sequence[Hop], bag_hops: Sequence[Hop] = ()) -> None:
         """Let later look-ups go over other hops. No route of an earlier one may be used any more."""
         self.hops = list(hops)
         self._lookup.forget_hops()
@@ -173,6 +174,7 @@ class Router:
         piggyback: LookupPiggyback | None = None,
         faulty: torch.Tensor | None = None,
         numbers: Sequence[int] | None = None,
+        bags: BagIds | None = None,
     ) -> Route:
         """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
 
@@ -183,6 +185,7 @@ class Router:
             piggyback: given on all ranks or on none.
             faulty: bool [] on the device: this rank reports a fault, which the host has not read.
             numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
+            bags: of a ``SummingRouter`` alone.
         """
         lookup = self._lookup
         ids, numbers = lookup.by_group(keys) if numbers is None else (keys, list(numbers))

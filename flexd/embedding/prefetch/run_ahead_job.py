@@ -171,7 +171,7 @@ class RunAheadJob:
                 error = fault
         touched = self._sync.new_touched()
         route = self._router.find(
-            found.keys, self._agreement(batch, error, settings_digest), touched, found.faulty, found.numbers
+            found.keys, self._agreement(batch, error, settings_digest), touched, found.faulty, found.numbers, found.bags
         )
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement

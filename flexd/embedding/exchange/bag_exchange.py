@@ -1,0 +1,342 @@
+"""Answers pooled features by sums: ids travel to the homes of their rows bag by bag, and one vector a bag comes back.
+
+A home looks the ids up that arrive as if they were its own, so that tiers, run-ahead, two memories, accumulation and
+optimizers are those of every other look-up. Over two hops the first one leaves the node::
+
+    rail   every rank sends the ids of each bag to the rank of equal local rank in the node of their homes
+    node   that rank sends them on to the homes, which add up the rows of each bag
+    back   that rank adds the sums of its node: one vector for each bag and node that has any id crosses the network
+
+The gradient of a bag takes the way of its ids. Received vectors are added in the order of the peers, those of the rank
+itself last. A message has one word an id: its key, or the complement of its key where a bag ends, so that no lengths
+travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+
+from flexd.control.protocol.report import StepPhase
+from flexd.embedding import devices
+from flexd.embedding.exchange.collectives import Traffic
+from flexd.embedding.exchange.column import Column, add_columns, whole_columns
+from flexd.embedding.exchange.hop import Counts, Hop, as_counts
+from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
+from flexd.embedding.exchange.route import BagLeg, BagRoute, StationRows, counts_of_group
+from flexd.embedding.exchange.station_lookup import regrouped, transposed
+
+_NARROW_KEYS = 2**31
+
+
+@dataclass(frozen=True)
+class BagIds:
+    """Ids of bags, dim-group by dim-group and in each bag by bag.
+
+    Attributes:
+        keys: int64 [n].
+        bag: int64 [n], ascending: the bag of each id, counted over all dim-groups.
+        numbers: number of ids of each dim-group.
+        bags: number of bags of each dim-group, empty ones among them.
+        weights: floating point [n] factor of each id; None: 1.
+    """
+
+    keys: torch.Tensor
+    bag: torch.Tensor
+    numbers: Sequence[int]
+    bags: Sequence[int]
+    weights: torch.Tensor | None = None
+
+
+class BagExchange:
+    """Sends ids of bags to the homes of their rows, sums back, and gradients of bags out again. All methods that move
+    anything are collective.
+
+    Args:
+        hops: from the rank that has the bag to the home.
+        wire, wide: dtypes of each dim-group, as in ``Router``: vectors travel in ``wire`` and are added in ``wide``.
+        end_key: above every key; below 2^31 ids travel in 4 bytes.
+    """
+
+    def __init__(
+        self,
+        hops: Sequence[Hop],
+        traffic: Traffic,
+        wire: Sequence[torch.dtype],
+        wide: Sequence[torch.dtype],
+        *,
+        world_size: int,
+        end_key: int,
+        device: torch.device,
+    ) -> None:
+        self.hops = list(hops)
+        self._traffic = traffic
+        self._wire, self._wide = list(wire), list(wide)
+        self._groups = len(self._wire)
+        self._world_size = world_size
+        self._word = torch.int32 if end_key <= _NARROW_KEYS else torch.int64
+        self._weight = torch.float64 if torch.float64 in self._wide else torch.float32
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        self._no_ids = BagIds(none, none, [0] * self._groups, [0] * self._groups)
+
+    @property
+    def phases(self) -> PhaseMeter:
+        """Meter of the thread that uses it."""
+        return self._traffic.phases
+
+    @in_phase(StepPhase.IDS)
+    def send(self, ids: BagIds | None, faulty: torch.Tensor | None = None) -> tuple[torch.Tensor, BagRoute]:
+        """Send the ids of bags to the homes of their rows.
+
+        Args:
+            ids: None: this rank has no bag.
+            faulty: bool [] on the device: nothing of ``ids`` can be used, and none is sent.
+
+        Returns:
+            (int64 [n] keys of the ids that arrived, dim-group by dim-group; their route).
+        """
+        ids = ids or self._no_ids
+        if ids.weights is not None:
+            ids = replace(ids, weights=ids.weights.to(self._weight))
+        legs = []
+        for hop in self.hops:
+            leg, ids = self._over(hop, ids, faulty)
+            legs.append(leg)
+            faulty = None
+        bag = ids.bag if self._groups == 1 else ids.bag - self._by_group(_starts(ids.bags), ids)
+        return ids.keys, BagRoute(tuple(legs), bag, ids.numbers, ids.bags, ids.weights)
+
+    def _by_group(self, numbers: Sequence[int], ids: BagIds) -> torch.Tensor:
+        """int64 [ids]: the number of the dim-group of each id."""
+        both = torch.tensor([numbers, ids.numbers], dtype=torch.int64, device=ids.keys.device)
+        return both[0].repeat_interleave(both[1], output_size=sum(ids.numbers))
+
+    def _over(self, hop: Hop, ids: BagIds, faulty: torch.Tensor | None) -> tuple[BagLeg, BagIds]:
+        peers, groups = hop.peers.size, self._groups
+        section = hop.destination(ids.keys % self._world_size)
+        bag = ids.bag
+        if groups > 1:
+            section = section + self._by_group(range(0, groups * peers, peers), ids)
+            bag = bag - self._by_group(_starts(ids.bags), ids)
+        order, sizes = devices.ordered(section, groups * peers)
+        keys, bag, section = (column.index_select(0, order) for column in (ids.keys, bag, section))
+        last = torch.ones_like(keys, dtype=torch.bool)
+        torch.ne(bag[1:], bag[:-1], out=last[:-1])
+        last[:-1] |= section[1:] != section[:-1]
+        ends = last.to(torch.int64)
+        part_sizes = devices.sum_by_place(section, ends, groups * peers)
+        sent, received = self._exchange_sizes(hop, sizes, part_sizes, faulty, weighted=ids.weights is not None)
+        # Nothing is sent of faulty ids, whose bags may be any numbers.
+        total = sum(sent.ids)
+        words = torch.where(last, ~keys, keys)[:total].to(self._word)
+        columns = [Column(_by_peer(words, sent).view(-1, 1), None, sent.ids, received.ids, self._word)]
+        if sent.weights or any(received.weights):
+            weights = keys.new_empty(0, dtype=self._weight) if ids.weights is None else ids.weights[order[:total]]
+            columns.append(
+                Column(_by_peer(weights, sent).view(-1, 1), None, sent.weights, received.weights, self._weight)
+            )
+        arrived = hop.exchange(columns)
+        words = _by_dim_group(arrived[0].whole(self._word).view(-1), received)
+        weights_in = None
+        if any(received.weights):
+            weights_in = _with_ones(arrived[1].whole(self._weight).view(-1), received)
+        ended = words < 0
+        ends_in = ended.to(torch.int64)
+        part = (ends.cumsum(0) - ends)[:total]
+        places = part.new_empty(sum(map(sum, sent.parts))).scatter_(0, part, bag[:total])
+        sent_parts = [sum(of_group) for of_group in transposed(sent.parts)]
+        leg = BagLeg(ids.bags, torch.split(places, sent_parts), sent.parts, received.parts)
+        return leg, BagIds(
+            torch.where(ended, ~words, words).to(torch.int64),
+            ends_in.cumsum(0) - ends_in,
+            [sum(of_group) for of_group in transposed(received.by_group)],
+            [sum(of_group) for of_group in transposed(received.parts)],
+            weights_in,
+        )
+
+    def _exchange_sizes(
+        self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor, faulty: torch.Tensor | None, *, weighted: bool
+    ) -> tuple[_PeerSizes, _PeerSizes]:
+        """Exchange int64 [groups x peers] numbers of ids and of parts, and whether the ids have weights."""
+        peers, groups = hop.peers.size, self._groups
+        both = torch.cat([ids.view(groups, peers), parts.view(groups, peers)]).t()
+        if faulty is not None:
+            both = both * faulty.logical_not()
+        width = 2 * groups + 1
+        sent = functional.pad(both, (0, 1), value=int(weighted)).reshape(-1)
+        received = hop.peers.all_to_all(sent, [width] * peers, [width] * peers)
+        numbers = torch.cat([sent, received]).tolist()
+        rows = [numbers[first : first + width] for first in range(0, len(numbers), width)]
+        return _PeerSizes.of(rows[:peers], groups), _PeerSizes.of(rows[peers:], groups)
+
+    @in_phase(StepPhase.ROWS)
+    def sums(self, route: BagRoute, first: Sequence[StationRows], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Add up the rows of the bags that arrived, and return the sums of this rank's bags.
+
+        Args:
+            first: the rows of the first station of the look-up, by dim-group.
+            rows: per dim-group [rows of that station, dim].
+
+        Returns:
+            Per dim-group [bags, dim] in the dtype in which sums are made.
+        """
+        totals = [
+            functional.embedding_bag(
+                index, of_rows, ends, mode="sum", include_last_offset=True, per_sample_weights=weights
+            )
+            for index, of_rows, ends, weights in zip(
+                _requests_of_bags(route, first),
+                [of_group.to(wide) for of_group, wide in zip(rows, self._wide, strict=True)],
+                [_ends(bag, bags) for bag, bags in zip(_split(route.bag, route), route.bags, strict=True)],
+                self._weights_of(route),
+                strict=True,
+            )
+        ]
+        for leg, hop in zip(reversed(route.legs), reversed(self.hops), strict=True):
+            columns = [
+                Column(total, None, counts_of_group(g, leg.received), counts_of_group(g, leg.sent), wire)
+                for g, (total, wire) in enumerate(zip(totals, self._wire, strict=True))
+            ]
+            arrived = hop.exchange(columns)
+            shapes = [(bags, total.shape[1]) for bags, total in zip(leg.bags, totals, strict=True)]
+            totals = devices.zeros(shapes, self._wide, totals[0].device)
+            add_columns(arrived, totals, leg.places)
+        return totals
+
+    @in_phase(StepPhase.PUSH)
+    def spread(
+        self, passes: Sequence[tuple[BagRoute, Sequence[StationRows], Sequence[torch.Tensor]]]
+    ) -> list[list[torch.Tensor]]:
+        """Carry the gradients of the bags of several passes to the homes, in one message a hop.
+
+        Args:
+            passes: of each its route, the rows of its first station, and per dim-group [bags, dim] gradients.
+
+        Returns:
+            Of each pass per dim-group [rows of its first station, dim] gradients of the rows that it added up.
+        """
+        grads = [[grad.to(wide) for grad, wide in zip(of_pass, self._wide, strict=True)] for _, _, of_pass in passes]
+        for number, hop in enumerate(self.hops):
+            columns = []
+            for (route, _, _), of_pass in zip(passes, grads, strict=True):
+                leg = route.legs[number]
+                columns += [
+                    Column(grad, at, counts_of_group(g, leg.sent), counts_of_group(g, leg.received), wire)
+                    for g, (grad, at, wire) in enumerate(zip(of_pass, leg.places, self._wire, strict=True))
+                ]
+            arrived = whole_columns(hop.exchange(columns), self._wide * len(passes))
+            grads = [arrived[at : at + self._groups] for at in range(0, len(arrived), self._groups)]
+        return [
+            [
+                _transposed_pool(index, bag, weights, grad, rows.rows)
+                for index, bag, weights, grad, rows in zip(
+                    _requests_of_bags(route, first),
+                    _split(route.bag, route),
+                    self._weights_of(route),
+                    of_pass,
+                    first,
+                    strict=True,
+                )
+            ]
+            for (route, first, _), of_pass in zip(passes, grads, strict=True)
+        ]
+
+    def _weights_of(self, route: BagRoute) -> Sequence[torch.Tensor | None]:
+        """Return the factors of the ids of each dim-group, in the dtype in which its sums are made."""
+        if route.weights is None:
+            return [None] * self._groups
+        parts = _split(route.weights, route)
+        return [part.to(wide) for part, wide in zip(parts, self._wide, strict=True)]
+
+
+@dataclass(frozen=True)
+class _PeerSizes:
+    """Numbers exchanged with each peer.
+
+    Attributes:
+        by_group: ids of each dim-group.
+        parts: parts of each dim-group.
+        ids: ids of all dim-groups.
+        weights: factors; 0 for a peer whose ids have none.
+    """
+
+    by_group: Counts
+    parts: Counts
+    ids: list[int]
+    weights: list[int]
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]], groups: int) -> _PeerSizes:
+        ids = [sum(row[:groups]) for row in rows]
+        weights = [number if row[-1] else 0 for number, row in zip(ids, rows, strict=True)]
+        return _PeerSizes(
+            as_counts(row[:groups] for row in rows), as_counts(row[groups:-1] for row in rows), ids, weights
+        )
+
+
+def _starts(numbers: Sequence[int]) -> list[int]:
+    """Return the sum of the numbers before each."""
+    starts, total = [], 0
+    for number in numbers:
+        starts.append(total)
+        total += number
+    return starts
+
+
+def _by_peer(flat: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
+    """Order numbers of ids that are ordered by dim-group and peer by peer and dim-group; none stay none."""
+    return regrouped(flat, transposed(sizes.by_group)) if flat.shape[0] else flat
+
+
+def _by_dim_group(flat: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
+    return regrouped(flat, sizes.by_group)
+
+
+def _with_ones(weights: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
+    """Return [ids] factors, ordered by dim-group: 1 for the ids of peers that sent none."""
+    parts = [
+        part if number else weights.new_ones(ids)
+        for part, number, ids in zip(torch.split(weights, sizes.weights), sizes.weights, sizes.ids, strict=True)
+    ]
+    return _by_dim_group(torch.cat(parts), sizes)
+
+
+def _split(flat: torch.Tensor, route: BagRoute) -> Sequence[torch.Tensor]:
+    """Split numbers of the ids that arrived by dim-group."""
+    return torch.split(flat, list(route.numbers))
+
+
+def _requests_of_bags(route: BagRoute, first: Sequence[StationRows]) -> list[torch.Tensor]:
+    """Return per dim-group int64 [ids that arrived] rows of the first station."""
+    found = []
+    for rows, number in zip(first, route.numbers, strict=True):
+        if rows.expand is None:  # every row was requested once, in this order
+            found.append(torch.arange(rows.rows - number, rows.rows, device=rows.slots.device))
+        else:
+            found.append(rows.expand[rows.expand.shape[0] - number :])
+    return found
+
+
+def _ends(bag: torch.Tensor, bags: int) -> torch.Tensor:
+    """int64 [n] ascending bags -> [bags + 1] offsets of the bags in them."""
+    return functional.pad(devices.sum_by_place(bag, None, bags).cumsum(0), (1, 0))
+
+
+def _transposed_pool(
+    index: torch.Tensor, bag: torch.Tensor, weights: torch.Tensor | None, grads: torch.Tensor, rows: int
+) -> torch.Tensor:
+    """Return [rows, dim] gradients of rows whose sums have [bags, dim] gradients: the sum over the bags of each row, in
+    their order."""
+    by_row, order = torch.sort(index, stable=True)
+    factors = None if weights is None else weights.index_select(0, order)
+    return functional.embedding_bag(
+        bag.index_select(0, order),
+        grads,
+        _ends(by_row, rows),
+        mode="sum",
+        include_last_offset=True,
+        per_sample_weights=factors,
+    )

@@ -1,0 +1,70 @@
+"""The simulator's bytes of bags are those that real gloo ranks count on the same batches: to the byte, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.planner.model.row_bytes import Exchange
+from flexd.simulate.bag_bytes import BagByteCounter, StepBags
+from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, StepByteCounter, sent_bytes
+from flexd.simulate.step_keys import StepPasses
+from tests.support.rank_pool import RankPool
+from tests.support.simulate_jobs import bags_of, keyspace_of
+
+STEPS = 4
+EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "local_ranks", "kind", "summed", "exchange", "micro_batches", "weighted"),
+    [
+        (2, 2, "one group", ("item", "shop"), "chain", 1, False),
+        (2, 2, "two dims", ("item", "tiny"), "chain", 1, True),
+        (2, 2, "two dtypes", ("item", "shop"), "chain", 3, True),
+        (1, 4, "two dims", ("shop",), "chain", 1, False),
+        (3, 2, "two dims", ("item", "shop", "tiny"), "chain", 2, False),
+        (4, 1, "two dtypes", ("item",), "chain", 1, False),
+        (2, 2, "two dims", ("item", "shop"), "direct", 2, False),
+        (1, 1, "one group", ("item",), "chain", 1, False),
+    ],
+)
+def test_bytes_of_sums_equal_those_of_real_ranks(
+    ranks: Callable[[int], RankPool],
+    nodes: int,
+    local_ranks: int,
+    kind: str,
+    summed: tuple[str, ...],
+    exchange: str,
+    micro_batches: int,
+    weighted: bool,
+) -> None:
+    layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
+    keyspace = keyspace_of(kind, "sgd")
+    counted = ranks(layout.world_size).run(
+        "simulate_jobs:record_bags", layout, kind, exchange, seed, summed, STEPS, micro_batches, weighted
+    )
+    of_rows, of_bags = StepByteCounter(keyspace, layout), BagByteCounter(keyspace, layout)
+    for step in range(STEPS):
+        keys, bags = [], []
+        for micro_batch in range(micro_batches):
+            by_rank = [bags_of(kind, seed, step, rank, micro_batch) for rank in range(layout.world_size)]
+            in_keys = [
+                {name: (keyspace.keys(keyspace.index[name], ids), lengths) for name, (ids, lengths) in one.items()}
+                for one in by_rank
+            ]
+            none = np.empty(0, np.int64)
+            keys.append([np.concatenate([none, *(b[n][0] for n in b if n not in summed)]) for b in in_keys])
+            bags.append(StepBags.of([[b[n] for n in b if n in summed] for b in in_keys], weighted=weighted))
+        collectives = of_rows.step(StepPasses.of(keys, layout), Placement.empty(), EXCHANGES[exchange])
+        collectives += of_bags.step(bags, EXCHANGES[exchange])
+        sent = sent_bytes(collectives, layout.world_size)
+        for rank in range(layout.world_size):
+            simulated = [int(sent[rank, list(ALL_TO_ALL_PARTS), link].sum()) for link in (INTRA, INTER)]
+            real = [counted[rank][step][f"all_to_all_{link}_bytes"] for link in ("intra", "inter")]
+            assert simulated == real, f"step {step}, rank {rank}"
+            assert sum(value for name, value in counted[rank][step].items() if name.endswith("bytes")) == sum(real)
