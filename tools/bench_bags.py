@@ -1,47 +1,105 @@
-"""Compare places to pool features by bytes, and the time of a pooled step with ``nn.EmbeddingBag``.
+"""Compare answers of pooled features by the bytes between nodes, and the time of a pooled step with
+``nn.EmbeddingBag``.
 
-Bytes are those of exact id sets: received and sent between the nodes by one rank of 2 nodes x 2 in a step, forward and
-backward. Either rows are pooled on the requesting rank (flexd: a row crosses once a node and step), or the node of the
-homes makes partial sums (every bag requests its rows; one vector and one gradient a bag are sent; the ranks of that
-node are assumed to add their parts first, at no cost). Rows with copies are free in both; their synchronisation is the
-same in both and left out.
+Bytes are what a rank of 2 nodes x 2 sends to the other node in a training step, on average, in real collectives of
+four gloo ranks: flexd with tables that answer by rows and by sums (its counters), and TorchRec's
+``EmbeddingBagCollection`` by each of its shardings (the payload of every collective; a ring's least for reduce-scatter
+and all-gather). No row has copies. Without TorchRec (``make torchrec``) its columns are missing.
+
+Then `--nodes` x `--local-ranks` ranks by the counter of the simulator, which equals real ranks to the byte.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+import bench_bags_rank as ranks
 import numpy as np
 import torch
-from bench_report import check, last_line
+import torch.multiprocessing as mp
+from bench_bags_rank import Setting, drawn
+from bench_report import check, ending
 from torch import nn
 
 import flexd
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.demo.ports import free_ports
+from flexd.planner.model.row_bytes import Exchange
+from flexd.simulate.bag_bytes import BagByteCounter, StepBags
+from flexd.simulate.byte_counter import INTER, StepByteCounter, sent_bytes
+from flexd.simulate.step_keys import StepPasses
 
-NODES, LOCAL_RANKS, DIM = 2, 2, 64
-ROW_BYTES, ID_BYTES = DIM * 4, 8
+DIM = 64
+SKEWS = (0.9, 1.05, 1.2)
+BAGS = (1, 2, 4, 8, 16, 32, 64)
+MOST = 1.02
+"""Of the bytes of TorchRec's best sharding: what flexd's better answer may send."""
 
 
-def drawn(rng: np.random.Generator, rows: int, count: int, skew: float) -> np.ndarray:
-    cumulative = np.cumsum(np.arange(1, rows + 1.0) ** -skew)
-    return np.minimum(np.searchsorted(cumulative, rng.random(count) * cumulative[-1]), rows - 1)
+def real_bytes(settings: Sequence[Setting]) -> list[dict[str, float]]:
+    """Return of each setting the bytes a rank and step between nodes, by sharding, sent by real ranks."""
+    answers = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(ranks.run, (free_ports(1)[0], list(settings), answers), nprocs=settings[0].layout.world_size)
+    found: list[dict[str, float]] = answers.get()
+    return found
 
 
-def traffic(rows: int, ids_of_rank: int, skew: float, bag: int, hot_share: float) -> dict[str, float]:
-    """Return MB a rank and step between the nodes, by the place of pooling."""
-    rng = np.random.default_rng(0)
-    of_rank = [drawn(rng, rows, ids_of_rank, skew) for _ in range(LOCAL_RANKS)]
-    far = [(ids % (NODES * LOCAL_RANKS) >= LOCAL_RANKS) & (ids >= hot_share * rows) for ids in of_rank]
-    crossing = len(np.unique(np.concatenate([ids[there] for ids, there in zip(of_rank, far, strict=True)])))
-    sums = 0
-    for ids, there in zip(of_rank, far, strict=True):
-        bags = np.repeat(np.arange(-(-len(ids) // bag)), bag)[: len(ids)][there]
-        sums += len(np.unique(bags * rows + ids[there])) * ID_BYTES + 2 * ROW_BYTES * len(np.unique(bags))
-    total = crossing * (ID_BYTES + 2 * ROW_BYTES)
-    return {"rows_mb": total / LOCAL_RANKS / 1e6, "sums_mb": sums / LOCAL_RANKS / 1e6}
+def simulated_bytes(setting: Setting) -> dict[str, float]:
+    """Return the bytes a rank and step between nodes of both answers, by the simulator's counters."""
+    layout = setting.layout
+    keyspace = KeySpace([TableSpec(f"t{number}", setting.rows, setting.dim) for number in range(setting.tables)])
+    bags = [
+        [
+            (keyspace.keys(keyspace.index[name], one.values.numpy()), one.lengths.numpy())
+            for name, one in ranks.bags_of(setting, rank).items()
+        ]
+        for rank in range(layout.world_size)
+    ]
+    keys = [np.concatenate([ids for ids, _ in of_rank]) for of_rank in bags]
+    none = [np.empty(0, np.int64)] * layout.world_size
+    rows = StepByteCounter(keyspace, layout)
+
+    def sent(keys: list[np.ndarray]) -> list[object]:
+        return rows.step(StepPasses.of([keys], layout), Placement.empty(), Exchange.CHAIN)
+
+    sums = [*sent(none), *BagByteCounter(keyspace, layout).step([StepBags.of(bags)], Exchange.CHAIN)]
+    return {
+        name: float(sent_bytes(collectives, layout.world_size)[:, :, INTER].sum()) / layout.world_size
+        for name, collectives in (("rows", sent(keys)), ("sums", sums))
+    }
+
+
+def table(title: str, settings: Sequence[Setting], found: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Print the bytes of each setting, and return them with the better answer and its ratio to TorchRec's best."""
+    shardings = list(found[0])
+    print(f"{title}\n{'Zipf':>6}{'bag':>5}" + "".join(f"{name:>16}" for name in [*shardings, "better of both"]))
+    figures = []
+    for setting, sent in zip(settings, found, strict=True):
+        better = min(sent[answer] for answer in ranks.FLEXD)
+        entry = {"name": f"zipf {setting.skew} bag {setting.bag}", **sent, "better": better}
+        others = [sent[name] for name in ranks.TORCHREC if name in sent]
+        last = f"{better / 1e6:>13.2f} MB"
+        if others:
+            entry["of_best_torchrec"] = better / min(others)
+            last += f" ({entry['of_best_torchrec']:.2f} of TorchRec's best)"
+        print(f"{setting.skew:>6}{setting.bag:>5}" + "".join(f"{sent[n] / 1e6:>13.2f} MB" for n in shardings) + last)
+        figures.append(entry)
+    for skew in dict.fromkeys(setting.skew for setting in settings):
+        pays = [
+            setting.bag
+            for setting, sent in zip(settings, found, strict=True)
+            if setting.skew == skew and sent["sums"] < sent["rows"]
+        ]
+        shortest = min(pays, default=None)
+        print(f"Zipf {skew}: sums are fewer bytes " + (f"from {shortest} ids a bag on" if shortest else "for no bag"))
+    return figures
 
 
 def step_times(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
@@ -83,35 +141,39 @@ def candidates(rows: int, ids_of_rank: int, skew: float, bag: int) -> dict[str, 
     return {"flexd": pooled, "flexd_expanding": expanded, "embedding_bag": embedding_bag}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--quick", action="store_true", help="two skews, four bag lengths, fewer repeats")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--nodes", type=int, default=8, help="of the simulated cluster")
+    parser.add_argument("--local-ranks", type=int, default=8, help="of the simulated cluster")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows, count = 200_000, 25_600
-    bytes_of = []
-    for skew in (1.05, 1.2):
-        for hot_share in (0.0, 0.05):
-            for bag in (1, 4, 8, 16, 32, 128):
-                figures = traffic(rows, count, skew, bag, hot_share)
-                bytes_of.append({"name": f"zipf {skew} copies {hot_share:.0%} bag {bag}", **figures})
-                print(
-                    f"{bytes_of[-1]['name']:32} rows {figures['rows_mb']:6.2f} MB   sums {figures['sums_mb']:6.2f} MB"
-                )
-    times = step_times(candidates(rows, count, 1.05, 32), 8 if options.quick else 40)
+    skews, bags = ((0.9, 1.05), (1, 8, 16, 64)) if options.quick else (SKEWS, BAGS)
+    of_four = [Setting(RankLayout(2, 2), 4, 50_000, DIM, 25_600, skew, bag) for skew in skews for bag in bags]
+    real = table("2 nodes x 2, real ranks: bytes a rank and step between nodes", of_four, real_bytes(of_four))
+    for setting, sent in zip(of_four, real, strict=True):
+        for answer, simulated in simulated_bytes(setting).items():
+            if simulated != sent[answer]:
+                raise AssertionError(f"{setting}: {answer}: {sent[answer]} bytes of real ranks, {simulated} simulated")
+    layout = RankLayout(options.nodes, options.local_ranks)
+    larger = [replace(setting, layout=layout) for setting in of_four]
+    name = f"{layout.nodes} nodes x {layout.local_ranks}, simulated: bytes a rank and step between nodes"
+    simulated_figures = table(name, larger, [simulated_bytes(setting) for setting in larger])
+    times = step_times(candidates(200_000, 25_600, 1.05, 32), 8 if options.quick else 40)
     ratio = {name: value / times["embedding_bag"] for name, value in times.items()}
     for name, value in times.items():
         print(f"{name:16} {value:7.2f} ms of processor a step, {ratio[name]:.2f} of nn.EmbeddingBag (sparse gradients)")
-    if options.json:
-        saved = times["flexd"] / times["flexd_expanding"]
-        figures = {"bytes": bytes_of, "step_ms": times, "of_embedding_bag": ratio}
-        print(
-            last_line(
-                figures, [check("pooling distinct rows against expanding them", saved, "at most 1.05", saved <= 1.05)]
-            )
-        )
+    saved = times["flexd"] / times["flexd_expanding"]
+    checks = [check("pooling distinct rows against expanding them", saved, "at most 1.05", saved <= 1.05)]
+    checks += [
+        check(f"{one['name']}: bytes over TorchRec's best", one["of_best_torchrec"], f"<= {MOST}",
+              one["of_best_torchrec"] <= MOST)
+        for one in real if "of_best_torchrec" in one
+    ]  # fmt: skip
+    figures = {"bytes": real, "simulated_bytes": simulated_figures, "step_ms": times, "of_embedding_bag": ratio}
+    return ending(figures, checks, as_json=options.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

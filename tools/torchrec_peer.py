@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.store.initial_values import initial_rows
 
@@ -100,3 +101,53 @@ def sharded_collection(
                 )
             )
     return sharded
+
+
+def sharded_bags(tables: Sequence[EmbeddingTable], *, sharding: str, layout: RankLayout) -> torch.nn.Module:
+    """Collective. A TorchRec ``ShardedEmbeddingBagCollection`` on CPU over the default process group, with SGD fused
+    and rows of any values: for counts of what it sends.
+
+    Args:
+        sharding: "table-wise" (table t on rank t modulo ranks), "row-wise", "column-wise" (over all ranks) or
+            "table-row-wise" (table t on node t modulo nodes).
+    """
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+    from torchrec.distributed.comm_ops import set_gradient_division
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import (
+        column_wise,
+        construct_module_sharding_plan,
+        row_wise,
+        table_row_wise,
+        table_wise,
+    )
+    from torchrec.distributed.types import ShardingEnv
+
+    set_gradient_division(False)
+    world = layout.world_size
+    of_table: Mapping[str, Callable[[int], Any]] = {
+        "table-wise": lambda table: table_wise(rank=table % world, compute_kernel="fused"),
+        "row-wise": lambda _: row_wise(compute_kernel="fused"),
+        "column-wise": lambda _: column_wise(ranks=list(range(world)), compute_kernel="fused"),
+        "table-row-wise": lambda table: table_row_wise(host_index=table % layout.nodes),
+    }
+    module = EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=list(t.feature_names)
+            )
+            for t in tables
+        ],
+        device=torch.device("meta"),
+    )
+    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
+    plan = construct_module_sharding_plan(
+        module,
+        {t.name: of_table[sharding](number) for number, t in enumerate(tables)},
+        sharder=sharder,
+        local_size=layout.local_ranks,
+        world_size=world,
+        device_type="cpu",
+    )
+    return sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))

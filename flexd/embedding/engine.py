@@ -351,7 +351,6 @@ class RowEngine:
         of_rows = self.router.spread([(one.route, one.bag_grads) for one in self.passes])
         for forward_pass, grads in zip(self.passes, of_rows, strict=True):
             forward_pass.add(grads, self.router.wide)
-            forward_pass.bag_grads = None
 
     def _scaled(self, forward_pass: ForwardPass) -> list[torch.Tensor]:
         if forward_pass.grads is None:

@@ -22,8 +22,7 @@ class ForwardPass:
     Attributes:
         touched: the replicated rows that it reads, filled in while it is found and fetched; None if there are none.
         grads: per dim-group [rows of the route's first station, dim]; None before its backward pass.
-        bag_grads: per dim-group [bags, dim] of the bags that are answered by sums; None before its backward pass, and
-            once they are part of ``grads``.
+        bag_grads: per dim-group [bags, dim] of the bags that are answered by sums; None before its backward pass.
     """
 
     def __init__(self, route: Route, touched: TouchedRows | None) -> None:

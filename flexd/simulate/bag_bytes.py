@@ -51,7 +51,8 @@ class StepBags:
                 keys.append(np.asarray(ids, dtype=np.int64))
                 number += len(lengths)
         none = np.empty(0, dtype=np.int64)
-        return StepBags(*(np.concatenate([none, *some]) for some in (rank, bag, keys)), weighted)
+        ranks, of_ids, all_keys = (np.concatenate([none, *some]) for some in (rank, bag, keys))
+        return StepBags(ranks, of_ids, all_keys, weighted)
 
 
 class BagByteCounter:
@@ -96,12 +97,10 @@ class BagByteCounter:
         for link, peers, target in ways:
             if peers == 1:
                 continue
-            of_part, part = np.unique(np.stack([source, bag, target]), axis=1, return_inverse=True)
-            part = part.reshape(-1)
-            group_of_part = np.zeros(of_part.shape[1], dtype=np.int64)
-            group_of_part[part] = group
+            # A bag has one dim-group, and at every station one rank.
+            _, first, part = np.unique(bag * world + target, return_index=True, return_inverse=True)
             ids_out, ids_in = self._by_rank(source, target, np.full(len(source), each))
-            vectors = self._by_rank(of_part[0], of_part[2], self._row_bytes[group_of_part])
+            vectors = self._by_rank(source[first], target[first], self._row_bytes[group[first]])
             found.append(
                 _Hop(
                     self._sizes(link, peers, exchange),

@@ -24,7 +24,7 @@ from tests.support.run_ahead_jobs import Loop
 Ranks = Callable[[int], RankPool]
 OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "dense_adam"]
 
-answers = st.sampled_from([None, None, ("rows", "rows"), ("sums", "sums"), ("sums", "rows"), ("rows", "sums")])
+answered_by = st.sampled_from([None, None, ("rows", "rows"), ("sums", "sums"), ("sums", "rows"), ("rows", "sums")])
 scenarios = st.builds(
     Scenario,
     nodes=st.sampled_from([1, 2]),
@@ -47,7 +47,7 @@ scenarios = st.builds(
     second_dtype=st.sampled_from(["", "", "", "float32"]),
     fast_memory_bytes=st.sampled_from([None, None, 1, 1_500, 10_000]),
     slow_file=st.booleans(),
-    answers=answers,
+    answered_by=answered_by,
 )
 three_nodes = st.builds(
     Scenario,
@@ -60,7 +60,7 @@ three_nodes = st.builds(
     passes=st.sampled_from([1, 3]),
     two_dims=st.booleans(),
     replica_sums=st.sampled_from(["all_reduce", "home"]),
-    answers=answers,
+    answered_by=answered_by,
 )
 
 

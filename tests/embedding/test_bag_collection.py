@@ -99,6 +99,22 @@ def test_empty_batches_and_bags_pool_to_zero(answers: Answers) -> None:
     assert collection({}) == {}
 
 
+@pytest.mark.parametrize("answers", [ROWS, SUMS])
+def test_dropped_gradients_change_nothing_and_several_backward_passes_add_up(answers: Answers) -> None:
+    collection = flexd.EmbeddingBagCollection(tables(answers), optimizer=flexd.SGD(0.5))
+    bags = {"history": flexd.Jagged(torch.tensor([3, 3, 7]), torch.tensor([2, 1]))}
+    collection(bags)["history"].sum().backward()
+    collection.optimizer.zero_grad()
+    collection.optimizer.step()
+    assert torch.equal(collection.gather_table("item"), collection.initial_table("item"))
+    loss = collection(bags)["history"].sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    collection.optimizer.step()
+    moved = collection.initial_table("item") - collection.gather_table("item")
+    torch.testing.assert_close(moved[[3, 7, 8], 0], torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64))
+
+
 @pytest.mark.parametrize("answer", ["rows", "sums"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_half_precision_bags(dtype: str, answer: str) -> None:

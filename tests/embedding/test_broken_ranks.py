@@ -119,6 +119,8 @@ def test_a_loop_of_prefetch_that_one_rank_does_not_begin_is_an_error_on_every_ra
         pytest.param(1, "push", False, "chain", marks=pytest.mark.long),
         pytest.param(0, "reduce", True, "chain", marks=pytest.mark.long),
         (2, "job", True, "chain"),
+        (1, "sums", False, "chain"),
+        pytest.param(3, "spread", True, "direct", marks=pytest.mark.long),
     ],
 )
 def test_an_error_between_two_exchanges_is_named_on_every_rank(

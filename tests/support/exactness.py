@@ -51,7 +51,7 @@ class Scenario:
     """Of home rows of a rank; None: all are fast."""
     slow_file: bool = False
     """Slow rows are in a file instead of host memory."""
-    answers: tuple[str, str] | None = None
+    answered_by: tuple[str, str] | None = None
     """Of the two tables, whose features are pooled then, the second's by mean; None: they are not."""
 
     def memories(self) -> dict[str, Any]:
@@ -68,8 +68,8 @@ class Scenario:
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     dims = (8, 5) if scenario.two_dims else (8, 8)
-    if scenario.answers is not None:
-        first, second = scenario.answers
+    if scenario.answered_by is not None:
+        first, second = scenario.answered_by
         dtypes = scenario.dtype, scenario.second_dtype or scenario.dtype
         return [
             EmbeddingBagTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, answer=first),
@@ -160,7 +160,7 @@ def values_of(out: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def class_of(scenario: Scenario) -> type[EmbeddingCollection]:
-    return EmbeddingCollection if scenario.answers is None else EmbeddingBagCollection
+    return EmbeddingCollection if scenario.answered_by is None else EmbeddingBagCollection
 
 
 def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> torch.Tensor:
@@ -254,7 +254,7 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             for index in range(scenario.passes):
                 features = batch(scenario, step * scenario.passes + index, rank)
                 rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
-                if scenario.answers is not None:
+                if scenario.answered_by is not None:
                     rows = {
                         name: pooled_alone(part, features[name].lengths, mean=name == "shop")
                         for name, part in rows.items()

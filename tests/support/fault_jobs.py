@@ -15,7 +15,7 @@ import torch
 from flexd.core.errors import FlexdError
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta
-from flexd.embedding.bag_collection import EmbeddingBagCollection
+from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.loop import prefetch
@@ -160,8 +160,10 @@ def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tupl
 
 def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: bool, exchange: str) -> tuple[str, int]:
     """Run out of memory on one rank at a point of step 2, which then stays alive; return the error and steps done."""
-    make = EmbeddingBagCollection if where == "_pooled" else EmbeddingCollection
-    collection = make([EmbeddingTable("item", 50, 4)], layout=layout, exchange=exchange)
+    make = EmbeddingBagCollection if where in ("_pooled", "sums", "spread") else EmbeddingCollection
+    summed = where in ("sums", "spread")
+    table = EmbeddingBagTable("item", 50, 4, answer="sums") if summed else EmbeddingTable("item", 50, 4)
+    collection = make([table], layout=layout, exchange=exchange)
 
     def out_of_memory(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")

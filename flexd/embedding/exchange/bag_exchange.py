@@ -88,12 +88,11 @@ class BagExchange:
         return self._traffic.phases
 
     @in_phase(StepPhase.IDS)
-    def send(self, ids: BagIds | None, faulty: torch.Tensor | None = None) -> tuple[torch.Tensor, BagRoute]:
-        """Send the ids of bags to the homes of their rows.
+    def send(self, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
+        """Send the ids of bags to the homes of their rows. The bags may be any numbers if the look-up is given up.
 
         Args:
             ids: None: this rank has no bag.
-            faulty: bool [] on the device: nothing of ``ids`` can be used, and none is sent.
 
         Returns:
             (int64 [n] keys of the ids that arrived, dim-group by dim-group; their route).
@@ -103,9 +102,8 @@ class BagExchange:
             ids = replace(ids, weights=ids.weights.to(self._weight))
         legs = []
         for hop in self.hops:
-            leg, ids = self._over(hop, ids, faulty)
+            leg, ids = self._over(hop, ids)
             legs.append(leg)
-            faulty = None
         bag = ids.bag if self._groups == 1 else ids.bag - self._by_group(_starts(ids.bags), ids)
         return ids.keys, BagRoute(tuple(legs), bag, ids.numbers, ids.bags, ids.weights)
 
@@ -114,7 +112,7 @@ class BagExchange:
         both = torch.tensor([numbers, ids.numbers], dtype=torch.int64, device=ids.keys.device)
         return both[0].repeat_interleave(both[1], output_size=sum(ids.numbers))
 
-    def _over(self, hop: Hop, ids: BagIds, faulty: torch.Tensor | None) -> tuple[BagLeg, BagIds]:
+    def _over(self, hop: Hop, ids: BagIds) -> tuple[BagLeg, BagIds]:
         peers, groups = hop.peers.size, self._groups
         section = hop.destination(ids.keys % self._world_size)
         bag = ids.bag
@@ -128,13 +126,11 @@ class BagExchange:
         last[:-1] |= section[1:] != section[:-1]
         ends = last.to(torch.int64)
         part_sizes = devices.sum_by_place(section, ends, groups * peers)
-        sent, received = self._exchange_sizes(hop, sizes, part_sizes, faulty, weighted=ids.weights is not None)
-        # Nothing is sent of faulty ids, whose bags may be any numbers.
-        total = sum(sent.ids)
-        words = torch.where(last, ~keys, keys)[:total].to(self._word)
+        sent, received = self._exchange_sizes(hop, sizes, part_sizes, weighted=ids.weights is not None)
+        words = torch.where(last, ~keys, keys).to(self._word)
         columns = [Column(_by_peer(words, sent).view(-1, 1), None, sent.ids, received.ids, self._word)]
         if sent.weights or any(received.weights):
-            weights = keys.new_empty(0, dtype=self._weight) if ids.weights is None else ids.weights[order[:total]]
+            weights = keys.new_empty(0, dtype=self._weight) if ids.weights is None else ids.weights[order]
             columns.append(
                 Column(_by_peer(weights, sent).view(-1, 1), None, sent.weights, received.weights, self._weight)
             )
@@ -145,26 +141,23 @@ class BagExchange:
             weights_in = _with_ones(arrived[1].whole(self._weight).view(-1), received)
         ended = words < 0
         ends_in = ended.to(torch.int64)
-        part = (ends.cumsum(0) - ends)[:total]
-        places = part.new_empty(sum(map(sum, sent.parts))).scatter_(0, part, bag[:total])
-        sent_parts = [sum(of_group) for of_group in transposed(sent.parts)]
-        leg = BagLeg(ids.bags, torch.split(places, sent_parts), sent.parts, received.parts)
+        places = bag.new_empty(sum(map(sum, sent.vectors))).scatter_(0, ends.cumsum(0) - ends, bag)
+        sent_parts = [sum(of_group) for of_group in transposed(sent.vectors)]
+        leg = BagLeg(ids.bags, torch.split(places, sent_parts), sent.vectors, received.vectors)
         return leg, BagIds(
             torch.where(ended, ~words, words).to(torch.int64),
             ends_in.cumsum(0) - ends_in,
             [sum(of_group) for of_group in transposed(received.by_group)],
-            [sum(of_group) for of_group in transposed(received.parts)],
+            [sum(of_group) for of_group in transposed(received.vectors)],
             weights_in,
         )
 
     def _exchange_sizes(
-        self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor, faulty: torch.Tensor | None, *, weighted: bool
+        self, hop: Hop, ids: torch.Tensor, parts: torch.Tensor, *, weighted: bool
     ) -> tuple[_PeerSizes, _PeerSizes]:
         """Exchange int64 [groups x peers] numbers of ids and of parts, and whether the ids have weights."""
         peers, groups = hop.peers.size, self._groups
         both = torch.cat([ids.view(groups, peers), parts.view(groups, peers)]).t()
-        if faulty is not None:
-            both = both * faulty.logical_not()
         width = 2 * groups + 1
         sent = functional.pad(both, (0, 1), value=int(weighted)).reshape(-1)
         received = hop.peers.all_to_all(sent, [width] * peers, [width] * peers)
@@ -258,13 +251,13 @@ class _PeerSizes:
 
     Attributes:
         by_group: ids of each dim-group.
-        parts: parts of each dim-group.
+        vectors: parts of each dim-group, each of which comes back as a vector.
         ids: ids of all dim-groups.
         weights: factors; 0 for a peer whose ids have none.
     """
 
     by_group: Counts
-    parts: Counts
+    vectors: Counts
     ids: list[int]
     weights: list[int]
 

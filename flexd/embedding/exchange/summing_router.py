@@ -61,7 +61,7 @@ class SummingRouter(Router):
         bags: BagIds | None = None,
     ) -> Route:
         """As ``Router.find``; the requests of each dim-group are its keys, then the ids of bags that arrived."""
-        arrived, route = self.bags.send(bags, faulty)
+        arrived, route = self.bags.send(bags)
         if numbers is None:
             keys, numbers = self._lookup.by_group(keys)
         pairs = zip(torch.split(keys, list(numbers)), torch.split(arrived, list(route.numbers)), strict=True)
