@@ -1,0 +1,127 @@
+"""Bytes of a pooled table that answers by rows, and of the same table if it answers by sums (docs/cost-model.md).
+
+By rows each distinct row crosses a hop once, as in an un-pooled table. By sums the ids of a bag go to the homes, over
+the rail and then inside the node, and one vector comes back from every node, and every rank in it, that any id of the
+bag is homed at; gradients take the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout, Tier
+from flexd.planner.model.cost import LoadSums
+from flexd.planner.model.row_bytes import TrafficLink, chain_byte_factors
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import GroupLoad, make_table_loads
+from flexd.sketch.profile import Profile, TableProfile
+
+Float64Array = npt.NDArray[np.float64]
+
+LENGTH_RANKS = tuple((place + 0.5) / 64 for place in range(64))
+"""Ranks of the quantiles that stand for the lengths of bags."""
+_NARROW_KEYS = 2**31
+
+
+@dataclass(frozen=True)
+class AnswerBytes:
+    """What a rank sends in a step for one table, with no copies, forward and backward, in the mean over the ranks.
+
+    Attributes:
+        bags: bags of a rank in a step.
+        rows, sums: float64[2], bytes inside the nodes and between them.
+    """
+
+    bags: float
+    rows: Float64Array
+    sums: Float64Array
+
+    @property
+    def sums_over_rows(self) -> float | None:
+        """Bytes of sums over those of rows, between nodes, or inside the node if there is only one; None if neither
+        sends any."""
+        at = 1 if self.rows[1] > 0 else 0
+        return float(self.sums[at] / self.rows[at]) if self.rows[at] > 0 else None
+
+
+def answer_bytes(
+    profile: Profile,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    lengths: Mapping[str, Float64Array],
+    shape: TrainingShape | None = None,
+) -> dict[str, AnswerBytes]:
+    """Return the bytes of both answers of the named tables that were looked up and have a bag with an id.
+
+    Args:
+        lengths: by table float64[n] ids of a bag, equally likely: quantiles at ``LENGTH_RANKS``.
+
+    Raises:
+        PlanError: as ``make_loads``.
+    """
+    shape = shape or TrainingShape()
+    wanted = {name: of_table for name, of_table in lengths.items() if len(of_table) and of_table.mean() > 0}
+    if not wanted:
+        return {}
+    loads = make_table_loads(profile, keyspace, layout, shape)
+    found = {}
+    for index, seen in enumerate(profile.tables):
+        if seen.table in wanted and seen.weight > 0:
+            found[seen.table] = _of_load(loads[index], seen, index, keyspace, layout, wanted[seen.table], shape)
+    return found
+
+
+def _of_load(
+    load: GroupLoad,
+    seen: TableProfile,
+    table: int,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    lengths: Float64Array,
+    shape: TrainingShape,
+) -> AnswerBytes:
+    factors = chain_byte_factors(layout, load.wire_bytes)[Tier.HOME]
+    by_link = np.einsum("pls,s->l", factors, LoadSums(load, layout).total())
+    rows = by_link[[TrafficLink.INTRA_NODE, TrafficLink.INTER_NODE]]
+    bags = seen.accesses_per_step / layout.world_size / float(lengths.mean())
+    trained = 1.0 if seen.table not in shape.frozen_tables else 0.0
+    id_bytes = 4 if keyspace.total_rows <= _NARROW_KEYS else 8
+    homes = home_shares(seen, table, keyspace, layout)
+    # A rank is one of N in the first hop and one of L in the second: what it has itself does not travel.
+    hops = (
+        (homes, (layout.local_ranks - 1) / layout.local_ranks),
+        (homes.reshape(layout.nodes, -1).sum(axis=1), (layout.nodes - 1) / layout.nodes),
+    )
+    sums = [
+        bags
+        * away
+        * (id_bytes * float(lengths.mean()) + (1 + trained) * load.wire_bytes * parts_of_bag(shares, lengths))
+        for shares, away in hops
+    ]
+    return AnswerBytes(bags, rows, np.array(sums))
+
+
+def parts_of_bag(shares: Float64Array, lengths: Float64Array) -> float:
+    """Return the places among which the ids of a bag are, expected: ``mean over m of sum (1 - (1 - share)^m)``.
+
+    Args:
+        shares: float64[places] of the accesses; ids of a bag are taken as independent of each other.
+        lengths: float64[n] ids of a bag, equally likely.
+    """
+    missing = np.power(np.maximum(1.0 - shares, 0.0)[:, None], lengths)
+    return float((1.0 - missing).sum(axis=0).mean())
+
+
+def home_shares(seen: TableProfile, table: int, keyspace: KeySpace, layout: RankLayout) -> Float64Array:
+    """float64[ranks]: share of a table's accesses to rows that are homed at each rank. Rows that the profile does not
+    list are spread evenly."""
+    world = layout.world_size
+    home = layout.home_rank(keyspace.keys(table, seen.hot_rows))
+    listed = np.bincount(home, weights=seen.hot_share.astype(np.float64), minlength=world)
+    shares: Float64Array = listed + max(0.0, 1.0 - float(listed.sum())) / world
+    return shares

@@ -1,0 +1,117 @@
+"""Expected bytes of bags by rows and by sums against those of drawn bags, counted as real ranks send them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.planner.model.bag_answers import AnswerBytes, answer_bytes, home_shares, parts_of_bag
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.simulate.bag_bytes import BagByteCounter, StepBags
+from flexd.simulate.byte_counter import CollectiveBytes, StepByteCounter, StepPart, sent_bytes
+from flexd.simulate.step_keys import StepPasses
+from flexd.sketch.profile import Profile, TableProfile
+from tests.support.planner_cases import zipf
+
+ROWS, BAGS, STEPS = 3_000, 40, 12
+KEYSPACE = KeySpace([TableSpec("item", ROWS, 16)])
+
+
+def _shares(skew: float) -> np.ndarray:
+    return zipf(ROWS, skew, 1.0)[np.random.default_rng(3).permutation(ROWS)]
+
+
+def _profile(shares: np.ndarray, accesses: float, listed: int) -> Profile:
+    hot = np.argsort(-shares)[:listed]
+    rest = np.sort(np.delete(shares, hot))
+    return Profile(
+        (
+            TableProfile(
+                "item", ROWS, 1e6, accesses, hot, shares[hot], shares[hot], shares[hot],
+                np.array([part.mean() for part in np.array_split(rest, 20)]) if len(rest) else np.empty(0),
+                np.array([float(len(part)) for part in np.array_split(rest, 20)]) if len(rest) else np.empty(0),
+                float(ROWS), 1.0,
+            ),
+        )
+    )  # fmt: skip
+
+
+def _counted(layout: RankLayout, shares: np.ndarray, lengths: np.ndarray, frozen: bool) -> np.ndarray:
+    """Return float64[2, 2]: mean bytes of a rank and step without sizes, by answer and link."""
+    rng = np.random.default_rng(5)
+    total = np.zeros((2, 2))
+    none = [np.empty(0, np.int64)] * layout.world_size
+    rows, sums = StepByteCounter(KEYSPACE, layout), BagByteCounter(KEYSPACE, layout)
+
+    def payload(collectives: list[CollectiveBytes], sizes: list[CollectiveBytes]) -> np.ndarray:
+        sent = sent_bytes(collectives, layout.world_size) - sent_bytes(sizes, layout.world_size)
+        of_step = sent[:, : StepPart.BACKWARD + (not frozen)].sum(axis=(0, 1)) / layout.world_size
+        return np.asarray(of_step)
+
+    for _ in range(STEPS):
+        bags = []
+        for _ in range(layout.world_size):
+            of_bags = rng.choice(lengths, BAGS)
+            bags.append([(rng.choice(ROWS, int(of_bags.sum()), p=shares), of_bags)])
+        keys = [of_rank[0][0] for of_rank in bags]
+        nobody = [StepBags.of([[] for _ in bags])]
+        for at, (collectives, sizes) in enumerate(
+            (
+                (
+                    rows.step(StepPasses.of([keys], layout), Placement.empty(), Exchange.CHAIN),
+                    rows.step(StepPasses.of([none], layout), Placement.empty(), Exchange.CHAIN),
+                ),
+                (sums.step([StepBags.of(bags)], Exchange.CHAIN), sums.step(nobody, Exchange.CHAIN)),
+            )
+        ):
+            total[at] += payload(collectives, sizes) / STEPS
+    return total
+
+
+def _expected(
+    layout: RankLayout, shares: np.ndarray, lengths: np.ndarray, listed: int, shape: TrainingShape
+) -> AnswerBytes:
+    accesses = BAGS * float(lengths.mean()) * layout.world_size
+    made = answer_bytes(_profile(shares, accesses, listed), KEYSPACE, layout, {"item": lengths * 1.0}, shape)
+    return made["item"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("lengths", [(1,), (4,), (0, 2, 30)])
+@pytest.mark.parametrize(("skew", "listed"), [(0.9, ROWS), (1.2, 300)])
+@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (4, 2), (1, 4), (4, 1)])
+def test_expected_bytes_are_those_of_drawn_bags(
+    nodes: int, local_ranks: int, skew: float, listed: int, lengths: tuple[int, ...], frozen: bool
+) -> None:
+    layout, shares = RankLayout(nodes, local_ranks), _shares(skew)
+    shape = TrainingShape(frozen_tables=frozenset({"item"}) if frozen else frozenset())
+    counted = _counted(layout, shares, np.array(lengths), frozen)
+    expected = _expected(layout, shares, np.array(lengths), listed, shape)
+    assert expected.bags == pytest.approx(BAGS)
+    np.testing.assert_allclose(expected.rows, counted[0], rtol=0.06)
+    np.testing.assert_allclose(expected.sums, counted[1], rtol=0.06)
+    ratio = counted[1] / np.maximum(counted[0], 1)
+    assert expected.sums_over_rows == pytest.approx(ratio[1 if nodes > 1 else 0], rel=0.08)
+
+
+def test_a_table_without_look_ups_or_lengths_has_no_answer_to_choose() -> None:
+    layout, shares = RankLayout(2, 2), _shares(1.0)
+    seen = _profile(shares, 100.0, 10)
+    assert answer_bytes(seen, KEYSPACE, layout, {}) == {}
+    assert answer_bytes(seen, KEYSPACE, layout, {"item": np.empty(0)}) == {}
+    assert answer_bytes(seen, KEYSPACE, layout, {"item": np.zeros(3)}) == {}
+    assert answer_bytes(seen, KEYSPACE, RankLayout(1, 1), {"item": np.ones(3)})["item"].sums_over_rows is None
+
+
+def test_shares_of_homes_sum_to_one_and_a_bag_has_no_more_parts_than_ids_or_places() -> None:
+    layout = RankLayout(2, 4)
+    shares = home_shares(_profile(_shares(1.2), 100.0, 50).tables[0], 0, KEYSPACE, layout)
+    assert shares.sum() == pytest.approx(1.0)
+    assert shares.max() > 1.5 * shares.min(), "hot rows are not spread evenly"
+    assert parts_of_bag(shares, np.array([1.0])) == pytest.approx(1.0)
+    assert parts_of_bag(shares, np.array([1000.0])) == pytest.approx(8.0)
+    assert parts_of_bag(np.full(2, 0.5), np.array([0.0, 2.0])) == pytest.approx(0.75)
