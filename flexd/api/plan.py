@@ -157,6 +157,29 @@ class MemoryReport(Model):
     """During a step, expected: ``rows``, ``gradients``, ``exchange``, ``sync``."""
 
 
+class PooledTableReport(Model):
+    """The answer of a pooled table, and the one that would take less time: sent by a rank in a step, no copies."""
+
+    answer: Literal["rows", "sums"]
+    """How it answers: ``planner.pooled_tables``."""
+    better: Literal["rows", "sums"]
+    """Answer that takes less time. All tables stay with rows if sums save less than their collectives cost."""
+    bags_per_step: FiniteOrNone = None
+    """Bags of a rank in a step."""
+    rows_intra_node_bytes: FiniteOrNone = None
+    """Inside the node, by rows."""
+    rows_inter_node_bytes: FiniteOrNone = None
+    """Between nodes, by rows."""
+    sums_intra_node_bytes: FiniteOrNone = None
+    """Inside the node, by sums."""
+    sums_inter_node_bytes: FiniteOrNone = None
+    """Between nodes, by sums."""
+    rows_seconds: FiniteOrNone = None
+    """Transfer time of those bytes, by rows."""
+    sums_seconds: FiniteOrNone = None
+    """Transfer time of those bytes, by sums."""
+
+
 class PlanReport(Model):
     """A plan against the live placement: its changes, its cost, and the reasons."""
 
@@ -225,6 +248,8 @@ class PlanReport(Model):
     """The planned and the recommended exchange."""
     replica_sums: ReplicaSumsReport = ReplicaSumsReport()
     """Where the gradients of copied rows are added."""
+    pooled_tables: dict[str, PooledTableReport] = Field(default_factory=dict)
+    """Answers of pooled tables, by table: those of ``planner.pooled_tables`` that were looked up."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()

@@ -50,6 +50,7 @@ def _table_faults(config: Config) -> Iterator[str]:
     named: list[tuple[str, Iterable[str]]] = [
         ("planner.frozen_tables", planner.frozen_tables),
         ("planner.exclude_tables", planner.exclude_tables),
+        ("planner.pooled_tables", planner.pooled_tables),
         ("planner.table_budgets", planner.table_budgets),
     ]
     for key, names in named:
@@ -63,6 +64,8 @@ def _table_faults(config: Config) -> Iterator[str]:
             continue
         if pin.table in planner.exclude_tables and pin.tier != "HOME":
             yield f"{key}.tier: {pin.table!r} is in planner.exclude_tables, so it must be HOME (got {pin.tier!r})"
+        if planner.pooled_tables.get(pin.table) == "sums" and pin.tier != "HOME":
+            yield f"{key}.tier: {pin.table!r} answers by sums, so it must be HOME (got {pin.tier!r})"
         rows = rows_of[pin.table]
         outside = [row for row in pin.rows or () if not 0 <= row < rows]
         if outside:

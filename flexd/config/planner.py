@@ -188,6 +188,9 @@ class PlannerConfig(Section):
     """Read-only tables, which need no backward pass and no synchronisation."""
     exclude_tables: list[str] = []
     """Tables whose rows all stay at HOME."""
+    pooled_tables: dict[str, Literal["rows", "sums"]] = {}
+    """Pooled tables and the trainers' ``EmbeddingBagTable(answer=...)``, by table. Rows of a table that answers by
+    ``sums`` all stay at HOME; every plan states which answer would take less time."""
     verify: VerifyConfig = VerifyConfig()
     """Measurement of executed plans."""
     pins: list[PinConfig] = []

@@ -27,6 +27,7 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.correct_prices",
     "planner.frozen_tables",
     "planner.exclude_tables",
+    "planner.pooled_tables",
     "planner.pins",
     "planner.table_budgets",
     "planner.verify",

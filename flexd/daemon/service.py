@@ -164,7 +164,7 @@ class Daemon:
         )  # fmt: skip
         self._planning = Planning(
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
-            self._drift.planned, self._operator.record_withheld,
+            self._drift.planned, self._operator.record_withheld, self._ingestor.sequence_length_quantiles,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)

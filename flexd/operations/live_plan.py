@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
 from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
+from flexd.planner.model.bag_answers import LENGTH_RANKS, answer_bytes, choose_answers
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
+
+LengthQuantiles = Callable[[str, Sequence[float]], npt.NDArray[np.float64]]
+"""Returns the lengths of a table's sequences or bags at normalised ranks, as ``SketchSet``."""
 
 
 def make_live_plan(
@@ -27,16 +36,27 @@ def make_live_plan(
     reason: str = "",
     step_seconds: float | None = None,
     bound_busiest_rank: bool = True,
+    bag_lengths: LengthQuantiles | None = None,
 ) -> Plan:
     """Return ``make_plan`` with the configured limits and shape of the training.
+
+    Args:
+        bag_lengths: None: answers of pooled tables are not compared.
 
     Raises:
         PlanError: as ``make_plan``.
     """
-    return make_plan(
+    shape = training_shape(settings)
+    plan = make_plan(
         profile, keyspace, topology.layout, cluster, topology.replica_slots, live, plan_id=plan_id,
         parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
-        now_unix_seconds=time.time(), reason=reason, shape=training_shape(settings), limits=plan_limits(settings),
+        now_unix_seconds=time.time(), reason=reason, shape=shape, limits=plan_limits(settings),
         exchange=running_exchange(settings), step_seconds=step_seconds,
         bound_busiest_rank=bound_busiest_rank,
     )  # fmt: skip
+    if bag_lengths is None or not settings.pooled_tables:
+        return plan
+    lengths = {name: bag_lengths(name, LENGTH_RANKS) for name in settings.pooled_tables}
+    of_tables = answer_bytes(profile, keyspace, topology.layout, lengths, shape)
+    chosen = choose_answers(of_tables, settings.pooled_tables, cluster, plan.after.bytes, topology.layout, shape)
+    return replace(plan, pooled_tables=chosen)

@@ -47,12 +47,13 @@ def training_shape(settings: PlannerConfig) -> TrainingShape:
 
 
 def plan_limits(settings: PlannerConfig) -> PlanLimits:
-    """Return pins, excluded tables and table budgets."""
+    """Return pins, excluded tables and table budgets. No row of a table that answers by sums is copied."""
+    by_sums = {name for name, answer in settings.pooled_tables.items() if answer == "sums"}
     return PlanLimits(
         pins=tuple(
             RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
             for pin in settings.pins
         ),
-        exclude_tables=frozenset(settings.exclude_tables),
+        exclude_tables=frozenset(settings.exclude_tables) | by_sums,
         table_slots=dict(settings.table_budgets),
     )

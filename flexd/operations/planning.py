@@ -18,7 +18,7 @@ from flexd.core.placement import Placement
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
-from flexd.operations.live_plan import make_live_plan
+from flexd.operations.live_plan import LengthQuantiles, make_live_plan
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
@@ -43,6 +43,7 @@ class Planning:
         executions: starts the migrations of plans.
         on_executed: called whenever a plan is executed, withheld, or turns out to change nothing.
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
+        bag_lengths: as in ``make_live_plan``.
 
     Attributes:
         withheld: why the newest plan was withheld; empty if it was not.
@@ -59,8 +60,10 @@ class Planning:
         executions: Executions,
         on_executed: Callable[[], None] = lambda: None,
         on_withheld: Callable[[str, str], None] = lambda who, reason: None,
+        bag_lengths: LengthQuantiles | None = None,
     ) -> None:
         self._config = config
+        self._bag_lengths = bag_lengths
         self._keyspace = keyspace
         self.prices = prices
         self._profile = profile
@@ -231,7 +234,7 @@ class Planning:
         plan = make_live_plan(
             profile, self._keyspace, topology, self.cluster, live, settings,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
-            reason=reason, step_seconds=self._training.step_seconds(),
+            reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
         )  # fmt: skip
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout

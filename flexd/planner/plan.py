@@ -15,6 +15,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
+from flexd.planner.model.bag_answers import PooledTable
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.gains import canonical_tiers, migration_seconds
 from flexd.planner.model.rank_memory import RankMemory, placement_memory
@@ -64,6 +65,7 @@ class Plan:
         replica_sums: where gradients of copies are added that both ways are exact for, as in ``TrainingShape``.
         other_sums: cost of the target if they were added the other way; None where there is no other way: an exchange
             that is not the chain, one node, or gradients that travel narrower than they are added.
+        pooled_tables: the answers of pooled tables, of those that are configured and were looked up.
     """
 
     plan_id: str
@@ -93,6 +95,7 @@ class Plan:
     step_seconds: float | None = None
     replica_sums: str = "all_reduce"
     other_sums: CostBreakdown | None = None
+    pooled_tables: tuple[PooledTable, ...] = ()
 
     @property
     def saved_seconds(self) -> float:
@@ -171,6 +174,7 @@ class Plan:
                 "planned": self.replica_sums,
                 "other_exposed_seconds": None if self.other_sums is None else self.other_sums.exposed_seconds,
             },
+            "pooled_tables": {one.table: one.to_dict() for one in self.pooled_tables},
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": summarise_replication(
                 self.baselines[TWO_HOP.name if self.exchange is Exchange.CHAIN else ROW_WISE_DEDUP.name],

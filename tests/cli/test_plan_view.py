@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.api.plan import PlanReport
+from flexd.api.plan import PlanReport, PooledTableReport
 from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
 from flexd.cli.blocks import Sentences, Table
 from flexd.cli.plan_view import plan_blocks, planning_block, proposal_blocks
@@ -133,3 +133,21 @@ def test_the_plan_table_shows_tiers_items_strategies_and_reasons(plan):
     assert "GB/s" in text
     # 1,250 home rows and 1,000 slots of 4,096 numbers and one of state.
     assert "home rows 20.48 MB, replica slots 16.39 MB, directory" in text
+
+
+def test_pooled_tables_show_both_answers_and_those_to_change_first() -> None:
+    def pooled(answer: str, better: str) -> PooledTableReport:
+        return PooledTableReport(
+            answer=answer, better=better, bags_per_step=800.0, rows_inter_node_bytes=2e6, sums_inter_node_bytes=5e5,
+            rows_seconds=2e-3, sums_seconds=5e-4,
+        )  # fmt: skip
+
+    tables = {"a": pooled("rows", "rows"), "b": pooled("rows", "sums")}
+    (shown,) = [
+        block
+        for block in plan_blocks(PlanReport(plan_id="p", pooled_tables=tables))
+        if isinstance(block, Table) and block.title.startswith("pooled tables")
+    ]
+    assert [row[:4] for row in shown.rows] == [("b", "rows", "sums", "800"), ("a", "rows", "rows", "800")]
+    assert shown.rows[0][-2:] == ("2 ms", "500 us")
+    assert not any("pooled" in str(block) for block in plan_blocks(PlanReport(plan_id="p")))

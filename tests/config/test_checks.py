@@ -29,6 +29,11 @@ def _kafka(**changed: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"planner": {"frozen_tables": ["item"]}}, "planner.frozen_tables: no table in tables is named 'item'; did you me"),
     ({"planner": {"exclude_tables": ["zzz"]}}, "planner.exclude_tables: no table in tables is named 'zzz'; known tab"),
+    ({"planner": {"pooled_tables": {"item": "sums"}}}, "planner.pooled_tables: no table in tables is named 'item'"),
+    (
+        {"planner": {"pooled_tables": {"items": "sums"}, "pins": [{"table": "items", "tier": "NODE"}]}},
+        "planner.pins[0].tier: 'items' answers by sums, so it must be HOME (got 'NODE')",
+    ),
     ({"planner": {"table_budgets": {"item": 5}}}, "planner.table_budgets: no table in tables is named 'item'"),
     ({"planner": {"pins": [{"table": "item", "tier": "NODE"}]}}, "planner.pins[0].table: no table in tables is named"),
     (

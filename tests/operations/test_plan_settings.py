@@ -28,6 +28,7 @@ def test_every_setting_is_passed_on() -> None:
             "micro_batches": 4,
             "frozen_tables": ["a"],
             "exclude_tables": ["b"],
+            "pooled_tables": {"e": "sums", "f": "rows"},
             "pins": [{"table": "c", "tier": "NODE"}, {"table": "d", "tier": "DEVICE", "rows": [3, 1]}],
             "table_budgets": {"c": 7},
         }
@@ -36,7 +37,7 @@ def test_every_setting_is_passed_on() -> None:
     assert running_exchange(settings) is Exchange.DIRECT_DEDUP
     assert running_exchange(PlannerConfig(exchange="direct_no_dedup")) is Exchange.DIRECT
     assert (shape.micro_batches, shape.frozen_tables) == (4, frozenset({"a"}))
-    assert limits.exclude_tables == {"b"}
+    assert limits.exclude_tables == {"b", "e"}, "no row of a table that answers by sums is copied"
     assert limits.table_slots == {"c": 7}
     whole, rows = limits.pins
     assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from flexd.api.explanation import explanation
+from flexd.api.plan import plan_report
 from flexd.cli.explain_command import explain_blocks
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.errors import ControlError, PlanError
 from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 from flexd.operations.plan_log import PlanLog
+from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from tests.support.planning_harness import ROWS, PlanningHarness
 
@@ -274,3 +277,21 @@ def test_an_explanation_names_pins_exclusions_and_frozen_tables(tmp_path: Path) 
     assert explained(coldest, pins=pins)[:2] == ("DEVICE", "pinned")
     assert explained(0, exclude_tables=["item"])[:2] == ("HOME", "excluded")
     assert explained(0, frozen_tables=["item"])[2] == 0, "nothing of it is synchronised"
+
+
+def test_a_plan_states_the_better_answer_of_pooled_tables_and_copies_none_that_answers_by_sums(tmp_path: Path) -> None:
+    def planned(**planner: Any) -> Plan:
+        harness = PlanningHarness(tmp_path, **planner)
+        harness.see(50_000)
+        harness.report()
+        return harness.propose("why").plan
+
+    assert planned().pooled_tables == ()
+    by_rows, by_sums = (planned(pooled_tables={"item": answer}) for answer in ("rows", "sums"))
+    assert len(by_rows.target) > 0
+    assert len(by_sums.target) == 0
+    (of_rows,), (of_sums,) = by_rows.pooled_tables, by_sums.pooled_tables
+    assert (of_rows.answer, of_sums.answer) == ("rows", "sums")
+    assert of_rows.bytes.bags == pytest.approx(of_sums.bytes.bags)
+    told = plan_report(by_sums, Placement.empty()).pooled_tables["item"]
+    assert told.sums_inter_node_bytes == of_sums.bytes.sums[1]

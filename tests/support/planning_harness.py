@@ -57,7 +57,7 @@ class PlanningHarness:
         self.prices = LivePrices(self.config.planner, keyspace, cluster, self.training, self.coordinator)
         self.planning = Planning(
             self.config, keyspace, self.prices, self._make_profile, self.coordinator,  # type: ignore[arg-type]
-            self.training, executions,
+            self.training, executions, bag_lengths=self.sketches.sequence_length_quantiles,
         )  # fmt: skip
 
     def _make_profile(self, per_step: float, layout: RankLayout) -> Profile:
@@ -69,7 +69,8 @@ class PlanningHarness:
         rng = np.random.default_rng([seed, draw] if draw else seed)
         weights = np.arange(1, ROWS + 1) ** -1.2
         rows = rng.choice(ROWS, accesses, p=weights / weights.sum())
-        self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed)
+        lengths = np.full(accesses // 10, 10)
+        self.sketches.ingest("item", (rows + 137 * seed) % ROWS, 0, 1.0 + seed, lengths)
 
     def propose(self, reason: str, **options: Any) -> Proposal:
         return self.planning.propose(Trigger(TriggerKind.MANUAL, reason), **options)

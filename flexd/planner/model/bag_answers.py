@@ -16,10 +16,12 @@ import numpy.typing as npt
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums
-from flexd.planner.model.row_bytes import TrafficLink, chain_byte_factors
+from flexd.planner.model.prices import latencies, prices
+from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink, chain_byte_factors
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_table_loads
 from flexd.sketch.profile import Profile, TableProfile
+from flexd.topology.cluster import Cluster
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -123,5 +125,69 @@ def home_shares(seen: TableProfile, table: int, keyspace: KeySpace, layout: Rank
     world = layout.world_size
     home = layout.home_rank(keyspace.keys(table, seen.hot_rows))
     listed = np.bincount(home, weights=seen.hot_share.astype(np.float64), minlength=world)
-    shares: Float64Array = listed + max(0.0, 1.0 - float(listed.sum())) / world
-    return shares
+    return np.asarray(listed + max(0.0, 1.0 - float(listed.sum())) / world, dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class PooledTable:
+    """The answer of a pooled table, and the one that takes less time.
+
+    Attributes:
+        answer, better: "rows" or "sums".
+        rows_seconds, sums_seconds: of a step, transfers alone.
+    """
+
+    table: str
+    answer: str
+    better: str
+    bytes: AnswerBytes
+    rows_seconds: float
+    sums_seconds: float
+
+    def to_dict(self) -> dict[str, float | str]:
+        """Return all fields, JSON-able, with units in the names."""
+        return {
+            "answer": self.answer,
+            "better": self.better,
+            "bags_per_step": self.bytes.bags,
+            "rows_intra_node_bytes": float(self.bytes.rows[0]),
+            "rows_inter_node_bytes": float(self.bytes.rows[1]),
+            "sums_intra_node_bytes": float(self.bytes.sums[0]),
+            "sums_inter_node_bytes": float(self.bytes.sums[1]),
+            "rows_seconds": self.rows_seconds,
+            "sums_seconds": self.sums_seconds,
+        }
+
+
+def choose_answers(
+    of_tables: Mapping[str, AnswerBytes],
+    answers: Mapping[str, str],
+    cluster: Cluster,
+    sent: Float64Array,
+    layout: RankLayout,
+    shape: TrainingShape,
+) -> tuple[PooledTable, ...]:
+    """Return the better answer of each table. All stay with rows if what sums save together does not pay for the
+    collectives that they add to a step: sizes, ids, sums and gradients on every hop.
+
+    Args:
+        answers: "rows" or "sums" by table, as the job has them now.
+        sent: float64[tier, phase, link] bytes of a rank and step, which the prices of a byte depend on.
+    """
+    passes = shape.micro_batches
+    links = [TrafficLink.INTRA_NODE, TrafficLink.INTER_NODE]
+    unit = prices(sent, cluster, passes)[Tier.HOME, Phase.FORWARD_ROWS, links]
+    backward = 1 if shape.merged_backward else passes
+    fixed = latencies(cluster, layout, Exchange.CHAIN, (), micro_batches=passes, backward_passes=backward).sum()
+    seconds = {name: (float(unit @ one.rows), float(unit @ one.sums)) for name, one in of_tables.items()}
+    pays = sum(max(0.0, of_rows - of_sums) for of_rows, of_sums in seconds.values()) > fixed
+    return tuple(
+        PooledTable(
+            name,
+            answers[name],
+            "sums" if pays and seconds[name][1] < seconds[name][0] else "rows",
+            one,
+            *seconds[name],
+        )
+        for name, one in of_tables.items()
+    )

@@ -8,14 +8,20 @@ import pytest
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.model.bag_answers import AnswerBytes, answer_bytes, home_shares, parts_of_bag
+from flexd.planner.model.bag_answers import (
+    AnswerBytes,
+    answer_bytes,
+    choose_answers,
+    home_shares,
+    parts_of_bag,
+)
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.simulate.bag_bytes import BagByteCounter, StepBags
 from flexd.simulate.byte_counter import CollectiveBytes, StepByteCounter, StepPart, sent_bytes
 from flexd.simulate.step_keys import StepPasses
 from flexd.sketch.profile import Profile, TableProfile
-from tests.support.planner_cases import zipf
+from tests.support.planner_cases import cluster, zipf
 
 ROWS, BAGS, STEPS = 3_000, 40, 12
 KEYSPACE = KeySpace([TableSpec("item", ROWS, 16)])
@@ -115,3 +121,25 @@ def test_shares_of_homes_sum_to_one_and_a_bag_has_no_more_parts_than_ids_or_plac
     assert parts_of_bag(shares, np.array([1.0])) == pytest.approx(1.0)
     assert parts_of_bag(shares, np.array([1000.0])) == pytest.approx(8.0)
     assert parts_of_bag(np.full(2, 0.5), np.array([0.0, 2.0])) == pytest.approx(0.75)
+
+
+def test_the_answer_that_takes_less_time_is_better_if_it_pays_for_its_collectives() -> None:
+    layout, shape = RankLayout(2, 2), TrainingShape(merged_backward=True)
+    of_tables = {
+        "long": AnswerBytes(10.0, np.array([1e6, 5e6]), np.array([1e6, 1e6])),
+        "short": AnswerBytes(10.0, np.array([1e6, 1e6]), np.array([1e6, 5e6])),
+    }
+    answers = {"long": "rows", "short": "sums"}
+    sent = np.full((3, 6, 3), 1e6)
+
+    def better(latency: float) -> list[str]:
+        machine = cluster(all_to_all=1e9, latency=latency)
+        chosen = choose_answers(of_tables, answers, machine, sent, layout, shape)
+        assert [(one.table, one.answer) for one in chosen] == [("long", "rows"), ("short", "sums")]
+        assert chosen[0].rows_seconds == pytest.approx(5e6 / 1e9 + 1e6 / 100e9)
+        assert chosen[0].sums_seconds == pytest.approx(1e6 / 1e9 + 1e6 / 100e9)
+        return [one.better for one in chosen]
+
+    # 4 ms are saved, and there are four more collectives on each of two hops.
+    assert better(0.4e-3) == ["sums", "rows"]
+    assert better(0.6e-3) == ["rows", "rows"]
