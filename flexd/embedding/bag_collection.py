@@ -13,7 +13,7 @@ Migrations, run-ahead, clipping and optimizers are those of un-pooled rows in bo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,22 @@ class _Pooling:
     factors: torch.Tensor | None
 
 
+def _answered(tables: Sequence[EmbeddingTable], answers: Mapping[str, str]) -> list[EmbeddingTable]:
+    """Return the tables with the answers that are given by name."""
+    pooled = {table.name for table in tables if isinstance(table, EmbeddingBagTable)}
+    if unknown := sorted(set(answers) - pooled):
+        raise EmbeddingError(
+            f"answers: {', '.join(unknown)}",
+            remedy=f"tables of the type EmbeddingBagTable: {', '.join(sorted(pooled)) or 'there are none'}",
+        )
+    return [
+        replace(table, answer=answers[table.name])
+        if isinstance(table, EmbeddingBagTable) and table.name in answers
+        else table
+        for table in tables
+    ]
+
+
 def _offsets(calls: Sequence[_Pooling]) -> Sequence[torch.Tensor]:
     """Return int64 [bags + 1] offsets of each, from 0 on. Two kernels and an upload serve any number of dim-groups."""
     if not calls:
@@ -90,14 +106,17 @@ class EmbeddingBagCollection(EmbeddingCollection):
 
     Args:
         tables: ``EmbeddingBagTable``; an ``EmbeddingTable`` is pooled by sum.
+        answers: "rows" or "sums" by name of a table, instead of ``EmbeddingBagTable.answer``.
         arguments: keyword arguments of ``EmbeddingCollection``.
 
     Raises:
-        TopologyError, EmbeddingError: see ``EmbeddingCollection``.
+        TopologyError, EmbeddingError: see ``EmbeddingCollection``; ``answers`` names what is no ``EmbeddingBagTable``.
     """
 
-    def __init__(self, tables: Sequence[EmbeddingTable], **arguments: Any) -> None:
-        super().__init__(tables, **arguments)
+    def __init__(
+        self, tables: Sequence[EmbeddingTable], *, answers: Mapping[str, str] | None = None, **arguments: Any
+    ) -> None:
+        super().__init__(_answered(tables, answers or {}), **arguments)
         self._pooling = {
             feature: getattr(table, "pooling", "sum") for table in self.tables for feature in table.feature_names
         }

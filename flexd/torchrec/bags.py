@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
+from flexd.embedding.features import FeatureKeys
 from flexd.embedding.jagged import Jagged
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import as_keyed_jagged, check_inverse, jagged_by_key, weights_by_key
@@ -24,7 +26,7 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
         tables: tables of any dims, pooled by SUM or MEAN.
         is_weighted: the input's weights are factors of the rows; all tables must pool by SUM (see ``nn.EmbeddingBag``).
         device: argument of TorchRec's collection.
-        arguments: the keyword arguments of ``flexd.EmbeddingCollection``.
+        arguments: the keyword arguments of ``flexd.EmbeddingBagCollection``, ``answers`` among them.
 
     Raises:
         EmbeddingError: a configuration is not supported, or weights are combined with MEAN.
@@ -81,6 +83,9 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
         self._check_weights(features, self._weights(kjt))
         check_inverse(kjt, {feature: by_key[feature] for feature, _ in self._names}, self.rank)
         return features
+
+    def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
+        return self._features.keys(features, self._weights(as_keyed_jagged(given, [], self.rank)))
 
     def _weights(self, kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         if not self._is_weighted:

@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
 from flexd.embedding.collection import EmbeddingTable, RoutedInput
+from flexd.embedding.features import FeatureKeys
 from flexd.embedding.jagged import Jagged
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import as_keyed_jagged, check_inverse, jagged_by_key, weights_by_key
@@ -140,7 +141,7 @@ class ReplacedTables(EmbeddingBagCollection):
         modules: that use the tables.
         one_lookup: look up the rows of all modules when the first is called; they are called with the same object.
         loaded: names of tables whose initial values the caller loads.
-        arguments: keyword arguments of ``flexd.EmbeddingCollection``.
+        arguments: keyword arguments of ``flexd.EmbeddingBagCollection``.
     """
 
     def __init__(
@@ -228,13 +229,17 @@ class ReplacedTables(EmbeddingBagCollection):
         """Return one row an id of each feature that is not pooled, with one kernel a dim-group."""
         out: dict[str, torch.Tensor] = {}
         for names, distinct, stop in zip(
-            self._features.by_group(routed.order), rows, routed.forward_pass.route.stations[0], strict=True
+            self._features.by_group(routed.order),
+            rows[: len(self.keyspace.groups)],  # sums of bags follow
+            routed.forward_pass.route.stations[0],
+            strict=True,
         ):
             wanted = [name for name in names if name not in bags]
             if not wanted:
                 continue
             indices = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
             sizes = {name: routed.features[name].values.numel() for name in names}
+            indices = indices[: sum(sizes.values())]  # requests of bags that are added up here follow
             if len(wanted) < len(names):
                 of_names = dict(zip(names, torch.split(indices, list(sizes.values())), strict=True))
                 indices = torch.cat([of_names[name] for name in wanted])
@@ -270,6 +275,12 @@ class ReplacedTables(EmbeddingBagCollection):
             if module.pooled:
                 check_inverse(kjt, {one.feature: by_key[one.feature] for one in module.lookups}, self.rank)
         return features
+
+    def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
+        modules, kjt = self._modules_of_model, given
+        if isinstance(given, _OneModule):
+            modules, kjt = (given.module,), given.given
+        return self._features.keys(features, self._weights(modules, as_keyed_jagged(kjt, [], self.rank)))
 
     def _weights(self, modules: Sequence[ReplacedModule], kjt: Any) -> dict[str, torch.Tensor]:
         weighted = [module for module in modules if module.is_weighted]

@@ -143,3 +143,10 @@ def test_a_plain_table_is_summed_and_an_unknown_pooling_refused() -> None:
         flexd.EmbeddingBagTable("item", 61, 8, pooling="max")
     with pytest.raises(EmbeddingError, match="answer 'row'"):
         flexd.EmbeddingBagTable("item", 61, 8, answer="row")
+    with pytest.raises(EmbeddingError, match="answers: item - tables of the type EmbeddingBagTable: there are none"):
+        flexd.EmbeddingBagCollection(plain, answers={"item": "sums"})
+    summed = flexd.EmbeddingBagCollection(tables(), answers={"item": "sums"})
+    assert [table.answer for table in summed.tables] == ["sums", "rows"]
+    with torch.no_grad():
+        for name, pooled in summed(inputs).items():
+            torch.testing.assert_close(ours[name], pooled)

@@ -157,11 +157,23 @@ def train_alone(world_size: int, optimizer: str, steps: int) -> tuple[list[list[
 
 
 def train_replaced(
-    rank: int, layout: RankLayout, optimizer: str, steps: int, prefetched: bool, one_lookup: bool
+    rank: int,
+    layout: RankLayout,
+    optimizer: str,
+    steps: int,
+    prefetched: bool,
+    one_lookup: bool,
+    summed: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Replace the collections of the model, and train it on ranks."""
+    """Replace the collections of the model, and train it on ranks; the tables ``summed`` answer by sums."""
     model = make(optimizer)
-    tables = replace(model, layout=layout, one_lookup=one_lookup, replica_slots=[80, 40])
+    tables = replace(
+        model,
+        layout=layout,
+        one_lookup=one_lookup,
+        replica_slots=[80, 40],
+        answers=dict.fromkeys(summed, "sums"),
+    )
     parallel: Any = DistributedDataParallel(model) if layout.world_size > 1 else model
     dense = torch.optim.SGD(parallel.parameters(), lr=0.1)
     losses, equal = [], True

@@ -12,9 +12,10 @@ from flexd.core.errors import EmbeddingError  # noqa: E402
 from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection  # noqa: E402
 
 
-def test_weights_are_factors_of_the_rows() -> None:
+@pytest.mark.parametrize("answer", ["rows", "sums"])
+def test_weights_are_factors_of_the_rows(answer: str) -> None:
     table = EmbeddingBagConfig(name="item", num_embeddings=61, embedding_dim=4, feature_names=["a", "b"])
-    ours = FlexEmbeddingBagCollection([table], is_weighted=True)
+    ours = FlexEmbeddingBagCollection([table], is_weighted=True, answers={"item": answer})
     plain = torchrec.EmbeddingBagCollection(tables=[table], is_weighted=True)
     plain.embedding_bags["item"].weight.data.copy_(ours.gather_table("item"))
     inputs = {"keys": ["a", "b"], "values": torch.tensor([1, 2, 2, 60, 5]), "lengths": torch.tensor([2, 0, 1, 2])}

@@ -35,19 +35,22 @@ ONE = RankLayout(1, 1)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "prefetched", "one_lookup"),
+    ("optimizer", "prefetched", "one_lookup", "summed"),
     [
-        ("sgd", False, True),
-        ("adagrad", True, True),
-        ("rowwise_adagrad", False, False),
-        ("rowwise_adagrad", True, True),
+        ("sgd", False, True, ()),
+        ("adagrad", True, True, ()),
+        ("rowwise_adagrad", False, False, ()),
+        ("rowwise_adagrad", True, True, ()),
+        ("adagrad", True, True, ("tag", "shop")),
+        ("sgd", False, False, ("user", "tag")),
     ],
 )
 def test_training_on_two_ranks_equals_the_model_before(
-    pair: RankPool, optimizer: str, prefetched: bool, one_lookup: bool
+    pair: RankPool, optimizer: str, prefetched: bool, one_lookup: bool, summed: tuple[str, ...]
 ) -> None:
     losses, tables = train_alone(2, optimizer, STEPS)
-    results = pair.run("torchrec_models:train_replaced", RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup)
+    job = ("torchrec_models:train_replaced", RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup, summed)
+    results = pair.run(*job)
     for rank, result in enumerate(results):
         assert result["losses"] == pytest.approx(losses[rank], abs=2e-6)
         for name, table in tables.items():
