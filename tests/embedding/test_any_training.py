@@ -79,9 +79,10 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
     evaluate_every=st.sampled_from([0, 2]),
     loops=st.sampled_from([1, 2]),
     accelerator=st.booleans(),
+    depth=st.sampled_from([1, 1, 2, 4]),
 )
 def test_any_training_equals_one_process(
-    ranks: Ranks, scenario: Scenario, ahead: bool, evaluate_every: int, loops: int, accelerator: bool
+    ranks: Ranks, scenario: Scenario, ahead: bool, evaluate_every: int, loops: int, accelerator: bool, depth: int
 ) -> None:
     """``accelerator``: with the kernels for tensors that are not in host memory."""
     if scenario.exchange == "direct_no_dedup":
@@ -89,7 +90,7 @@ def test_any_training_equals_one_process(
     if scenario.optimizer == "dense_adam":  # refuses two memories
         scenario = replace(scenario, fast_memory_bytes=None)
     tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype else 1e-9
-    loop = Loop(ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead else 1)
+    loop = Loop(ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead else 1, depth=depth)
     job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     losses, tables = train_alone(scenario)

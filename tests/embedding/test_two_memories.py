@@ -21,17 +21,20 @@ TABLES = [EmbeddingTable("item", 50, 4)]
 
 
 @pytest.mark.parametrize(
-    ("more", "ahead"),
+    ("more", "depth"),
     [
-        ({"fast_memory_bytes": 1}, False),
-        ({"fast_memory_bytes": 1_500, "exchange": "direct_no_dedup"}, False),
-        ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "optimizer": "adam"}, True),
-        ({"fast_memory_bytes": 1_500, "exchange": "direct", "passes": 3, "replica_fraction": 1.0}, False),
+        ({"fast_memory_bytes": 1}, 0),
+        ({"fast_memory_bytes": 1_500, "exchange": "direct_no_dedup"}, 0),
+        ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "optimizer": "adam"}, 1),
+        ({"fast_memory_bytes": 1_500, "exchange": "direct", "passes": 3, "replica_fraction": 1.0}, 0),
+        ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "migrate_every": 2}, 3),
+        ({"fast_memory_bytes": 1_500, "passes": 3, "replica_fraction": 0.3}, 4),
     ],
 )
-def test_training_is_that_of_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], ahead: bool) -> None:
+def test_training_is_that_of_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], depth: int) -> None:
     scenario = Scenario(nodes=2, local_ranks=2, steps=10, seed=5, **more)
-    results = ranks(4).run("run_ahead_jobs:train", scenario, Loop(ahead=ahead, evaluate_every=2, loops=1))
+    loop = Loop(ahead=depth > 0, evaluate_every=2, loops=1 + (depth > 1), depth=max(1, depth))
+    results = ranks(4).run("run_ahead_jobs:train", scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)

@@ -46,7 +46,7 @@ class Loop:
         bad_at: index of a batch that cannot be looked up on the last rank, and is skipped; -1: none.
         loops: number of loops that share the batches.
         break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
-        one_thread: as in ``flexd.prefetch``.
+        one_thread, depth: as in ``flexd.prefetch``.
     """
 
     ahead: bool = True
@@ -61,6 +61,7 @@ class Loop:
     loops: int = 1
     break_at: int = -1
     one_thread: bool | None = None
+    depth: int = 1
 
 
 def make(scenario: Scenario) -> EmbeddingCollection:
@@ -155,6 +156,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             part = flexd.prefetch(
                 part, collection, features=lambda pair: pair[1],
                 passes_per_step=loop.announced_passes or scenario.passes, one_thread=loop.one_thread,
+                depth=loop.depth,
             )  # fmt: skip
         on(part)
         del part

@@ -26,6 +26,14 @@ class _Failure:
     error: Exception
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A batch, or what ended the loader, and what is announced of it."""
+
+    batch: Any
+    announced: NextBatch
+
+
 def _following(batches: Iterator[Any]) -> Any:
     try:
         return next(batches, _END)
@@ -48,10 +56,11 @@ class Prefetch(Generic[Batch]):
         passes_per_step: int,
         timeout_seconds: float,
         one_thread: bool | None,
+        depth: int,
     ) -> None:
-        if passes_per_step < 1 or not timeout_seconds > 0:
+        if passes_per_step < 1 or depth < 1 or not timeout_seconds > 0:
             raise EmbeddingError(
-                f"prefetch: {passes_per_step} passes a step, a deadline of {timeout_seconds} s",
+                f"prefetch: {passes_per_step} passes a step, {depth} batches ahead, a deadline of {timeout_seconds} s",
                 remedy="give positive numbers",
             )
         self._loader = loader
@@ -60,45 +69,52 @@ class Prefetch(Generic[Batch]):
         self._passes_per_step = passes_per_step
         self._timeout_seconds = timeout_seconds
         self._one_thread = one_thread
+        self._depth = depth
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
         run_ahead = RunAhead.begin(
-            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread
+            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread, self._depth
         )
         run_ahead.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
-            batches, following = self._first()
-            run_ahead.announce(self._next_batch(following))
+            queue = self._queue()
+            ahead = [next(queue) for _ in range(self._depth)]
+            run_ahead.announce(ahead[0].announced, [one.announced for one in ahead])
             while True:
                 run_ahead.start_announced()
-                if isinstance(following, _Failure):
-                    raise following.error
-                if following is _END:
+                batch = ahead.pop(0).batch
+                if isinstance(batch, _Failure):
+                    raise batch.error
+                if batch is _END:
                     run_ahead.finish()
                     return
-                batch, following = following, _following(batches)
-                run_ahead.announce(self._next_batch(following))
+                ahead.append(next(queue))
+                run_ahead.announce(ahead[0].announced, [ahead[-1].announced])
                 yield batch
         finally:
             if not run_ahead.close():
                 logger.warning("rank %d: the run-ahead thread did not end", self._collection.rank)
 
-    def _first(self) -> tuple[Iterator[Batch], Any]:
-        """Return the loader's batches and the first, ``_END``, or the loader's exception."""
+    def _queue(self) -> Iterator[_Ahead]:
+        """Yield the loader's batches, and what ended it without end. An exception of the loader is one of these."""
+        batch: Any
         try:
             batches = iter(self._loader)
+            batch = _following(batches)
         except Exception as error:
-            return iter(()), _Failure(error)
-        return batches, _following(batches)
+            batch = _Failure(error)
+        while True:
+            yield _Ahead(batch, self._next_batch(batch))
+            if batch is not _END and not isinstance(batch, _Failure):
+                batch = _following(batches)
 
     def _next_batch(self, batch: Any) -> NextBatch:
         if batch is _END or isinstance(batch, _Failure):
             return NextBatch(None, None, failed=batch is not _END)
-        given = self._features(batch)
-        return NextBatch(given, lambda: self._collection.resolve(given))
+        return NextBatch.of(self._features(batch), self._collection.resolve)
 
 
 def prefetch(
@@ -109,6 +125,7 @@ def prefetch(
     passes_per_step: int = 1,
     timeout_seconds: float = 300.0,
     one_thread: bool | None = None,
+    depth: int = 1,
 ) -> Prefetch[Batch]:
     """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
 
@@ -123,7 +140,7 @@ def prefetch(
     ``gather_table``, evaluation on other batches) is collective too, since a step may have deferred gradients.
 
     Args:
-        loader: batches whose ids are on the device of the tables. One batch more than usual is held.
+        loader: batches whose ids are on the device of the tables. ``depth`` batches more than usual are held.
         features: returns the part of a batch that the collection is called with: the same object, or a mapping of the
             same ones, each time. Default: the batch itself.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
@@ -132,6 +149,8 @@ def prefetch(
             the process group holds.
         one_thread: whether the training thread issues the collectives of run-ahead too; equal on all ranks. Default:
             on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
+        depth: batches that are read ahead; equal on all ranks. Only tables in two memories use more than one: the homes
+            are told which rows the batches look up, at 4 bytes an id, and these stay in fast memory.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.
@@ -141,4 +160,4 @@ def prefetch(
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
         deadline. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread)
+    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth)

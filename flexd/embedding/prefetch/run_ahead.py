@@ -34,7 +34,7 @@ each row slot of the stores.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 
@@ -46,7 +46,7 @@ from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.prefetch.home_slots import HomeSlots
 from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, NextBatch, RunAheadJob, RunAheadResult
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
@@ -95,6 +95,7 @@ class RunAhead(StepHooks):
             f"flexd-ahead-{self._rank}", self._device, inline=one_thread
         )
         self._announced: NextBatch | None = None
+        self._farther: Sequence[NextBatch] = ()
         self._started: NextBatch | None = None
         self._result: RunAheadResult | None = None
         self._splitting: DeferredGradients | None = None
@@ -106,9 +107,13 @@ class RunAhead(StepHooks):
 
     @staticmethod
     def begin(
-        engine: RowEngine, timeout_seconds: float, passes_per_step: int, one_thread: bool | None = None
+        engine: RowEngine,
+        timeout_seconds: float,
+        passes_per_step: int,
+        one_thread: bool | None = None,
+        depth: int = 1,
     ) -> RunAhead:
-        """Collective. Begin a loop that announces its batches.
+        """Collective. Begin a loop that announces its batches, ``depth`` batches before they are trained on.
 
         Raises:
             EmbeddingError: another loop has not ended, or a second thread is asked for on an accelerator; on every
@@ -128,7 +133,8 @@ class RunAhead(StepHooks):
                 remedy="leave it first, or close() its iterator",
             )
         engine.agree_on_loop(
-            f"one_thread={one_thread}, timeout_seconds={timeout_seconds:g}, passes_per_step={passes_per_step}"
+            f"one_thread={one_thread}, timeout_seconds={timeout_seconds:g}, passes_per_step={passes_per_step}, "
+            f"depth={depth}"
         )
         same = isinstance(hooks, RunAhead) and hooks.one_thread == one_thread
         if not isinstance(hooks, RunAhead) or not same or (hooks.timeout_seconds != timeout_seconds and not one_thread):
@@ -137,13 +143,26 @@ class RunAhead(StepHooks):
             engine.hooks = hooks = RunAhead(engine, timeout_seconds, one_thread=one_thread)
         hooks._looping = True
         hooks.passes_per_step = passes_per_step
+        hooks._job.home_slots = hooks._home_slots() if depth > 1 else None
         return hooks
+
+    def _home_slots(self) -> HomeSlots | None:
+        """Collective. Return what tells homes of batches farther ahead; None if all rows of all ranks are fast."""
+        stores = self._engine.stores
+        in_two = torch.tensor([int(any(store.tier is not None for store in stores))], device=self._device)
+        with self._engine.router.traffic.uncounted():
+            anywhere = self._engine.groups.world.all_gather(in_two)
+        return HomeSlots(stores, self._groups.world) if bool(anywhere.any()) else None
 
     # Called by the loop.
 
-    def announce(self, batch: NextBatch) -> None:
-        """Set the batch after that of the next forward pass; that forward pass starts its job."""
-        self._announced = batch
+    def announce(self, batch: NextBatch, farther: Sequence[NextBatch] = ()) -> None:
+        """Set the batch after that of the next forward pass; that forward pass starts its job.
+
+        Args:
+            farther: batches that have become known, ``batch`` among the first; equally many on all ranks.
+        """
+        self._announced, self._farther = batch, farther
 
     def start_announced(self) -> None:
         """Collective. Start the job of the announced batch unless a forward pass has."""
@@ -154,6 +173,7 @@ class RunAhead(StepHooks):
         self._count_unused()
         self._result = None
         batch, self._announced = self._announced, None
+        farther, self._farther = self._farther, ()
         self._started = batch
         deferred, self._deferred = self._deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
@@ -169,6 +189,7 @@ class RunAhead(StepHooks):
                 return self._job.run(
                     batch, deferred, passes,
                     step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
+                    farther=farther, passes_kept=self.passes_per_step,
                 )  # fmt: skip
 
         self._engine.phases.begin_job()
@@ -181,7 +202,7 @@ class RunAhead(StepHooks):
         self.wait()
         result, self._result, self._started, self._announced = self._result, None, None, None
         if result is not None and result.ended_rank >= 0:
-            raise _uneven(result)
+            raise result.uneven_error()
 
     def close(self) -> bool:
         """Drop the next batch and end the thread. Deferred gradients stay for the next use of the rows.
@@ -194,7 +215,12 @@ class RunAhead(StepHooks):
         except Exception as error:  # of a job whose result no step will use
             self._failure = self._failure or error
         self._result = self._started = self._announced = None
+        self._farther = ()
         self._looping = False
+        if self._job.home_slots is not None:
+            for store in self._engine.stores:
+                if store.tier is not None:
+                    store.tier.forget_batches()
         return self._thread.stop(self.timeout_seconds)
 
     def end(self) -> bool:
@@ -264,7 +290,7 @@ class RunAhead(StepHooks):
         # The loop yields a batch only after announcing the next one. Before that ``given`` is another input, even if
         # it equals the batch (without any feature on this rank).
         started = self._started if self._announced is not None else None
-        self._claimed = started is not None and _same(given, started.given)
+        self._claimed = started is not None and started.is_input(given)
         if not self._claimed:
             self._trained_otherwise |= started is not None and torch.is_grad_enabled()
             return None
@@ -273,7 +299,7 @@ class RunAhead(StepHooks):
         result = self._result
         if result is not None and result.ended_rank >= 0:
             self._result = None
-            raise _uneven(result)
+            raise result.uneven_error()
         if result is None or result.forward_pass is None or not usable:
             self._result = None
             return None
@@ -357,32 +383,6 @@ class RunAhead(StepHooks):
                 f"rank {self._rank}: an exchange ahead has failed before: {self._failure}",
                 remedy="start again from the last checkpoint",
             ) from self._failure
-
-
-def _uneven(result: RunAheadResult) -> EmbeddingError:
-    if result.loader_failed:
-        return EmbeddingError(
-            f"rank {result.ended_rank}: its loader raised an error", remedy=f"see the error of rank {result.ended_rank}"
-        )
-    return EmbeddingError(
-        f"rank {result.ended_rank} has no further batch, other ranks have",
-        remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
-    )
-
-
-def _same(given: object, announced: object) -> bool:
-    """Return whether this is the announced input. A new mapping counts if it holds the same objects or ids."""
-    if given is announced:
-        return True
-    if not isinstance(given, Mapping) or not isinstance(announced, Mapping) or given.keys() != announced.keys():
-        return False
-    return all(
-        value is announced[name]
-        or (
-            isinstance(value, Jagged) and isinstance(announced[name], Jagged) and value.values is announced[name].values
-        )
-        for name, value in given.items()
-    )
 
 
 def _record_stream(stream: torch.cuda.Stream, value: object) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.protocol.report import StepPhase
+from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice
 from flexd.embedding.exchange.hop import Agreement, CallSignature
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.features import FeatureKeys
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.prefetch.home_slots import HomeSlots
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.store import GroupStore
+
+logger = logging.getLogger(__name__)
 
 _MAX_RANKS = 2**20
 
@@ -37,6 +44,28 @@ class NextBatch:
     given: object
     resolve: Callable[[], tuple[Any, FeatureKeys]] | None
     failed: bool = False
+
+    @staticmethod
+    def of(given: object, resolve: Callable[[object], tuple[Any, FeatureKeys]]) -> NextBatch:
+        """Make one that is resolved once: a batch is, first, one of those farther ahead."""
+        return NextBatch(given, cache(lambda: resolve(given)))
+
+    def is_input(self, given: object) -> bool:
+        """Return whether this is the announced input. A new mapping counts if it holds the same objects or ids."""
+        announced = self.given
+        if given is announced:
+            return True
+        if not isinstance(given, Mapping) or not isinstance(announced, Mapping) or given.keys() != announced.keys():
+            return False
+        return all(
+            value is announced[name]
+            or (
+                isinstance(value, Jagged)
+                and isinstance(announced[name], Jagged)
+                and value.values is announced[name].values
+            )
+            for name, value in given.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +94,17 @@ class RunAheadResult:
     pass_splits: tuple[RouteSplit, ...]
     touched: tuple[TouchedRows | None, ...]
     loader_failed: bool = False
+
+    def uneven_error(self) -> EmbeddingError:
+        """Return the error of a rank that has a batch where ``ended_rank`` has none."""
+        if self.loader_failed:
+            return EmbeddingError(
+                f"rank {self.ended_rank}: its loader raised an error", remedy=f"see the error of rank {self.ended_rank}"
+            )
+        return EmbeddingError(
+            f"rank {self.ended_rank} has no further batch, other ranks have",
+            remedy="give all ranks equally many batches: drop the last ones (drop_last) or pad with empty ones",
+        )
 
 
 class DeferredGradients:
@@ -128,6 +168,8 @@ class RunAheadJob:
         self._exchange = exchange
         self._rank = rank
         self._device = stores[0].rows.device
+        self.home_slots: HomeSlots | None = None
+        """If batches farther ahead are announced to the homes; set on all ranks or on none."""
         self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in stores]
 
     @property
@@ -146,6 +188,8 @@ class RunAheadJob:
         locate: bool,
         fetch: bool = True,
         settings_digest: int = 0,
+        farther: Sequence[NextBatch] = (),
+        passes_kept: int = 1,
     ) -> RunAheadResult:
         """Collective.
 
@@ -156,6 +200,8 @@ class RunAheadJob:
             locate: whether to look the batch up. Equal on all ranks.
             fetch: whether to fetch its rows; not if the step changes all rows. Equal on all ranks.
             settings_digest: of the optimizer settings of the last update.
+            farther: batches that have become known, this one among the first; equally many on all ranks.
+            passes_kept: batches before this one whose rows an update still needs.
         """
         if deferred is not None:
             deferred.push(self._sync)
@@ -183,6 +229,8 @@ class RunAheadJob:
             if agreement.fault < 0 and not failed:
                 return result
             return replace(result, ended_rank=rank, loader_failed=failed > 0)
+        if self.home_slots is not None and not agreement.diverged:
+            self._announce(self.home_slots, farther, passes_kept)
         if not locate:
             return result
         result = replace(result, forward_pass=forward_pass)
@@ -191,6 +239,23 @@ class RunAheadJob:
         if not step_expected or not passes:
             return replace(result, rows=self._router.fetch(route, touched, expand=False))
         return self._fetch_unchanged(result, forward_pass)
+
+    def _announce(self, home_slots: HomeSlots, farther: Sequence[NextBatch], passes_kept: int) -> None:
+        """Collective. Tell the homes which rows batches farther ahead look up."""
+        with self._router.phases.phase(StepPhase.IDS):
+            for batch in farther:
+                found = None
+                if batch.resolve is not None:
+                    try:
+                        _, found = batch.resolve()
+                    except Exception:  # its own look-up raises it
+                        logger.debug("rank %d: a batch ahead cannot be resolved", self._rank, exc_info=True)
+                for store, slots in zip(self._stores, home_slots.exchange(found), strict=True):
+                    if store.tier is not None:
+                        store.tier.expect(slots)
+        for store in self._stores:
+            if store.tier is not None:
+                store.tier.begin_batch(passes_kept)
 
     def _agreement(self, batch: NextBatch, error: Exception | None, settings_digest: int) -> Agreement:
         """Return the agreement of this rank.

@@ -162,6 +162,17 @@ class FrameTable:
         of_now = self._scores.index_select(0, frames)
         self._score(frames, torch.where(of_now > _AHEAD / 2, of_now, _AHEAD - step))
 
+    def pass_over(self, frames: torch.Tensor, step: int, following: torch.Tensor) -> None:
+        """Note that the rows in int64 [n] distinct frames are not used at a step any more.
+
+        Args:
+            following: int64 [n], the step of the next use that is known, 0 where none is.
+        """
+        noted = self._scores.index_select(0, frames) == _AHEAD - step
+        frames, following = frames[noted], following[noted]
+        counts = self._counts.index_select(0, frames)
+        self._score(frames, torch.where(following > 0, _AHEAD - following.to(torch.float64), counts))
+
     def _score(self, frames: torch.Tensor, scores: torch.Tensor) -> None:
         self._scores.index_copy_(0, frames, scores)
         low = frames[scores <= self._cut]

@@ -17,6 +17,7 @@ import torch
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.frame_counts import FrameCounts
 from flexd.embedding.store.slow.frame_table import FrameTable
+from flexd.embedding.store.slow.look_ahead import LookAhead
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
 
 COUNT_BYTES = 8
@@ -48,6 +49,7 @@ class Tier:
         self._lock = threading.RLock()
         self._slow: SlowRows | None = None
         self._table = self._new_table()
+        self._ahead = LookAhead(self._table)
         self._clock = 0
         self._failure: SlowMemoryError | None = None
         self._row_bytes = rows.shape[1] * rows.element_size()
@@ -71,7 +73,7 @@ class Tier:
     @property
     def table_nbytes(self) -> int:
         """Fast memory that finding rows takes, here and in slow memory's index."""
-        return self._table.nbytes + (0 if self._slow is None else self._slow.fast_nbytes)
+        return self._table.nbytes + self._ahead.nbytes + (0 if self._slow is None else self._slow.fast_nbytes)
 
     def begin(self, make: Callable[[], SlowRows], first_slots: torch.Tensor | None = None) -> None:
         """Use new slow rows in place of those there are, and forget what is in the frames.
@@ -84,6 +86,7 @@ class Tier:
             self.begun += 1
             self.counts.begin(self.rows.new_zeros(1, dtype=torch.int64) if first_slots is None else first_slots)
             self._slow, self._table, self._clock, self._failure = make(), self._new_table(), 0, None
+            self._ahead = LookAhead(self._table)
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
         """Return what makes packed rows from int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
@@ -94,6 +97,25 @@ class Tier:
             return _packed(rows, state, counts)
 
         return fresh
+
+    def expect(self, slots: torch.Tensor) -> None:
+        """Add the batch after the last one that is known: int64 [n] ascending home slots that it looks up."""
+        with self._lock:
+            self._ahead.add(slots)
+
+    def begin_batch(self, passes_kept: int) -> None:
+        """Begin to fetch the next of the batches that are known.
+
+        Args:
+            passes_kept: batches before it whose rows an update still needs.
+        """
+        with self._lock:
+            self._ahead.begin(passes_kept)
+
+    def forget_batches(self) -> None:
+        """No batch is known any more."""
+        with self._lock:
+            self._ahead.end()
 
     def visit(self, slots: torch.Tensor, *, changes: bool, counts: bool = False) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield (index into ``slots``, int64 [m] places in ``rows`` and ``state``) until all slots have had their turn.
@@ -168,7 +190,7 @@ class Tier:
             known = self._read(missing, frames)
             self._table.remember(frames, known)
         if counts:
-            self._table.use(arrivals.frames, self._clock)
+            self._table.use(arrivals.frames, self._clock, ahead=self._ahead.use_of(slots))
         return arrivals.frames
 
     def _read(self, slots: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
