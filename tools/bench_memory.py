@@ -1,24 +1,35 @@
 #!/usr/bin/env python3
 """A table larger than memory: flexd's frames and slow rows beside a memory map and a key-value store.
 
-    python tools/bench_memory.py [--quick] [--json] [--rows 25000000] [--limit-mib 1536] [--zipf 1.05] [--only WAY ...]
+    python tools/bench_memory.py [--quick] [--json] [--rows 25000000] [--limit-mib 1536] [--zipf 0.9 1.05 1.2] [--dense]
+        [--only WAY ...]
 
-Each way trains the same batches with row-wise Adagrad in a process of its own, in a memory cgroup (version 1) that
-holds everything the process has, page cache included; only "all fast" has no limit. Files are on this machine's disk.
-Every way is warmed up for as many seconds before it is measured; ``steps`` says how far it came.
+Each way trains the same batches with row-wise Adagrad in a process of its own, one popularity after the other, in a
+memory cgroup (version 1) that holds everything the process has, page cache included; only "all fast" has no limit.
+Files are on this machine's disk. Every way is warmed up for as many seconds before it is measured; ``steps`` says how
+far it came.
 
 - all fast: tensors in memory, no limit.
 - memory map: ``torch.from_file``, the page cache as everyone's default.
 - RocksDB: rocksdict (PyPI), direct I/O, a block cache of the size of flexd's frames. Missing without the package.
 - flexd, LRU: frames by last use. flexd: frames by decayed counts. flexd, run-ahead: with ``flexd.prefetch``.
+- flexd, static: the most popular rows in frames for good, as RecShard's MILP chooses for one table on one rank; they
+  are known exactly here, where RecShard counts a sample.
 
-``--dense`` seconds of other work lie between the rows and their update; with ``flexd, run-ahead`` the rows of the next
-batch come in meanwhile.
+``--dense``: a dense part lies between the rows and their update, a fixed number of matrix products that took 1.25 times
+what a step of "flexd, run-ahead" waited for the disk; with ``flexd, run-ahead`` the rows of the next batch come in
+meanwhile.
+
+The disk's limit is measured on the file of the rows after the training: random direct reads of whole blocks.
+
+Misses are counted once more for all policies on the same batches of a smaller table, by steps instead of
+seconds, with the popularity as it is and moved (``memory_misses``).
 
 Needs root, and a version 1 memory cgroup; says so and exits 0 without.
 
-Checks without a dense part: at least 20 times faster than the memory map and 2 times faster than RocksDB; misses below
-LRU's. With ``--dense``: run-ahead at most 1.10 of all fast.
+Checks: at Zipf 1.05 without a dense part at least 20 times faster than the memory map and 2 times faster than RocksDB;
+misses below LRU's; with four batches known at most 1.25 of Belady's; the disk at 0.9 of its limit while it is waited
+for. With ``--dense``: run-ahead at most 1.10 of all fast.
 """
 
 from __future__ import annotations
@@ -37,13 +48,17 @@ from pathlib import Path
 from typing import Any
 
 from bench_report import check, ending
+from memory_misses import AHEAD, IDS_DIVIDED, ROWS_DIVIDED, misses
 
 JOB = Path(__file__).parent / "bench_memory_job.py"
 CGROUPS = Path("/sys/fs/cgroup/memory")
-WAYS = ("all fast", "memory map", "RocksDB", "flexd, LRU", "flexd", "flexd, run-ahead")
+WAYS = ("flexd, run-ahead", "all fast", "memory map", "RocksDB", "flexd, LRU", "flexd, static", "flexd")
+"""In this order: the dense part of "all fast" is as long as that of run-ahead."""
 FAST_SHARE = 0.55
 """Of the limit, for frames or for the block cache: the rest is the interpreter, torch and a step's own memory."""
 JOB_SECONDS = 1500.0
+TARGETS_AT = "1.05"
+"""The exponent that the targets beside the memory map and RocksDB are for."""
 
 
 def why_not() -> str | None:
@@ -92,35 +107,75 @@ def run(way: str, setting: dict[str, Any], limit_bytes: int | None, directory: P
         shutil.rmtree(here)
 
 
-def show(way: str, answer: dict[str, Any], all_fast: float | None) -> None:
-    if "error" in answer:
-        print(f"{way:<18}failed: {answer['error']}", flush=True)
+def show(way: str, answers: dict[str, Any], all_fast: dict[str, Any]) -> None:
+    if "error" in answers:
+        print(f"{way:<18}failed: {answers['error']}", flush=True)
         return
-    words = [f"{answer['step_seconds'] * 1e3:10.1f} ms a step ({answer['steps']} after {answer['warm_steps']})"]
-    if all_fast:
-        words.append(f"{answer['step_seconds'] / all_fast:.2f} of all fast")
-    if answer.get("used"):
-        words.append(f"misses {answer['missed'] / answer['used']:.3f} with {answer['frames']:,} frames")
-        words.append(f"read {answer['bytes_read'] / 1e6:.1f} MB, written {answer['bytes_written'] / 1e6:.1f} MB")
-        words.append(f"waited {answer['slow_seconds'] * 1e3:.0f} ms for the disk")
-    print(f"{way:<18}" + "; ".join(words), flush=True)
+    for zipf, answer in answers.items():
+        if not isinstance(answer, dict) or zipf == "disk":
+            continue
+        words = [f"{answer['step_seconds'] * 1e3:9.1f} ms a step ({answer['steps']} after {answer['warm_steps']})"]
+        words.append(f"{answer['processor_seconds'] * 1e3:.0f} ms of processor time")
+        if way != "all fast":
+            read, written = answer["disk_bytes_read"], answer["disk_bytes_written"]
+            words.append(f"disk: {read / 1e6:.1f} MB read, {written / 1e6:.1f} MB written")
+        if answer.get("used"):
+            words.append(f"misses {answer['missed'] / answer['used']:.3f} with {answer['frames']:,} frames")
+            words.append(f"waited {answer['slow_seconds'] * 1e3:.0f} ms for the disk")
+        if "dense_products" in answer:
+            words.append(f"{answer['dense_step_seconds'] * 1e3:.1f} ms behind {answer['dense_products']:,} products")
+        if zipf in all_fast and way != "all fast":
+            words.append(f"{answer['step_seconds'] / all_fast[zipf]['step_seconds']:.2f} of all fast")
+        print(f"{way:<18}Zipf {zipf:<5}" + "; ".join(words), flush=True)
+    if "disk" in answers:
+        print(f"{'':<18}disk: " + "; ".join(f"{name} {value:,.1f}" for name, value in answers["disk"].items()))
+        for zipf, share in disk_shares(answers).items():
+            print(f"{'':<18}Zipf {zipf:<5}{share:.2f} of the disk's best while a step waits for it", flush=True)
 
 
-def checks_of(answers: dict[str, dict[str, Any]], dense: bool) -> list[dict[str, Any]]:
-    seconds = {way: answer["step_seconds"] for way, answer in answers.items() if "step_seconds" in answer}
+def disk_shares(answers: dict[str, Any]) -> dict[str, float]:
+    """Return by exponent the blocks read and written a second of waiting over the most random reads a second."""
+    best = max(value for name, value in answers["disk"].items() if name.startswith("reads a second"))
+    shares = {}
+    for zipf, answer in answers.items():
+        if isinstance(answer, dict) and answer.get("slow_seconds"):
+            moved = (answer["bytes_read"] + answer["bytes_written"]) / answers["disk"]["block_bytes"]
+            shares[zipf] = moved / answer["slow_seconds"] / best
+    return shares
+
+
+def checks_of(answers: dict[str, dict[str, Any]], counted: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Return the checks of measured ways, and of misses counted by exponent."""
     checks = []
-    if dense:
-        if {"all fast", "flexd, run-ahead"} <= seconds.keys():
-            ratio = seconds["flexd, run-ahead"] / seconds["all fast"]
-            checks.append(check("run-ahead behind a dense part / all fast", ratio, "<= 1.1", ratio <= 1.1))
-        return checks
-    for peer, least in (("memory map", 20.0), ("RocksDB", 2.0)):
-        if {peer, "flexd"} <= seconds.keys():
-            ratio = seconds[peer] / seconds["flexd"]
-            checks.append(check(f"{peer} / flexd", ratio, f">= {least:g}", ratio >= least))
-    if {"flexd", "flexd, LRU"} <= seconds.keys():
-        ours, lru = (answers[way]["missed"] / answers[way]["used"] for way in ("flexd", "flexd, LRU"))
-        checks.append(check("misses / LRU's", ours / lru, "< 1", ours < lru))
+    measured = {way: answer for way, answer in answers.items() if "error" not in answer}
+
+    def figure(way: str, zipf: str, name: str) -> float | None:
+        value = measured.get(way, {}).get(zipf, {}).get(name)
+        return None if value is None else float(value)
+
+    zipfs = [zipf for zipf, answer in next(iter(measured.values()), {}).items() if isinstance(answer, dict)]
+    zipfs = [zipf for zipf in zipfs if zipf != "disk"]
+    for zipf in zipfs:
+        ours = figure("flexd", zipf, "step_seconds")
+        for peer, least in (("memory map", 20.0), ("RocksDB", 2.0)):
+            theirs = figure(peer, zipf, "step_seconds")
+            if zipf == TARGETS_AT and ours and theirs:
+                ratio = theirs / ours
+                checks.append(check(f"Zipf {zipf}: {peer} / flexd", ratio, f">= {least:g}", ratio >= least))
+        behind, fast = (figure(way, zipf, "dense_step_seconds") for way in ("flexd, run-ahead", "all fast"))
+        if behind and fast:
+            ratio = behind / fast
+            checks.append(check(f"Zipf {zipf}: run-ahead / all fast, dense part", ratio, "<= 1.1", ratio <= 1.1))
+    if "disk" in measured.get("flexd", {}):
+        for zipf, share in disk_shares(measured["flexd"]).items():
+            checks.append(check(f"Zipf {zipf}: share of the disk's limit", share, ">= 0.9", share >= 0.9))
+    for zipf, by_policy in counted.items():
+        for prefix in ("", "moved: "):
+            ratio = by_policy[f"{prefix}flexd"] / by_policy[f"{prefix}LRU"]
+            checks.append(check(f"Zipf {zipf}: {prefix}misses / LRU's", ratio, "< 1", ratio < 1))
+            ratio = by_policy[f"{prefix}flexd, {AHEAD} ahead"] / by_policy[f"{prefix}Belady"]
+            name = f"Zipf {zipf}: {prefix}misses with {AHEAD} batches known / Belady's"
+            checks.append(check(name, ratio, "<= 1.25", ratio <= 1.25))
     return checks
 
 
@@ -129,45 +184,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=25_000_000)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--ids", type=int, default=25_600, help="look-ups a step")
-    parser.add_argument("--zipf", type=float, default=1.05)
+    parser.add_argument("--zipf", type=float, nargs="+", help="exponents (default: 0.9 1.05 1.2; --quick: 1.05)")
     parser.add_argument("--limit-mib", type=int, default=1536)
-    parser.add_argument("--dense", type=float, default=0.0, metavar="SECONDS")
-    parser.add_argument("--warm-seconds", type=float, default=90.0)
-    parser.add_argument("--seconds", type=float, default=20.0, help="measured of each way")
+    parser.add_argument("--dense", action="store_true", help="measure with a dense part too")
+    parser.add_argument("--warm-seconds", type=float, default=90.0, help="before each measurement")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured of each way and exponent")
+    parser.add_argument("--counted-steps", type=int, default=400, help="of the misses that are counted; 0: none")
     parser.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS))
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
-    parser.add_argument("--quick", action="store_true", help="300,000 rows of 64, 2,560 ids, 400 MiB, a second each")
+    parser.add_argument("--quick", action="store_true", help="300,000 rows of 64, 2,560 ids, 512 MiB, a second each")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if not given.directory.is_dir():
         parser.error(f"--directory {given.directory}: no such directory")
-    if (reason := why_not()) is not None:
-        print(f"skipped: {reason}")
-        return 0
+    zipfs = given.zipf or ([1.05] if given.quick else [0.9, 1.05, 1.2])
+    if 1.0 in zipfs:
+        parser.error("--zipf 1: give 0.999 or 1.001")
     if given.quick:
         given.rows, given.dim, given.ids, given.limit_mib = 300_000, 64, 2_560, 512
-        given.warm_seconds, given.seconds = 0.5, 1.0
+        given.warm_seconds, given.seconds, given.counted_steps = 0.5, 1.0, min(given.counted_steps, 40)
     limit = given.limit_mib << 20
     setting = {
-        "rows": given.rows, "dim": given.dim, "ids": given.ids, "zipf": given.zipf, "dense_seconds": given.dense,
-        "fast_bytes": (16 << 20) if given.quick else int(limit * FAST_SHARE),
-        "warm_seconds": given.warm_seconds, "seconds": given.seconds,
+        "rows": given.rows, "dim": given.dim, "ids": given.ids, "zipf": zipfs, "dense": given.dense,
+        "fast_bytes": (16 << 20) if given.quick else int(limit * FAST_SHARE), "dense_products": {},
+        "warm_seconds": given.warm_seconds, "seconds": given.seconds, "disk_seconds": 0.2 if given.quick else 2.0,
     }  # fmt: skip
-    ways = [way for way in given.only if way != "RocksDB" or importlib.util.find_spec("rocksdict") is not None]
-    if "RocksDB" in given.only and "RocksDB" not in ways:
+    ways = [way for way in WAYS if way in given.only]
+    reason = why_not()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return 0
+    if "RocksDB" in ways and importlib.util.find_spec("rocksdict") is None:
+        ways.remove("RocksDB")
         print("not run: RocksDB (pip install rocksdict)")
     print(
         f"{given.rows:,} rows of {given.dim} float32 ({given.rows * given.dim * 4 / 2**30:.1f} GiB), {given.ids:,} ids "
-        f"a step, Zipf {given.zipf:g}, {given.limit_mib:,} MiB for a process, dense part {given.dense:g} s",
+        f"a step, {given.limit_mib:,} MiB for a process; load of the machine {os.getloadavg()[0]:.1f}",
         flush=True,
     )
     answers: dict[str, dict[str, Any]] = {}
     for way in ways:
         answers[way] = run(way, setting, limit, given.directory)
-        show(way, answers[way], answers.get("all fast", {}).get("step_seconds"))
-    checks = [] if given.quick else checks_of(answers, given.dense > 0)
+        if way == "flexd, run-ahead" and "error" not in answers[way]:
+            products = {f"{z:g}": answers[way][f"{z:g}"].get("dense_products") for z in zipfs}
+            setting["dense_products"] = {zipf: count for zipf, count in products.items() if count}
+        show(way, answers[way], answers.get("all fast", {}))
+    counted: dict[str, dict[str, float]] = {}
+    for zipf in zipfs if given.counted_steps else ():
+        counted[f"{zipf:g}"] = misses(given.rows, given.ids, zipf, given.counted_steps)
+        words = "  ".join(f"{policy} {value:.3f}" for policy, value in counted[f"{zipf:g}"].items())
+        print(
+            f"misses a distinct row, 1/{ROWS_DIVIDED} of the rows, 1/{IDS_DIVIDED} of the ids, Zipf {zipf:g}: {words}",
+            flush=True,
+        )
+    print(f"load of the machine at the end {os.getloadavg()[0]:.1f}")
+    checks = [] if given.quick else checks_of(answers, counted)
     failed = [way for way, answer in answers.items() if "error" in answer]
-    code = ending(answers, checks, as_json=given.json)
+    code = ending({"ways": answers, "misses": counted}, checks, as_json=given.json)
     return 1 if failed else code
 
 

@@ -8,7 +8,9 @@ rows and row-wise Adagrad state written.
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +19,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from memory_disk import disk_limits
 
 LEARNING_RATE = 0.05
+COVER = 1.25
+"""A dense part takes as many times what a step of flexd with run-ahead waits for the disk."""
+_SPREAD = 2_654_435_761
+_KEPT_ROWS = 1 << 16
 
 
 class Way(Protocol):
@@ -38,19 +45,33 @@ def batches(rows: int, ids: int, zipf: float, seed: int) -> Iterator[torch.Tenso
     power = 1.0 - zipf
     while True:
         drawn = ((rows**power - 1.0) * generator.random(ids) + 1.0) ** (1.0 / power)
-        yield torch.from_numpy((drawn.astype(np.int64) - 1) * 2_654_435_761 % rows)
+        yield torch.from_numpy((drawn.astype(np.int64) - 1) * _SPREAD % rows)
 
 
-def compute(seconds: float) -> Callable[[], None]:
-    """A dense part of about so long, on one thread."""
+def popular_rows(rows: int, count: int) -> torch.Tensor:
+    """Return int64 [count]: the rows that ``batches`` draws most often, in that order."""
+    return torch.arange(count) * _SPREAD % rows
+
+
+def compute(products: int) -> Callable[[], None]:
+    """A dense part of so many products of 256 x 256 matrices: the same work whatever else runs."""
     left, right = torch.randn(256, 256), torch.randn(256, 256)
 
     def run() -> None:
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end:
+        for _ in range(products):
             torch.mm(left, right)
 
     return run
+
+
+def products_of(seconds: float) -> int:
+    """Return how many products of ``compute`` take so long now."""
+    dense, took = compute(20), []
+    for _ in range(11):
+        began = time.perf_counter()
+        dense()
+        took.append(time.perf_counter() - began)
+    return math.ceil(seconds / (float(np.median(took)) / 20))
 
 
 class Tensors:
@@ -143,9 +164,17 @@ class RocksDb:
 
 
 class Flexd:
-    """A collection of one rank; with ``ahead`` the rows of the next batch are fetched during the dense part."""
+    """A collection of one rank.
 
-    def __init__(self, setting: dict[str, Any], directory: Path, *, half_life: float, ahead: bool) -> None:
+    Args:
+        ahead: the rows of the next batch are fetched during the dense part.
+        static: the most popular rows stay in frames for good, the others share room for two batches.
+    """
+
+    def __init__(
+        self, setting: dict[str, Any], directory: Path, *, half_life: float = 20.0, ahead: bool = False,
+        static: bool = False,
+    ) -> None:  # fmt: skip
         import flexd
         from flexd.embedding.store.slow import tier
 
@@ -157,13 +186,23 @@ class Flexd:
         )  # fmt: skip
         held = self._collection.engine.stores[0].tier
         assert held is not None
-        self._tier, self._flexd, self._ahead = held, flexd, ahead
+        self._tier, self._flexd, self._ahead, self._directory = held, flexd, ahead, directory
+        if setting.get("filled", True):
+            self._fill(setting)
+        self._loop: Iterator[Any] | None = None
+        self._pending: list[dict[str, Any]] = []
+        kept = popular_rows(setting["rows"], max(1, held.frames - 2 * setting["ids"])) if static else torch.arange(0)
+        # A visit that is not ended keeps its frames.
+        self._kept = [held.visit(part, changes=False) for part in kept.split(_KEPT_ROWS)]
+        for visit in self._kept:
+            next(visit, None)
+
+    def _fill(self, setting: dict[str, Any]) -> None:
+        """Write every row, so that reading it costs what it costs later in a training."""
         one = torch.cat([torch.ones(setting["dim"]).view(torch.uint8), torch.zeros(3).view(torch.uint8)])
         for first in range(0, setting["rows"], 1 << 18):
             slots = torch.arange(first, min(setting["rows"], first + (1 << 18)))
-            held.slow.write(slots, one[None].expand(len(slots), -1))
-        self._loop: Iterator[Any] | None = None
-        self._pending: list[dict[str, Any]] = []
+            self._tier.slow.write(slots, one[None].expand(len(slots), -1))
 
     def step(self, ids: torch.Tensor, dense: Callable[[], None]) -> None:
         features = {"item": self._flexd.Jagged(ids, torch.tensor([len(ids)]))}
@@ -189,7 +228,17 @@ class Flexd:
             "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
         }  # fmt: skip
 
+    def disk(self, seconds: float) -> dict[str, float]:
+        """Return the limits of the disk, measured on the file of the rows, and the bytes of a read."""
+        from flexd.embedding.store.slow.file_rows import rows_per_block
+
+        (path,) = self._directory.glob("*.rows")
+        block_bytes = rows_per_block(self._tier.packed_bytes)[1]
+        return {"block_bytes": block_bytes} | disk_limits(path, block_bytes, seconds)
+
     def close(self) -> None:
+        for visit in self._kept:
+            visit.close()
         self._collection.close()
 
 
@@ -209,7 +258,45 @@ def made(way: str, setting: dict[str, Any], directory: Path) -> Way:
     if way == "RocksDB":
         return RocksDb(setting, directory)
     half_life = 0.0 if "LRU" in way else 20.0
-    return Flexd(setting, directory, half_life=half_life, ahead="run-ahead" in way)
+    return Flexd(setting, directory, half_life=half_life, ahead="run-ahead" in way, static="static" in way)
+
+
+def process_figures() -> dict[str, float]:
+    """What this process has used: processor seconds, and bytes that it had the disk read and write."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {
+        "processor_seconds": used.ru_utime + used.ru_stime,
+        "disk_bytes_read": float(io["read_bytes"]), "disk_bytes_written": float(io["write_bytes"]),
+    }  # fmt: skip
+
+
+class Measurement:
+    """Steps of one way, with batches of one popularity."""
+
+    def __init__(self, way: Way, setting: dict[str, Any], zipf: float) -> None:
+        self._way, self._setting = way, setting
+        self._drawn = batches(setting["rows"], setting["ids"], zipf, seed=1)
+
+    def run(self, seconds: float, least: int, products: int) -> list[float]:
+        dense, took = compute(products), []
+        end = time.perf_counter() + seconds
+        while len(took) < least or time.perf_counter() < end:
+            ids = next(self._drawn)
+            clock = time.perf_counter()
+            self._way.step(ids, dense)
+            took.append(time.perf_counter() - clock)
+        return took
+
+    def answer(self, warm_seconds: float, products: int = 0) -> dict[str, float]:
+        """Return figures a step, measured after the warm-up."""
+        warmed = self.run(warm_seconds, 2, products)
+        before = self._way.figures() | process_figures()
+        took = self.run(self._setting["seconds"], 3, products)
+        after = self._way.figures() | process_figures()
+        answer = {name: (after[name] - before[name]) / len(took) for name in after if name != "frames"}
+        answer |= {"frames": after.get("frames", 0), "steps": len(took), "warm_steps": len(warmed)}
+        return answer | {"step_seconds": float(np.median(took)), "mean_step_seconds": float(np.mean(took))}
 
 
 def main() -> int:
@@ -217,31 +304,19 @@ def main() -> int:
     torch.set_num_threads(2)
     began = time.perf_counter()
     held = made(way, setting, directory)
-    made_seconds = time.perf_counter() - began
-    drawn = batches(setting["rows"], setting["ids"], setting["zipf"], seed=1)
-    dense = compute(setting["dense_seconds"])
-
-    def run(seconds: float, least: int) -> list[float]:
-        took: list[float] = []
-        end = time.perf_counter() + seconds
-        while len(took) < least or time.perf_counter() < end:
-            ids = next(drawn)
-            clock = time.perf_counter()
-            held.step(ids, dense)
-            took.append(time.perf_counter() - clock)
-        return took
-
-    warmed = run(setting["warm_seconds"], 2)
-    before = held.figures()
-    took = run(setting["seconds"], 3)
-    after = held.figures()
-    steps = len(took)
-    answer = {name: (after[name] - before[name]) / steps for name in after if name != "frames"}
-    answer |= {"frames": after.get("frames", 0)}
-    answer |= {"step_seconds": float(np.median(took)), "mean_step_seconds": float(np.mean(took)), "steps": steps}
-    answer |= {"warm_steps": len(warmed), "made_seconds": made_seconds}
+    answers: dict[str, Any] = {"made_seconds": time.perf_counter() - began}
+    for zipf in setting["zipf"]:
+        measured = Measurement(held, setting, zipf)
+        answer = measured.answer(setting["warm_seconds"])
+        if setting["dense"] and way in ("all fast", "flexd, run-ahead"):
+            products = setting["dense_products"].get(f"{zipf:g}") or products_of(COVER * answer["slow_seconds"])
+            behind = measured.answer(setting["warm_seconds"] / 4, products)
+            answer |= {"dense_products": products, "dense_step_seconds": behind["step_seconds"]}
+        answers[f"{zipf:g}"] = answer
+    if isinstance(held, Flexd):
+        answers["disk"] = held.disk(setting["disk_seconds"])
     held.close()
-    print(json.dumps(answer))
+    print(json.dumps(answers))
     return 0
 
 

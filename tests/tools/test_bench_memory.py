@@ -6,39 +6,86 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_memory import checks_of
-from bench_memory_job import Flexd, Tensors, batches, compute
+from bench_memory import checks_of, disk_shares, main
+from bench_memory_job import Flexd, Tensors, batches, compute, popular_rows
+from memory_misses import misses
 
-SETTING = {"rows": 3_000, "dim": 8, "fast_bytes": 40_000, "dense_seconds": 0.0}
+SETTING = {"rows": 3_000, "dim": 8, "ids": 500, "fast_bytes": 40_000}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_all_ways_train_the_same(tmp_path: Path, ahead: bool) -> None:
+@pytest.mark.parametrize(("ahead", "static"), [(False, False), (True, False), (False, True)])
+def test_all_ways_train_the_same(tmp_path: Path, ahead: bool, static: bool) -> None:
     mapped = Tensors(SETTING, tmp_path)
     (tmp_path / "rows").mkdir()
-    held = Flexd(SETTING, tmp_path / "rows", half_life=20.0, ahead=ahead)
+    held = Flexd(SETTING, tmp_path / "rows", ahead=ahead, static=static)
     drawn = batches(3_000, 500, 1.05, seed=3)
     given = [next(drawn) for _ in range(4)]
     for ids in given:
-        held.step(ids, compute(0.0))
+        held.step(ids, compute(0))
     for ids in given[: 3 if ahead else 4]:  # the last one is still to come
-        mapped.step(ids, compute(0.0))
+        mapped.step(ids, compute(0))
     figures = held.figures()
     assert 0 < figures["frames"] < 3_000
     assert figures["missed"] > 0
+    for visit in held._kept:
+        visit.close()
     assert torch.allclose(held._collection.gather_table("item"), mapped._rows, rtol=1e-5)
     assert not torch.equal(mapped._rows, torch.ones(3_000, 8))
     held.close()
 
 
-def test_checks() -> None:
-    def way(seconds: float, missed: float = 1.0) -> dict[str, float]:
-        return {"step_seconds": seconds, "missed": missed, "used": 10.0}
+def test_static_rows_stay_and_the_others_are_missed(tmp_path: Path) -> None:
+    setting = SETTING | {"fast_bytes": 160_000, "ids": 100}
+    held = Flexd(setting, tmp_path, static=True)
+    frames = held.figures()["frames"]
+    kept = popular_rows(3_000, int(frames) - 200)
+    others = popular_rows(3_000, 3_000)[int(frames) - 200 :]
+    before = held.figures()["missed"]
+    for first in range(0, len(others), 100):
+        held.step(others[first : first + 100], compute(0))
+    assert held.figures()["missed"] - before == len(others)
+    held.step(kept[:150], compute(0))
+    assert held.figures()["missed"] - before == len(others)
+    held.close()
 
-    answers = {"memory map": way(19.0), "RocksDB": way(3.0), "flexd": way(1.0), "flexd, LRU": way(1.0, 2.0)}
-    assert {entry["name"]: entry["ok"] for entry in checks_of(answers, dense=False)} == {
-        "memory map / flexd": False, "RocksDB / flexd": True, "misses / LRU's": True
+
+def test_misses_are_those_of_ordered_policies() -> None:
+    figures = misses(1_000_000, 2_000, 1.05, 60)
+    for moved in ("", "moved: "):
+        order = [figures[f"{moved}{policy}"] for policy in ("Belady", "flexd, 4 ahead", "flexd", "LRU")]
+        assert order == sorted(order)
+    assert figures["moved: static"] > 1.5 * figures["moved: flexd"] > 0
+    assert figures["static"] < figures["LRU"]
+
+
+def test_quick_skips_or_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    ways = ["flexd, run-ahead", "all fast", "flexd"]
+    code = main(["--quick", "--dense", "--counted-steps", "0", "--directory", str(tmp_path), "--only", *ways])
+    printed = capsys.readouterr()
+    assert code == 0, printed
+    if "skipped" not in printed.out:
+        assert printed.out.count("behind") == 2
+        assert printed.out.count("of the disk's best") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checks() -> None:
+    def way(seconds: float, **more: float) -> dict[str, dict[str, float]]:
+        return {"1.05": {"step_seconds": seconds, **more}}
+
+    disk = {"block_bytes": 4096.0, "reads a second, 1 in flight": 10.0, "reads a second, 32 in flight": 100.0}
+    flexd = way(1.0, slow_seconds=0.5, bytes_read=30 * 4096.0, bytes_written=10 * 4096.0) | {"disk": disk}
+    assert disk_shares(flexd) == {"1.05": pytest.approx(0.8)}
+    answers: dict = {"memory map": way(19.0), "RocksDB": way(3.0), "flexd": flexd, "flexd, LRU": {"error": "none"}}
+    answers |= {"all fast": way(0.1, dense_step_seconds=1.0)}
+    answers |= {"flexd, run-ahead": way(0.5, dense_step_seconds=1.05)}
+    counted = {f"{moved}{name}": value for moved in ("", "moved: ") for name, value in (
+        ("static", 0.5), ("LRU", 0.3), ("flexd", 0.31), ("flexd, 4 ahead", 0.24), ("Belady", 0.2))}  # fmt: skip
+    counted["moved: Belady"] = 0.1
+    assert {entry["name"]: entry["ok"] for entry in checks_of(answers, {"1.05": counted})} == {
+        "Zipf 1.05: memory map / flexd": False, "Zipf 1.05: RocksDB / flexd": True,
+        "Zipf 1.05: run-ahead / all fast, dense part": True, "Zipf 1.05: share of the disk's limit": False,
+        "Zipf 1.05: misses / LRU's": False, "Zipf 1.05: moved: misses / LRU's": False,
+        "Zipf 1.05: misses with 4 batches known / Belady's": True,
+        "Zipf 1.05: moved: misses with 4 batches known / Belady's": False,
     }  # fmt: skip
-    answers = {"all fast": way(1.0), "flexd, run-ahead": way(1.2), "flexd": {"error": 1.0}}
-    (only,) = checks_of(answers, dense=True)
-    assert not only["ok"]

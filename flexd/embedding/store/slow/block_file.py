@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow.kernel_queue import KernelQueue
 
 PAGE_BYTES = 4096
 """Unit of direct I/O: offsets, lengths and buffers are multiples of it."""
@@ -39,7 +40,8 @@ class BlockFile:
 
     Args:
         blocks: of ``block_bytes``, a multiple of ``PAGE_BYTES``; the file is sparse.
-        threads: calls in flight at once.
+        threads: calls in flight at once where the kernel has no queue for them (``KernelQueue``), or the file system no
+            direct I/O.
         deadline_seconds: of a batch.
 
     Raises:
@@ -52,7 +54,7 @@ class BlockFile:
         self._threads = threads
         self._late = ""
         try:
-            self._file = _open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT)
+            self._file, direct = _open(path, os.O_RDWR | os.O_CLOEXEC | os.O_CREAT)
         except OSError as error:
             raise self._error("cannot be opened", error) from error
         try:
@@ -63,7 +65,9 @@ class BlockFile:
         except SlowMemoryError:
             os.close(self._file)
             raise
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="flexd-slow-rows")
+        self._queue = KernelQueue.make() if direct else None
+        # With a queue one thread hands over: the deadline holds also where the kernel makes it wait.
+        self._pool = ThreadPoolExecutor(1 if self._queue else threads, thread_name_prefix="flexd-slow-rows")
 
     def _begin(self, size: int) -> None:
         """Lock the file, and empty it."""
@@ -113,21 +117,22 @@ class BlockFile:
             self._pool.shutdown(wait=not self._late, cancel_futures=True)
             if not self._late:  # a late call must not find another file under its number
                 os.close(self._file)
+                if self._queue is not None:
+                    self._queue.close()
             self._file = -1
 
     def _batch(self, blocks: Int64Array, data: Bytes, *, writes: bool) -> int:
         firsts, counts = _runs(blocks, max(1, MAX_CALL_BYTES // self.block_bytes))
         starts = np.concatenate([[0], np.cumsum(counts)])
-        calls = list(zip(firsts.tolist(), starts[:-1].tolist(), counts.tolist(), strict=True))
-        shares = [calls[number :: self._threads] for number in range(min(self._threads, len(calls)))]
-
-        def run(share: list[tuple[int, int, int]]) -> None:
-            for block, start, count in share:
-                offset = PAGE_BYTES + block * self.block_bytes
-                self._call(data[start : start + count].reshape(-1), offset, writes=writes)
-
-        futures: list[Future[None]] = [self._pool.submit(run, share) for share in shares]
-        done, late = wait(futures, self._deadline_seconds)
+        futures: list[Future[bool]]
+        if self._queue is not None:
+            futures = [self._pool.submit(self._queued, self._queue, firsts, starts, counts, data, writes)]
+        else:
+            calls = list(zip(firsts.tolist(), starts[:-1].tolist(), counts.tolist(), strict=True))
+            shares = [calls[number :: self._threads] for number in range(min(self._threads, len(calls)))]
+            futures = [self._pool.submit(self._one_by_one, share, data, writes) for share in shares]
+        done, waiting = wait(futures, self._deadline_seconds)
+        late = bool(waiting) or not all(future.result() for future in done if future.exception() is None)
         if late:
             # Calls that are still on their way use the caller's buffer: no further batch may.
             self._late = f"{self.path}: {len(blocks)} blocks took more than {self._deadline_seconds:g} s"
@@ -135,7 +140,31 @@ class BlockFile:
             future.result()
         if late:
             raise SlowMemoryError(self._late, remedy=_SLOW_DISK)
-        return len(calls)
+        return len(firsts)
+
+    def _one_by_one(self, calls: list[tuple[int, int, int]], data: Bytes, writes: bool) -> bool:
+        """Make (first block, place in ``data``, blocks) calls, and return True: all have ended."""
+        for block, start, count in calls:
+            self._call(data[start : start + count].reshape(-1), PAGE_BYTES + block * self.block_bytes, writes=writes)
+        return True
+
+    def _queued(
+        self, queue: KernelQueue, firsts: Int64Array, starts: Int64Array, counts: Int64Array, data: Bytes, writes: bool
+    ) -> bool:
+        """Make calls of ``counts`` blocks from ``firsts`` and return whether they ended before the deadline.
+
+        A call that failed or moved less is made again alone, which goes on or finds the error's name.
+        """
+        if not data.flags.c_contiguous:
+            raise AssertionError("blocks lie one after another in memory")
+        offsets = PAGE_BYTES + firsts * self.block_bytes
+        addresses, sizes = data.ctypes.data + starts[:-1] * self.block_bytes, counts * self.block_bytes
+        moved = queue.run(self._file, offsets, addresses, sizes, writes=writes, seconds=self._deadline_seconds)
+        if moved is None:
+            return False
+        again = np.flatnonzero(moved != sizes)
+        calls = zip(firsts[again].tolist(), starts[:-1][again].tolist(), counts[again].tolist(), strict=True)
+        return self._one_by_one(list(calls), data, writes)
 
     def _call(self, data: Bytes, offset: int, *, writes: bool) -> None:
         call, done, view = os.pwritev if writes else os.preadv, 0, data.data
@@ -161,14 +190,15 @@ class BlockFile:
         )
 
 
-def _open(path: Path, flags: int) -> int:
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """Return a descriptor, and whether it has direct I/O."""
     if _DIRECT:
         try:
-            return os.open(path, flags | _DIRECT, 0o600)
+            return os.open(path, flags | _DIRECT, 0o600), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags, 0o600), False
 
 
 def _runs(blocks: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:

@@ -6,15 +6,18 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.block_file import PAGE_BYTES
 from flexd.embedding.store.slow.file_rows import FileRows
+from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from tests.support.repository import child_environment
 
 ROWS, WIDTH = 4_000, 260
@@ -114,22 +117,68 @@ def test_a_full_disk_is_named_and_keeps_what_was_written(small_disk: Path) -> No
     slow.close()
 
 
-def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("queued", [True, False], ids=["queue", "threads"])
+def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
+    if not queued:
+        monkeypatch.setattr(KernelQueue, "make", lambda: None)
+    elif (probe := KernelQueue.make()) is None:
+        pytest.skip("no asynchronous I/O in this kernel")
+    else:
+        probe.close()
     slow = FileRows(tmp_path / "rows", ROWS, WIDTH, zeros, threads=2, deadline_seconds=0.05)
-    write, slowly = os.pwritev, []
+    write, submit, slowly = os.pwritev, KernelQueue._submit, []
 
-    def after_a_while(*arguments: object) -> int:
-        slowly.append(True)
-        time.sleep(0.2)
-        return write(*arguments)  # type: ignore[arg-type]
+    def after_a_while(call: Callable[..., int]) -> Callable[..., int]:
+        def called(*arguments: object) -> int:
+            slowly.append(True)
+            time.sleep(0.2)
+            return call(*arguments)
 
-    monkeypatch.setattr(os, "pwritev", after_a_while)
+        return called
+
+    if queued:
+        monkeypatch.setattr(KernelQueue, "_submit", after_a_while(submit))
+    else:
+        monkeypatch.setattr(os, "pwritev", after_a_while(write))
     with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
         slow.write(SLOTS, data(1))
     assert slowly
     monkeypatch.undo()
     with pytest.raises(SlowMemoryError, match="took more than"):  # the buffer is still in the hands of late calls
         slow.read(SLOTS)
+    slow.close()
+
+
+def test_calls_that_the_kernel_never_ends_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = FileRows(tmp_path / "rows", ROWS, WIDTH, zeros, deadline_seconds=0.05)
+    monkeypatch.setattr(KernelQueue, "_wait", lambda *_: len([time.sleep(0.01)]) - 1)
+    with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s"):
+        slow.write(SLOTS, data(1))
+    slow.close()
+
+
+@pytest.mark.parametrize("fails", ["refused", "short"])
+def test_calls_that_the_queue_does_not_do_are_made_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    slow = rows_in(tmp_path / "rows")
+    run: Callable[..., Any] = KernelQueue.run
+
+    def some(queue: KernelQueue, file: int, offsets: Any, addresses: Any, sizes: Any, **named: Any) -> Any:
+        if fails == "refused":
+            return np.full(len(offsets), -11)
+        half = sizes // 2 // PAGE_BYTES * PAGE_BYTES
+        half[::2] = sizes[::2]
+        moved = run(queue, file, offsets, addresses, np.maximum(half, PAGE_BYTES), **named)
+        moved[moved != sizes] -= 1  # a call that moved less goes on from its start
+        return moved
+
+    monkeypatch.setattr(KernelQueue, "run", some)
+    slow.write(SLOTS, data(1))
+    slow.write(torch.arange(ROWS // 2), torch.full((ROWS // 2, WIDTH), 9, dtype=torch.uint8))
+    expected = data(1)
+    expected[ROWS // 2 > SLOTS] = 9
+    assert torch.equal(slow.read(SLOTS), expected)
     slow.close()
 
 

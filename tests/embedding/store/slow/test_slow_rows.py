@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
 from flexd.embedding.store.slow.host_rows import HostRows
+from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from flexd.embedding.store.slow.slow_rows import SlowRows
 
 ROWS = 2_000
@@ -27,9 +28,13 @@ def fresh(row_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return make
 
 
-@pytest.fixture(params=["host", "file"])
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[int], SlowRows]]:
+@pytest.fixture(params=["host", "file", "file by threads"])
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], SlowRows]]:
     made: list[SlowRows] = []
+    if request.param == "file by threads":
+        monkeypatch.setattr(KernelQueue, "make", lambda: None)
 
     def of_width(row_bytes: int) -> SlowRows:
         path = tmp_path / f"rows{len(made)}"
