@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -165,6 +166,69 @@ class Tier:
         frames = self._table.slots_at(places.clamp(max=self._frames - 1))
         return torch.where(places < self._frames, frames, places - self._frames + self.home_rows)
 
+    def read_through(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return uint8 [n, bytes of rows and state] of int64 [n] distinct home slots, in host memory.
+
+        Rows that are in no frame are read past the frames, so that whatever reads a whole table moves nothing.
+
+        Raises:
+            SlowMemoryError: as ``visit``.
+        """
+        with self._reading_through():
+            frames = self._table.find(slots)
+            packed = torch.empty((len(slots), self._row_bytes + self._state_bytes), dtype=torch.uint8)
+            held = frames >= 0
+            cold = ~held
+            cold_slots = slots[cold]
+            if len(cold_slots):
+                packed[cold.cpu()] = self.slow.read(cold_slots.to("cpu"))[:, : packed.shape[1]]
+            at = frames[held]
+            if len(at):
+                rows, state = self.rows.index_select(0, at), self.state.index_select(0, at)
+                packed[held.cpu()] = _packed(rows, state).to("cpu")
+            return packed
+
+    def read_column(self, slots: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+        """Return [n, width] of ``column``, which is ``rows`` or ``state``, as ``read_through``, on its device."""
+        packed = self.read_through(slots)
+        of_column = packed[:, : self._row_bytes] if column is self.rows else packed[:, self._row_bytes :]
+        if not column.shape[1]:
+            return column.new_empty((len(slots), 0))
+        return _numbers(of_column, column.dtype).to(column.device)
+
+    def write_through(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        """Write uint8 [n, bytes of rows and state] to int64 [n] distinct home slots, those in no frame past the frames.
+
+        Raises:
+            SlowMemoryError: as ``visit``.
+        """
+        with self._reading_through():
+            frames = self._table.find(slots)
+            held = frames >= 0
+            cold = ~held
+            at = frames[held]
+            if len(at):
+                of_frames = packed[held.to(packed.device)].to(self.rows.device)
+                self.rows.index_copy_(0, at, _numbers(of_frames[:, : self._row_bytes], self.rows.dtype))
+                if self._state_bytes:
+                    self.state.index_copy_(0, at, _numbers(of_frames[:, self._row_bytes :], self.state.dtype))
+                self._table.changed(at)
+            cold_slots = slots[cold].to("cpu")
+            if len(cold_slots):
+                counts = torch.full((len(cold_slots), 1), -math.inf, dtype=torch.float64).view(torch.uint8)
+                self.slow.write(cold_slots, torch.cat([packed[cold.to(packed.device)].to("cpu"), counts], dim=1))
+
+    @contextmanager
+    def _reading_through(self) -> Iterator[None]:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                yield
+            except SlowMemoryError as error:
+                self._failure = error
+                raise
+
     def close(self) -> None:
         """Let go of the slow rows; reads and writes are refused until ``begin``."""
         with self._lock:
@@ -264,8 +328,13 @@ class TieredColumn:
 
     def _read(self, slots: torch.Tensor, *, counts: bool = False) -> torch.Tensor:
         found = self._column.new_empty((len(slots), self.shape[1]))
-        for block, places in self._tier.visit(slots, changes=False, counts=counts):
-            found[block] = self._column[places, self._part]
+        by_frames: Any = slice(None)
+        if not counts:  # nothing that is used soon: a checkpoint, an export, a migration
+            homes = slots < self._tier.home_rows
+            found[homes] = self._tier.read_column(slots[homes], self._column)[:, self._part]
+            by_frames = (~homes).nonzero().view(-1)
+        for block, places in self._tier.visit(slots[by_frames], changes=False, counts=counts):
+            found[by_frames[block] if isinstance(by_frames, torch.Tensor) else block] = self._column[places, self._part]
         return found
 
     def _range(self, part: slice) -> torch.Tensor:
@@ -276,8 +345,8 @@ RowColumn = torch.Tensor | TieredColumn
 """[slots, width]: a tensor, or what stands for it where rows are in two memories."""
 
 
-def _packed(rows: torch.Tensor, state: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    parts = [part.contiguous().view(torch.uint8) for part in (rows, state, counts) if part.shape[1]]
+def _packed(*columns: torch.Tensor) -> torch.Tensor:
+    parts = [part.contiguous().view(torch.uint8) for part in columns if part.shape[1]]
     return torch.cat(parts, dim=1)
 
 

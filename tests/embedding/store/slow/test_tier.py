@@ -42,7 +42,7 @@ def in_host_memory(tier: Tier) -> SlowRows:
 @given(
     st.sampled_from([1, 7, HOME]),
     st.sampled_from(["host", "file"]),
-    st.lists(st.tuples(st.sampled_from(["read", "count", "rows", "state"]), st.integers(0, 2**31)), max_size=25),
+    st.lists(st.tuples(st.sampled_from(["read", "count", "rows", "state", "through"]), st.integers(0, 2**31)), max_size=25),
 )
 def test_a_column_is_read_and_written_like_a_tensor(
     tmp_path: Path, frames: int, medium: str, calls: list[tuple[str, int]]
@@ -67,6 +67,12 @@ def test_a_column_is_read_and_written_like_a_tensor(
             elif what == "count":
                 repeated = torch.cat([slots[:5], slots])
                 assert torch.equal(rows.index_select(0, repeated, counts=True), expected_rows[repeated])
+            elif what == "through":
+                slots = slots[slots < HOME]
+                read = tier.read_through(slots)
+                assert torch.equal(read[:, : 2 * DIM].clone().view(torch.float16), expected_rows[slots])
+                tier.write_through(slots, read.flip(0))
+                expected_rows[slots], expected_state[slots] = expected_rows[slots].flip(0), expected_state[slots].flip(0)
             else:
                 column, expected = (rows, expected_rows) if what == "rows" else (state, expected_state)
                 values = torch.from_numpy(generator.random((len(slots), column.shape[1]))).to(column.dtype)
@@ -117,6 +123,20 @@ def test_tables_that_begin_again_forget_their_frames() -> None:
     assert torch.equal(rows[0:3], initial(torch.arange(3))[0])
 
 
+def test_reading_and_writing_a_whole_table_leaves_the_frames_as_they_are() -> None:
+    tier, rows, state = made(4, in_host_memory)
+    rows.index_select(0, torch.tensor([5, 70, 71]), counts=True)
+    rows.index_copy_(0, torch.tensor([70]), torch.full((1, DIM), 9.0))
+    assert rows[:][70, 0] == 9.0
+    assert state[:].shape == (HOME + REPLICAS, STATE)
+    tier.write_through(torch.arange(HOME), tier.read_through(torch.arange(HOME)))
+    assert tier.counts.evicted == 0
+    missed = tier.counts.missed
+    rows.index_select(0, torch.tensor([5, 70, 71]), counts=True)
+    assert tier.counts.missed == missed
+    assert rows[70:71].unique() == 9.0
+
+
 def test_only_rows_are_selected() -> None:
     _, rows, _ = made(4, in_host_memory)
     with pytest.raises(AssertionError, match="dimension 0"):
@@ -136,7 +156,7 @@ def test_after_a_failure_between_the_memories_no_row_is_given(monkeypatch: pytes
     with monkeypatch.context() as broke:
         broke.setattr(tier.slow, fails, broken)
         with pytest.raises(SlowMemoryError, match="the disk is gone"):
-            rows[4:8]
+            rows.index_select(0, torch.arange(4, 8), counts=True)
     for use in (lambda: rows[4:8], lambda: rows[0:1], lambda: rows.index_copy_(0, torch.tensor([1]), rows[1:2])):
         with pytest.raises(SlowMemoryError, match="the disk is gone"):
             use()
