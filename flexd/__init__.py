@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
     from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
     from flexd.embedding.checkpoint.checkpoint import ShardedState, load_checkpoint, save_checkpoint
+    from flexd.embedding.checkpoint.series import CheckpointSeries
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
     from flexd.embedding.dense_adam import DenseAdam
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Adagrad": "flexd.embedding.row_optimizers",
     "Adam": "flexd.embedding.row_optimizers",
+    "CheckpointSeries": "flexd.embedding.checkpoint.series",
     "DenseAdam": "flexd.embedding.dense_adam",
     "Embedding": "flexd.embedding.embedding",
     "EmbeddingBagCollection": "flexd.embedding.bag_collection",
@@ -55,6 +57,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "CheckpointSeries",
     "DenseAdam",
     "Embedding",
     "EmbeddingBagCollection",

@@ -16,6 +16,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
@@ -81,6 +82,7 @@ class RowEngine:
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
         frames = None if two_memories is None else two_memories.frames(keyspace.groups, groups.layout)
         self.stores = make_stores(keyspace.groups, groups.layout, groups.rank, replica_slots, device, frames)
+        self.changed_rows = ChangedRows(self.stores)
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
@@ -120,7 +122,7 @@ class RowEngine:
         make = partial(SummingRouter, bag_hops=of_bags) if self._sums else Router
         dedup = self.exchange.name != "direct_no_dedup"
         router = make(self.stores, hops, traffic, dedup=dedup, comm_dtype=self._comm_dtype)
-        return router, ReplicaSync(self.stores, router, groups.layout)
+        return router, ReplicaSync(self.stores, router, groups.layout, self.changed_rows)
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are answered by sums."""
@@ -367,16 +369,21 @@ class RowEngine:
     def memory(self) -> RankMemory:
         """Return the bytes of this rank by part, now and at most. Not collective."""
         working = self.router.working_bytes + self.sync.working_bytes + self.hooks.working_bytes
-        working += sum(store.replica_keys.nbytes for store in self.stores)
+        working += sum(store.replica_keys.nbytes for store in self.stores) + self.changed_rows.nbytes
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
             (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
         )  # fmt: skip
 
-    def before_rows_load(self) -> None:
+    def before_rows_load(self, rows: tuple[int, torch.Tensor] | None = None) -> None:
         """Collective with run-ahead. Call it before home rows or their state are replaced from outside: replicas are
-        refreshed before the next pass, and rows that were fetched early are fetched again."""
+        refreshed before the next pass, and rows that were fetched early are fetched again.
+
+        Args:
+            rows: dim-group and int64 [n] home slots of this rank that are replaced; None: any.
+        """
         self.hooks.discard()
+        self.changed_rows.add_all() if rows is None else self.changed_rows.add([rows])
         self._stale_replicas, self.row_changes = True, self.row_changes + 1
 
     def close(self, *, orderly: bool) -> None:

@@ -57,9 +57,11 @@ class TableAccess(DeferredTables):
             )
         store, homes = self._homes(table)
         mine = homes.homed(self.rank, range(first_row, first_row + values.shape[0]))
-        self.engine.before_rows_load()
+        slots = homes.slots(mine)
+        changed = torch.arange(slots.start, slots.stop, device=store.rows.device)
+        self.engine.before_rows_load((self.engine.stores.index(store), changed))
         given = values[mine.start - first_row :: self.layout.world_size]
-        store.rows[homes.slots(mine)] = given.to(store.rows.device, store.rows.dtype)
+        store.rows[slots] = given.to(store.rows.device, store.rows.dtype)
 
     def gather_table(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports.

@@ -23,6 +23,7 @@ import torch
 from flexd.control.protocol.report import StepPhase
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
+from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.exchange.dedup import Dedup
 from flexd.embedding.exchange.hop import PeerWords
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
@@ -58,10 +59,17 @@ def sum_by_index(index: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor
 
 
 class ReplicaSync:
-    """Sums gradients over all ranks through a ``Router``, and updates the rows that this rank holds."""
+    """Sums gradients over all ranks through a ``Router``, and updates the rows that this rank holds.
 
-    def __init__(self, stores: Sequence[GroupStore], router: Router, layout: RankLayout) -> None:
+    Args:
+        changed_rows: in which updated rows are noted.
+    """
+
+    def __init__(
+        self, stores: Sequence[GroupStore], router: Router, layout: RankLayout, changed_rows: ChangedRows | None = None
+    ) -> None:
         self._stores = list(stores)
+        self._changed_rows = changed_rows
         self._router = router
         self._layout = layout
         self._first_slots = [0, *accumulate(store.home_rows for store in self._stores)]
@@ -145,6 +153,10 @@ class ReplicaSync:
     @in_phase(StepPhase.UPDATE)
     def update(self, summed: Sequence[RowGradients], optimizer: RowOptimizer, step: int) -> None:
         """Update the rows. ``step``: as in ``RowOptimizer.update``."""
+        if self._changed_rows is not None and self._changed_rows.active:
+            self._changed_rows.add([(part.group, part.slots) for part in summed])
+            if getattr(optimizer, "moves_all_rows", False):
+                self._changed_rows.add_all()
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
         groups = []
         for g, store in enumerate(self._stores):

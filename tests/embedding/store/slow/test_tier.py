@@ -19,6 +19,7 @@ from flexd.embedding.store.slow.tier import Tier, TieredColumn
 from flexd.embedding.store.slow.two_memories import FRAME_BYTES
 
 HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
+CALLS = ["read", "count", "rows", "state", "through"]
 
 
 def initial(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +43,9 @@ def in_host_memory(tier: Tier) -> SlowRows:
 @given(
     st.sampled_from([1, 7, HOME]),
     st.sampled_from(["host", "file"]),
-    st.lists(st.tuples(st.sampled_from(["read", "count", "rows", "state", "through"]), st.integers(0, 2**31)), max_size=25),
+    st.lists(
+        st.tuples(st.sampled_from(["read", "count", "rows", "state", "through"]), st.integers(0, 2**31)), max_size=25
+    ),
 )
 def test_a_column_is_read_and_written_like_a_tensor(
     tmp_path: Path, frames: int, medium: str, calls: list[tuple[str, int]]
@@ -72,7 +75,10 @@ def test_a_column_is_read_and_written_like_a_tensor(
                 read = tier.read_through(slots)
                 assert torch.equal(read[:, : 2 * DIM].clone().view(torch.float16), expected_rows[slots])
                 tier.write_through(slots, read.flip(0))
-                expected_rows[slots], expected_state[slots] = expected_rows[slots].flip(0), expected_state[slots].flip(0)
+                expected_rows[slots], expected_state[slots] = (
+                    expected_rows[slots].flip(0),
+                    expected_state[slots].flip(0),
+                )
             else:
                 column, expected = (rows, expected_rows) if what == "rows" else (state, expected_state)
                 values = torch.from_numpy(generator.random((len(slots), column.shape[1]))).to(column.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -76,45 +77,51 @@ class ChangedRows:
         """Note that any row may have been changed."""
         self._all = self.active
 
-    def take(self) -> TakenRows:
+    def drain(self) -> DrainedRows:
         """Return the changed rows and note further ones anew."""
         with self._lock:
             if self._marks is None:
                 raise AssertionError("no rows are noted")
-            taken = TakenRows(self._stores, self._first_blocks, self._marks, self._all)
+            drained = DrainedRows(self._stores, self._first_blocks, self._marks, self._all)
             self._marks, self._all = self._none(), False
-        return taken
+        return drained
 
-    def give_back(self, taken: TakenRows) -> None:
-        """Note rows again that were taken and could not be saved."""
+    def restore(self, drained: DrainedRows) -> None:
+        """Note rows again that were drained and could not be saved."""
         with self._lock:
             if self._marks is not None:
-                self._marks, self._all = union_of([self._marks, taken.marks]), self._all or taken.all_rows
+                self._marks, self._all = union_of([self._marks, drained.marks]), self._all or drained.all_rows
 
     def _none(self) -> RowBits:
         return none_set(self._first_blocks[-1] * BLOCK, self._stores[0].rows.device)
 
 
-class TakenRows:
+@dataclass(frozen=True)
+class DrainedRows:
     """Changed rows at one time.
 
     Attributes:
+        marks: of all dim-groups, whose blocks begin at ``first_blocks``.
         all_rows: all home rows.
     """
 
-    def __init__(
-        self, stores: Sequence[GroupStore], first_blocks: Sequence[int], marks: RowBits, all_rows: bool
-    ) -> None:
-        self._stores, self._first_blocks = stores, first_blocks
-        self.marks, self.all_rows = marks, all_rows
+    stores: Sequence[GroupStore]
+    first_blocks: Sequence[int]
+    marks: RowBits
+    all_rows: bool
 
     def slots(self, group: int, most: int) -> Iterator[torch.Tensor]:
         """Yield int64 [n] home slots of a dim-group, ascending, at most ``most`` at a time."""
-        store, (first, end) = self._stores[group], self._first_blocks[group : group + 2]
-        left = torch.empty(0, dtype=torch.int64, device=self.marks.device)
+        home_rows, device = self.stores[group].home_rows, self.marks.device
+        if self.all_rows:
+            for start in range(0, home_rows, most):
+                yield torch.arange(start, min(home_rows, start + most), device=device)
+            return
+        first, end = self.first_blocks[group : group + 2]
+        left = torch.empty(0, dtype=torch.int64, device=device)
         for block in range(first, end, _READ_BLOCKS):
             found = positions_of(self.marks, block, min(end, block + _READ_BLOCKS)) - first * BLOCK
-            left = torch.cat([left, found[found < store.home_rows]])
+            left = torch.cat([left, found[found < home_rows]])
             while len(left) >= most:
                 yield left[:most]
                 left = left[most:]

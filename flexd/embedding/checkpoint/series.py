@@ -1,0 +1,320 @@
+"""``flexd.CheckpointSeries``: checkpoints of a collection in one directory, of which the newest are kept.
+
+Between checkpoints with all rows it writes only those that changed since the one before. Saves and loads go window by
+window from wherever the rows are (32 MiB), so tables that fit no memory are saved too. A save is complete or not there,
+whenever a job ends, and any number of ranks can load it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexd.core.errors import CheckpointError, FlexdError
+from flexd.embedding.checkpoint.changed_rows import DrainedRows
+from flexd.embedding.checkpoint.checkpoint import raise_if_any_rank_refuses
+from flexd.embedding.checkpoint.saved_rows import (
+    SavedTables,
+    check_files,
+    gathered_files,
+    load_rows_of,
+    rank_file,
+    table_fields,
+    write_rows,
+)
+from flexd.embedding.checkpoint.series_directory import Manifest, SavedFile, SeriesDirectory
+from flexd.embedding.collection import EmbeddingCollection
+
+logger = logging.getLogger(__name__)
+
+_STATE_FILE = "state.pt"
+_WRITE_REMEDY = "make room or give another directory; the checkpoints before it are whole"
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint of a series.
+
+    Attributes:
+        number: of the save, from 1; ``load(number)`` loads it.
+        base: number of the checkpoint whose changes it has; None: it has all rows.
+        rows, nbytes: written by all ranks.
+        removed: numbers of checkpoints that were removed because there are newer ones.
+    """
+
+    number: int
+    path: Path
+    base: int | None
+    rows: int
+    nbytes: int
+    removed: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What ``CheckpointSeries.load`` has loaded.
+
+    Attributes:
+        number: of the save.
+        steps: of the optimizer.
+        state: what rank 0 gave ``save``, in host memory; None if it gave nothing.
+        interrupted: numbers of newer checkpoints that were being written when their job ended, and are not whole.
+    """
+
+    number: int
+    steps: int
+    state: Any
+    interrupted: tuple[int, ...]
+
+
+class CheckpointSeries:
+    """Checkpoints of a collection in one directory that all ranks can access; one job at a time saves there.
+
+    All methods and the constructor are collective. Rows that change are noted from the constructor on, in a bit a row
+    (a byte on an accelerator), if ``whole_every`` is above 1. A collection has one series at a time.
+
+    Args:
+        keep: number of newest checkpoints that are kept, and those that they build on.
+        whole_every: every so many checkpoints one has all rows; 1: all have.
+
+    Raises:
+        CheckpointError: on every rank, if the collection has a series, or the settings differ between ranks or are
+            below 1.
+    """
+
+    def __init__(
+        self,
+        collection: EmbeddingCollection,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        whole_every: int = 10,
+    ) -> None:
+        self._collection = collection
+        self._directory = SeriesDirectory(Path(directory))
+        self._keep, self._whole_every = keep, whole_every
+        self._newest: Manifest | None = None
+        """The checkpoint from which on changed rows are noted."""
+        self._length = 0
+        """Checkpoints from the last one with all rows to ``_newest``."""
+        self._marks = collection.engine.changed_rows
+        faults = []
+        if keep < 1 or whole_every < 1:
+            faults.append(f"keep={keep}, whole_every={whole_every}: both must be at least 1")
+        settings = torch.tensor([keep, whole_every], device=collection.device)
+        if any(other != settings.tolist() for other in self._gather(settings)):
+            faults.append(f"keep={keep}, whole_every={whole_every} differ between ranks")
+        if self._marks.active:
+            faults.append("the collection has a CheckpointSeries already")
+        self._raise_if_any(faults, "give every rank the same settings, and close() another series of the collection")
+        if whole_every > 1:
+            self._marks.begin()
+
+    @torch.no_grad()
+    def save(self, state: Any = None) -> SavedCheckpoint:
+        """Collective. Write a checkpoint, and remove those that are not kept any more.
+
+        Args:
+            state: what ``torch.save`` stores and ``torch.load(weights_only=True)`` reads, for instance the model's and
+                the dense optimizer's ``state_dict()``; that of rank 0 is saved with the rows.
+
+        Raises:
+            CheckpointError: on every rank, if any cannot write. The checkpoints before stay, and rows that changed are
+                written by the next one.
+        """
+        self._collection.engine.settle()
+        number, whole = self._begin()
+        drained = self._marks.drain() if self._marks.active else None
+        try:
+            saved = self._write(number, drained, whole=whole, state=state)
+        except BaseException:
+            if drained is not None:
+                self._marks.restore(drained)
+            raise
+        self._length = 1 if whole else self._length + 1
+        self._newest = saved
+        removed = self._rotate()
+        rows, nbytes = (sum(getattr(file, name) for file in saved.files) for name in ("rows", "nbytes"))
+        return SavedCheckpoint(number, self._directory.path / saved.name, saved.base, rows, nbytes, tuple(removed))
+
+    @torch.no_grad()
+    def load(self, number: int | None = None) -> LoadedCheckpoint:
+        """Collective. Replace all rows, their optimizer state and the number of steps by those of a checkpoint.
+
+        Any number of ranks can load it. What it builds on is loaded first, each file read by one rank.
+
+        Args:
+            number: of the checkpoint; None: the newest.
+
+        Raises:
+            CheckpointError: on every rank, if there is no such checkpoint, one that it builds on is missing, files are
+                missing or damaged, or it is of other tables. The collection is unchanged.
+        """
+        collection = self._collection
+        chain, state, faults, remedy = self._read_chain(number)
+        self._raise_if_any(faults, remedy)
+        stores, world = collection.engine.stores, collection.engine.groups.world
+        tables = SavedTables(chain[0].tables, collection.keyspace)
+        collection.engine.before_rows_load()
+        try:
+            with collection.traffic.uncounted():
+                for manifest in chain:
+                    load_rows_of(self._directory.path / manifest.name, manifest, tables, world, stores)
+        except FlexdError as error:
+            collection.engine.guard.publish(error)  # the other ranks wait for rows
+            raise
+        newest = chain[-1]
+        collection.engine.steps = newest.steps
+        if self._marks.active:
+            self._marks.begin()
+        self._newest, self._length = newest, len(chain)
+        interrupted = tuple(other for other in self._directory.interrupted() if other > newest.number)
+        for other in interrupted if collection.rank == 0 else ():
+            logger.warning(
+                "%s was being written when its job ended and is not whole; loaded %s",
+                self._directory.partial(other), newest.name,
+            )  # fmt: skip
+        return LoadedCheckpoint(newest.number, newest.steps, state, interrupted)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the complete checkpoints, ascending. Not collective."""
+        return self._directory.numbers()
+
+    def close(self) -> None:
+        """Note changed rows no more. Not collective; checkpoints stay."""
+        self._marks.end()
+
+    def _begin(self) -> tuple[int, bool]:
+        """Collective. Make the directory of a checkpoint, and agree on its number and whether it has all rows."""
+        faults: list[str] = []
+        numbers = torch.zeros(2, dtype=torch.int64, device=self._collection.device)
+        if self._collection.rank == 0:
+            try:
+                numbers[0] = self._directory.next_number()
+                numbers[1] = self._is_whole()
+                self._directory.begin(int(numbers[0]))
+            except OSError as error:
+                faults.append(f"cannot write {self._directory.path}: {error.strerror or error}")
+        self._raise_if_any(faults, _WRITE_REMEDY)
+        number, whole = self._gather(numbers)[0]
+        return number, bool(whole)
+
+    def _is_whole(self) -> bool:
+        """Return whether the next checkpoint has all rows. Its base may have been removed from outside."""
+        if self._newest is None or self._length >= self._whole_every or self._marks.all_changed:
+            return True
+        try:
+            return self._directory.chain(self._newest.number)[-1].identity != self._newest.identity
+        except CheckpointError:
+            return True
+
+    def _write(self, number: int, drained: DrainedRows | None, *, whole: bool, state: Any) -> Manifest:
+        """Collective. Write the files of all ranks, and let the checkpoint be complete."""
+        collection = self._collection
+        faults: list[str] = []
+        stores, partial = collection.engine.stores, self._directory.partial(number)
+        mine = SavedFile(rank_file(collection.rank), 0, 0, (0,) * len(stores))
+        rows = DrainedRows(stores, (), torch.empty(0, device=collection.device), all_rows=True)
+        if drained is not None and not whole:
+            rows = drained
+        try:
+            partial.mkdir(parents=True, exist_ok=True)  # a network's file system may show it late
+            mine = write_rows(partial / mine.name, stores, rows)
+            if state is not None and collection.rank == 0:
+                _write_state(partial / _STATE_FILE, state)
+        except Exception as error:  # any error: a rank that raised alone would leave the others waiting
+            faults.append(f"cannot write {partial}: {type(error).__name__}: {error}")
+        self._raise_if_any(faults, _WRITE_REMEDY)
+        world = collection.engine.groups.world
+        with collection.traffic.uncounted():
+            files = gathered_files(world, mine, collection.device)
+        has_state = self._gather(torch.tensor([int(state is not None)], device=collection.device))[0][0]
+        identity = self._gather(torch.tensor([uuid.uuid4().int >> 65], device=collection.device))[0][0]
+        base = None if whole else self._newest
+        manifest = Manifest(
+            number, f"{identity:016x}", None if base is None else base.number, None if base is None else base.identity,
+            collection.engine.steps, table_fields(collection.keyspace), files, bool(has_state),
+        )  # fmt: skip
+        if collection.rank == 0:
+            try:
+                self._directory.complete(manifest)
+            except OSError as error:
+                faults.append(f"cannot complete {partial}: {error.strerror or error}")
+        self._raise_if_any(faults, _WRITE_REMEDY)
+        return manifest
+
+    def _rotate(self) -> list[int]:
+        """Collective. Remove checkpoints that are not needed. What cannot be removed stays, with a warning."""
+        gone: list[int] = []
+        if self._collection.rank == 0:
+            try:
+                gone = self._directory.rotate(self._keep)
+            except (OSError, CheckpointError) as error:
+                logger.warning("old checkpoints of %s stay: %s", self._directory.path, error)
+        device = self._collection.device
+        count = self._gather(torch.tensor([len(gone)], device=device))[0][0]
+        numbers = gone if self._collection.rank == 0 else [0] * count
+        return self._gather(torch.tensor(numbers, dtype=torch.int64, device=device))[0]
+
+    def _read_chain(self, number: int | None) -> tuple[list[Manifest], Any, list[str], str]:
+        """Collective. Return a checkpoint with all that it builds on, its other state, why it cannot be loaded, and the
+        remedy."""
+        collection = self._collection
+        chain: list[Manifest] = []
+        state: Any = None
+        remedy = "construct the collection with the tables and optimizer of the checkpoint"
+        chosen = torch.zeros(1, dtype=torch.int64, device=collection.device)
+        faults: list[str] = []
+        try:
+            if collection.rank == 0:
+                chain = self._directory.chain(number)
+                chosen[0] = chain[-1].number
+        except CheckpointError as error:
+            faults, remedy = [error.message], error.remedy
+        agreed = self._gather(chosen)[0][0]
+        try:
+            if agreed and not chain:
+                chain = self._directory.chain(agreed)
+            if chain:
+                faults = SavedTables(chain[0].tables, collection.keyspace).differences()
+            for manifest in [] if faults else chain:
+                mine = manifest.files[collection.rank :: collection.layout.world_size]
+                check_files(self._directory.path / manifest.name, mine)
+            if chain and chain[-1].has_state and not faults:
+                state = self._load_state(chain[-1])
+        except CheckpointError as error:
+            faults, remedy = [error.message], error.remedy
+        except Exception as error:  # as in _write
+            faults = [f"{self._directory.path}: {type(error).__name__}: {error}"]
+        return chain, state, faults, remedy
+
+    def _load_state(self, manifest: Manifest) -> Any:
+        path = self._directory.path / manifest.name / _STATE_FILE
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # unreadable bytes lead to errors of many types
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}: {error})", remedy="load another checkpoint"
+            ) from error
+
+    def _gather(self, numbers: torch.Tensor) -> list[list[int]]:
+        """Collective. Return the numbers of every rank."""
+        with self._collection.traffic.uncounted():
+            found: list[list[int]] = self._collection.engine.groups.world.all_gather(numbers).tolist()
+        return found
+
+    def _raise_if_any(self, faults: list[str], remedy: str) -> None:
+        raise_if_any_rank_refuses(self._collection, faults, remedy=remedy)
+
+
+def _write_state(path: Path, state: Any) -> None:
+    with path.open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,247 @@
+"""Series of checkpoints on real gloo ranks: rows that changed since the last one, rotation, crashes and damage."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flexd.core.errors import CheckpointError
+from flexd.core.layout import RankLayout
+from flexd.embedding.checkpoint.row_files import RowFileReader
+from flexd.embedding.checkpoint.series import CheckpointSeries
+from tests.support import series_jobs
+from tests.support.rank_pool import RankPool
+
+Ranks = Callable[[int], RankPool]
+FOUR_RANKS = RankLayout(2, 2)
+
+
+def check(loaded: list[dict[str, Any]], saves: list[dict[str, Any]]) -> None:
+    """Check that what was loaded is what was saved, bit for bit."""
+    for of_load, of_save in zip(loaded, saves, strict=True):
+        assert (of_load["number"], of_load["steps"]) == (of_save["number"], of_save["steps"])
+        assert of_load["state"] == of_save["steps"], "the state of rank 0"
+        assert of_load["equal"], "a replica differed from its home copy"
+        assert set(of_load["tables"]) == set(of_save["tables"])
+        for key, expected in of_save["tables"].items():
+            np.testing.assert_array_equal(of_load["tables"][key], expected, err_msg=key)
+
+
+EVENTS = [
+    ("train", 2), ("save", None), ("move", 1), ("train", 1), ("save", None), ("train", 1), ("move", 2), ("save", None),
+    ("rows", ("item", 3, 9)), ("save", None), ("save", None), ("move", 3), ("train", 2), ("save", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "more", "loading"),
+    [
+        ("adam", {}, (RankLayout(2, 2), {})),
+        ("adam", {"fast_memory_bytes": 2_000}, (RankLayout(1, 1), {})),
+        ("rowwise_adagrad", {"exchange": "direct"}, (RankLayout(3, 1), {"fast_memory_bytes": 2_000})),
+        ("sgd", {}, (RankLayout(1, 2), {"names": ("tiny", "item", "odd")})),
+    ],
+)
+def test_every_checkpoint_of_a_series_is_loaded_bit_for_bit_by_any_ranks(
+    ranks: Ranks, tmp_path: Path, optimizer: str, more: dict[str, Any], loading: tuple[RankLayout, dict[str, Any]]
+) -> None:
+    kept = {"keep": 10, "whole_every": 4}
+    results = ranks(4).run("series_jobs:run", FOUR_RANKS, str(tmp_path), optimizer, EVENTS, more, kept)
+    saves = results[0]
+    assert [save["base"] for save in saves] == [None, 1, 2, 3, None, 5]
+    assert saves[3]["rows"] == 9, "nothing but what load_rows set"
+    assert 0 < saves[1]["rows"] < saves[0]["rows"] == saves[4]["rows"] == 87
+    layout, more = loading
+    numbers = [save["number"] for save in saves]
+    for result in ranks(layout.world_size).run("series_jobs:load", layout, str(tmp_path), optimizer, numbers, more):
+        check(result, saves)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("train"), st.integers(1, 2)),
+            st.tuples(st.just("move"), st.integers(0, 50)),
+            st.tuples(st.just("ahead"), st.integers(2, 4)),
+            st.tuples(st.just("rows"), st.tuples(st.sampled_from(["item", "odd"]), st.integers(0, 9), st.just(5))),
+            st.tuples(st.just("reset"), st.none()),
+            st.tuples(st.just("save"), st.none()),
+        ),
+        min_size=3,
+        max_size=9,
+    ),
+    st.sampled_from(["adam", "sgd"]),
+    st.sampled_from([None, 2_000]),
+    st.integers(1, 4),
+    st.sampled_from([RankLayout(1, 1), RankLayout(2, 1), RankLayout(2, 2)]),
+)
+def test_any_series_is_exact(
+    ranks: Ranks, events: Any, optimizer: str, fast_memory_bytes: int | None, whole_every: int, layout: RankLayout
+) -> None:
+    more = {"fast_memory_bytes": fast_memory_bytes}
+    with tempfile.TemporaryDirectory() as path:
+        saves = ranks(4).run(
+            "series_jobs:run", FOUR_RANKS, path, optimizer, [*events, ("save", None)], more,
+            {"keep": 20, "whole_every": whole_every},
+        )[0]  # fmt: skip
+        numbers = [save["number"] for save in saves]
+        for result in ranks(layout.world_size).run("series_jobs:load", layout, path, optimizer, numbers, more):
+            check(result, saves)
+
+
+def test_an_optimizer_that_moves_all_rows_saves_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
+    saves = ranks(4).run("series_jobs:dense_adam", FOUR_RANKS, str(tmp_path))[0]
+    assert [(save["base"], save["rows"]) for save in saves] == [(None, 87), (None, 87)]
+
+
+def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Path) -> None:
+    events = [event for _ in range(9) for event in (("train", 1), ("save", None))]
+    kept = {"keep": 2, "whole_every": 3}
+    saves = ranks(4).run("series_jobs:run", FOUR_RANKS, str(tmp_path), "adam", events, {}, kept)[0]
+    assert [save["removed"] for save in saves] == [(), (), (), (), (1, 2, 3), (), (), (4, 5, 6), ()]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{number:08}" for number in (7, 8, 9)]
+    for result in ranks(1).run("series_jobs:load", RankLayout(1, 1), str(tmp_path), "adam", [8, None], {}):
+        check(result, saves[7:])
+
+
+@pytest.fixture
+def three(ranks: Ranks, tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """A series of one checkpoint with all rows and two with changes."""
+    events = [event for _ in range(3) for event in (("train", 1), ("save", None))]
+    results = ranks(4).run("series_jobs:run", FOUR_RANKS, str(tmp_path), "adam", events, {}, {})
+    return tmp_path, results[0]
+
+
+NAMES = ("item", "odd", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        ("base rotated away", "save-00000003 needs save-00000001, which is not there: it was rotated away or removed"),
+        ("base replaced", "save-00000003 needs save-00000002, and the one that is there is another"),
+        ("a file missing", "save-00000002/rank1.rows: cannot be opened"),
+        ("half a file", "save-00000002/rank1.rows ends too early"),
+        ("a window missing", "save-00000002/rank1.rows has "),
+        ("one bit", "save-00000002/rank1.rows has rows that differ from the saved ones (checksum)"),
+        ("manifest", "save-00000003/manifest.json cannot be read (JSONDecodeError"),
+        ("state", "save-00000003/state.pt cannot be read"),
+    ],
+)
+def test_damage_is_named_and_nothing_is_loaded(
+    ranks: Ranks, three: tuple[Path, list[dict[str, Any]]], damage: str, cause: str
+) -> None:
+    path, saves = three
+    file, manifest = path / "save-00000002" / "rank1.rows", path / "save-00000003" / "manifest.json"
+    if damage == "base rotated away":
+        shutil.rmtree(path / "save-00000001")
+    elif damage == "base replaced":
+        of_base = path / "save-00000002" / "manifest.json"
+        of_base.write_text(of_base.read_text().replace('"identity": "', '"identity": "f'))
+    elif damage == "a file missing":
+        file.unlink()
+    elif damage == "half a file":
+        os.truncate(file, file.stat().st_size // 2)
+    elif damage == "a window missing":
+        with RowFileReader(file) as reader:
+            reader.read()
+            os.truncate(file, reader._file.tell())
+    elif damage == "one bit":
+        content = bytearray(file.read_bytes())
+        content[len(content) * 2 // 3] ^= 16
+        file.write_bytes(content)
+    elif damage == "manifest":
+        manifest.write_text(manifest.read_text()[:-30])
+    else:
+        (path / "save-00000003" / "state.pt").write_bytes(b"no state")
+    texts = ranks(2).run("series_jobs:refused", RankLayout(2, 1), str(path), None, NAMES)
+    assert any(cause in text for text, _ in texts), texts
+    for text, unchanged in texts:
+        assert cause in text or "refused the checkpoint" in text
+        assert unchanged
+    if damage in ("manifest", "state"):
+        check(ranks(1).run("series_jobs:load", RankLayout(1, 1), str(path), "adam", [2], {})[0], saves[1:2])
+    if damage == "manifest":
+        assert "load one of save-00000001, save-00000002" in texts[0][0]
+
+
+def test_other_tables_and_missing_checkpoints_are_named(
+    ranks: Ranks, three: tuple[Path, list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, empty = str(three[0]), str(tmp_path_factory.mktemp("empty"))
+    for where, number, names, cause in (
+        (path, None, ("item", "odd"), "table 'tiny' is unknown to the collection"),
+        (path, 7, NAMES, "has no complete save-00000007 - load one of save-00000001, save-00000002, save-00000003"),
+        (empty, None, NAMES, "has no complete checkpoint - load a checkpoint of another directory"),
+    ):
+        texts = ranks(2).run("series_jobs:refused", RankLayout(2, 1), where, number, names)
+        assert cause in texts[0][0]
+        assert all(unchanged for _, unchanged in texts)
+
+
+@pytest.mark.parametrize(("where", "failing"), [("rows", 2), ("complete", 0), ("begin", 0)])
+def test_a_save_that_fails_on_a_rank_loses_no_rows(ranks: Ranks, tmp_path: Path, where: str, failing: int) -> None:
+    results = ranks(4).run("series_jobs:failing_save", FOUR_RANKS, str(tmp_path), where)
+    for rank, result in enumerate(results):
+        if rank == failing:
+            assert "No space left on device - make room" in result["text"]
+        else:
+            assert f"rank {failing} refused" in result["text"]
+    assert "save-00000002" not in results[0]["after"]
+    saves = results[0]["saves"]
+    assert [save["base"] for save in saves] == [None, 1]
+    check(
+        ranks(1).run(
+            "series_jobs:load", RankLayout(1, 1), str(tmp_path), "adam", [save["number"] for save in saves], {}
+        )[0],
+        saves,
+    )
+
+
+@pytest.mark.parametrize("where", ["rows", "rename"])
+def test_a_job_that_ends_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path, where: str) -> None:
+    """A process of its own, because it ends."""
+    context = multiprocessing.get_context("spawn")
+    path = str(tmp_path / "series")
+    process = context.Process(target=series_jobs.end_while_saving, args=(0, RankLayout(1, 1), path, where))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 3
+    collection = series_jobs.made(RankLayout(1, 1), "adam", 7)
+    series = CheckpointSeries(collection, path)
+    loaded = series.load()
+    assert (loaded.number, loaded.steps, loaded.interrupted) == (1, 0, (2,))
+    expected = series_jobs.made(RankLayout(1, 1), "adam", 1)
+    assert all(torch.equal(collection.gather_table(name), expected.gather_table(name)) for name in NAMES)
+    with pytest.raises(CheckpointError, match=r"has no complete save-00000002; save-00000002 was being written"):
+        series.load(2)
+    assert series.save().number == 3
+    assert sorted(entry.name for entry in Path(path).iterdir()) == ["save-00000001", "save-00000003"]
+    series.close()
+
+
+def test_mistakes_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for second, differing, below in ranks(2).run("series_jobs:mistakes", RankLayout(2, 1), str(tmp_path)):
+        assert "the collection has a CheckpointSeries already" in second
+        assert "differ between ranks" in differing
+        assert "keep=0, whole_every=10: both must be at least 1" in below
+
+
+def test_noting_changed_rows_takes_no_kernel_where_there_is_no_series_and_few_where_there_is(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    found = ranks(1).run("series_jobs:launches", RankLayout(1, 1), str(tmp_path))[0]
+    added = [some - none for some, none in zip(found["with"], found["without"], strict=True)]
+    assert 0 < added[0] == added[1] <= 10, "it does not depend on the number of dim-groups"
