@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -59,7 +60,7 @@ _WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_co
 
 @dataclass(frozen=True)
 class Case:
-    """A job. ``copies``: part of the rows that have a NODE or DEVICE copy."""
+    """A job. ``copies``: part of the rows that have a NODE or DEVICE copy. ``sums``: bags are answered by sums."""
 
     name: str
     layout: RankLayout
@@ -68,6 +69,7 @@ class Case:
     copies: float = 0.0
     pooled: bool = False
     exchange: str = "chain"
+    sums: bool = False
 
 
 CASES = [
@@ -76,6 +78,7 @@ CASES = [
     Case("2x2, 100 tables", RankLayout(2, 2), 100, 64, 0.01),
     Case("16x8, 100 tables", RankLayout(16, 8), 100, 64, 0.01),
     Case("16x8, 100 tables, bags", RankLayout(16, 8), 100, 64, 0.01, pooled=True),
+    Case("16x8, 100 tables, sums", RankLayout(16, 8), 100, 64, pooled=True, sums=True),
     Case("16x8, 100 tables, direct", RankLayout(16, 8), 100, 64, 0.01, exchange="direct"),
     Case("128x8, 100 tables", RankLayout(128, 8), 100, 64, 0.01),
     Case("128x8, 1935 tables", RankLayout(128, 8), 1935, 8, 0.01),
@@ -157,6 +160,8 @@ def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
     if case.tables == 1:
         return [flexd.EmbeddingTable("t0", 200_000, 64)]
     make = flexd.EmbeddingBagTable if case.pooled else flexd.EmbeddingTable
+    if case.sums:
+        make = partial(flexd.EmbeddingBagTable, answer="sums")
     return [make(f"t{i}", int(n), _DIMS[i % len(_DIMS)]) for i, n in enumerate(rows)]
 
 

@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange import hop as hop_module
+from flexd.embedding.exchange.bag_exchange import BagExchange, BagIds
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.fault_notice import FaultNotices
-from flexd.embedding.exchange.route import COUNT_SHIFT
+from flexd.embedding.exchange.route import COUNT_SHIFT, BagRoute
 from flexd.embedding.replicas import row_bits
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
 from flexd.embedding.store.directory import Directory
@@ -173,6 +174,20 @@ hop_ranges: list[tuple[int, int]] = []
 """First key and end of each dim-group of the collection that is simulated."""
 
 
+def _served_bags(bags: BagExchange, ids: BagIds | None) -> tuple[torch.Tensor, BagRoute]:
+    """``BagExchange.send``, with the keys that arrived moved to this rank's."""
+    keys, route = _send_bags(bags, ids)
+    with _outside():
+        modulus = bags._world_size
+        moved = keys - keys % modulus
+        for part, (low, high) in zip(torch.split(moved, list(route.numbers)), hop_ranges, strict=True):
+            part += torch.where(part < low, modulus, 0) - torch.where(part >= high, modulus, 0)
+    return moved, route
+
+
+_send_bags = BagExchange.send
+
+
 @contextmanager
 def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
     """Make collections constructed and used inside rank 0 of their layout, with mirrors for all other ranks."""
@@ -182,6 +197,7 @@ def mirrored(ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
         mock.patch("flexd.embedding.collection.ChainGroups", MirrorGroups),
         mock.patch("flexd.embedding.prefetch.run_ahead.ChainGroups", MirrorGroups),
         mock.patch.object(hop_module.Hop, "exchange_ids", _served_ids),
+        mock.patch.object(BagExchange, "send", _served_bags),
         mock.patch.object(TouchedRows, "recv_up", _recv_up),
         mock.patch.object(SyncLists, "of", staticmethod(_lists_of)),
         mock.patch.object(TouchedRows, "recv_down", _recv_down),
