@@ -27,8 +27,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -60,7 +59,7 @@ _WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_co
 
 @dataclass(frozen=True)
 class Case:
-    """A job. ``copies``: part of the rows that have a NODE or DEVICE copy. ``sums``: bags are answered by sums."""
+    """A job. ``copies``: part of the rows that have a NODE or DEVICE copy; ``sums``: of the tables that answer by sums."""
 
     name: str
     layout: RankLayout
@@ -69,7 +68,7 @@ class Case:
     copies: float = 0.0
     pooled: bool = False
     exchange: str = "chain"
-    sums: bool = False
+    sums: float = 0.0
 
 
 CASES = [
@@ -78,7 +77,8 @@ CASES = [
     Case("2x2, 100 tables", RankLayout(2, 2), 100, 64, 0.01),
     Case("16x8, 100 tables", RankLayout(16, 8), 100, 64, 0.01),
     Case("16x8, 100 tables, bags", RankLayout(16, 8), 100, 64, 0.01, pooled=True),
-    Case("16x8, 100 tables, sums", RankLayout(16, 8), 100, 64, pooled=True, sums=True),
+    Case("16x8, 100 tables, sums", RankLayout(16, 8), 100, 64, pooled=True, sums=1.0),
+    Case("16x8, 100 tables, both", RankLayout(16, 8), 100, 64, 0.01, pooled=True, sums=0.5),
     Case("16x8, 100 tables, direct", RankLayout(16, 8), 100, 64, 0.01, exchange="direct"),
     Case("128x8, 100 tables", RankLayout(128, 8), 100, 64, 0.01),
     Case("128x8, 1935 tables", RankLayout(128, 8), 1935, 8, 0.01),
@@ -160,9 +160,9 @@ def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
     if case.tables == 1:
         return [flexd.EmbeddingTable("t0", 200_000, 64)]
     make = flexd.EmbeddingBagTable if case.pooled else flexd.EmbeddingTable
-    if case.sums:
-        make = partial(flexd.EmbeddingBagTable, answer="sums")
-    return [make(f"t{i}", int(n), _DIMS[i % len(_DIMS)]) for i, n in enumerate(rows)]
+    tables = [make(f"t{i}", int(n), _DIMS[i % len(_DIMS)]) for i, n in enumerate(rows)]
+    by_sums = range(round(case.sums * case.tables))
+    return [replace(table, answer="sums") if i in by_sums else table for i, table in enumerate(tables)]
 
 
 def keyspace_of(case: Case) -> KeySpace:

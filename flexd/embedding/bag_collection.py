@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike, RoutedInput
+from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.features import FeatureKeys
 from flexd.embedding.jagged import Jagged
 
@@ -84,18 +85,6 @@ def _answered(tables: Sequence[EmbeddingTable], answers: Mapping[str, str]) -> l
         else table
         for table in tables
     ]
-
-
-def _offsets(calls: Sequence[_Pooling]) -> Sequence[torch.Tensor]:
-    """Return int64 [bags + 1] offsets of each, from 0 on. Two kernels and an upload serve any number of dim-groups."""
-    if not calls:
-        return []
-    # A sum over all lengths begins again at 0 for each call, since the ids of the one before are subtracted there.
-    ends = [0, *(-call.ids for call in calls[:-1])]
-    begins = torch.split(torch.tensor(ends, dtype=torch.int64, device=calls[0].indices.device), 1)
-    parts = [part for begin, call in zip(begins, calls, strict=True) for part in (begin, *call.lengths)]
-    sums = torch.cat(parts).cumsum(0)
-    return torch.split(sums, [1 + sum(part.shape[0] for part in call.lengths) for call in calls])
 
 
 class EmbeddingBagCollection(EmbeddingCollection):
@@ -177,7 +166,9 @@ class EmbeddingBagCollection(EmbeddingCollection):
                     ids = sum(size_of[name] for name in alike)
                     lengths = [routed.features[name].lengths for name in alike]
                     calls.append(_Pooling(alike, pooling, chosen, distinct, ids, lengths, factors))
-        for call, offsets in zip(calls, _offsets(calls), strict=True):
+        for call, offsets in zip(
+            calls, joined_offsets([call.lengths for call in calls], [call.ids for call in calls]), strict=True
+        ):
             bags = functional.embedding_bag(
                 call.indices,
                 call.rows,

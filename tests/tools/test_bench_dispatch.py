@@ -41,6 +41,25 @@ def test_pooling_adds_less_than_a_launch_to_each_dim_group() -> None:
     assert bags["uploads"] <= rows["uploads"] + 1
 
 
+def test_sums_of_bags_grow_with_neither_tables_nor_peers() -> None:
+    """Four dim-groups; half of the tables answer by sums, and rows of all have copies. Sums add four collectives a hop
+    and a wait for their sizes."""
+    cases = [(RankLayout(4, 4), 8, 0.5), (RankLayout(4, 4), 32, 0.5), (RankLayout(32, 8), 32, 0.5)]
+    few, *others = (
+        measure(Case("", layout, tables, 64, 0.02, pooled=True, sums=sums), 1, lines=False)[0]
+        for layout, tables, sums in cases
+    )
+    rows, _ = measure(Case("", RankLayout(4, 4), 8, 64, 0.02, pooled=True), 1, lines=False)
+    assert few["collectives"] == rows["collectives"] + 8
+    assert few["host waits"] <= rows["host waits"] + 3
+    assert few["launches"] <= rows["launches"] + 150
+    for other in others:
+        assert abs(other["launches"] - few["launches"]) <= 0.1 * few["launches"]
+        assert abs(other["host waits"] - few["host waits"]) <= 1
+        assert abs(other["uploads"] - few["uploads"]) <= 1
+        assert other["collectives"] == few["collectives"]
+
+
 @pytest.mark.long
 def test_the_tool_prints_its_figures_and_checks() -> None:
     run = subprocess.run(

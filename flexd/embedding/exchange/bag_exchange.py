@@ -104,21 +104,15 @@ class BagExchange:
         for hop in self.hops:
             leg, ids = self._over(hop, ids)
             legs.append(leg)
-        bag = ids.bag if self._groups == 1 else ids.bag - self._by_group(_starts(ids.bags), ids)
-        return ids.keys, BagRoute(tuple(legs), bag, ids.numbers, ids.bags, ids.weights)
-
-    def _by_group(self, numbers: Sequence[int], ids: BagIds) -> torch.Tensor:
-        """int64 [ids]: the number of the dim-group of each id."""
-        both = torch.tensor([numbers, ids.numbers], dtype=torch.int64, device=ids.keys.device)
-        return both[0].repeat_interleave(both[1], output_size=sum(ids.numbers))
+        return ids.keys, BagRoute(tuple(legs), ids.bag, ids.numbers, ids.bags, ids.weights)
 
     def _over(self, hop: Hop, ids: BagIds) -> tuple[BagLeg, BagIds]:
         peers, groups = hop.peers.size, self._groups
         section = hop.destination(ids.keys % self._world_size)
         bag = ids.bag
         if groups > 1:
-            section = section + self._by_group(range(0, groups * peers, peers), ids)
-            bag = bag - self._by_group(_starts(ids.bags), ids)
+            firsts = _of_groups([range(0, groups * peers, peers), _starts(ids.bags)], ids.numbers, bag.device)
+            section, bag = section + firsts[0], bag - firsts[1]
         order, sizes = devices.ordered(section, groups * peers)
         keys, bag, section = (column.index_select(0, order) for column in (ids.keys, bag, section))
         last = torch.ones_like(keys, dtype=torch.bool)
@@ -176,15 +170,17 @@ class BagExchange:
         Returns:
             Per dim-group [bags, dim] in the dtype in which sums are made.
         """
+        offsets = _offsets(devices.sum_by_place(route.bag, None, sum(route.bags)), route.bags, route.numbers)
         totals = [
             functional.embedding_bag(
-                index, of_rows, ends, mode="sum", include_last_offset=True, per_sample_weights=weights
+                index, of_rows.to(wide), ends, mode="sum", include_last_offset=True, per_sample_weights=weights
             )
-            for index, of_rows, ends, weights in zip(
+            for index, of_rows, wide, ends, weights in zip(
                 _requests_of_bags(route, first),
-                [of_group.to(wide) for of_group, wide in zip(rows, self._wide, strict=True)],
-                [_ends(bag, bags) for bag, bags in zip(_split(route.bag, route), route.bags, strict=True)],
-                self._weights_of(route),
+                rows,
+                self._wide,
+                offsets,
+                self._by_group(route.weights, route),
                 strict=True,
             )
         ]
@@ -222,26 +218,36 @@ class BagExchange:
                 ]
             arrived = whole_columns(hop.exchange(columns), self._wide * len(passes))
             grads = [arrived[at : at + self._groups] for at in range(0, len(arrived), self._groups)]
+        return [self._of_rows(route, first, of_pass) for (route, first, _), of_pass in zip(passes, grads, strict=True)]
+
+    def _of_rows(
+        self, route: BagRoute, first: Sequence[StationRows], grads: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return per dim-group [rows, dim] gradients of rows whose sums have [bags, dim] gradients: the sum over the
+        bags of each row, in their order."""
+        rows = [of_group.rows for of_group in first]
+        index, bag = torch.cat(_requests_of_bags(route, first)), route.bag
+        if self._groups > 1:
+            firsts = _of_groups([_starts(rows), _starts(route.bags)], route.numbers, bag.device)
+            index, bag = index + firsts[0], bag - firsts[1]
+        order = torch.sort(index, stable=True).indices
+        weights = None if route.weights is None else route.weights.index_select(0, order)
         return [
-            [
-                _transposed_pool(index, bag, weights, grad, rows.rows)
-                for index, bag, weights, grad, rows in zip(
-                    _requests_of_bags(route, first),
-                    _split(route.bag, route),
-                    self._weights_of(route),
-                    of_pass,
-                    first,
-                    strict=True,
-                )
-            ]
-            for (route, first, _), of_pass in zip(passes, grads, strict=True)
+            functional.embedding_bag(bags, grad, ends, mode="sum", include_last_offset=True, per_sample_weights=factors)
+            for bags, grad, ends, factors in zip(
+                torch.split(bag.index_select(0, order), list(route.numbers)),
+                grads,
+                _offsets(devices.sum_by_place(index, None, sum(rows)), rows, route.numbers),
+                self._by_group(weights, route),
+                strict=True,
+            )
         ]
 
-    def _weights_of(self, route: BagRoute) -> Sequence[torch.Tensor | None]:
+    def _by_group(self, weights: torch.Tensor | None, route: BagRoute) -> Sequence[torch.Tensor | None]:
         """Return the factors of the ids of each dim-group, in the dtype in which its sums are made."""
-        if route.weights is None:
+        if weights is None:
             return [None] * self._groups
-        parts = _split(route.weights, route)
+        parts = torch.split(weights, list(route.numbers))
         return [part.to(wide) for part, wide in zip(parts, self._wide, strict=True)]
 
 
@@ -297,11 +303,6 @@ def _with_ones(weights: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
     return _by_dim_group(torch.cat(parts), sizes)
 
 
-def _split(flat: torch.Tensor, route: BagRoute) -> Sequence[torch.Tensor]:
-    """Split numbers of the ids that arrived by dim-group."""
-    return torch.split(flat, list(route.numbers))
-
-
 def _requests_of_bags(route: BagRoute, first: Sequence[StationRows]) -> list[torch.Tensor]:
     """Return per dim-group int64 [ids that arrived] rows of the first station."""
     found = []
@@ -313,23 +314,26 @@ def _requests_of_bags(route: BagRoute, first: Sequence[StationRows]) -> list[tor
     return found
 
 
-def _ends(bag: torch.Tensor, bags: int) -> torch.Tensor:
-    """int64 [n] ascending bags -> [bags + 1] offsets of the bags in them."""
-    return functional.pad(devices.sum_by_place(bag, None, bags).cumsum(0), (1, 0))
+def _of_groups(numbers: Sequence[Sequence[int]], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Repeat [k][dim-groups] numbers as often as each dim-group has ids: int64 [k, ids]."""
+    both = torch.tensor([*map(list, numbers), list(sizes)], dtype=torch.int64, device=device)
+    return both[:-1].repeat_interleave(both[-1], dim=1, output_size=sum(sizes))
 
 
-def _transposed_pool(
-    index: torch.Tensor, bag: torch.Tensor, weights: torch.Tensor | None, grads: torch.Tensor, rows: int
-) -> torch.Tensor:
-    """Return [rows, dim] gradients of rows whose sums have [bags, dim] gradients: the sum over the bags of each row, in
-    their order."""
-    by_row, order = torch.sort(index, stable=True)
-    factors = None if weights is None else weights.index_select(0, order)
-    return functional.embedding_bag(
-        bag.index_select(0, order),
-        grads,
-        _ends(by_row, rows),
-        mode="sum",
-        include_last_offset=True,
-        per_sample_weights=factors,
-    )
+def _offsets(counts: torch.Tensor, sizes: Sequence[int], numbers: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return of each dim-group int64 [size + 1] offsets, from 0 on, of int64 [sum of sizes] counts that sum to its
+    number."""
+    return joined_offsets([[part] for part in torch.split(counts, list(sizes))], numbers)
+
+
+def joined_offsets(lengths: Sequence[Sequence[torch.Tensor]], numbers: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return int64 offsets of each list of lengths, from 0 on; the lengths of each sum to its number. Two kernels and
+    an upload serve any number of lists."""
+    if not lengths:
+        return []
+    # A sum over all lengths begins again at 0 for each list, since the ids of the one before are subtracted there.
+    firsts = [0, *(-number for number in numbers[:-1])]
+    begins = torch.split(torch.tensor(firsts, dtype=torch.int64, device=lengths[0][0].device), 1)
+    pieces = [piece for begin, of_list in zip(begins, lengths, strict=True) for piece in (begin, *of_list)]
+    sums = torch.cat(pieces).cumsum(0)
+    return torch.split(sums, [1 + sum(piece.shape[0] for piece in of_list) for of_list in lengths])

@@ -59,7 +59,7 @@ class BagRoute:
 
     Attributes:
         legs: hop after hop.
-        bag: int64 [ids that arrived], dim-group by dim-group: number of its bag in the dim-group.
+        bag: int64 [ids that arrived], ascending: bag of each id, counted over all dim-groups.
         numbers: number of those ids of each dim-group; they are the last requests of the route's first station.
         bags: number of bags that this rank adds up, of each dim-group.
         weights: [ids that arrived] factors; None: 1.
