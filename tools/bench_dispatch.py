@@ -59,7 +59,7 @@ _WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_co
 
 @dataclass(frozen=True)
 class Case:
-    """A job. ``copies``: part of the rows that have a NODE or DEVICE copy; ``sums``: of the tables that answer by sums."""
+    """A job. ``copies``: part of the rows with a NODE or DEVICE copy; ``sums``: of the tables, answered by sums."""
 
     name: str
     layout: RankLayout

@@ -60,6 +60,13 @@ def test_training_equals_embedding_bags(
     assert any(grad is None for grad in of_history), "some weights must have none"
 
 
+def test_sums_that_travel_narrow_are_rounded_alike_at_every_placement(ranks: Ranks) -> None:
+    layout = RankLayout(2, 2)
+    with_copies, without = (ranks(4).run("bag_jobs:train_narrow", layout, copies) for copies in (True, False))
+    for one, other in zip(with_copies, without, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("answers", [ROWS, SUMS])
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int, answers: Answers) -> None:
