@@ -228,6 +228,15 @@ class Flexd:
             "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
         }  # fmt: skip
 
+    @property
+    def learning_rate(self) -> float:
+        return LEARNING_RATE
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [n, dim] of distinct rows, wherever they are."""
+        # One rank, one table: the slot of a row is its number.
+        return self._collection.engine.stores[0].rows.index_select(0, ids)
+
     def disk(self, seconds: float) -> dict[str, float]:
         """Return the limits of the disk, measured on the file of the rows, and the bytes of a read."""
         from flexd.embedding.store.slow.file_rows import rows_per_block

@@ -83,6 +83,18 @@ def test_a_torchrec_trainer_moves_to_flexd_and_back_with_equal_losses(tmp_path: 
     assert losses == pytest.approx(stayed, abs=3e-6)
 
 
+def test_a_table_larger_than_memory_trains() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "larger_than_memory.py")],
+        capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [float(line.split()[3]) for line in done.stdout.splitlines()]
+    assert losses[0] == pytest.approx(1.0, abs=1e-3), "rows begin near zero"
+    assert losses[1] == pytest.approx(1.0, abs=1e-3), "the second batch has other rows"
+    assert 0 < losses[4] < losses[2] < 0.95, "the first batch comes again, trained"
+
+
 def diff(before: str, after: str) -> list[str]:
     sides = [(EXAMPLES / name).read_text().splitlines() for name in (before, after)]
     return list(difflib.unified_diff(*sides, f"examples/{before}", f"examples/{after}", lineterm="", n=1))

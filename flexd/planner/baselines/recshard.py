@@ -24,6 +24,23 @@ _MAX_VARIABLES = 300_000
 
 
 @dataclass(frozen=True)
+class SplitTables:
+    """Tables over ranks, their rows over two memories.
+
+    Attributes:
+        rank: int64[tables].
+        fast_rows: float64[tables], the hottest rows that are in fast memory.
+        fast_share: float64[tables], share of the accesses that these have.
+        gap: to the solver's bound.
+    """
+
+    rank: Int64Array
+    fast_rows: Float64Array
+    fast_share: Float64Array
+    gap: float
+
+
+@dataclass(frozen=True)
 class RecShard:
     """Sethi et al., ASPLOS 2022, arXiv 2201.10095, the section on the MILP formulation.
 
@@ -48,34 +65,43 @@ class RecShard:
 
     def evaluate(self, case: PlanningProblem) -> BaselineResult:
         shards, world = make_shards(case), case.layout.world_size
-        tables = len(shards.table)
-        shares, fast_rows = self._splits(case)
-        row = shards.bytes / shards.rows
-        seconds = self.memories.reading_seconds(shards.read_bytes(world)[:, None], shares)
-        fast = fast_rows * row[:, None]
-        slow = (shards.rows[:, None] - fast_rows) * row[:, None]
-        solved = self._best(seconds, fast, slow, world, case.memory_bytes)
-        if solved is None:
+        placed = self.place(case)
+        if placed is None:
             reason = (
                 f"no placement within {case.memory_bytes / 1e9:.1f} GB of fast and "
                 f"{self.memories.host_bytes / 1e9:.1f} GB of host memory a rank was found in "
                 f"{self.time_limit_seconds:g} s"
             )
             return BaselineResult(self.name, self.source, reason)
-        rank, split, gap = solved
-        each = np.arange(tables)
-        memory = np.bincount(rank, weights=fast[each, split], minlength=world).astype(np.float64)
-        host = np.bincount(rank, weights=slow[each, split], minlength=world)
-        reading = np.bincount(rank, weights=seconds[each, split], minlength=world)
+        row = shards.bytes / shards.rows
+        seconds = self.memories.reading_seconds(shards.read_bytes(world), placed.fast_share)
+
+        def by_rank(values: Float64Array) -> Float64Array:
+            return np.bincount(placed.rank, weights=values, minlength=world).astype(np.float64)
+
+        accessed = float((placed.fast_share * shards.accesses).sum())
         figures = {
-            "solver_gap": gap,
-            "reading_seconds": float(reading.max()),
-            "host_bytes": float(host.max()),
-            "accesses_in_fast_memory": float(
-                (shares[each, split] * shards.accesses).sum() / max(float(shards.accesses.sum()), 1e-300)
-            ),
+            "solver_gap": placed.gap,
+            "reading_seconds": float(by_rank(seconds).max()),
+            "host_bytes": float(by_rank((shards.rows - placed.fast_rows) * row).max()),
+            "accesses_in_fast_memory": accessed / max(float(shards.accesses.sum()), 1e-300),
         }
-        return BaselineResult(self.name, self.source, "", shard_cost(case, shards, rank), memory, figures)
+        memory = by_rank(placed.fast_rows * row)
+        return BaselineResult(self.name, self.source, "", shard_cost(case, shards, placed.rank), memory, figures)
+
+    def place(self, case: PlanningProblem) -> SplitTables | None:
+        """Return where tables and their rows are; None if none was found within the time that fits."""
+        shards, world = make_shards(case), case.layout.world_size
+        shares, fast_rows = self._splits(case)
+        row = (shards.bytes / shards.rows)[:, None]
+        seconds = self.memories.reading_seconds(shards.read_bytes(world)[:, None], shares)
+        slow = (shards.rows[:, None] - fast_rows) * row
+        solved = self._best(seconds, fast_rows * row, slow, world, case.memory_bytes)
+        if solved is None:
+            return None
+        rank, split, gap = solved
+        each = np.arange(len(rank))
+        return SplitTables(rank, fast_rows[each, split], shares[each, split], gap)
 
     def _splits(self, case: PlanningProblem) -> tuple[Float64Array, Float64Array]:
         """float64[tables, steps]: (share of the accesses, rows) in fast memory at each point of the inverse CDF."""

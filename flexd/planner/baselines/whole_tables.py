@@ -95,6 +95,16 @@ def place_greedily(cost: Float64Array, size: Float64Array, ranks: int, memory: f
     return rank
 
 
+def fast_tables(cost: Float64Array, size: Float64Array, rank: Int64Array, ranks: int, memory: float) -> Float64Array:
+    """float64[p], 1 for the shards that are in their rank's fast memory: descending cost, while there is room."""
+    used, fast = np.zeros(ranks), np.zeros(len(rank))
+    for shard in np.argsort(-cost, kind="stable"):
+        if used[rank[shard]] + size[shard] <= memory:
+            used[rank[shard]] += size[shard]
+            fast[shard] = 1.0
+    return fast
+
+
 def shard_cost(case: PlanningProblem, shards: TableShards, rank: Int64Array) -> CostBreakdown:
     """Every rank sends its ids to the ranks that have the table, which send rows (or sums of them) back."""
     layout = case.layout
@@ -153,11 +163,8 @@ class TableWise:
         if self.memories is None:
             memory = np.bincount(rank, weights=shards.bytes, minlength=world).astype(np.float64)
             return BaselineResult(self.name, self.source, "", cost, memory)
-        memory, fast = np.zeros(world), np.zeros(len(rank))
-        for shard in np.argsort(-self.cost(shards), kind="stable"):
-            if memory[rank[shard]] + shards.bytes[shard] <= case.memory_bytes:
-                memory[rank[shard]] += shards.bytes[shard]
-                fast[shard] = 1.0
+        fast = fast_tables(self.cost(shards), shards.bytes, rank, world, case.memory_bytes)
+        memory = np.bincount(rank, weights=shards.bytes * fast, minlength=world).astype(np.float64)
         read = shards.read_bytes(world)
         seconds = np.bincount(rank, weights=self.memories.reading_seconds(read, fast), minlength=world)
         figures = {
