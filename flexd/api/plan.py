@@ -10,6 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
 from flexd.api.families import gauge, gauges
+from flexd.api.fast_memory import FastMemoryReport
 from flexd.api.placement import rows_above_home
 from flexd.api.planning import GateReport, TriggerName, gate_report
 
@@ -250,6 +251,8 @@ class PlanReport(Model):
     """Where the gradients of copied rows are added."""
     pooled_tables: dict[str, PooledTableReport] = Field(default_factory=dict)
     """Answers of pooled tables, by table: those of ``planner.pooled_tables`` that were looked up."""
+    fast_memory: FastMemoryReport | None = None
+    """Its division of fast memory; null where all home rows are in it."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()

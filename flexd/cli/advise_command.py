@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +43,7 @@ from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
+    from flexd.planner.memory.saving import MemoryPoint
     from flexd.simulate.accesses import Accesses, RowFormat
     from flexd.simulate.advice import Advice, Prediction, Range
 
@@ -108,6 +111,15 @@ def advise(
         float, typer.Option("--price-error", help="Relative error of the cluster's prices; widens the ranges.")
     ] = 0.15,
     worth: Annotated[float, typer.Option("--worth", help="Share of the step below which nothing is advised.")] = 0.02,
+    slow_row_us: Annotated[
+        float | None,
+        typer.Option(
+            "--slow-row-us",
+            metavar="US",
+            min=0,
+            help="Also show how much fast memory a slowdown saves, if a row of slow memory costs so many microseconds.",
+        ),
+    ] = None,
     seed: SeedOption = 0,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the answer to one file.")] = None,
     output: OutputOption = OutputFormat.TABLE,
@@ -122,9 +134,11 @@ def advise(
         raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile and --config")
     check_file("--html", html)
     from flexd.core.layout import RankLayout
+    from flexd.planner.memory.saving import memory_points
     from flexd.simulate.accesses import RowFormat
     from flexd.simulate.advice import NOW
     from flexd.simulate.advice import advise as advise_on
+    from flexd.simulate.miss_curves import miss_curves
     from flexd.simulate.simulation import SimulationSettings
 
     layout = RankLayout(nodes, local_ranks)
@@ -145,6 +159,10 @@ def advise(
         now=NOW[now.value], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
     )  # fmt: skip
     answer, blocks = document(found), advice_blocks(found)
+    if slow_row_us is not None:
+        points = memory_points(miss_curves(accesses, layout), slow_row_us / 1e6)
+        answer["memory"] = [asdict(point) for point in points]
+        blocks.append(memory_block(points, step_ms / 1e3))
     if html is not None:
         from flexd.simulate.html_report import ReportTable, write_page
 
@@ -314,3 +332,25 @@ def advice_blocks(advice: Advice) -> list[Block]:
 
 def _signed(seconds: float) -> str:
     return units.seconds(seconds) if seconds >= 0 else f"-{units.seconds(-seconds)}"
+
+
+def memory_block(points: Sequence[MemoryPoint], step_seconds: float) -> Table:
+    """Return fast memory of a rank over what a step waits for rows in slow memory, if nothing of that is hidden."""
+    columns = (
+        "fast rows",
+        "fast memory a rank",
+        "saved a rank",
+        "missed a step",
+        "of its rows",
+        "wait a step",
+        "slower",
+    )
+    rows = tuple(
+        (
+            units.share(point.share), units.size(point.fast_bytes), units.size(point.saved_bytes),
+            units.count(point.missed_rows), units.share(point.missed_share), units.seconds(point.stall_seconds),
+            units.share(point.stall_seconds / step_seconds),
+        )
+        for point in points
+    )  # fmt: skip
+    return Table("rows in two memories", columns, rows, frozenset(columns), ("of its rows", "saved a rank"))

@@ -7,6 +7,7 @@ from flexd.api.plan import CostReport, LinkName, MemoryReport, PhaseCost, PlanRe
 from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
 from flexd.api.replan import ReplanResult
 from flexd.cli.blocks import Block, Facts, Sentences, Table
+from flexd.cli.fast_memory_blocks import fast_memory_blocks
 from flexd.cli.migration_commands import migration_facts
 from flexd.core import units
 
@@ -15,7 +16,8 @@ LINKS: tuple[LinkName, ...] = ("intra_node", "inter_node")
 
 
 def plan_blocks(plan: PlanReport) -> list[Block]:
-    return [_head(plan), _rows(plan), _items(plan), _strategies(plan), *_pooled(plan), *_why(plan)]
+    fast_memory = [] if plan.fast_memory is None else fast_memory_blocks(plan.fast_memory)
+    return [_head(plan), _rows(plan), *fast_memory, _items(plan), _strategies(plan), *_pooled(plan), *_why(plan)]
 
 
 def plan_facts(plan: PlanReport) -> tuple[tuple[str, str], ...]:

@@ -162,14 +162,15 @@ class Daemon:
             config.planner, keyspace, prices, self._ingestor.profile, self._coordinator, executions, self._training,
             supervisor,
         )  # fmt: skip
-        self._planning = Planning(
+        planning = self._planning = Planning(
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
             self._drift.planned, self._operator.record_withheld, self._ingestor.sequence_length_quantiles,
+            self._slow_memory,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)
         self._auto = AutoPlanner(
-            config.planner, self._planning, self._drift, self._coordinator.live, late.resume, self._verifier
+            config.planner, planning, self._drift, self._coordinator.live, late.resume, self._verifier
         )
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,

@@ -22,6 +22,7 @@ from flexd.operations.live_plan import LengthQuantiles, make_live_plan
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
+from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
@@ -44,6 +45,7 @@ class Planning:
         on_executed: called whenever a plan is executed, withheld, or turns out to change nothing.
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
         bag_lengths: as in ``make_live_plan``.
+        slow_memory: what the ranks report of slow memory, if the plans divide their fast memory.
 
     Attributes:
         withheld: why the newest plan was withheld; empty if it was not.
@@ -61,7 +63,9 @@ class Planning:
         on_executed: Callable[[], None] = lambda: None,
         on_withheld: Callable[[str, str], None] = lambda who, reason: None,
         bag_lengths: LengthQuantiles | None = None,
+        slow_memory: SlowMemoryMonitor | None = None,
     ) -> None:
+        self._slow_memory = slow_memory
         self._config = config
         self._bag_lengths = bag_lengths
         self._keyspace = keyspace
@@ -235,6 +239,7 @@ class Planning:
             profile, self._keyspace, topology, self.cluster, live, settings,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
             reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
+            fast_memory=None if self._slow_memory is None else fast_memory_now(self._slow_memory, self._keyspace),
         )  # fmt: skip
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout

@@ -19,6 +19,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.explanation_types import RowExplanation, TableExplanation, TierReason, TierThreshold
+from flexd.planner.memory.proposal import message_sizes
 from flexd.planner.model.cost import LoadSums, step_latencies
 from flexd.planner.model.gains import migration_seconds, row_seconds, usable_tiers
 from flexd.planner.model.prices import exposed_share, linear_exposure
@@ -128,12 +129,7 @@ class _GroupPricing:
     @cached_property
     def factors(self) -> Float64Array:
         """float64[tier, statistic]: exposed seconds."""
-        sent = self.plan.after.bytes.copy()
-        # A tier that is not in use has no message; it is priced as if one of the exchange's size went there.
-        largest = self.plan.baselines["two_hop"].bytes.sum(axis=0)
-        for tier in (Tier.NODE, Tier.DEVICE):
-            empty = sent[tier] == 0
-            sent[tier][empty] = largest.max(initial=0.0)
+        sent = message_sizes(self.plan.after, self.plan.baselines["two_hop"])
         return row_seconds(self.load, self.layout, self.cluster, sent, self.plan.exchange)
 
     @cached_property

@@ -15,6 +15,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
+from flexd.planner.memory.proposal import FastMemoryNow, FastMemoryProposal, message_sizes, propose
 from flexd.planner.model.bag_answers import PooledTable
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.gains import canonical_tiers, migration_seconds
@@ -66,6 +67,7 @@ class Plan:
         other_sums: cost of the target if they were added the other way; None where there is no other way: an exchange
             that is not the chain, one node, or gradients that travel narrower than they are added.
         pooled_tables: the answers of pooled tables, of those that are configured and were looked up.
+        fast_memory: division of the ranks' fast memory; None where all rows are in it.
     """
 
     plan_id: str
@@ -96,6 +98,7 @@ class Plan:
     replica_sums: str = "all_reduce"
     other_sums: CostBreakdown | None = None
     pooled_tables: tuple[PooledTable, ...] = ()
+    fast_memory: FastMemoryProposal | None = None
 
     @property
     def saved_seconds(self) -> float:
@@ -175,6 +178,7 @@ class Plan:
                 "other_exposed_seconds": None if self.other_sums is None else self.other_sums.exposed_seconds,
             },
             "pooled_tables": {one.table: one.to_dict() for one in self.pooled_tables},
+            "fast_memory": None if self.fast_memory is None else self.fast_memory.to_dict(),
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": summarise_replication(
                 self.baselines[TWO_HOP.name if self.exchange is Exchange.CHAIN else ROW_WISE_DEDUP.name],
@@ -206,6 +210,7 @@ def make_plan(
     step_seconds: float | None = None,
     level_busiest_rank: bool = False,
     bound_busiest_rank: bool = True,
+    fast_memory: FastMemoryNow | None = None,
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
@@ -221,6 +226,7 @@ def make_plan(
         step_seconds: measured wall time of a step, of which the plan states its saving as a share.
         level_busiest_rank: take other rows than the best of the mean where the busiest ranks gain by them.
         bound_busiest_rank: False saves the time of that bound in a plan that nobody sees.
+        fast_memory: of ranks whose home rows are in two memories; the plan divides it anew.
 
     Raises:
         PlanError: the profile is empty, is of other tables or does not know the accesses of a step; the slots are not
@@ -262,6 +268,8 @@ def make_plan(
     gains = np.concatenate(choice.gains)[tiers != Tier.HOME]
     budgets = SlotBudgets(keyspace, layout, slots, limits.table_slots)
     delta = plan_delta(live, target, gains, keyspace, layout, budgets)
+    baselines = {baseline.name: baseline.price(sums, cluster) for baseline in PLAN_BASELINES}
+    fewest_slots = tuple(int(group.min()) for group in slots)
     return Plan(
         plan_id=plan_id,
         parent_id=parent_id,
@@ -274,13 +282,13 @@ def make_plan(
         delta=delta,
         before=_placement_cost(sums, live, keyspace, cluster, exchange),
         after=choice.cost,
-        baselines={baseline.name: baseline.price(sums, cluster) for baseline in PLAN_BASELINES},
+        baselines=baselines,
         objective_seconds=choice.objective_seconds,
         lower_bound_seconds=choice.lower_bound_seconds,
         migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
         migration_seconds=_migration_seconds(delta, loads, keyspace, layout, cluster),
         cluster=cluster,
-        replica_slots=tuple(int(group.min()) for group in slots),
+        replica_slots=fewest_slots,
         exchange=exchange,
         budgets=budgets,
         memory=placement_memory(keyspace, layout, slots, target, choice.cost.buffer_bytes),
@@ -290,6 +298,17 @@ def make_plan(
         step_seconds=step_seconds,
         replica_sums=shape.replica_sums,
         other_sums=_cost_of_other_sums(sums, choice.tiers, keyspace, cluster, exchange, shape),
+        fast_memory=None
+        if fast_memory is None or len(fast_memory.frames) != len(sums)
+        else propose(
+            fast_memory,
+            sums,
+            keyspace,
+            cluster,
+            exchange,
+            message_sizes(choice.cost, baselines[TWO_HOP.name]),
+            fewest_slots,
+        ),
     )
 
 

@@ -109,3 +109,20 @@ def test_one_source_is_needed(flexd_command, tmp_path: Path, monkeypatch: pytest
     done = flexd_command("advise", "--step-ms", 5, *given)
     assert done.returncode == ExitCode.USAGE
     assert "give one of --trace, --profile and --config" in done.stderr
+
+
+def test_fast_memory_is_shown_over_what_a_step_waits_for_it(flexd_command, trace: Path):
+    done = flexd_command("advise", "--step-ms", 50, "--trace", trace, "--slow-row-us", 100, *SMALL, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    points = json.loads(done.stdout)["memory"]
+    assert points[-1]["share"] == 1
+    assert points[-1]["missed_rows"] == 0
+    assert points[0]["missed_rows"] > points[1]["missed_rows"] > 0
+    for point in points:
+        assert point["stall_seconds"] == pytest.approx(1e-4 * point["missed_rows"])
+        assert point["fast_bytes"] + point["saved_bytes"] == points[-1]["fast_bytes"]
+    shown = flexd_command("advise", "--step-ms", 50, "--trace", trace, "--slow-row-us", 100, *SMALL)
+    assert "rows in two memories" in shown.stdout
+    assert "memory" not in json.loads(
+        flexd_command("advise", "--step-ms", 50, "--trace", trace, *SMALL, "-o", "json").stdout
+    )

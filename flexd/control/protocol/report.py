@@ -157,12 +157,15 @@ class SlowMemoryReport:
         tables: by table, those with a count only.
         bytes_read, bytes_written: moved to and from slow memory, in whole blocks where it has blocks.
         seconds: that the rank waited for it.
+        frames: home rows that fit in its fast memory, by dim-group, as they are now; empty from ranks that do not
+            report them.
     """
 
     tables: tuple[SlowTableReport, ...] = ()
     bytes_read: int = 0
     bytes_written: int = 0
     seconds: float = 0.0
+    frames: tuple[int, ...] = ()
 
     def plus(self, newer: SlowMemoryReport) -> SlowMemoryReport:
         """Return the sum with a newer report of the same rank."""
@@ -172,7 +175,7 @@ class SlowMemoryReport:
             merged[report.table] = report if before is None else before.plus(report)
         return SlowMemoryReport(
             tuple(merged.values()), self.bytes_read + newer.bytes_read, self.bytes_written + newer.bytes_written,
-            _finite(self.seconds) + _finite(newer.seconds),
+            _finite(self.seconds) + _finite(newer.seconds), newer.frames or self.frames,
         )  # fmt: skip
 
 
