@@ -25,7 +25,7 @@ from flexd.embedding.features import FeatureKeys, FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.lookup_function import LookupFunction
-from flexd.embedding.optimizer_handle import FusedOptimizer
+from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
@@ -49,6 +49,7 @@ class EmbeddingTable:
     Attributes:
         features: names of the inputs that look up rows of the table; default: the name of the table.
         init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec.
+        lr: learning rate of the table, a group of ``collection.optimizer.param_groups``; default: the optimizer's.
     """
 
     name: str
@@ -57,6 +58,7 @@ class EmbeddingTable:
     features: tuple[str, ...] = ()
     dtype: str = "float32"
     init_scale: float | None = None
+    lr: float | None = None
 
     @property
     def scale(self) -> float:
@@ -200,12 +202,17 @@ class EmbeddingCollection(TableAccess):
             comm_dtype=comm_dtype,
             replica_sums=replica_sums,
             two_memories=two_memories,
+            keep_keys=any(table.lr is not None for table in self.tables),
             sums=bool(summed),
         )
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
         self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)
-        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine)
+        rates = [
+            TableRate(table.name, table.lr, int(first))
+            for table, first in zip(self.tables, self.keyspace.first_key, strict=True)
+        ]
+        self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine, rates)
         self._fill_initial_values()
 
     def _fill_initial_values(self) -> None:

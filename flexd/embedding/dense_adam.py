@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -42,8 +42,9 @@ class DenseAdam(Adam):
         grads: torch.Tensor,
         step: int,
         keys_of: KeysOf | None = None,
+        rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self.update_groups([GroupUpdate(rows, state, [(index, grads)], keys_of)], step)
+        self.update_groups([GroupUpdate(rows, state, [(index, grads)], keys_of, rates_of)], step)
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """Apply one step to all rows of the dim-groups; ``gradients`` are those of the rows that were looked up.
@@ -71,4 +72,4 @@ class DenseAdam(Adam):
             of_block = grads.new_zeros((end - first, rows.shape[1]))
             of_block.index_copy_(0, slots[begin:stop] - first, grads[begin:stop])
             index = torch.arange(first, end, device=device)
-            self._update([GroupUpdate(rows, group.state, [(index, of_block)], group.keys_of)], step)
+            self._update([replace(group, gradients=[(index, of_block)])], step)

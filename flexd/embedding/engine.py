@@ -54,6 +54,7 @@ class RowEngine:
         comm_dtype, replica_sums: as in ``EmbeddingCollection``.
         two_memories: None: all rows are in fast memory.
         sums: some features are answered by sums of their bags.
+        keep_keys: the optimizer needs the keys of all rows, replicas too.
 
     Raises:
         EmbeddingError: an unknown exchange, or an unknown way to sum gradients of copies.
@@ -74,6 +75,7 @@ class RowEngine:
         replica_sums: str = "all_reduce",
         two_memories: TwoMemories | None = None,
         sums: bool = False,
+        keep_keys: bool = False,
     ) -> None:
         self.keyspace = keyspace
         self._two_memories = two_memories
@@ -81,7 +83,9 @@ class RowEngine:
         self.passes: list[ForwardPass] = []
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
         frames = None if two_memories is None else two_memories.frames(keyspace.groups, groups.layout)
-        self.stores = make_stores(keyspace.groups, groups.layout, groups.rank, replica_slots, device, frames)
+        self.stores = make_stores(
+            keyspace.groups, groups.layout, groups.rank, replica_slots, device, frames, keep_keys=keep_keys
+        )
         self.changed_rows = ChangedRows(self.stores)
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)

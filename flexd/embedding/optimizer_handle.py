@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
 
+from flexd.core.errors import EmbeddingError
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.table_rates import TableRates
 
 
 class SteppedRows(Protocol):
@@ -24,6 +26,19 @@ class SteppedRows(Protocol):
     def gradients(self) -> StepGradients | None: ...
 
 
+@dataclass(frozen=True)
+class TableRate:
+    """A table with the learning rate that it was given; None: that of the optimizer.
+
+    Attributes:
+        first_key: of its rows.
+    """
+
+    name: str
+    lr: float | None
+    first_key: int
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Optimizer of a collection's rows: call ``step()`` after ``backward()``. Learning-rate schedulers work on it.
 
@@ -33,16 +48,35 @@ class FusedOptimizer(torch.optim.Optimizer):
     ``zero_grad`` drops the gradients of earlier backward passes, as in torch. Call it before or after the forward
     pass.
 
+    Tables with a learning rate of their own (``EmbeddingTable.lr``) are in further groups, one a rate, whose "tables"
+    names them: schedulers and trainers reach each rate there.
+
     ``state_dict`` holds the settings and the number of steps, which bias correction uses; the optimizer state of the
     rows is in the collection's ``state_dict``.
     """
 
-    def __init__(self, anchor: torch.nn.Parameter, optimizer: RowOptimizer, rows: SteppedRows) -> None:
+    def __init__(
+        self,
+        anchor: torch.nn.Parameter,
+        optimizer: RowOptimizer,
+        rows: SteppedRows,
+        tables: Sequence[TableRate] = (),
+    ) -> None:
         self._rule = optimizer
         self._rows = rows
+        self._tables = tables
         names = [entry.name for entry in fields(optimizer) if entry.init]  # type: ignore[arg-type]
-        super().__init__([anchor], {name: getattr(optimizer, name) for name in names})
+        own: dict[float, list[str]] = {}
+        for table in tables:
+            if table.lr is not None:
+                own.setdefault(table.lr, []).append(table.name)
+        first: dict[str, Any] = {"params": [anchor]} | (
+            {"tables": [each.name for each in tables if each.lr is None]} if own else {}
+        )
+        others: list[dict[str, Any]] = [{"params": [], "lr": lr, "tables": of_rate} for lr, of_rate in own.items()]
+        super().__init__([first, *others], {name: getattr(optimizer, name) for name in names})
         self._names = names
+        self._current()
 
     @property
     def initial_state(self) -> float:
@@ -84,13 +118,35 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._rows.steps = int(saved["step"])
 
     def _current(self) -> RowOptimizer:
-        """Return the optimizer with the settings of the parameter group, which schedulers change."""
-        group = self.param_groups[0]
+        """Return the optimizer with the settings of the parameter groups, which schedulers change.
+
+        Raises:
+            EmbeddingError: tables have other settings than the first group, beside the learning rate.
+        """
+        first, *others = [self._settings(group) for group in self.param_groups]
+        rule: RowOptimizer = replace(self._rule, **first)  # type: ignore[type-var]
+        if not others:
+            return rule
+        for group, settings in zip(self.param_groups[1:], others, strict=True):
+            for name, value in settings.items():
+                if name != "lr" and value != first[name]:
+                    raise EmbeddingError(
+                        f"tables {', '.join(group['tables'])}: {name}={value}, the first group has {first[name]}",
+                        remedy="tables of a collection may differ in lr alone; use a collection for each other setting",
+                    )
+        rates = {
+            table: settings["lr"]
+            for group, settings in zip(self.param_groups, (first, *others), strict=True)
+            for table in group["tables"]
+        }
+        return TableRates.of(
+            rule, [rates[table.name] for table in self._tables], [table.first_key for table in self._tables]
+        )
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
         # A group that was saved before a setting existed does not have it.
         given = {name: group.get(name, getattr(self._rule, name)) for name in self._names}
-        settings = {name: tuple(value) if isinstance(value, list) else _number(value) for name, value in given.items()}
-        changed: RowOptimizer = replace(self._rule, **settings)  # type: ignore[type-var]
-        return changed
+        return {name: tuple(value) if isinstance(value, list) else _number(value) for name, value in given.items()}
 
 
 def _number(value: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -85,12 +85,24 @@ class GroupUpdate:
         rows, state: as in ``RowOptimizer.update``.
         gradients: (index, grads), as there; no two of them share a row.
         keys_of: keys of the rows at slots, for stochastic rounding; None: round to the nearest.
+        rates_of: int64 [n] slots -> float64 [n, 1] by which the changes of their rows are multiplied, and a decoupled
+            weight decay; None: 1.
     """
 
     rows: torch.Tensor
     state: torch.Tensor
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
     keys_of: KeysOf | None = None
+    rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@runtime_checkable
+class UpdatesGroups(Protocol):
+    """A ``RowOptimizer`` that updates all dim-groups together."""
+
+    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
+        """Apply one step to the rows of several dim-groups, as ``RowOptimizer.update`` of each part."""
+        ...
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -180,18 +192,19 @@ class _FusedRowOptimizer(_CommonSettings):
         grads: torch.Tensor,
         step: int,
         keys_of: KeysOf | None = None,
+        rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """Apply one step, as ``RowOptimizer.update``.
 
         Args:
-            keys_of: keys of the rows at these slots, for stochastic rounding; None: round to the nearest.
+            keys_of, rates_of: as in ``GroupUpdate``.
         """
         # Blocks whose temporaries stay in the cache of a CPU are two to three times faster than all rows at once.
         cached = (
             _BLOCK_NUMBERS * torch.get_num_threads() // rows.shape[1] if devices.in_host_memory(rows) else len(index)
         )
         for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
-            self._update([GroupUpdate(rows, state, [(at, some)], keys_of)], step)
+            self._update([GroupUpdate(rows, state, [(at, some)], keys_of, rates_of)], step)
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """Apply one step to the rows of several dim-groups, bit for bit as ``update`` of each part.
@@ -202,7 +215,7 @@ class _FusedRowOptimizer(_CommonSettings):
         if all(devices.in_host_memory(group.rows) for group in groups):
             for group in groups:
                 for index, grads in group.gradients:
-                    self.update(group.rows, group.state, index, grads, step, group.keys_of)
+                    self.update(group.rows, group.state, index, grads, step, group.keys_of, group.rates_of)
         else:
             self._update([group for group in groups if group.gradients], step)
 
@@ -230,13 +243,17 @@ class _FusedRowOptimizer(_CommonSettings):
         changes = self._changes(all_grads, squares, states, step)
         for group, index, change, kept, old in zip(groups, indices, changes, states, weights, strict=True):
             rows = group.rows
+            rates = None if group.rates_of is None else group.rates_of(index).to(change.dtype)
+            if rates is not None:
+                change.mul_(rates)
             if group.state.shape[1]:
                 devices.write_rows(group.state, index, kept)
             if old is None or (rows.dtype == old.dtype and not decoupled):
                 rows.index_add_(0, index, change)
                 continue
             if decoupled:
-                old.mul_(1.0 - self.lr * self.weight_decay)
+                decay = self.lr * self.weight_decay
+                old.mul_(1.0 - decay if rates is None else 1.0 - decay * rates)
             old.add_(change)
             if self.stochastic_rounding and group.keys_of is not None and rows.dtype in HALF_DTYPES:
                 rounded = round_stochastically(old, rows.dtype, group.keys_of(index), step)

@@ -45,6 +45,7 @@ scenarios = st.builds(
     comm_dtype=st.sampled_from([None, None, None, "float32"]),
     replica_sums=st.sampled_from(["all_reduce", "home"]),
     second_dtype=st.sampled_from(["", "", "", "float32"]),
+    second_rate=st.sampled_from([1.0, 1.0, 0.25]),
     fast_memory_bytes=st.sampled_from([None, None, 1, 1_500, 10_000]),
     slow_file=st.booleans(),
     answered_by=answered_by,

@@ -36,6 +36,8 @@ class Scenario:
     passes: int = 1
     second_dtype: str = ""
     """Dtype of the second table, if it differs."""
+    second_rate: float = 1.0
+    """Learning rate of the second table, of the optimizer's."""
     gamma: float = 1.0
     """Factor of the learning rate after each step."""
     average_gradients: bool = True
@@ -68,16 +70,17 @@ class Scenario:
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     dims = (8, 5) if scenario.two_dims else (8, 8)
+    lr = None if scenario.second_rate == 1.0 else scenario.second_rate * row_optimizer(scenario).lr
     if scenario.answered_by is not None:
         first, second = scenario.answered_by
         dtypes = scenario.dtype, scenario.second_dtype or scenario.dtype
         return [
             EmbeddingBagTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, answer=first),
-            EmbeddingBagTable("shop", 17, dims[1], (), dtypes[1], 0.5, pooling="mean", answer=second),
+            EmbeddingBagTable("shop", 17, dims[1], (), dtypes[1], 0.5, lr=lr, pooling="mean", answer=second),
         ]
     return [
         EmbeddingTable("item", 61, dims[0], ("history", "target"), scenario.dtype, init_scale=0.5),
-        EmbeddingTable("shop", 17, dims[1], (), scenario.second_dtype or scenario.dtype, init_scale=0.5),
+        EmbeddingTable("shop", 17, dims[1], (), scenario.second_dtype or scenario.dtype, init_scale=0.5, lr=lr),
     ]
 
 
@@ -270,7 +273,8 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             for name, table in tables.items():
                 grad = table.weight.grad
                 assert grad is not None
-                plain[name].step(table.weight, grad, seen[name], slower, step + 1)
+                rate = slower * (scenario.second_rate if name == "shop" else 1.0)
+                plain[name].step(table.weight, grad, seen[name], rate, step + 1)
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
 
 

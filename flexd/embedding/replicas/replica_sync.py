@@ -32,7 +32,7 @@ from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.replica_sums import ReplicaSums, sum_lists
 from flexd.embedding.replicas.sum_lists import SumLists
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
-from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer
+from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer, UpdatesGroups
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import GroupStore
 
@@ -165,9 +165,8 @@ class ReplicaSync:
                 _update_tier(store.tier, parts, store.keys_at, optimizer, step)
             elif isinstance(store.rows, torch.Tensor) and isinstance(store.state, torch.Tensor):
                 groups.append(GroupUpdate(store.rows, store.state, parts, store.keys_at))
-        together = getattr(optimizer, "update_groups", None)
-        if together is not None:
-            together(groups, step)
+        if isinstance(optimizer, UpdatesGroups):
+            optimizer.update_groups(groups, step)
             return
         for group in groups:
             for slots, grads in group.gradients:
@@ -275,10 +274,9 @@ def _update_tier(
     def keys_of(places: torch.Tensor) -> torch.Tensor:
         return keys_at(tier.slots_at(places))
 
-    together = getattr(optimizer, "update_groups", None)
     for slots, grads in parts:
         for block, places in tier.visit(slots, changes=True):
-            if together is not None:
-                together([GroupUpdate(tier.rows, tier.state, [(places, grads[block])], keys_of)], step)
+            if isinstance(optimizer, UpdatesGroups):
+                optimizer.update_groups([GroupUpdate(tier.rows, tier.state, [(places, grads[block])], keys_of)], step)
             else:
                 optimizer.update(tier.rows, tier.state, places, grads[block], step)

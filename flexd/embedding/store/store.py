@@ -65,6 +65,7 @@ class GroupStore:
         directory: of all dim-groups; None: the dim-group has one of its own.
         frames: of fast memory; with fewer than there are home rows these are in two memories (``tier``), and ``rows``
             and ``state`` stand for tensors.
+        keep_keys: of replicas, of every dtype.
     """
 
     rows: RowColumn
@@ -79,6 +80,7 @@ class GroupStore:
         device: torch.device,
         directory: Directory | None = None,
         frames: int | None = None,
+        keep_keys: bool = False,
     ) -> None:
         self.group = group
         self.world_size = layout.world_size
@@ -103,9 +105,9 @@ class GroupStore:
             directory = Directory([group], layout, max_listed_rows(group, layout, replica_slots), device)
         self.directory = directory
         self.replica_keys = torch.zeros(
-            replica_slots if self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
+            replica_slots if keep_keys or self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
         )
-        """int64: the key of the row in each replica slot; none for a dtype that is not rounded at random."""
+        """int64: the key of the row in each replica slot, for rounding at random and rates by table; none without."""
         none = np.empty(0, dtype=np.int32)
         self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
 
@@ -127,7 +129,7 @@ class GroupStore:
         return (keys - self.first_home_key) // self.world_size
 
     def keys_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Map int64 [n] slots in use to int64 [n] keys, of a half-precision store."""
+        """Map int64 [n] slots in use to int64 [n] keys, of a store that keeps those of its replicas."""
         keys = slots * self.world_size + self.first_home_key
         if not self.replica_slots:
             return keys
@@ -182,15 +184,18 @@ def make_stores(
     replica_slots: Sequence[int],
     device: torch.device,
     frames: Sequence[int | None] | None = None,
+    *,
+    keep_keys: bool = False,
 ) -> list[GroupStore]:
     """Make the stores of all dim-groups of a rank, with one directory.
 
     Args:
         frames: of each dim-group, as in ``GroupStore``.
+        keep_keys: of replicas, of every dtype.
     """
     max_rows = sum(max_listed_rows(group, layout, slots) for group, slots in zip(groups, replica_slots, strict=True))
     directory = Directory(groups, layout, max_rows, device)
     return [
-        GroupStore(group, layout, rank, slots, device, directory, of_group)
+        GroupStore(group, layout, rank, slots, device, directory, of_group, keep_keys)
         for group, slots, of_group in zip(groups, replica_slots, frames or [None] * len(groups), strict=True)
     ]
