@@ -25,6 +25,7 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.drift_interval_seconds",
     "planner.drift_threshold",
     "planner.correct_prices",
+    "planner.divide_fast_memory",
     "planner.frozen_tables",
     "planner.exclude_tables",
     "planner.pooled_tables",

@@ -16,6 +16,7 @@ from flexd.core.errors import ConfigError
 from flexd.core.secrets import KeyFile
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.store.slow.frame_division import divide_frames
 from flexd.embedding.store.slow.slow_memory_meter import SlowMemoryMeter
 from flexd.embedding.tap.tap import Tap
 
@@ -43,6 +44,7 @@ class Connection:
         self._last_unused = collection.engine.hooks.unused_batches
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
+        self._frame_weights: tuple[float, ...] = ()
         self._slow_memory = SlowMemoryMeter(collection.engine.stores)
         self._slow_memory_at = self._last_step_at
         collection.phases.drain()
@@ -58,6 +60,10 @@ class Connection:
 
     def _report(self) -> None:
         collection = self._collection
+        weights = collection.engine.inbox.frame_weights
+        if weights != self._frame_weights:
+            self._frame_weights = weights
+            divide_frames(collection.engine.stores, weights)
         totals = collection.traffic.totals()
         since = {name: value - self._last_totals[name] for name, value in totals.items()}
         now = time.monotonic()

@@ -146,6 +146,9 @@ class Planning:
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
                 self._coordinator.set_priced_exchange(cheaper_exchange(plan))
+                weights = () if plan.fast_memory is None else plan.fast_memory.frame_weights
+                if weights and self._config.planner.divide_fast_memory:
+                    self._coordinator.set_frame_weights(weights)
             return proposal
 
     def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Execution | None]:

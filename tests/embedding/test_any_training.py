@@ -48,6 +48,7 @@ scenarios = st.builds(
     second_rate=st.sampled_from([1.0, 1.0, 0.25]),
     fast_memory_bytes=st.sampled_from([None, None, 1, 1_500, 10_000]),
     slow_file=st.booleans(),
+    divide_every=st.sampled_from([0, 1, 3]),
     answered_by=answered_by,
 )
 three_nodes = st.builds(

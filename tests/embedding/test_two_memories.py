@@ -29,6 +29,8 @@ TABLES = [EmbeddingTable("item", 50, 4)]
         ({"fast_memory_bytes": 1_500, "exchange": "direct", "passes": 3, "replica_fraction": 1.0}, 0),
         ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "migrate_every": 2}, 3),
         ({"fast_memory_bytes": 1_500, "passes": 3, "replica_fraction": 0.3}, 4),
+        ({"fast_memory_bytes": 3_000, "two_dims": True, "migrate_every": 2, "divide_every": 1}, 0),
+        ({"fast_memory_bytes": 3_000, "two_dims": True, "slow_file": True, "divide_every": 2, "optimizer": "adam"}, 3),
     ],
 )
 def test_training_is_that_of_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], depth: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from flexd.api.plan import PlanReport
 from flexd.core.errors import PlanError
+from flexd.core.fast_memory import FRAME_BYTES
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -335,3 +336,19 @@ def test_the_division_that_ranks_have_stays_where_none_is_better() -> None:
     assert again.planned.misses.sum() <= first.planned.misses.sum() + 1e-9
     assert plan(seen, fast_memory=FastMemoryNow((5,), 1e-4, np.zeros(1))).fast_memory is None, "of another key space"
     assert plan(seen).fast_memory is None
+
+
+def test_ranks_divide_anew_only_for_a_twentieth_of_the_misses() -> None:
+    seen = profile(KEYSPACE, ACCESSES, hot=800)
+    found = plan(seen, fast_memory=FastMemoryNow((1000, 40), 1e-4, np.zeros(2))).fast_memory
+    assert found is not None
+    frames = found.planned.frames
+    sizes = (64 + FRAME_BYTES, 128 + 4 + FRAME_BYTES)
+    assert found.frame_weights == (float(frames[0] * sizes[0]), float(frames[1] * sizes[1]))
+    near = (int(frames[0]) - 1, int(frames[1]))
+    again = plan(seen, fast_memory=FastMemoryNow(near, 1e-4, np.zeros(2))).fast_memory
+    assert again is not None
+    assert again.frame_weights == ()
+    everything = plan(seen, fast_memory=FastMemoryNow((1250, 750), 1e-4, np.zeros(2))).fast_memory
+    assert everything is not None
+    assert everything.frame_weights == (), "nothing is missed"

@@ -53,6 +53,8 @@ class Scenario:
     """Of home rows of a rank; None: all are fast."""
     slow_file: bool = False
     """Slow rows are in a file instead of host memory."""
+    divide_every: int = 0
+    """After every so many steps each rank divides its fast memory as it likes."""
     answered_by: tuple[str, str] | None = None
     """Of the two tables, whose features are pooled then, the second's by mean; None: they are not."""
 

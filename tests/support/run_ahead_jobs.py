@@ -17,6 +17,7 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
+from flexd.embedding.store.slow.frame_division import divide_frames
 from tests.support.collection_jobs import some
 from tests.support.exactness import (
     Scenario,
@@ -98,6 +99,15 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
         every[loop.bad_at][1]["history"] = Jagged(torch.tensor([-1]), torch.tensor([1]))
     built = collection.traffic.totals()
+    drawn = np.random.default_rng([scenario.seed, 11, rank])
+
+    def divide() -> None:
+        if collection.steps % scenario.divide_every == 0:
+            stores = collection.engine.stores
+            divide_frames(stores, drawn.random(len(stores)).tolist())
+
+    if scenario.divide_every:
+        collection.engine.after_step = divide
 
     def each(index: int, step: int, what: int) -> bool:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0

@@ -183,6 +183,10 @@ class Coordinator:
         """Set the exchange with which trainers that choose it themselves begin when they join the next epoch."""
         self._epochs.priced_exchange = name
 
+    def set_frame_weights(self, weights: tuple[float, ...]) -> None:
+        """Set the division of fast memory that ranks with rows in two memories use, by dim-group; within a tick."""
+        self._epochs.frame_weights = weights
+
     def current_migration(self) -> Migration | None:
         """Return the migration that is running, or else the one that waits."""
         return self._pusher.current

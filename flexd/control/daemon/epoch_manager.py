@@ -133,6 +133,8 @@ class EpochManager:
         self.distrust = ""
         self.priced_exchange = ""
         """The exchange that the planner prices lower, for ranks that join; empty before a plan was made."""
+        self.frame_weights: tuple[float, ...] = ()
+        """By dim-group, the planned division of fast memory; empty before there is one."""
         self._must_list = False
         """The next epoch starts from the lists of the ranks, not from the journal."""
         self._distrusted = 0
@@ -230,6 +232,7 @@ class EpochManager:
                 self._begin_epoch(topology)
         elif epoch.phase is Phase.LIVE:
             self._push(epoch)
+            epoch.send_frame_weights(self.frame_weights)
             hosted.tap.tick()
         elif epoch.advance(partial(self._continue_from, epoch.topology), now):
             self._go_live(epoch)
@@ -320,8 +323,7 @@ class EpochManager:
         self._epochs += 1
         self.epoch = Epoch(
             self._hosting.channels, topology, self._options.job, self._instance, self._generation, self._epochs,
-            self._options.timeout_seconds, self._keyspace.total_rows, self._options.term,
-            self.priced_exchange,
+            self._options.timeout_seconds, self._keyspace.total_rows, self._options.term, self.priced_exchange,
         )  # fmt: skip
         self._hosting.tap.begin_epoch(self.epoch.fence, topology, self.epoch.peers)
         self.reason = "the ranks are settling"

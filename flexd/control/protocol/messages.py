@@ -142,6 +142,18 @@ class EpochGo(EpochMessage):
 
 
 @dataclass(frozen=True)
+class FrameWeights(EpochMessage):
+    """The division of fast memory that the daemon's newest plan wants on ranks with rows in two memories.
+
+    Attributes:
+        weights: by dim-group, in proportion to the bytes of its frames.
+    """
+
+    kind: ClassVar[str] = "frame_weights"
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class EpochEnd(EpochMessage):
     """The daemon ends the epoch; the rank stays registered for the next one."""
 
@@ -296,8 +308,9 @@ class TapPiece(EpochMessage):
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        DaemonNotice, Hello, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd, Settled, Progress,
-        ChunkRefused, Listing, ListingPiece, ChunkHeader, ChunkPiece, ListRequest, TapOffer, TapState, TapPiece,
+        DaemonNotice, Hello, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd, FrameWeights, Settled,
+        Progress, ChunkRefused, Listing, ListingPiece, ChunkHeader, ChunkPiece, ListRequest, TapOffer, TapState,
+        TapPiece,
     )
 }  # fmt: skip
 

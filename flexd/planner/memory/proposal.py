@@ -23,6 +23,10 @@ from flexd.topology.cluster import Cluster
 Float64Array = npt.NDArray[np.float64]
 
 
+LEAST_GAIN = 0.05
+"""Share of the predicted misses that a new division must save: ranks copy their frames for it."""
+
+
 @dataclass(frozen=True)
 class FastMemoryNow:
     """Fast memory of the ranks, as they report it.
@@ -51,6 +55,7 @@ class FastMemoryProposal:
         miss_seconds: NaN if it is not known.
         home_rows: int64[groups], most of any rank.
         slots: of a rank, as they are now.
+        frame_bytes: int64[groups], of one frame.
     """
 
     now: FastMemoryDivision
@@ -60,6 +65,14 @@ class FastMemoryProposal:
     miss_seconds: float
     home_rows: npt.NDArray[np.int64]
     slots: tuple[int, ...]
+    frame_bytes: npt.NDArray[np.int64]
+
+    @property
+    def frame_weights(self) -> tuple[float, ...]:
+        """Bytes of the planned frames by dim-group; empty where they miss hardly less than the present ones."""
+        if self.planned.misses.sum() > (1 - LEAST_GAIN) * self.now.misses.sum() or not self.now.misses.any():
+            return ()
+        return tuple((self.planned.frames * self.frame_bytes).astype(float).tolist())
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything JSON-able; None for what is not known."""
@@ -128,7 +141,8 @@ def propose(
             curves, budget, price, slot_curves, replica_latency_seconds=_latency(sums, layout, cluster, exchange)
         )
     return FastMemoryProposal(
-        present, planned, joint, now.measured_misses, now.miss_seconds, home_rows, tuple(slots)
+        present, planned, joint, now.measured_misses, now.miss_seconds, home_rows, tuple(slots),
+        np.array([curve.frame_bytes for curve in curves], dtype=np.int64),
     )  # fmt: skip
 
 

@@ -44,6 +44,24 @@ class Arrivals:
     left_slots: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Resized:
+    """A table of another number of frames, and what must move before it is used.
+
+    Attributes:
+        table: with the rows of the highest scores: its frame i has what frame ``kept[i]`` of the old table had.
+        kept: int64 [k], ascending.
+        evicted_slots, evicted_frames, evicted_counts, left_slots: as in ``Arrivals``; frames of the old table.
+    """
+
+    table: FrameTable
+    kept: torch.Tensor
+    evicted_slots: torch.Tensor
+    evicted_frames: torch.Tensor
+    evicted_counts: torch.Tensor
+    left_slots: torch.Tensor
+
+
 class FrameTable:
     """Maps slots to frames. Not thread-safe.
 
@@ -55,6 +73,7 @@ class FrameTable:
 
     def __init__(self, frames: int, max_slot: int, device: torch.device, *, half_life_steps: float) -> None:
         self._table = BucketTable(frames, max_slot, device)
+        self._max_slot = max_slot
         self._half_life = half_life_steps
         self._slots = torch.full((frames,), -1, dtype=torch.int64, device=device)
         self._counts = torch.full((frames,), -math.inf, dtype=torch.float64, device=device)
@@ -123,6 +142,35 @@ class FrameTable:
         self._counts.index_fill_(0, taken, -math.inf)
         self._pins.index_fill_(0, taken, 1)
         return arrivals
+
+    def resized(self, frames: int) -> Resized:
+        """Return a table of so many frames with the rows that would leave last. This one must not be used any more.
+
+        Raises:
+            SlowMemoryError: rows are in use; nothing has changed then.
+        """
+        if bool(self._pins.any()):
+            raise SlowMemoryError("frames whose rows are in use", remedy="change their number between two steps")
+        device, used = self._slots.device, self._used
+        if used > frames:
+            kept = torch.topk(self._scores[:used], frames, sorted=False).indices.sort().values
+        else:
+            kept = torch.arange(used, device=device)
+        goes = torch.ones(used, dtype=torch.bool, device=device).index_fill_(0, kept, False)
+        gone = goes.nonzero().view(-1)
+        evicted = gone[self._changed.index_select(0, gone)]
+        table = FrameTable(frames, self._max_slot, device, half_life_steps=self._half_life)
+        table._used = len(kept)
+        for of_old, of_new in (
+            (self._slots, table._slots), (self._counts, table._counts), (self._scores, table._scores),
+            (self._changed, table._changed),
+        ):  # fmt: skip
+            of_new[: len(kept)] = of_old.index_select(0, kept)
+        table._table.insert(table._slots[: len(kept)], torch.arange(len(kept), dtype=torch.int32, device=device))
+        return Resized(
+            table, kept, self._slots.index_select(0, evicted), evicted, self._counts.index_select(0, evicted),
+            self._slots.index_select(0, gone),
+        )  # fmt: skip
 
     def release(self, frames: torch.Tensor) -> None:
         """Let the rows of int64 [n] distinct frames leave again; once for each ``bring`` of them."""

@@ -29,6 +29,10 @@ class LookAhead:
     def nbytes(self) -> int:
         return sum(slots.nbytes for _, slots in self._known)
 
+    def use_table(self, table: FrameTable) -> None:
+        """Go on with a table that has the scores of the present one."""
+        self._table = table
+
     def add(self, slots: torch.Tensor) -> None:
         """Add the batch after the last one that is known: int64 [n] ascending slots that it looks up."""
         self._last += 1

@@ -161,6 +161,44 @@ class Tier:
                         self._table.changed(frames)
                     self._table.release(frames)
 
+    def resize(self, frames: int) -> None:
+        """Change the number of frames, between two steps; the rows that would leave last keep theirs.
+
+        Changed rows that lose their frame are written to slow memory. Meanwhile there are the old and the new ``rows``
+        and ``state``, which keep their identity.
+
+        Args:
+            frames: held to at least 1 and at most one for each home row.
+
+        Raises:
+            SlowMemoryError: rows are in use: nothing has changed. Or slow memory failed, as in ``visit``.
+        """
+        frames = max(1, min(frames, self.home_rows))
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if frames == self._frames:
+                return
+            resized = self._table.resized(frames)
+            try:
+                if len(resized.evicted_slots):
+                    self._write(resized.evicted_slots, resized.evicted_frames, resized.evicted_counts)
+            except SlowMemoryError as error:
+                self._failure = error
+                raise
+            self.counts.add_evicted(resized.left_slots)
+            self.counts.add_written(resized.evicted_slots)
+            for column in (self.rows, self.state):
+                replicas = column[self._frames :]
+                made = column.new_zeros((frames + len(replicas), column.shape[1]))
+                made[: len(resized.kept)] = column.index_select(0, resized.kept)
+                made[frames:] = replicas
+                if column.is_cuda:
+                    torch.cuda.synchronize(column.device)  # other streams may still read what is freed here
+                column.set_(made)  # type: ignore[call-overload]
+            self._table, self._frames = resized.table, frames
+            self._ahead.use_table(resized.table)
+
     def slots_at(self, places: torch.Tensor) -> torch.Tensor:
         """int64 [n] places of ``rows`` in use -> int64 [n] slots."""
         frames = self._table.slots_at(places.clamp(max=self._frames - 1))

@@ -44,7 +44,8 @@ def in_host_memory(tier: Tier) -> SlowRows:
     st.sampled_from([1, 7, HOME]),
     st.sampled_from(["host", "file"]),
     st.lists(
-        st.tuples(st.sampled_from(["read", "count", "rows", "state", "through"]), st.integers(0, 2**31)), max_size=25
+        st.tuples(st.sampled_from(["read", "count", "rows", "state", "through", "resize"]), st.integers(0, 2**31)),
+        max_size=25,
     ),
 )
 def test_a_column_is_read_and_written_like_a_tensor(
@@ -63,7 +64,10 @@ def test_a_column_is_read_and_written_like_a_tensor(
         for what, seed in calls:
             generator = np.random.default_rng(seed)
             slots = torch.from_numpy(generator.choice(HOME + REPLICAS, generator.integers(0, 60), replace=False))
-            if what == "read":
+            if what == "resize":
+                tier.resize(seed % (HOME + 20))
+                assert tier.frames == min(HOME, max(1, seed % (HOME + 20)))
+            elif what == "read":
                 repeated = torch.cat([slots, slots[:5]])
                 assert torch.equal(rows.index_select(0, repeated), expected_rows[repeated])
                 assert torch.equal(state.narrow(0, 1).index_select(0, slots), expected_state[slots])
@@ -182,3 +186,50 @@ def test_what_finds_a_frame_takes_no_more_than_is_reckoned() -> None:
 
 def float32_rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(len(slots), DIM), torch.zeros(len(slots), STATE)
+
+
+def test_the_rows_that_would_leave_last_stay_and_changed_ones_are_written_first() -> None:
+    tier, rows, _ = made(6, in_host_memory)
+    for uses in range(3):
+        rows.index_select(0, torch.arange(3 - uses), counts=True)  # row 0 three times, 1 twice, 2 once
+    rows.index_copy_(0, torch.tensor([2, 3, 4]), torch.full((3, DIM), 7.0, dtype=torch.float16))
+    written, read = tier.slow.traffic.bytes_written, tier.slow.traffic.bytes_read
+    tier.resize(3)
+    used = tier.counts.by_table().clone()
+    assert torch.equal(
+        rows.index_select(0, torch.tensor([0, 1, 2], dtype=torch.int64), counts=True)[0],
+        initial(torch.tensor([0]))[0][0],
+    )
+    assert (tier.counts.by_table() - used)[0].tolist() == [3, 0, 0, 0], "none of the three was missed"
+    assert tier.slow.traffic.bytes_read == read
+    assert tier.slow.traffic.bytes_written - written == 2 * tier.packed_bytes, "rows 3 and 4; row 2 keeps its frame"
+    assert tier.rows.shape[0] == 3 + REPLICAS
+    tier.resize(HOME)
+    assert torch.equal(rows[2:5], torch.full((3, DIM), 7.0, dtype=torch.float16))
+    tier.close()
+
+
+def test_frames_of_rows_in_use_are_not_changed() -> None:
+    tier, rows, _ = made(6, in_host_memory)
+    for _ in tier.visit(torch.arange(3), changes=False):
+        with pytest.raises(SlowMemoryError, match="change their number between two steps"):
+            tier.resize(4)
+    assert tier.frames == 6
+    assert torch.equal(rows[:3], initial(torch.arange(3))[0])
+    tier.close()
+
+
+def test_a_disk_that_fails_while_frames_shrink_ends_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, rows, _ = made(6, in_host_memory)
+    rows.index_copy_(0, torch.arange(6), torch.zeros(6, DIM, dtype=torch.float16))
+
+    def fails(*_: object) -> None:
+        raise SlowMemoryError("a full disk", remedy="free it")
+
+    monkeypatch.setattr(tier.slow, "write", fails)
+    with pytest.raises(SlowMemoryError, match="a full disk"):
+        tier.resize(2)
+    with pytest.raises(SlowMemoryError, match="a full disk"):
+        rows.index_select(0, torch.arange(2))
+    with pytest.raises(SlowMemoryError, match="a full disk"):
+        tier.resize(6)
