@@ -1,0 +1,87 @@
+"""RecShard's comparison: what is counted, for placements that stay and for frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from bench_recshard import (
+    DIVIDED,
+    FLEXD,
+    LAYOUT,
+    MOVED,
+    PLANNED,
+    Frames,
+    Static,
+    Tables,
+    beside_paper,
+    checks_of,
+    divided_by_access,
+    replay,
+    strategies,
+)  # fmt: skip
+from planner_problems import made_up_tables
+
+TABLES = Tables.of([table for table in made_up_tables(12) if table.bags > 0], 20_000.0)
+WHOLE = float(np.diff(TABLES.first) @ TABLES.stored_bytes)
+
+
+def test_static_rows_count_accesses_and_frames_count_a_row_once_a_step() -> None:
+    count = len(TABLES.cumulative)
+    fast = np.zeros(count)
+    fast[0] = 2.0
+    static = Static(TABLES, np.arange(count) % LAYOUT.world_size, fast)
+    rows, counts = np.array([0, 1, 2, int(TABLES.first[1])]), np.array([5, 1, 3, 4])
+    rank, slow, read = static.step(rows, counts)
+    assert (rank.tolist(), slow.tolist(), read.tolist()) == ([0, 0, 0, 1], [0, 0, 3, 4], [0, 0, 1, 1])
+    frames = Frames(TABLES, [10_000] * len(TABLES.keyspace.groups))
+    assert frames.step(rows, counts)[1].tolist() == [1, 1, 1, 1]
+    assert frames.step(rows, counts)[1].tolist() == [0, 0, 0, 0]
+    assert len(set(frames.step(rows[:3], counts[:3])[0].tolist())) == 3, "neighbours have different homes"
+    small = Frames(TABLES, [1] * len(TABLES.keyspace.groups))
+    for _ in range(2):
+        missed = small.step(np.arange(64), np.ones(64))[1]
+    assert missed.sum() > 32
+    assert small.written > 0
+
+
+def test_popularity_moves_within_its_table() -> None:
+    still, moved = (list(TABLES.batches(4, 2, share, seed=3)) for share in (0.0, 1.0))
+    for before, after in zip(still[:2], moved[:2], strict=True):
+        assert np.array_equal(before, after)
+    table = int(np.argmax(TABLES.accesses))
+    low, high = TABLES.first[table], TABLES.first[table + 1]
+
+    def first_row(batch: np.ndarray) -> float:
+        return float((batch[(batch >= low) & (batch < high)] == low).mean())
+
+    assert first_row(still[3]) == pytest.approx(first_row(still[0]), rel=0.5)
+    assert first_row(moved[3]) < 0.5 * first_row(still[3])
+
+
+def test_rows_chosen_by_access_are_the_most_used_by_byte_and_fit() -> None:
+    frames = divided_by_access(TABLES, 0.25 * WHOLE / LAYOUT.world_size)
+    sizes = [TABLES.stored_bytes[list(group.tables)][0] + 64 for group in TABLES.keyspace.groups]
+    assert float(np.dot(frames, sizes)) <= 0.25 * WHOLE / LAYOUT.world_size + sum(sizes)
+    assert divided_by_access(TABLES, 10 * WHOLE) == [
+        max(1, int(sum(np.diff(TABLES.first)[list(group.tables)])) // LAYOUT.world_size)
+        for group in TABLES.keyspace.groups
+    ]
+
+
+def test_strategies_are_counted_on_the_same_batches_within_the_memory() -> None:
+    memory = 0.25 * WHOLE / LAYOUT.world_size
+    answer = replay(TABLES, strategies(TABLES, memory, "azure-a100-200g"), 6, 1.0)
+    for periods in answer.values():
+        for figures in periods.values():
+            assert 0 < figures["share"] < 1
+            assert figures["rows read"] <= figures["slow accesses"]
+            assert figures["balance"] >= 1
+    recshard = answer["recshard"]
+    assert recshard[PLANNED]["slow accesses"] < min(
+        answer[name][PLANNED]["slow accesses"] for name in answer if name.startswith("table_wise")
+    )
+    assert recshard[MOVED]["slow accesses"] > 1.2 * recshard[PLANNED]["slow accesses"]
+    assert answer[FLEXD][MOVED]["slow accesses"] < 1.1 * answer[FLEXD][PLANNED]["slow accesses"]
+    for name in ("recshard", FLEXD, DIVIDED):
+        assert beside_paper(answer)[name]["fewer slow accesses"] > 1
+    assert len(checks_of(answer)) == 6
