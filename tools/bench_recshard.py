@@ -34,11 +34,12 @@ import torch
 from bench_report import check, ending
 from planner_problems import ListedTable, made_up_tables, read_tables, zipf_table
 
+from flexd.core.fast_memory import FRAME_BYTES
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.store.slow.frame_table import FrameTable
 from flexd.embedding.store.slow.tier import HALF_LIFE_STEPS
-from flexd.embedding.store.slow.two_memories import FRAME_BYTES, TwoMemories
+from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.planner.baselines import PlanningProblem
 from flexd.planner.baselines.recshard import RECSHARD
 from flexd.planner.baselines.two_memories import TwoMemories as Bandwidths
