@@ -437,7 +437,7 @@ class EmbeddingCollection(TableAccess):
     def reset_parameters(self) -> None:
         """Set rows and optimizer state to their initial values, and the number of steps to 0; on every rank.
 
-        Like ``load_rows`` it communicates only to finish a running ``flexd.prefetch`` exchange. On ``meta`` it does
+        It communicates only to finish a running ``flexd.prefetch`` exchange. On ``meta`` it does
         nothing, as for the modules of torch.
         """
         if self.has_tables:

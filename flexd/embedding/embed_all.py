@@ -10,10 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.checkpoint.blocks import MAX_WINDOW_BYTES
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.embedding import Embedding, dtype_name
-from flexd.embedding.exchange.collectives import Peers
 
 
 def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **settings: Any) -> EmbeddingCollection:
@@ -51,7 +49,7 @@ def embed_all(model: nn.Module, *, names: Collection[str] | None = None, **setti
     ]
     collection = EmbeddingCollection(tables, device=devices.pop(), **settings)
     for module, paths in modules.items():
-        _load_from_rank_zero(collection, paths[0], module.weight.detach())
+        collection.load_rows(paths[0], 0, module.weight.detach(), source=0)
         embedding = Embedding.of(collection, paths[0], module.padding_idx).train(module.training)
         if paths[0] == tables[0].name:
             embedding.register_collection()
@@ -103,19 +101,3 @@ def _check(model: nn.Module, module: nn.Embedding, paths: list[str]) -> None:
             f"{where} shares its weight with {', '.join(shared)}",
             remedy="read the embedding's .weight in the forward pass instead",
         )
-
-
-def _load_from_rank_zero(collection: EmbeddingCollection, table: str, values: torch.Tensor) -> None:
-    """Collective. Set all rows of a table to rank 0's ``values`` [rows, dim], window by window."""
-    world = collection.engine.groups.world
-    rows = max(1, MAX_WINDOW_BYTES // (values.shape[1] * values.element_size()))
-    with collection.traffic.uncounted():
-        for first in range(0, len(values), rows):
-            collection.load_rows(table, first, _of_rank_zero(world, values[first : first + rows]))
-
-
-def _of_rank_zero(world: Peers, values: torch.Tensor) -> torch.Tensor:
-    # Bytes added to zeros keep every bit, of every dtype.
-    window = values.clone(memory_format=torch.contiguous_format) if world.index == 0 else torch.zeros_like(values)
-    world.all_reduce(window.view(torch.uint8).view(-1))
-    return window

@@ -165,12 +165,13 @@ class Embedding(nn.Module):
         rows: torch.Tensor = looked_up.values
         return rows
 
-    def load_rows(self, first_row: int, values: torch.Tensor) -> None:
-        """Set rows from ``first_row`` on to ``values`` [n, embedding_dim], on every rank with the same values.
+    def load_rows(self, first_row: int, values: torch.Tensor | None, *, source: int | None = None) -> None:
+        """Collective. Set rows from ``first_row`` on to ``values`` [n, embedding_dim], equal on every rank or given by
+        rank ``source``.
 
         See ``EmbeddingCollection.load_rows``.
         """
-        self.collection.load_rows(self.name, first_row, values)
+        self.collection.load_rows(self.name, first_row, values, source=source)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -178,7 +179,7 @@ class Embedding(nn.Module):
 
     def _clear_padding(self) -> None:
         if self.padding_idx is not None:
-            self.load_rows(self.padding_idx, torch.zeros(1, self.embedding_dim))
+            self.collection.set_rows(self.name, self.padding_idx, torch.zeros(1, self.embedding_dim))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         deferred = "collection" in self._modules and not self.collection.has_tables

@@ -17,6 +17,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.changed_rows import ChangedRows
+from flexd.embedding.checkpoint.lone_saves import LoneSaves
 from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
@@ -87,6 +88,7 @@ class RowEngine:
             keyspace.groups, groups.layout, groups.rank, replica_slots, device, frames, keep_keys=keep_keys
         )
         self.changed_rows = ChangedRows(self.stores)
+        self.lone_saves = LoneSaves(groups, sum(store.home_rows for store in self.stores), keyspace.total_rows)
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
@@ -218,7 +220,9 @@ class RowEngine:
     ) -> Route:
         version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
+        saves = self.lone_saves.begin_look_up()
         route = self.router.find(keys, agreement, piggyback, faulty, numbers, bags)
+        self.lone_saves.after_look_up(saves)
         self.inbox.end_exchange(route.agreement.version)
         self.exchange.agreed(route.agreement.exchange)
         return route

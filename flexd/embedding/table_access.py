@@ -10,6 +10,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.checkpoint.given_rows import agree_on_rows, send_rows
 from flexd.embedding.checkpoint.local_state import load_local, save_local
 from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
 from flexd.embedding.deferred_tables import DeferredTables
@@ -34,34 +35,54 @@ class TableAccess(DeferredTables):
         return TORCH_DTYPES[self.tables[self.keyspace.index[name]].dtype]
 
     @torch.no_grad()
-    def load_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:
-        """Set rows of a table, starting at ``first_row``, to ``values`` [n, dim], for instance pretrained vectors.
+    def load_rows(self, name: str, first_row: int, values: torch.Tensor | None, *, source: int | None = None) -> None:
+        """Collective. Set rows of a table, starting at ``first_row``, to ``values`` [n, dim], for instance pretrained
+        vectors.
 
-        Call it on every rank with the same values; each rank keeps those of its home rows. It communicates only to
-        finish a running ``flexd.prefetch`` exchange; replicas are copied again before the next pass. The optimizer's
-        state does not change.
+        Every rank gives the same values, which is checked by a hash of their bits in the table's dtype; or rank
+        ``source`` gives them and sends each row to its home. Replicas are copied again before the next pass. The
+        optimizer's state does not change.
+
+        Args:
+            values: may be None on other ranks than ``source``.
 
         Raises:
-            EmbeddingError: the table is unknown, or the values do not fit it.
+            EmbeddingError: on every rank: the values do not fit the table on one, or ranks gave different values,
+                rows or tables. Nothing is loaded. On this rank: the table or the source is unknown.
         """
         if name not in self.keyspace.index:
             raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
+        if source is not None and not 0 <= source < self.layout.world_size:
+            raise EmbeddingError(f"source={source}", remedy=f"a rank below {self.layout.world_size}, or None")
         table = self.keyspace.index[name]
-        spec = self.keyspace.tables[table]
-        fits = values.dim() == 2 and values.shape[1] == spec.dim and 0 <= first_row <= spec.rows - values.shape[0]
-        if not fits:
-            raise EmbeddingError(
-                f"table {name!r}: values of shape {tuple(values.shape)} from row {first_row} on, in {spec.rows} rows "
-                f"of {spec.dim}",
-                remedy="[n, dim] values with first_row + n <= rows",
-            )
         store, homes = self._homes(table)
-        mine = homes.homed(self.rank, range(first_row, first_row + values.shape[0]))
-        slots = homes.slots(mine)
+        self.engine.settle()
+        with self.traffic.uncounted():
+            rows = agree_on_rows(
+                self._groups.world, table, self.keyspace.tables[table], first_row, values, source, store.rows
+            )
+            if source is None and values is not None:
+                self.set_rows(name, first_row, values)
+                return
+            self._before_load(store, homes, rows)
+            send_rows(self._groups.world, homes, store.rows, source or 0, rows, values)
+
+    @torch.no_grad()
+    def set_rows(self, name: str, first_row: int, values: torch.Tensor) -> None:
+        """As ``load_rows`` with values that are known to be equal and to fit: it communicates only to finish a running
+        ``flexd.prefetch`` exchange."""
+        store, homes = self._homes(self.keyspace.index[name])
+        rows = range(first_row, first_row + values.shape[0])
+        slots = self._before_load(store, homes, rows)
+        given = values[homes.homed(self.rank, rows).start - first_row :: self.layout.world_size]
+        store.rows[slots] = given.to(store.rows.device, store.rows.dtype)
+
+    def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> slice:
+        """Return the slots of those of the rows that have their home here; they are about to be replaced."""
+        slots = homes.slots(homes.homed(self.rank, rows))
         changed = torch.arange(slots.start, slots.stop, device=store.rows.device)
         self.engine.before_rows_load((self.engine.stores.index(store), changed))
-        given = values[mine.start - first_row :: self.layout.world_size]
-        store.rows[slots] = given.to(store.rows.device, store.rows.dtype)
+        return slots
 
     def gather_table(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports.

@@ -114,7 +114,7 @@ def initialise(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(zlib.crc32(f"{seed} {table.name} {first}".encode()))
                 config.init_fn(block)
-            collection.load_rows(table.name, first, block)
+            collection.set_rows(table.name, first, block)
 
 
 def _check_size(config: BaseEmbeddingConfig, dtype: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flexd.embedding.checkpoint.lone_saves import REMEDY
 from flexd.embedding.engine import RowEngine
 
 
@@ -19,6 +20,9 @@ def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> N
 
     The copies are in host memory: an accelerator has no room for its tables twice.
     """
+    engine.lone_saves.called(engine.steps)
+    if engine.hooks.exchanges:
+        engine.lone_saves.wait_for_others()
     engine.settle()
     own = _own(engine, prefix)
     for index, store in enumerate(engine.stores):
@@ -44,7 +48,8 @@ def load_local(
     if shard is not None and not torch.equal(shard[:3], mine[:3]):
         errors.append(
             f"{prefix}shard: saved by rank {int(shard[0])} of {int(shard[1])}, loaded by rank {int(mine[0])} of "
-            f"{int(mine[1])}" + ("" if shard[2] == mine[2] else ", with other tables")
+            f"{int(mine[1])}"
+            + (f": it has that rank's rows alone; {REMEDY}" if shard[2] == mine[2] else ", with other tables")
         )
         return
     expected = {f"{own}shard"}

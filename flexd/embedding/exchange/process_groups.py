@@ -78,6 +78,11 @@ class ChainGroups:
         self.node = self._peers(self._set.group("node", node_ranks), node_ranks)
         self.rail = self._peers(self._set.group("rail", rail_ranks), rail_ranks)
 
+    @property
+    def timeout_seconds(self) -> float:
+        """Timeout of the default process group."""
+        return self._timeout_seconds
+
     @cached_property
     def world(self) -> Peers:
         """All ranks. Collective at its first use in a second thread's groups, whose chain does not need it."""

@@ -1,0 +1,114 @@
+"""Rows that a caller gives a table: checked to be the same on every rank, or sent by one rank to their homes."""
+
+from __future__ import annotations
+
+import torch
+
+from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import TableSpec
+from flexd.embedding import devices
+from flexd.embedding.checkpoint import blocks
+from flexd.embedding.checkpoint.blocks import TableHomes
+from flexd.embedding.checkpoint.fingerprint import fingerprint
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.store.slow.tier import RowColumn
+
+_NONE_GIVEN, _DOES_NOT_FIT = -1, -2
+
+
+def fault_of(spec: TableSpec, first_row: int, values: torch.Tensor) -> str:
+    """Return why values do not fit a table; empty if they do."""
+    if values.dim() == 2 and values.shape[1] == spec.dim and 0 <= first_row <= spec.rows - values.shape[0]:
+        return ""
+    return (
+        f"table {spec.name!r}: values of shape {tuple(values.shape)} from row {first_row} on, in {spec.rows} rows of "
+        f"{spec.dim}"
+    )
+
+
+def agree_on_rows(
+    world: Peers, table: int, spec: TableSpec, first_row: int, values: torch.Tensor | None, source: int | None,
+    held: RowColumn,
+) -> range:  # fmt: skip
+    """Collective. Return the rows that all ranks load.
+
+    Args:
+        source: the rank whose values are loaded; None: all have values, which are compared bit for bit in the table's
+            dtype.
+
+    Raises:
+        EmbeddingError: on every rank, if values do not fit the table on any, or they or the arguments differ.
+    """
+    fault = "" if values is None else fault_of(spec, first_row, values)
+    count, digest = _NONE_GIVEN, 0
+    if fault:
+        count = _DOES_NOT_FIT
+    elif values is not None:
+        count = values.shape[0]
+        if source is None:
+            digest = int(fingerprint(first_row, [values.to(held.dtype)]))
+    mine = torch.tensor(
+        [table, first_row, -1 if source is None else source, count, digest], dtype=torch.int64, device=held.device
+    )
+    of_ranks = world.all_gather(mine).tolist()
+    if fault:
+        raise EmbeddingError(f"rank {world.rank}: {fault}", remedy="[n, dim] values with first_row + n <= rows")
+    faulty = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[3] == _DOES_NOT_FIT]
+    if faulty:
+        raise EmbeddingError(
+            f"load_rows of table {spec.name!r}: the values of rank {faulty[0]} do not fit",
+            remedy=f"see the error of rank {faulty[0]}",
+        )
+    odd = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[:3] != of_ranks[0][:3]]
+    if odd:
+        raise EmbeddingError(
+            f"load_rows of table {spec.name!r}: ranks {odd} load another table, other rows or from another source than "
+            f"rank 0; rank {world.rank}: from row {first_row} on",
+            remedy="call load_rows with the same arguments on every rank, in the same order",
+        )
+    if source is not None:
+        count = of_ranks[source][3]
+        if count == _NONE_GIVEN:
+            raise EmbeddingError(
+                f"load_rows of table {spec.name!r}: rank {source} is the source and gave no values",
+                remedy=f"give values on rank {source}",
+            )
+        return range(first_row, first_row + count)
+    without = [rank for rank, of_rank in enumerate(of_ranks) if of_rank[3] == _NONE_GIVEN]
+    if without:
+        raise EmbeddingError(
+            f"load_rows of table {spec.name!r}: ranks {without} gave no values",
+            remedy="give the same values on every rank, or load those of one with source=0",
+        )
+    odd = [rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0]]
+    if odd:
+        raise EmbeddingError(
+            f"load_rows of table {spec.name!r}, from row {first_row} on: ranks {odd} gave other values than rank 0",
+            remedy="make the values from one seed or file on every rank, or load those of one rank with source=0",
+        )
+    return range(first_row, first_row + count)
+
+
+def send_rows(
+    world: Peers, homes: TableHomes, held: RowColumn, source: int, rows: range, values: torch.Tensor | None
+) -> None:
+    """Collective. Write rows of a table that rank ``source`` has to their homes, window by window.
+
+    Args:
+        values: [len(rows), dim] on ``source``; ignored elsewhere.
+    """
+    width = held.shape[1]
+    each = max(1, blocks.MAX_WINDOW_BYTES // (width * held.element_size()))
+    for first in range(rows.start, rows.stop, each):
+        window = range(first, min(rows.stop, first + each))
+        send, counts = held.new_empty(0), [0] * world.size
+        if world.index == source and values is not None:
+            given = values[first - rows.start : window.stop - rows.start].to(held.device, held.dtype)
+            keys = torch.arange(window.start, window.stop, device=held.device) + homes.first_key
+            order, of_homes = devices.ordered(keys % world.size, world.size)
+            send, counts = given.index_select(0, order).view(-1), [count * width for count in of_homes.tolist()]
+        mine = homes.homed(world.index, window)
+        received = world.all_to_all(
+            send, counts, [len(mine) * width if rank == source else 0 for rank in range(world.size)]
+        )
+        held[homes.slots(mine)] = received.view(-1, width)

@@ -1,0 +1,109 @@
+"""Finds ranks that call ``state_dict()`` alone: what a collection gives is the home rows of one rank.
+
+Each call of a rank is noted in the store of the process group. A look-up is collective, so when one that began after a
+call has found its rows, every rank that calls ``state_dict()`` at this point of the program has done so. The store is
+used by ranks that call ``state_dict()``, and there is no waiting for others, except in a loop of ``flexd.prefetch``,
+where the call is collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from itertools import count
+
+from flexd.core.errors import CollectiveError
+from flexd.embedding.exchange.bounded_store import BoundedStore, Store
+from flexd.embedding.exchange.process_groups import ChainGroups
+
+logger = logging.getLogger(__name__)
+
+REMEDY = (
+    "call state_dict() on every rank and keep what each returns, or save all rows with flexd.CheckpointSeries, "
+    "flexd.save_checkpoint or flexd.ShardedState, on every rank"
+)
+_POLL_SECONDS = 0.05
+_WARNING_SECONDS = 10.0
+_numbers = count()
+
+
+class LoneSaves:
+    """Notes calls of ``state_dict()``. Every rank makes it at the same point of the program.
+
+    Args:
+        groups: whose timeout a wait for the other ranks has.
+        home_rows, rows: of all tables, on this rank and in the job.
+    """
+
+    def __init__(self, groups: ChainGroups, home_rows: int, rows: int) -> None:
+        rank = self._rank = groups.rank
+        self._world_size = groups.layout.world_size
+        self._text = (
+            f"it has {home_rows:,} of {rows:,} rows, those with their home on rank {rank}: of it alone no "
+            "table can be loaded"
+        )
+        self._timeout_seconds = groups.timeout_seconds
+        self._store = BoundedStore()
+        self._key = f"flexd/state_dict/{next(_numbers)}"
+        self._look_ups = 0
+        self._warned = False
+        self._place = ""
+        """Of the last call, in the program; empty when it was checked."""
+
+    def called(self, steps: int) -> None:
+        """Note that this rank calls ``state_dict()`` after so many optimizer steps."""
+        if self._world_size > 1:
+            self._place = f"{self._look_ups}.{steps}"  # equal on all ranks at one point of the program
+            name = self._name(self._place, self._rank)
+            self._store.request(lambda store: store.set(name, "1"))
+
+    def begin_look_up(self) -> str:
+        """Return the place of a call before the look-up, for ``after_look_up``; empty if there was none."""
+        place, self._place = self._place, ""
+        self._look_ups += 1
+        return place
+
+    def after_look_up(self, place: str) -> None:
+        """Warn, once, if a rank did not call ``state_dict()`` where this rank did, before the look-up."""
+        if place and not self._warned and (missing := self._missing(place)):
+            self._warned = True  # the dense part may be all that is wanted of it
+            logger.warning(
+                "rank %d: state_dict() was called here and not on ranks %s: %s - %s (for the dense part alone it is "
+                "complete)",
+                self._rank, missing, self._text, REMEDY,
+            )  # fmt: skip
+
+    def wait_for_others(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Wait until all ranks have called ``state_dict()``, which then finishes an exchange of the loop together.
+
+        Raises:
+            CollectiveError: some did not within the timeout.
+        """
+        began, warned, place = clock(), False, self._place
+        self._place = ""
+        while place and (missing := self._missing(place)):
+            waited = clock() - began
+            text = (
+                f"rank {self._rank}: state_dict() in a loop of flexd.prefetch finishes the exchange of the step "
+                f"before, with all ranks (all_to_all), and ranks {missing} have not called it after {waited:.0f} s; "
+                f"{self._text}"
+            )
+            if waited >= self._timeout_seconds:
+                raise CollectiveError(text, remedy=REMEDY)
+            if waited >= min(_WARNING_SECONDS, self._timeout_seconds / 2) and not warned:
+                warned = True
+                logger.warning("%s - %s", text, REMEDY)
+            time.sleep(_POLL_SECONDS)
+
+    def _missing(self, place: str) -> list[int]:
+        def find(store: Store) -> list[int]:
+            names = [self._name(place, rank) for rank in range(self._world_size)]
+            if store.check(names):
+                return []
+            return [rank for rank, name in enumerate(names) if not store.check([name])]
+
+        return self._store.request(find) or []
+
+    def _name(self, place: str, rank: int) -> str:
+        return f"{self._key}/{place}/{rank}"

@@ -1,0 +1,117 @@
+"""Jobs of ranks: rows given to a table, equal on all ranks or not, and ``state_dict`` of some ranks alone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from unittest import mock
+
+import torch
+
+from flexd.core.errors import CollectiveError, EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.embedding.checkpoint import blocks, lone_saves
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.prefetch.loop import prefetch
+from tests.support.collection_jobs import some, tables, train_step
+
+
+def values_of(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def load_from(rank: int, layout: RankLayout, source: int, given: str, window_bytes: int) -> bool:
+    """Load rows that one rank has; return whether the table has them, and nothing else changed."""
+    blocks.MAX_WINDOW_BYTES = window_bytes
+    collection = EmbeddingCollection(tables(), layout=layout, replica_slots=[20, 0, 0])
+    expected = collection.gather_table("item")
+    expected[5:48] = values_of(43)
+    values: torch.Tensor | None = values_of(43)
+    if rank != source:
+        values = None if given == "none" else values_of(7, seed=rank)
+    collection.load_rows("item", 5, values, source=source)
+    return torch.equal(collection.gather_table("item"), expected)
+
+
+def load_differing(rank: int, layout: RankLayout, mistake: str) -> tuple[str, bool]:
+    """Make a mistake on rank 2; return the error, and whether the tables are unchanged."""
+    collection = EmbeddingCollection(tables(), layout=layout)
+    before = {name: collection.gather_table(name) for name in ("item", "odd")}
+    name, first, values, source = "item", 3, values_of(20), None
+    if rank == 2:
+        if mistake == "seed":
+            values = values_of(20, seed=1)
+        elif mistake == "one bit":
+            values.view(torch.int64)[7, 3] ^= 1
+        elif mistake == "order":
+            values[[3, 4]] = values[[4, 3]]
+        elif mistake == "rows":
+            first = 4
+        elif mistake == "count":
+            values = values[:19]
+        elif mistake == "shape":
+            values = values[:, :5]
+        elif mistake == "table":
+            name, values = "odd", torch.ones(20, 3)
+        elif mistake == "none":
+            values = None
+        elif mistake == "source":
+            source = 0
+    if mistake == "empty source":
+        source, values = 2, values if rank != 2 else None
+    try:
+        collection.load_rows(name, first, values, source=source)
+        text = "loaded"
+    except EmbeddingError as error:
+        text = str(error)
+    same = all(torch.equal(collection.gather_table(table), rows) for table, rows in before.items())
+    return text, same
+
+
+class Kept(logging.Handler):
+    """Keeps the texts of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def saves_alone(rank: int, layout: RankLayout, savers: list[int]) -> list[str]:
+    """Call ``state_dict`` on some ranks between steps; return the warnings of this rank."""
+    collection = EmbeddingCollection(tables(), layout=layout)
+    kept = Kept()
+    lone_saves.logger.addHandler(kept)
+    try:
+        for step in range(3):
+            train_step(collection, some(0, step, rank))
+            if step != 1 or rank in savers:
+                collection.state_dict()
+        train_step(collection, some(0, 3, rank))
+        train_step(collection, some(0, 4, rank))
+    finally:
+        lone_saves.logger.removeHandler(kept)
+    return kept.texts
+
+
+def saves_alone_in_a_loop(rank: int, layout: RankLayout, savers: list[int]) -> dict[str, Any]:
+    """Call ``state_dict`` on some ranks in a loop of ``prefetch``; return warnings and the error of this rank."""
+    collection = EmbeddingCollection(tables(), layout=layout)
+    collection.engine.lone_saves._timeout_seconds = 2.0
+    kept = Kept()
+    lone_saves.logger.addHandler(kept)
+    text = "ended"
+    try:
+        with mock.patch.object(lone_saves, "_POLL_SECONDS", 0.01), collection:
+            batches = [some(0, step, rank) for step in range(4)]
+            for step, batch in enumerate(prefetch(batches, collection, timeout_seconds=20)):
+                train_step(collection, batch)
+                if step == 1 and rank in savers:
+                    collection.state_dict()
+    except CollectiveError as error:
+        text = str(error)
+    finally:
+        lone_saves.logger.removeHandler(kept)
+    return {"text": text, "warnings": kept.texts}
