@@ -100,6 +100,7 @@ class MirrorGroups:
         self.layout = layout
         self.notices = notices or FaultNotices()
         self.rank = 0
+        self.timeout_seconds = 60.0
         self.world = MirrorPeers(range(layout.world_size), 0, layout, traffic)
         self.node = MirrorPeers(list(layout.node_ranks(0)), 0, layout, traffic)
         self.rail = MirrorPeers(list(layout.rail_ranks(0)), 0, layout, traffic)

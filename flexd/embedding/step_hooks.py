@@ -86,6 +86,8 @@ class StepHooks:
     """True if rows of a pass may be fetched before it: its fetch carries no rows of a chunk."""
     holds_route = False
     """True while a route is held that no forward pass has used: no chunk may be applied."""
+    deferred: object = None
+    """Gradients that are pushed later: with some, on all ranks, ``settle`` is collective."""
     held: object = None
     """Objects whose tensors stay until a later step."""
     working_bytes = 0

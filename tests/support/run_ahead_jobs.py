@@ -141,7 +141,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             versions.append(collection.placement_version)
             unequal += not collection.replicas_bit_equal()
             hooks = collection.engine.hooks
-            deferred += isinstance(hooks, RunAhead) and hooks._deferred is not None
+            deferred += isinstance(hooks, RunAhead) and hooks.deferred is not None
             if each(index, step, loop.between_every):
                 losses.append(backward(collection, batch(scenario, 30_000 + step, rank)))
                 collection.optimizer.step()

@@ -21,7 +21,7 @@ def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> N
     The copies are in host memory: an accelerator has no room for its tables twice.
     """
     engine.lone_saves.called(engine.steps)
-    if engine.hooks.exchanges:
+    if engine.hooks.deferred is not None:
         engine.lone_saves.wait_for_others()
     engine.settle()
     own = _own(engine, prefix)

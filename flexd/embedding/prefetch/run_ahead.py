@@ -99,7 +99,7 @@ class RunAhead(StepHooks):
         self._started: NextBatch | None = None
         self._result: RunAheadResult | None = None
         self._splitting: DeferredGradients | None = None
-        self._deferred: DeferredGradients | None = None
+        self.deferred: DeferredGradients | None = None
         self._looping = False
         self._claimed = False
         self._trained_otherwise = False
@@ -175,7 +175,7 @@ class RunAhead(StepHooks):
         batch, self._announced = self._announced, None
         farther, self._farther = self._farther, ()
         self._started = batch
-        deferred, self._deferred = self._deferred, None
+        deferred, self.deferred = self.deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
         # Chunks are applied and the exchange is changed before the next look-up, and gradients that wait belong to rows
         # of earlier passes.
@@ -237,7 +237,7 @@ class RunAhead(StepHooks):
 
     @property
     def held(self) -> object:  # type: ignore[override]
-        return self._result, self._deferred
+        return self._result, self.deferred
 
     @property
     def working_bytes(self) -> int:  # type: ignore[override]
@@ -273,7 +273,7 @@ class RunAhead(StepHooks):
 
     def settle(self) -> None:
         self.wait()
-        deferred, self._deferred = self._deferred, None
+        deferred, self.deferred = self.deferred, None
         if deferred is not None:
             deferred.push(self._engine.sync)
 
@@ -360,7 +360,7 @@ class RunAhead(StepHooks):
             sync.update(summed, optimizer, step)
 
         deferred.update_by(update)
-        self._deferred = deferred
+        self.deferred = deferred
 
     def _count_unused(self) -> None:
         """Count the batch before this one if it was trained on as other objects than those announced; warn once."""
