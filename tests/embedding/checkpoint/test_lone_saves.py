@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -35,14 +36,14 @@ def test_a_rank_that_saves_alone_in_a_loop_does_not_hang() -> None:
     finally:
         pool.close()
     cause = (
-        "rank 0: state_dict() in a loop of flexd.prefetch finishes the exchange of the step before, with all ranks "
-        "(all_to_all), and ranks [1] have not called it after 2 s; it has 44 of 87 rows"
+        r"rank 0: state_dict\(\) in a loop of flexd.prefetch finishes the exchange of the step before, with all ranks "
+        r"\(all_to_all\), and ranks \[1\] have not called it after \d+ s; it has 44 of 87 rows"
     )
-    assert cause in zero["text"]
+    assert re.search(cause, zero["text"])
     assert "call state_dict() on every rank" in zero["text"]
     assert len(zero["warnings"]) == 1
-    assert "after 1 s" in zero["warnings"][0]
-    assert cause.partition(",")[0] in one["text"], "the other rank is told why"
+    assert re.search(cause, zero["warnings"][0])
+    assert re.search(cause.partition(",")[0], one["text"]), "the other rank is told why"
 
 
 def test_all_ranks_save_in_a_loop(ranks: Ranks) -> None:
