@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from flexd.embedding.joined_optimizer import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
+    from flexd.embedding.serving.export import export_table, table_blocks
+    from flexd.embedding.serving.serving_table import ServingTable
     from flexd.embedding.tap.tap import Tap
     from flexd.stream.publisher import Publisher
 
@@ -44,13 +46,16 @@ _HOMES = {
     "RowWiseAdagrad": "flexd.embedding.row_optimizers",
     "RowWiseAdam": "flexd.embedding.row_optimizers",
     "SGD": "flexd.embedding.row_optimizers",
+    "ServingTable": "flexd.embedding.serving.serving_table",
     "ShardedState": "flexd.embedding.checkpoint.checkpoint",
     "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embed_all",
+    "export_table": "flexd.embedding.serving.export",
     "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "prefetch": "flexd.embedding.prefetch.loop",
+    "table_blocks": "flexd.embedding.serving.export",
 }
 
 __all__ = [
@@ -70,14 +75,17 @@ __all__ = [
     "RankLayout",
     "RowWiseAdagrad",
     "RowWiseAdam",
+    "ServingTable",
     "ShardedState",
     "Tap",
     "__version__",
     "connect",
     "embed_all",
+    "export_table",
     "load_checkpoint",
     "prefetch",
     "save_checkpoint",
+    "table_blocks",
 ]
 
 

@@ -30,13 +30,18 @@ def gather_rows(
     each = max(1, MAX_WINDOW_BYTES // (max(1, width * held.element_size()) * world.size))
     for first in range(0, homes.rows, each * world.size):
         window = range(first, min(first + each * world.size, homes.rows))
-        mine = homes.homed(homes.rank, window)
-        part = held.new_zeros((-(-len(window) // world.size), width))
-        part[: len(mine)] = held[homes.slots(mine)]
-        # Row ``first`` is the first of the rank that is its home, the next row of the next rank.
-        by_offset = world.all_gather(part).roll(-((homes.first_key + first) % world.size), dims=0)
-        table[window.start : window.stop] = by_offset.transpose(0, 1).reshape(-1, width)[: len(window)]
+        table[window.start : window.stop] = gather_block(world, homes, held, window)
     return table
+
+
+def gather_block(world: Peers, homes: TableHomes, held: RowColumn, block: range) -> torch.Tensor:
+    """Collective. Return [n, c] of n consecutive rows of a table on every rank, with one all-gather."""
+    mine = homes.homed(homes.rank, block)
+    part = held.new_zeros((-(-len(block) // world.size), held.shape[1]))
+    part[: len(mine)] = held[homes.slots(mine)]
+    # The block's first row is the first of the rank that is its home, the next row of the next rank.
+    by_offset = world.all_gather(part).roll(-((homes.first_key + block.start) % world.size), dims=0)
+    return by_offset.transpose(0, 1).reshape(-1, held.shape[1])[: len(block)]
 
 
 def replicas_bit_equal(groups: ChainGroups, stores: Sequence[GroupStore]) -> bool:
