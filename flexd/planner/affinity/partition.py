@@ -1,0 +1,177 @@
+"""Homes of rows learnt from a window of samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.planner.affinity.bisection import bisect
+from flexd.planner.affinity.dealing import deal
+from flexd.planner.affinity.homes import choose_homes
+from flexd.planner.affinity.sample_rows import SampleRows
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class AffinityLimits:
+    """Bounds of the homes that a partitioning may choose.
+
+    Attributes:
+        row_slack: rows of a node above the mean, as share of it.
+        load_slack: touches of a node's rows above the mean, as share of it.
+        min_gain: touches a batch that a moved row must win: what a move costs in rows over the batches it will serve.
+        rounds: of alternating between dealing and homes, at most; it ends where a round wins nothing.
+        probability: of a use to count in the bisection; None: one over the number of batches, what a batch touches.
+        seed: of the bisection. Equal inputs give equal homes.
+    """
+
+    row_slack: float = 0.05
+    load_slack: float = 0.2
+    min_gain: float = 1e-3
+    rounds: int = 4
+    probability: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.row_slack, self.load_slack, self.min_gain) < 0 or self.rounds < 0:
+            raise ValueError(f"limits must not be negative: {self}")
+
+
+@dataclass(frozen=True)
+class NodeHomes:
+    """Nodes of rows, and how often each node touches them.
+
+    Attributes:
+        keys: int64 [rows], ascending.
+        home: int64 [rows], the node of each row's home.
+        absent: float32 [rows, nodes], probability that no other sample of a node's share of a batch uses the row.
+        crossing: expected rows a batch that cross between nodes, in the window.
+        moved: rows whose home is not where it was.
+    """
+
+    keys: Int64Array
+    home: Int64Array
+    absent: Float32Array
+    crossing: float
+    moved: int
+
+    @property
+    def nodes(self) -> int:
+        return int(self.absent.shape[1])
+
+    def home_of(self, keys: Int64Array, by_rule: Int64Array) -> Int64Array:
+        """Return int64 [n]: the node of each key's home, ``by_rule`` where the key is not known."""
+        at, known = self._find(keys)
+        return np.where(known, self.home[at], by_rule) if len(self.keys) else by_rule
+
+    def row_costs(self, keys: Int64Array, by_rule: Int64Array) -> Float32Array:
+        """Return float32 [n, nodes]: rows that cross if one more sample with that key is trained in a node."""
+        costs = np.ones((len(keys), self.nodes), dtype=np.float32)
+        if len(self.keys):
+            at, known = self._find(keys)
+            costs[known] = self.absent[at[known]]
+        costs[np.arange(len(keys)), self.home_of(keys, by_rule)] = 0
+        return costs
+
+    def _find(self, keys: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        at = np.minimum(np.searchsorted(self.keys, keys), max(0, len(self.keys) - 1))
+        return at, self.keys[at] == keys if len(self.keys) else np.zeros(len(keys), dtype=np.bool_)
+
+
+def learn_homes(
+    window: SampleRows, batch: Int64Array, current: Int64Array, nodes: int, limits: AffinityLimits | None = None,
+    start: NodeHomes | None = None,
+) -> NodeHomes:  # fmt: skip
+    """Return homes for a window of samples, by alternating: samples to nodes by the rows they use, rows to the node
+    that touches them most.
+
+    Args:
+        window: samples; its keys are the rows.
+        batch: int64 [samples], from 0, the global batch of each sample.
+        current: int64 [rows], nodes of the homes now.
+        start: homes learnt before, from which to go on; None: begin with a bisection of the window.
+
+    Raises:
+        ValueError: the arrays do not fit one another, or a home is in no node.
+    """
+    limits = limits or AffinityLimits()
+    if batch.shape != (len(window),) or current.shape != (len(window.keys),):
+        raise ValueError(
+            f"{len(batch)} batches of {len(window)} samples, {len(current)} homes of {len(window.keys)} rows"
+        )
+    if len(current) and not 0 <= current.min() <= current.max() < nodes:
+        raise ValueError(f"homes are in nodes {current.min()} to {current.max()}, of {nodes}")
+    matrix = window.matrix()
+    alternating = _Alternating(matrix, batch, current, nodes, limits)
+    if start is None:
+        to = named_as_homes(
+            bisect(matrix, nodes, limits.probability or 1 / (int(batch.max(initial=0)) + 1), limits.seed),
+            matrix,
+            current,
+            nodes,
+        )
+    else:
+        costs = start.row_costs(window.keys, current)
+        to = deal(np.asarray(matrix @ costs, dtype=np.float32), batch)
+    return alternating.run(window.keys, to)
+
+
+class _Alternating:
+    """Samples are dealt by homes, and homes chosen by what nodes then touch; the best of all rounds counts."""
+
+    def __init__(
+        self, matrix: csr_matrix, batch: Int64Array, current: Int64Array, nodes: int, limits: AffinityLimits
+    ) -> None:
+        self.matrix, self.batch, self.current, self.nodes, self.limits = matrix, batch, current, nodes, limits
+        self.transposed = matrix.T
+        # Of one use: not in a given batch. A window of one batch has all its uses in it.
+        self.other_batch = np.float32(max(1e-6, 1 - 1 / (int(batch.max(initial=0)) + 1)))
+
+    def run(self, keys: Int64Array, to: Int64Array) -> NodeHomes:
+        best = learnt = self._homes(keys, to)
+        for _ in range(self.limits.rounds):
+            row_costs = learnt.absent.copy()
+            row_costs[np.arange(len(keys)), learnt.home] = 0
+            costs = np.asarray(self.matrix @ row_costs, dtype=np.float32)
+            # The sample's own use is in what its node was found to touch.
+            costs[np.arange(len(to)), to] /= self.other_batch
+            to = deal(costs, self.batch)
+            learnt = self._homes(keys, to)
+            if learnt.crossing >= best.crossing:
+                break
+            best = learnt
+        return best
+
+    def _homes(self, keys: Int64Array, to: Int64Array) -> NodeHomes:
+        chosen = np.zeros((len(to), self.nodes), dtype=np.float32)
+        chosen[np.arange(len(to)), to] = 1
+        absent = self.other_batch ** np.asarray(self.transposed @ chosen, dtype=np.float32)
+        touches, limits = 1 - absent, self.limits
+        home = choose_homes(
+            touches, self.current, min_gain=limits.min_gain, row_slack=limits.row_slack, load_slack=limits.load_slack
+        )
+        at_home = touches[np.arange(len(home)), home].sum(dtype=np.float64)
+        crossing = float(touches.sum(dtype=np.float64) - at_home)
+        return NodeHomes(keys, home, absent, crossing, int(np.count_nonzero(home != self.current)))
+
+
+def named_as_homes(to: Int64Array, matrix: csr_matrix, current: Int64Array, nodes: int) -> Int64Array:
+    """Return the same division with nodes named such that most uses are in the node of the row's home now."""
+    chosen = np.zeros((len(to), nodes), dtype=np.float32)
+    chosen[np.arange(len(to)), to] = 1
+    uses = matrix.T @ chosen
+    at_home = np.stack([uses[current == node].sum(axis=0, dtype=np.float64) for node in range(nodes)], axis=1)
+    name = np.full(nodes, -1)
+    for _ in range(nodes):
+        division, node = np.unravel_index(at_home.argmax(), at_home.shape)
+        name[division] = node
+        at_home[division], at_home[:, node] = -np.inf, -np.inf
+    return np.asarray(name[to], dtype=np.int64)

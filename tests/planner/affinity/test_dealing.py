@@ -1,0 +1,58 @@
+"""Dealing gives equal numbers, at the least cost that exchanges reach."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from flexd.planner.affinity.dealing import deal, equal_shares
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 8])
+def test_every_group_is_dealt_in_equal_numbers(nodes: int) -> None:
+    rng = np.random.default_rng(nodes)
+    groups = rng.integers(0, 7, 500)
+    to = deal(rng.random((500, nodes), dtype=np.float32), groups)
+    dealt = np.bincount(groups * nodes + to, minlength=7 * nodes).reshape(7, nodes)
+    assert dealt.sum() == 500
+    assert (dealt.max(axis=1) - dealt.min(axis=1) <= 1).all()
+    assert np.ptp(dealt.sum(axis=0)) <= 1
+
+
+def test_two_nodes_are_dealt_at_least_cost():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        costs = rng.random((8, 2), dtype=np.float32)
+        each = np.arange(8)
+        least = min(
+            costs[each, [int(i in left) for i in range(8)]].sum() for left in itertools.combinations(range(8), 4)
+        )
+        assert costs[each, deal(costs)].sum() == pytest.approx(least, abs=1e-5)
+
+
+def test_four_nodes_are_dealt_within_a_tenth_of_the_best_assignment():
+    from scipy.optimize import linear_sum_assignment
+
+    rng = np.random.default_rng(1)
+    costs = rng.random((400, 4), dtype=np.float32)
+    rows, seats = linear_sum_assignment(np.repeat(costs, 100, axis=1))
+    least = costs[rows, seats // 100].sum()
+    assert costs[np.arange(400), deal(costs)].sum() <= 1.1 * least
+
+
+def test_remainders_take_turns():
+    assert equal_shares(np.array([3, 3, 3, 3]), 2).tolist() == [[2, 1], [1, 2], [2, 1], [1, 2]]
+
+
+def test_equal_costs_and_no_samples():
+    assert np.bincount(deal(np.zeros((6, 3), dtype=np.float32))).tolist() == [2, 2, 2]
+    assert len(deal(np.zeros((0, 3), dtype=np.float32))) == 0
+
+
+def test_costs_that_are_not_finite_or_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="finite"):
+        deal(np.array([[0.0, np.nan]], dtype=np.float32))
+    with pytest.raises(ValueError, match="3 groups for 2 samples"):
+        deal(np.zeros((2, 2), dtype=np.float32), np.zeros(3, dtype=np.int64))
