@@ -46,7 +46,7 @@ def test_groups_pay_and_the_expectation_is_what_later_batches_send():
 
 
 def test_large_batches_of_a_small_catalogue_do_not_pay():
-    window, batch, _ = drawn(1, 20)
+    window, batch, _ = drawn(1, 8)
     choice = choose_affinity(window, batch, LAYOUT, WIRE)
     assert choice.expected is not None
     assert choice.expected.bytes_ratio > 0.98

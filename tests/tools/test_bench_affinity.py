@@ -1,0 +1,43 @@
+"""The benchmark of affinity cuts traces into samples that do not overlap, and judges what its targets say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from bench_affinity import checks_of, measure, planted, trace_samples, uniform_samples
+
+
+def test_pieces_of_users_do_not_overlap_and_are_in_order_of_their_last_event(tmp_path: Path) -> None:
+    user = np.resize(np.array([1, 0, 2]), 320)
+    np.savez(tmp_path / "shop.npz", row=np.arange(320), user=user, table_rows=np.array([320]))
+    samples = trace_samples(tmp_path / "shop.npz")
+    assert samples.lengths.tolist() == [32] * 9
+    rows = np.split(samples.keys[samples.rows], samples.offsets[1:-1])
+    assert all(len(np.unique(user[each])) == 1 for each in rows)
+    assert len(np.unique(np.concatenate(rows))) == 9 * 32
+    assert (np.diff([each.max() for each in rows]) > 0).all()
+
+
+def test_bags_are_samples_and_tables_apart(tmp_path: Path) -> None:
+    np.savez(
+        tmp_path / "bags.npz",
+        sample=np.array([3, 3, 7]), table=np.array([0, 1, 1]), row=np.array([2, 2, 0]), table_rows=np.array([5, 4]),
+    )  # fmt: skip
+    samples = trace_samples(tmp_path / "bags.npz")
+    assert samples.keys.tolist() == [2, 5, 7]
+    assert samples.lengths.tolist() == [2, 1]
+
+
+def test_planted_groups_are_near_their_optimum_and_a_small_catalogue_is_not_here() -> None:
+    groups, group_of_key = planted(12_000)
+    figures = {
+        "planted, 2 nodes": measure(groups, 2, 64, group_of_key),
+        "catalogue, 2 nodes": measure(uniform_samples(200, 4_000, 32), 2, 128),
+    }
+    assert all(each["ok"] for each in checks_of(figures)), figures
+    figures["catalogue, 2 nodes"]["pays"] = True
+    figures["planted, 2 nodes"]["rows"] = 1.1 * figures["planted, 2 nodes"]["planted_rows"]
+    assert [each["name"] for each in checks_of(figures) if not each["ok"]] == [
+        "planted, 2 nodes: over the planted", "catalogue, 2 nodes: pays",
+    ]  # fmt: skip

@@ -1,0 +1,170 @@
+"""Rows and bytes between nodes with homes and dealing by affinity, over the chain's on the same global batches.
+
+    python tools/bench_affinity.py [--trace ask_ubuntu.npz] [--trace online_retail.npz] [--quick] [--json]
+
+A simulation: what crosses is counted, nothing is exchanged. Homes are learnt on up to 40 global batches before the
+middle of the samples and judged on up to 8 after it. A sample of a trace is a bag (array ``sample``), a user's next 32
+events (``user``), or 32 events of the stream; none overlaps another. Made up: 64 groups of 100 rows, 16 rows of a
+sample of which 95 % are of its group; uniform traffic over 100,000 rows; large batches of a catalogue of 200 rows.
+A row that crosses is 64 float32, its gradient and ids: 520 bytes; a shipped sample 64 bytes and 4 an id. Where the
+choice says "not here" the chain goes on as it is. ``planted`` beside the planted groups is what the planted homes send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from bench_report import check, ending
+
+from flexd.core.layout import RankLayout
+from flexd.planner.affinity.partition import NodeHomes, learn_homes
+from flexd.planner.affinity.sample_rows import SampleRows
+from flexd.planner.affinity.traffic import WireBytes, choose_affinity, rule_nodes, traffic
+
+Int64Array = npt.NDArray[np.int64]
+LOCAL_RANKS, WINDOW, JUDGED, LENGTH = 8, 40, 8, 32
+GROUPS, GROUP_ROWS = 64, 100
+WIRE = WireBytes(row=520.0)
+TARGETS = {"ask_ubuntu": (0.78, 0.70), "online_retail": (0.95, 0.95)}
+PLANTED_TOLERANCE, LOSS = 0.05, 0.01
+
+
+def trace_samples(path: Path) -> SampleRows:
+    """Return the samples of a trace in order of time (of their last event); they do not overlap."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    first = np.concatenate([[0], np.cumsum(arrays["table_rows"].astype(np.int64))])
+    keys = arrays["row"].astype(np.int64) + first[arrays.get("table", 0)]
+    if "sample" in arrays:
+        return SampleRows.of(np.unique(arrays["sample"], return_inverse=True)[1].reshape(-1), keys)
+    user = arrays["user"] if "user" in arrays else np.zeros(len(keys), dtype=np.int64)
+    order = np.argsort(user, kind="stable")
+    starts = np.flatnonzero(np.concatenate([[True], np.diff(user[order]) != 0]))
+    sizes = np.diff(np.concatenate([starts, [len(keys)]]))
+    position = np.arange(len(keys)) - np.repeat(starts, sizes)
+    full = position < np.repeat(sizes // LENGTH * LENGTH, sizes)
+    pieces = order[full].reshape(-1, LENGTH)
+    pieces = pieces[np.argsort(pieces[:, -1], kind="stable")]
+    return SampleRows.of(np.repeat(np.arange(len(pieces)), LENGTH), keys[pieces.reshape(-1)])
+
+
+def planted(samples: int) -> tuple[SampleRows, Int64Array]:
+    """Return samples of groups, and the group of each key."""
+    rng = np.random.default_rng(0)
+    group, rows = rng.integers(0, GROUPS, samples), GROUPS * GROUP_ROWS
+    mixed = rng.permutation(rows)
+    own = group[:, None] * GROUP_ROWS + rng.integers(0, GROUP_ROWS, (samples, 16))
+    drawn = np.where(rng.random(own.shape) < 0.95, own, rng.integers(0, rows, own.shape))
+    made = SampleRows.of(np.repeat(np.arange(samples), 16), mixed[drawn].reshape(-1))
+    return made, np.argsort(mixed)[made.keys] // GROUP_ROWS
+
+
+def uniform_samples(rows: int, samples: int, length: int) -> SampleRows:
+    keys = np.random.default_rng(1).integers(0, rows, samples * length)
+    return SampleRows.of(np.repeat(np.arange(samples), length), keys)
+
+
+def planted_homes(window: SampleRows, batches: int, group_of_key: Int64Array, nodes: int) -> NodeHomes:
+    """Return the planted groups' homes, with the touches that samples of whole groups give their nodes."""
+    home = group_of_key % nodes
+    uses = np.bincount(window.rows, minlength=len(window.keys)) / batches
+    here = np.arange(nodes)[None, :] == home[:, None]
+    # 5 % of the uses are by samples of any group.
+    each = uses[:, None] * np.where(here, 0.95 + 0.05 / nodes, 0.05 / nodes)
+    return NodeHomes(window.keys, home, np.exp(-each).astype(np.float32), 0.0, 0)
+
+
+def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64Array | None = None) -> dict[str, Any]:
+    """Return the figures of one setting, or nothing if there are fewer than eight global batches."""
+    size, layout = nodes * per_node, RankLayout(nodes, LOCAL_RANKS)
+    batches = len(samples) // size
+    if batches < 8:
+        return {}
+    half = batches // 2
+    begin, end = max(0, half - WINDOW), min(batches, half + JUDGED)
+    before, after = np.arange(begin * size, half * size), np.arange(half * size, end * size)
+    window, judged = samples.select(before).compact(), samples.select(after).compact()
+    clock = time.process_time()
+    choice = choose_affinity(window, before // size - begin, layout, WIRE)
+    learnt = time.process_time() - clock
+    clock = time.process_time()
+    sent = traffic(judged, after // size - half, choice.homes, layout, WIRE)
+    dealt = time.process_time() - clock
+    own = learn_homes(judged, after // size - half, rule_nodes(judged.keys, layout), nodes)
+    ours = traffic(judged, after // size - half, own, layout, WIRE)
+    figures = {
+        "rows": sent.rows_ratio, "bytes": sent.bytes_ratio, "loader": sent.loader_ratio,
+        "pays": choice.pays(), "loader_pays": choice.pays(loader_deals=True),
+        "bytes_in_use": sent.bytes_ratio if choice.pays() else 1.0,
+        "loader_in_use": sent.loader_ratio if choice.pays(loader_deals=True) else 1.0,
+        "own_window_rows": ours.rows_ratio,
+        "learn_us_a_sample": learnt / len(before) * 1e6, "deal_and_count_us_a_sample": dealt / len(after) * 1e6,
+        "home_bytes_a_row": (choice.homes.home.nbytes + choice.homes.absent.nbytes + choice.homes.keys.nbytes)
+        / len(window.keys),
+        "rows_learnt": len(window.keys), "rows_moved": choice.homes.moved,
+    }  # fmt: skip
+    if group_of_key is not None:
+        best = planted_homes(samples, batches, group_of_key, nodes)
+        figures["planted_rows"] = traffic(judged, after // size - half, best, layout, WIRE).rows_ratio
+    return figures
+
+
+def checks_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    checks = []
+    for name, of in figures.items():
+        workload = name.split(",")[0]
+        if workload in TARGETS:
+            shipped, loader = TARGETS[workload]
+            checks.append(check(f"{name}: bytes", of["bytes_in_use"], f"<= {shipped}", of["bytes_in_use"] <= shipped))
+            checks.append(check(f"{name}: loader", of["loader_in_use"], f"<= {loader}", of["loader_in_use"] <= loader))
+        else:
+            checks.append(check(f"{name}: loss", of["bytes_in_use"] - 1, "<= 0.01", of["bytes_in_use"] <= 1 + LOSS))
+        if "planted_rows" in of:
+            over = of["rows"] / of["planted_rows"] - 1
+            checks.append(check(f"{name}: over the planted", over, "<= 0.05", over <= PLANTED_TOLERANCE))
+        if workload == "catalogue":
+            checks.append(check(f"{name}: pays", of["pays"], "0: not here", not of["pays"]))
+    return checks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE.npz")
+    parser.add_argument("--quick", action="store_true", help="2 nodes, 64 samples each")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    settings = [(2, 64)] if options.quick else [(nodes, each) for nodes in (2, 4, 8) for each in (64, 512)]
+    groups, group_of_key = planted(60_000)
+    made: dict[str, tuple[SampleRows, Int64Array | None]] = {
+        path.stem: (trace_samples(path), None) for path in options.trace
+    }
+    made |= {
+        "planted": (groups, group_of_key),
+        "uniform": (uniform_samples(100_000, 60_000, 16), None),
+        "catalogue": (uniform_samples(200, 60_000, 32), None),
+    }
+    figures: dict[str, Any] = {}
+    print(f"{'':36s}{'rows':>7s}{'bytes':>7s}{'loader':>7s}{'planted':>8s}{'learn us':>9s}{'deal us':>8s}  says")
+    for workload, (samples, groups_of) in made.items():
+        for nodes, per_node in settings:
+            of = measure(samples, nodes, per_node, groups_of)
+            if of:
+                name = f"{workload}, {nodes} nodes of {per_node}"
+                figures[name] = of
+                print(
+                    f"{name:36s}{of['rows']:7.3f}{of['bytes']:7.3f}{of['loader']:7.3f}"
+                    f"{of.get('planted_rows', np.nan):8.3f}{of['learn_us_a_sample']:9.1f}"
+                    f"{of['deal_and_count_us_a_sample']:8.1f}  {'pays' if of['pays'] else 'not here'}",
+                    flush=True,
+                )
+    return ending(figures, checks_of(figures), as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
