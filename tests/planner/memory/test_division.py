@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import PlanError
@@ -67,6 +67,7 @@ touch_lists = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=6)
 
 
 @settings(max_examples=150, deadline=None)
+@example([[1.0, 1.0, 1.0, 1.0, 1.0, 0.375], [1.0, 1.0, 1.0, 0.5, 0.5]], 10)
 @given(st.lists(touch_lists, min_size=1, max_size=3), st.integers(0, 20))
 def test_small_cases_of_equal_frames_equal_every_division_tried(groups: list[list[float]], frames: int) -> None:
     curves = [curve(touches, more_rows=1) for touches in groups]
