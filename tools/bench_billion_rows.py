@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 from bench_memory_job import Flexd, batches, compute, process_figures
 from bench_report import check, ending
+from process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 START_SECONDS, BESIDE_BYTES, TOLERANCE = 10.0, 1.5 * 2**30, 1e-5
 ZIPF, COMPARED_STEPS = 1.05, 4
@@ -35,6 +35,8 @@ ZIPF, COMPARED_STEPS = 1.05, 4
 def run(rows: int, dim: int, ids: int, fast_bytes: int, seconds: float, directory: Path) -> dict[str, float]:
     """Return figures of the start, of a step and of what is taken at the end."""
     setting = {"rows": rows, "dim": dim, "ids": ids, "fast_bytes": fast_bytes, "filled": False}
+    reset_peak()
+    resident_before = resident_bytes()
     began = time.perf_counter()
     held = Flexd(setting, directory)
     figures = {"start_seconds": time.perf_counter() - began}
@@ -51,7 +53,7 @@ def run(rows: int, dim: int, ids: int, fast_bytes: int, seconds: float, director
     figures |= {
         "step_seconds": float(np.median(took)), "steps": len(took), "frames": after["frames"],
         "misses": (after["missed"] - before["missed"]) / (after["used"] - before["used"]),
-        "resident_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024,
+        "resident_bytes": float(peak_resident_bytes()), "resident_bytes_before": float(resident_before),
         "file_bytes": float(path.stat().st_size), "file_bytes_on_disk": float(path.stat().st_blocks) * 512,
     }  # fmt: skip
     for name in ("processor_seconds", "bytes_read", "bytes_written", "slow_seconds"):

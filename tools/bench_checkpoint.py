@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_report import check, ending
+from process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 import flexd
 from flexd.embedding.checkpoint.checkpoint import whole_state_dict
@@ -82,31 +83,17 @@ class Trainer:
 def measured(save: Callable[[], Any], path: Path) -> tuple[Any, dict[str, float]]:
     """Return the result of a save, and its seconds, bytes on the disk and bytes of memory."""
     before = directory_bytes(path)
-    held = resident_bytes("VmRSS") if forget_peak() else None
+    held = resident_bytes() if reset_peak() else None
     began = time.perf_counter()
     result = save()
     figures = {"seconds": time.perf_counter() - began, "bytes": float(directory_bytes(path) - before)}
     if held is not None:
-        figures["memory_bytes"] = float(max(0, resident_bytes("VmHWM") - held))
+        figures["memory_bytes"] = float(max(0, peak_resident_bytes() - held))
     return result, figures
 
 
 def directory_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def forget_peak() -> bool:
-    """Let the peak of this process' memory be what it holds now; False where the system does not."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def resident_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def differing(one: flexd.EmbeddingCollection, other: flexd.EmbeddingCollection) -> int:

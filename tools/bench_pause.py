@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bench_report import check, last_line
+from process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 from flexd.core.placement import Delta
 from flexd.demo.ports import free_ports
@@ -124,14 +124,6 @@ class Account:
         return {part: (self.wall[part], self.processor[part]) for part in PARTS}
 
 
-def _peak_bytes(reset: bool = False) -> int:
-    """Peak resident bytes of this process since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-
-
 def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
     """Measure one rank: per stretch (kind, [wall seconds of each step], CPU seconds a step, apply seconds)."""
     import torch
@@ -183,7 +175,8 @@ def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
     train("warm", 0, 5)
     stretches.clear()
     train("empty", 0, case.still_steps)
-    before = _peak_bytes(reset=True)
+    reset_peak()
+    before = resident_bytes()
     for _ in range(case.rounds):
         for kind, delta in directions.items():
             chunks = list(delta.chunks(min(CHUNK_ROWS, case.cap_bytes // collection.engine.stores[0].row_bytes)))
@@ -194,7 +187,7 @@ def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
             train("full" if kind == "promote" else "empty", 0, case.still_steps)
     memory = collection.memory()
     return {
-        "stretches": stretches, "peak_growth": _peak_bytes() - before,
+        "stretches": stretches, "peak_growth": peak_resident_bytes() - before,
         "stated_growth": memory.replica_bytes + memory.max_directory_bytes + memory.max_migration_bytes,
     }  # fmt: skip
 

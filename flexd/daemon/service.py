@@ -31,12 +31,12 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.process_start import ProcessStart
+from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.shutdown_budget import Share, ShutdownBudget
-from flexd.daemon.signal_flag import SignalFlag
 from flexd.daemon.state_files import check_files
 from flexd.daemon.state_lock import StateLock
 from flexd.ha.leadership import FencedSnapshotStore, Leadership, without_lease

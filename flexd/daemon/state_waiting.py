@@ -15,11 +15,11 @@ from flexd.api.status import Status, base_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, StateLockedError, StateVersionError, UnusableStateError
 from flexd.core.process_start import ProcessStart
+from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import TICK_SECONDS, Daemon
-from flexd.daemon.signal_flag import SignalFlag
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 

@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 
-from flexd.daemon.signal_flag import SignalFlag
+from flexd.core.signal_flag import SignalFlag
 from tests.support.repository import ROOT
 
 STORM = """
 import signal, sys, time
-from flexd.daemon.signal_flag import SignalFlag
+from flexd.core.signal_flag import SignalFlag
 flag = SignalFlag()
 count = 0
 def handler(*_):
