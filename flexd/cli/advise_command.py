@@ -85,7 +85,13 @@ def advise(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("-c", "--config", metavar="FILE", help="Read the stream of this daemon's YAML file.")
+        Path | None,
+        typer.Option(
+            "-c",
+            "--config",
+            metavar="FILE",
+            help="Read the stream of this daemon's YAML file; of a tap, what the daemon has counted.",
+        ),
     ] = None,
     seconds: Annotated[
         float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
@@ -186,10 +192,10 @@ def _of_profile(
         tables = [row_format.table(table.table, table.rows) for table in found.tables]
     else:
         from flexd.config.load import load_config
-        from flexd.daemon.stream_sample import read_sample
+        from flexd.daemon.stream_sample import read_profile as read_configured
 
         loaded = load_config(config)
-        name, found = loaded.job, read_sample(loaded, seconds).profile
+        name, found = loaded.job, read_configured(loaded, seconds)
         tables = list(loaded.keyspace().tables)
     return ProfileAccesses(
         name, found, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed, micro_batches=micro_batches

@@ -1,4 +1,4 @@
-"""Read a stream for a bounded time and return its profile, without a daemon and without disturbing one."""
+"""Profile of a stream without a daemon, or of what a running daemon has counted; neither disturbs the daemon."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from flexd.config.model import Config
 from flexd.config.stream import KafkaSource, TapSource
 from flexd.control.protocol.network import new_token
 from flexd.core.errors import ConfigError, StreamError
-from flexd.daemon import factory
+from flexd.daemon import factory, state_admin
+from flexd.ingest import restore
 from flexd.ingest.ingestor import Ingestor
 from flexd.ingest.stats import IngestStats
 from flexd.sketch.profile import Profile
+from flexd.sketch.snapshot import SnapshotStore
 
 CLOSE_SECONDS = 20.0
 _LOOK_SECONDS = 0.2
@@ -30,6 +32,26 @@ class StreamSample:
     stats: IngestStats
 
 
+def read_profile(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> Profile:
+    """Return the profile of the configured source: of a stream what ``read_sample`` reads in ``seconds``, of a tap what
+    the job's daemon had counted at its newest snapshot.
+
+    Raises:
+        ConfigError: a file of options cannot be read.
+        StreamError: nothing could be read in that time, or the snapshot has no accesses.
+        SnapshotError: the source is a tap, and ``state.dir`` has no usable snapshot.
+    """
+    if not isinstance(config.stream.source, TapSource):
+        return read_sample(config, seconds, progress).profile
+    directory = state_admin.directory_of(config) / "snapshots"
+    counted = restore.read_newest(
+        SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config)
+    )
+    if not counted.sketches.samples:
+        raise StreamError(f"{counted.path}: no access was counted yet", remedy="wait until the ranks' taps have sent")
+    return counted.sketches.profile()
+
+
 def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> StreamSample:
     """Read the configured source for so long, or to its present end if that comes first.
 
@@ -40,14 +62,14 @@ def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats]
         progress: called with the present statistics five times a second.
 
     Raises:
-        ConfigError: the source is a tap, which only a daemon receives, or a file of options cannot be read.
+        ConfigError: the source is a tap, which only the job's daemon receives, or a file of options cannot be read.
         StreamError: nothing could be read in that time.
     """
     source = config.stream.source
     if isinstance(source, TapSource):
         raise ConfigError(
             "stream.source.kind tap: only the daemon of a running job receives its counts",
-            remedy="ask that daemon (flexd plan), or give a topic or a trace",
+            remedy="read what that daemon has counted (read_profile)",
         )
     if isinstance(source, KafkaSource):
         apart = source.model_copy(update={"group_id": f"{source.group_id}-advise-{new_token()}"})

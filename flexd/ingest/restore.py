@@ -147,6 +147,27 @@ def restore(
     return state
 
 
+def read_newest(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: SketchSettings) -> RestoredState:
+    """Return the state of the newest usable snapshot, beside a daemon that may be running; change nothing.
+
+    Raises:
+        SnapshotError: there is no snapshot, or none can be used, with the reason of each.
+        SketchError, ConfigError: impossible sketch settings or tables.
+    """
+    state = RestoredState(SketchSet.of(tables, settings))
+    for path in snapshots.paths():
+        try:
+            _load(state, snapshots, path, tables, settings)
+        except (SnapshotError, SketchError) as error:
+            state.problems.append(f"{path.name}: {error.message}")
+        else:
+            return state
+    raise SnapshotError(
+        f"{snapshots.directory}: {'; '.join(state.problems) or 'there is no snapshot'}",
+        remedy="wait for state.snapshot_interval_seconds, or compare with `flexd state show`",
+    )
+
+
 @dataclass(frozen=True)
 class RestorePreview:
     """The effect that ``restore`` would have.

@@ -10,6 +10,10 @@ import pytest
 import yaml
 
 from flexd.cli.exit_codes import ExitCode
+from flexd.config.load import load_config
+from flexd.daemon import factory
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.trace import synthetic_trace
@@ -61,15 +65,44 @@ def test_a_stream_is_read_to_its_end_and_nothing_is_written(flexd_command, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_stream_without_messages_and_a_tap_are_named(flexd_command, tmp_path: Path):
+def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, tmp_path: Path):
+    file = configured(tmp_path, {"kind": "tap"})
+    state = {"state": {"dir": str(tmp_path / "state")}}
+    file.write_text(file.read_text() + yaml.safe_dump(state))
+    done = flexd_command("advise", "--step-ms", 5, "-c", file, *SMALL)
+    assert (done.returncode, "does not exist" in done.stderr) == (ExitCode.FAILED, True), done.stderr
+    config = load_config(file)
+    sketches = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config))
+    store = SnapshotStore(tmp_path / "state" / "snapshots", 3)
+
+    def save() -> None:
+        meta, arrays = sketches.state()
+        store.save({"format": 1, "sketches": meta, "positions": {}, "generation": 1, "saved": {}}, arrays)
+
+    save()
+    done = flexd_command("advise", "--step-ms", 5, "-c", file, *SMALL)
+    assert "no access was counted yet" in done.stderr
+    rows = np.random.default_rng(0).zipf(1.3, 5_000) % 3_000
+    sketches.ingest("item", rows.astype(np.int64), 0, 1.7e9)
+    save()
+    (damaged := store.directory / "snapshot-000000000009.flexd").write_bytes(b"no snapshot")
+    before = sorted(tmp_path.rglob("*"))
+    done = flexd_command("advise", "--step-ms", 5, "-c", file, "--scale", 1000, *SMALL, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["options"]["two_hops"]["saved_seconds"]["expected"] > 0
+    assert sorted(tmp_path.rglob("*")) == before
+    for path in store.paths():
+        path.write_bytes(b"no snapshot")
+    done = flexd_command("advise", "--step-ms", 5, "-c", file, *SMALL)
+    assert (done.returncode, damaged.name in done.stderr) == (ExitCode.FAILED, True), done.stderr
+
+
+def test_a_stream_without_messages_is_named(flexd_command, tmp_path: Path):
     (tmp_path / "log").mkdir()
     empty = configured(tmp_path, {"kind": "file_log", "path": str(tmp_path / "log")})
     done = flexd_command("advise", "--step-ms", 5, "-c", empty, "--for", 1, *SMALL)
     assert done.returncode == ExitCode.FAILED
     assert "no access was read in 1 s" in done.stderr
-    done = flexd_command("advise", "--step-ms", 5, "-c", configured(tmp_path, {"kind": "tap"}), *SMALL)
-    assert done.returncode == ExitCode.USAGE
-    assert "only the daemon of a running job" in done.stderr
 
 
 def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, tmp_path: Path):
