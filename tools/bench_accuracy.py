@@ -48,6 +48,7 @@ from flexd.planner.plan import make_plan, placement_cost
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from flexd.stream.trace import load_trace
 from flexd.stream.zipf import ZipfSampler
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkModel
@@ -187,12 +188,20 @@ def trace_case(path: Path) -> Case:
     return Case("trace", tables, tuple(accesses))
 
 
-def count(case: Case, memory_bytes: int, *, logarithmic: bool = True) -> SketchSet:
-    sketches = SketchSet(case.tables, memory_bytes, None, logarithmic=logarithmic)
+def count(
+    case: Case, memory_bytes: int, *, logarithmic: bool = True, max_hot_rows: int = SketchSettings.max_hot_rows
+) -> SketchSet:
+    sketches = SketchSet(case.tables, memory_bytes, None, logarithmic=logarithmic, max_hot_rows=max_hot_rows)
     for table, rows in case.accesses:
         for start in range(0, len(rows), MESSAGE_IDS):
             sketches.ingest(case.tables[table].name, rows[start : start + MESSAGE_IDS], 0, 1.0)
     return sketches
+
+
+def count_exactly(case: Case) -> SketchSet:
+    """Count exactly, and list every row in the profile: a plan is priced by the rows that the profile lists, so a row
+    beyond the list, which another sketch may well list among equals, would be priced as if it had no copies."""
+    return count(case, 16 * dense_bytes(case) + 2**26 * len(case.tables), max_hot_rows=case.rows)
 
 
 def dense_bytes(case: Case) -> int:
@@ -259,10 +268,8 @@ def measure(case: Case) -> Iterator[tuple[str, float]]:
     truth = counts[largest]
     order = np.argsort(-truth, kind="stable")
     order = order[: np.count_nonzero(truth)]
-    exact = count(case, 16 * dense_bytes(case) + 2**26 * len(case.tables))
-    following = None
-    if case.following:
-        following = count(case.next_window(), 16 * dense_bytes(case) + 2**26 * len(case.tables))
+    exact = count_exactly(case)
+    following = count_exactly(case.next_window()) if case.following else None
     settings = [Pricing(case, exact, setting, following) for setting in SETTINGS]
     per_step = settings[0].per_step
     yield "dense_bytes", float(dense_bytes(case))
