@@ -15,7 +15,7 @@ import typer
 from flexd.cli.main import app
 from tests.support.repository import ROOT
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_FILES = {"One access": 11, "One plan": 20, "One training step": 16}
 """Most files to open for each path of docs/how-it-works.md."""
 
@@ -28,22 +28,24 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=page_name)
-def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
+def run_python(page: Path, directory: Path) -> None:
+    script = directory / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
+        [sys.executable, str(script)], cwd=directory, env=environment, capture_output=True, text=True, timeout=120,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
-def test_readme_publishes_what_the_stream_reads(tmp_path: Path) -> None:
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks(ROOT / "README.md", "python")))
-    subprocess.run([sys.executable, str(script)], cwd=tmp_path, timeout=120, check=True)
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if blocks(page, "python")], ids=page_name)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    run_python(page, tmp_path)
+
+
+def test_python_of_the_readme_runs_and_publishes_what_the_stream_reads(tmp_path: Path) -> None:
+    run_python(ROOT / "README.md", tmp_path)
     from flexd.stream.codecs.codec import decode
     from flexd.stream.file_log.log import FileLogSource
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +54,25 @@ def command_lines(path: Path) -> Iterator[list[str]]:
             yield [word.strip("[](),.") for word in found[1].split()]
 
 
+@functools.cache
+def the_command() -> Any:
+    return typer.main.get_command(app)
+
+
+@functools.cache
+def variables_of_the_source() -> frozenset[str]:
+    return frozenset(
+        name for file in (ROOT / "flexd").rglob("*.py") for name in re.findall(r"\bFLEXD_[A-Z_]+\b", file.read_text())
+    )
+
+
+@functools.cache
+def documented_metrics() -> frozenset[str]:
+    return frozenset(known_metrics() | set(re.findall(r"`(flexd_\w+)", gen_metrics_docs.render())))
+
+
 def problem_of(words: list[str], path: Path) -> str:
-    command: Any = typer.main.get_command(app)
+    command = the_command()
     known = set(command.get_help_option_names(click.Context(command)))
     options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     for word in words:
@@ -101,7 +119,7 @@ def test_make_targets_and_options_of_tools_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_metrics_exist(path: Path) -> None:
-    known = known_metrics() | set(re.findall(r"`(flexd_\w+)", gen_metrics_docs.render()))
+    known = documented_metrics()
     for name in set(
         re.findall(r"(?<![\w./-])flexd_[a-z_]+(?![\w/]*\.(?:py|md|yaml))", path.read_text(errors="replace"))
     ):
@@ -176,12 +194,11 @@ def test_keys_of_configurations_exist(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_variables_exist(path: Path) -> None:
-    source = "\n".join(file.read_text() for file in (ROOT / "flexd").rglob("*.py"))
     for name in set(re.findall(r"\bFLEXD_[A-Z_]+", path.read_text(errors="replace"))) - {"FLEXD__SECTION__KEY"}:
         if name.startswith("FLEXD__"):
             assert is_setting(name.lower().split("__")[1:]), name
         else:
-            assert re.search(rf"\b{name}\b", source), name
+            assert name in variables_of_the_source(), name
 
 
 def test_the_checks_find_what_does_not_exist() -> None:
