@@ -20,6 +20,7 @@ from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.protocol.frames import Body, Frame
 from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -88,7 +89,7 @@ def simulated_ranks(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     keyspace, layout = big_keyspace(rows), RankLayout(ranks // 8, 8)
     mine = range(number, ranks, processes)
-    inboxes = [ChunkInbox(keyspace, layout, rank, (rows,)) for rank in mine]
+    inboxes = [ChunkInbox(Homes(keyspace, layout), rank, (rows,)) for rank in mine]
     agents = [
         Agent(
             inbox,
@@ -143,7 +144,7 @@ def lone_rank(number: int, pipe: Connection, control_port: int) -> None:
 
     ChannelClient.send, ChannelClient.receive = counted_send, counted_receive  # type: ignore[method-assign]
     keyspace = big_keyspace(1000)
-    inbox = ChunkInbox(keyspace, RankLayout(1, 1), number, (1000,))
+    inbox = ChunkInbox(Homes(keyspace, RankLayout(1, 1)), number, (1000,))
     own = RankIdentity(JOB, ATTEMPT, number, 1, 1, 1, (1000,), keyspace.digest)
     agent = Agent(inbox, own, f"127.0.0.1:{control_port}", timeout_seconds=15.0)
     agent.start()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import ConfigError
+from flexd.core.home_rules import SPREAD, HomeRule
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -34,13 +35,15 @@ def state_columns(optimizer: str, dim: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Shape, dtype and optimizer of one embedding table."""
+    """Shape, dtype, optimizer and home rule of one embedding table."""
 
     name: str
     rows: int
     dim: int
     dtype: str = "float32"
     optimizer: str = "sgd"
+    homes: str = SPREAD
+    """Home rule (``HomeRule.parse``)."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -56,6 +59,7 @@ class TableSpec:
                 f"table {self.name!r}: optimizer {self.optimizer!r}",
                 remedy=f"one of {', '.join(OPTIMIZERS)}",
             )
+        HomeRule.parse(self.homes, self.name)
 
     @property
     def row_bytes(self) -> int:
@@ -90,7 +94,7 @@ class KeySpace:
 
     Groups follow one another in the order of their first table; within a group the tables keep their order. A key
     therefore depends on the table list alone, not on the number of ranks, so plans and placements keep their meaning
-    when the world size changes. Home rank and node owner are arithmetic on the key (``flexd.core.layout``).
+    when the world size changes. Home rank and node owner are arithmetic on the key (``flexd.core.homes``).
 
     Raises:
         ConfigError: no tables, or two of the same name.
@@ -147,6 +151,11 @@ class KeySpace:
         return (np.searchsorted(starts, keys, side="right") - 1).astype(np.int64)
 
     @cached_property
+    def home_rules(self) -> tuple[HomeRule, ...]:
+        """The home rule of each table."""
+        return tuple(HomeRule.parse(table.homes, table.name) for table in self.tables)
+
+    @cached_property
     def digest(self) -> str:
         """Hex digest of the table list, which must be equal on ranks and daemon."""
         return digest_of(self.tables)
@@ -154,5 +163,8 @@ class KeySpace:
 
 def digest_of(tables: Iterable[TableSpec]) -> str:
     """Return ``KeySpace.digest`` of these tables."""
-    text = json.dumps([[t.name, t.rows, t.dim, t.dtype, t.optimizer] for t in tables])
+    # Spread tables have the digest of releases that knew no other rule.
+    text = json.dumps(
+        [[t.name, t.rows, t.dim, t.dtype, t.optimizer, *([t.homes] if t.homes != SPREAD else [])] for t in tables]
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]

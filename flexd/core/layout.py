@@ -28,8 +28,9 @@ class Tier(IntEnum):
 class RankLayout:
     """``nodes`` x ``local_ranks`` ranks, numbered node by node as torchrun does.
 
-    A row's home rank is ``key % world_size``; inside any node its owner is the local rank ``key % local_ranks``,
-    which in the home node is the home rank itself.
+    Methods that take addresses (``flexd.core.homes``; of a table that is spread over all ranks they are its keys): the
+    home rank is ``address % world_size``; inside any node its owner is the local rank ``address % local_ranks``, which
+    in the home node is the home rank itself.
     """
 
     nodes: int
@@ -63,28 +64,28 @@ class RankLayout:
         """Return the ranks of equal local rank (a rail), one in each node."""
         return [self.rank_of(node, local_rank) for node in range(self.nodes)]
 
-    def home_rank(self, keys: Int64Array) -> Int64Array:
-        """Map int64[n] keys to int64[n] home ranks."""
-        return keys % self.world_size
+    def home_rank(self, addresses: Int64Array) -> Int64Array:
+        """Map int64[n] addresses to int64[n] home ranks."""
+        return addresses % self.world_size
 
-    def home_node(self, keys: Int64Array) -> Int64Array:
-        """Map int64[n] keys to the int64[n] nodes of their home ranks."""
-        return (keys % self.world_size) // self.local_ranks
+    def home_node(self, addresses: Int64Array) -> Int64Array:
+        """Map int64[n] addresses to the int64[n] nodes of their home ranks."""
+        return (addresses % self.world_size) // self.local_ranks
 
-    def holds_replica(self, rank: int, keys: Int64Array, tiers: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    def holds_replica(self, rank: int, addresses: Int64Array, tiers: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return bool[n]: true where ``rank`` holds a replica (a copy beside the home copy) of the row at its tier."""
-        home = self.home_rank(keys)
+        home = self.home_rank(addresses)
         node = (
             (tiers == Tier.NODE)
-            & (keys % self.local_ranks == self.local_rank_of(rank))
+            & (addresses % self.local_ranks == self.local_rank_of(rank))
             & (home // self.local_ranks != self.node_of(rank))
         )
         held: npt.NDArray[np.bool_] = node | ((tiers == Tier.DEVICE) & (home != rank))
         return held
 
-    def replica_slots_used(self, keys: Int64Array, tiers: npt.NDArray[np.uint8]) -> Int64Array:
+    def replica_slots_used(self, addresses: Int64Array, tiers: npt.NDArray[np.uint8]) -> Int64Array:
         """Return int64[world_size]: replica slots that rows at these tiers use on each rank."""
-        home = self.home_rank(keys)
+        home = self.home_rank(addresses)
         world = self.world_size
         device_by_home = np.bincount(home[tiers == Tier.DEVICE], minlength=world)
         node_by_home = np.bincount(home[tiers == Tier.NODE], minlength=world).reshape(self.nodes, self.local_ranks)

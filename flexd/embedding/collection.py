@@ -14,6 +14,7 @@ import torch
 
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError, TopologyError
+from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.engine import RowEngine
@@ -50,6 +51,9 @@ class EmbeddingTable:
         features: names of the inputs that look up rows of the table; default: the name of the table.
         init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec.
         lr: learning rate of the table, a group of ``collection.optimizer.param_groups``; default: the optimizer's.
+        homes: home rule, the ranks that hold the rows: "all" (spread over all ranks), "node:N" (over the ranks of node
+            N) or "rank:R" (whole on rank R). It does not change the result. The daemon's configuration must name the
+            same rule.
     """
 
     name: str
@@ -59,6 +63,7 @@ class EmbeddingTable:
     dtype: str = "float32"
     init_scale: float | None = None
     lr: float | None = None
+    homes: str = SPREAD
 
     @property
     def scale(self) -> float:
@@ -147,7 +152,9 @@ class EmbeddingCollection(TableAccess):
         super().__init__(device)
         row_optimizer = optimizer or SGD()
         self.tables = tuple(tables)
-        self.keyspace = KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name) for t in tables])
+        self.keyspace = KeySpace(
+            [TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name, t.homes) for t in tables]
+        )
         self.replica_slots = self._replica_slots(replica_fraction, replica_slots)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
@@ -187,9 +194,6 @@ class EmbeddingCollection(TableAccess):
             settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
             self._check_same_everywhere([*settings, self._seed, row_optimizer])
         summed = [name for t in self.tables if getattr(t, "answer", "rows") == "sums" for name in t.feature_names]
-        self._features = FeatureMap(
-            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device, summed
-        )
         self.engine = RowEngine(
             self.keyspace,
             self._groups,
@@ -205,6 +209,10 @@ class EmbeddingCollection(TableAccess):
             keep_keys=any(table.lr is not None for table in self.tables),
             sums=bool(summed),
         )
+        self._features = FeatureMap(
+            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device, summed,
+            self.engine.stores[0].homes,
+        )  # fmt: skip
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
         # named_parameters(), because DDP and dense optimizers must not use it.
         self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)

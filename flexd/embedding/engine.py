@@ -13,9 +13,9 @@ import torch
 from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.control.protocol.report import ExchangeReason, StepPhase
 from flexd.core.errors import EmbeddingError
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.checkpoint.lone_saves import LoneSaves
 from flexd.embedding.exchange.bag_exchange import BagIds
@@ -79,14 +79,16 @@ class RowEngine:
         keep_keys: bool = False,
     ) -> None:
         self.keyspace = keyspace
+        self.homes = Homes(keyspace, groups.layout)
         self._two_memories = two_memories
         self.groups = groups
         self.passes: list[ForwardPass] = []
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
-        frames = None if two_memories is None else two_memories.frames(keyspace.groups, groups.layout)
+        frames = None if two_memories is None else two_memories.frames(self.homes.groups, groups.layout)
         self.stores = make_stores(
-            keyspace.groups, groups.layout, groups.rank, replica_slots, device, frames, keep_keys=keep_keys
-        )
+            self.homes.groups, groups.layout, groups.rank, replica_slots, device, frames, keep_keys=keep_keys,
+            homes=self.homes,
+        )  # fmt: skip
         self.changed_rows = ChangedRows(self.stores)
         self.lone_saves = LoneSaves(groups, sum(store.home_rows for store in self.stores), keyspace.total_rows)
         automatic = exchange == "auto"
@@ -100,9 +102,9 @@ class RowEngine:
         self._replica_sums = replica_sums
         self._sums = sums
         self.router, self.sync = self.new_exchange(groups, traffic)
-        self.migrator = Migrator(groups, self.stores, traffic, max_migration_bytes_per_step)
+        self.migrator = Migrator(groups, self.stores, self.homes, traffic, max_migration_bytes_per_step)
         self.inbox = ChunkInbox(
-            keyspace, groups.layout, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
+            self.homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
@@ -137,19 +139,16 @@ class RowEngine:
 
     def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to ``state``."""
-        layout, rank = self.groups.layout, self.groups.rank
         for number, store in enumerate(self.stores):
             if self._two_memories is not None and store.tier is not None:
                 make = initial_rows_of(store, self.keyspace, scales, seed, state)
-                self._two_memories.begin(store, number, make, first_home_slots(store, self.keyspace))
+                self._two_memories.begin(store, number, make, *first_home_slots(store, self.homes))
                 continue
             store.state.fill_(state)
             for table in store.group.tables:
                 spec = self.keyspace.tables[table]
-                first_key = int(self.keyspace.first_key[table])
-                homes = TableHomes(spec.rows, first_key, store.first_home_key, layout.world_size, rank)
-                mine = homes.homed(rank, range(spec.rows))
-                fill_initial_rows(store.rows[homes.slots(mine)], spec.name, mine, scale=scales[table], seed=seed)
+                for run in self.homes.runs(table, self.groups.rank):
+                    fill_initial_rows(store.rows[run.slots], spec.name, run.rows, scale=scales[table], seed=seed)
 
     def prepare(self) -> None:
         """Collective. Refresh replicas if home rows were loaded, and apply the chunks that all ranks agreed on.
@@ -377,7 +376,7 @@ class RowEngine:
     def memory(self) -> RankMemory:
         """Return the bytes of this rank by part, now and at most. Not collective."""
         working = self.router.working_bytes + self.sync.working_bytes + self.hooks.working_bytes
-        working += sum(store.replica_keys.nbytes for store in self.stores) + self.changed_rows.nbytes
+        working += sum(store.replica_addresses.nbytes for store in self.stores) + self.changed_rows.nbytes
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
             (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,

@@ -1,4 +1,4 @@
-"""Convert named jagged features to one tensor of keys, and rows back to features."""
+"""Convert named jagged features to one tensor of addresses, and rows back to features."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
+from flexd.embedding.store.device_homes import DeviceHomes
 
 _KEPT_ORDERS = 64
 """Orders of features of which what is known stays, with bounds on the device."""
@@ -19,11 +20,11 @@ _KEPT_ORDERS = 64
 
 @dataclass(frozen=True)
 class FeatureKeys:
-    """Ids of a batch as keys.
+    """Ids of a batch as addresses (``flexd.core.homes``), which of tables spread over all ranks are keys.
 
     Attributes:
         order: names of the features that are answered by rows, dim-group by dim-group.
-        keys: int64 [n], feature by feature in this order. Ids out of range are moved into it.
+        keys: int64 [n] addresses, feature by feature in this order. Ids out of range are moved into it.
         faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
         numbers: number of keys of each dim-group.
         bags: ids of the other features, answered by sums; None: there are none.
@@ -62,6 +63,7 @@ class FeatureMap:
     Args:
         features: the feature names of each table, in the order of ``keyspace.tables``.
         summed: features that are answered by sums.
+        homes: map of keys to addresses; None: addresses are keys.
 
     Raises:
         EmbeddingError: two tables read the same feature.
@@ -74,8 +76,10 @@ class FeatureMap:
         rank: int,
         device: torch.device,
         summed: Collection[str] = (),
+        homes: DeviceHomes | None = None,
     ) -> None:
         self._keyspace = keyspace
+        self._homes = homes
         self._rank = rank
         self._device = device
         self._group_of = {table: g for g, group in enumerate(keyspace.groups) for table in group.tables}
@@ -123,6 +127,8 @@ class FeatureMap:
             first, last_row = known.bounds
             inside = ids.clamp(0, last_row)
             keys = inside + first
+        if self._homes is not None:
+            keys = self._homes.addresses(keys)
         faults = [inside != ids, *self._length_faults(ordered, on_device)]
         ends = [0, *accumulate(sizes)]
         numbers, of_bags = (

@@ -73,16 +73,15 @@ class TableAccess(DeferredTables):
         ``flexd.prefetch`` exchange."""
         store, homes = self._homes(self.keyspace.index[name])
         rows = range(first_row, first_row + values.shape[0])
-        slots = self._before_load(store, homes, rows)
-        given = values[homes.homed(self.rank, rows).start - first_row :: self.layout.world_size]
-        store.rows[slots] = given.to(store.rows.device, store.rows.dtype)
+        self._before_load(store, homes, rows)
+        homes.write_table(store.rows, first_row, values)
 
-    def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> slice:
-        """Return the slots of those of the rows that have their home here; they are about to be replaced."""
-        slots = homes.slots(homes.homed(self.rank, rows))
-        changed = torch.arange(slots.start, slots.stop, device=store.rows.device)
+    def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> None:
+        """Tell the engine that the rows are about to be replaced."""
+        slots = [run.slots for run in homes.runs(rows)]
+        none = torch.empty(0, dtype=torch.int64, device=store.rows.device)
+        changed = torch.cat([none, *(torch.arange(some.start, some.stop, device=none.device) for some in slots)])
         self.engine.before_rows_load((self.engine.stores.index(store), changed))
-        return slots
 
     def gather_table(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Collective. Return [rows, dim] of a whole table on every rank, for small tables, tests and exports.
@@ -97,8 +96,7 @@ class TableAccess(DeferredTables):
 
     def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
         store = next(store for store in self.engine.stores if table in store.group.tables)
-        first_key, rows = int(self.keyspace.first_key[table]), self.keyspace.tables[table].rows
-        return store, TableHomes(rows, first_key, store.first_home_key, self.layout.world_size, self.rank)
+        return store, TableHomes(self.engine.homes, table, self.rank)
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""

@@ -1,5 +1,5 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-run-ahead, evaluation, migrations, bags answered by rows and by sums, and the kernels of an accelerator.
+run-ahead, evaluation, migrations, home rules, bags answered by rows and by sums, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout
 from tests.support import bag_jobs
-from tests.support.exactness import Scenario, train_alone
+from tests.support.exactness import Scenario, home_rule, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
 
@@ -25,6 +25,8 @@ Ranks = Callable[[int], RankPool]
 OPTIMIZERS = ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "dense_adam"]
 
 answered_by = st.sampled_from([None, None, ("rows", "rows"), ("sums", "sums"), ("sums", "rows"), ("rows", "sums")])
+home_rules = st.sampled_from(["all", "all", "node:0", "node:1", "rank:1", "rank:2"])
+homes = st.one_of(st.just(("all", "all")), st.tuples(home_rules, home_rules))
 scenarios = st.builds(
     Scenario,
     nodes=st.sampled_from([1, 2]),
@@ -50,6 +52,7 @@ scenarios = st.builds(
     slow_file=st.booleans(),
     divide_every=st.sampled_from([0, 1, 3]),
     answered_by=answered_by,
+    homes=homes,
 )
 three_nodes = st.builds(
     Scenario,
@@ -63,6 +66,7 @@ three_nodes = st.builds(
     two_dims=st.booleans(),
     replica_sums=st.sampled_from(["all_reduce", "home"]),
     answered_by=answered_by,
+    homes=homes,
 )
 
 
@@ -116,6 +120,7 @@ def test_any_training_equals_one_process(
     switch_every=st.sampled_from([0, 2, 3]),
     answers=st.tuples(*[st.sampled_from(["rows", "sums"])] * 2),
     accelerator=st.booleans(),
+    homes=homes,
 )
 def test_any_training_of_bags_equals_one_process(
     ranks: Ranks,
@@ -125,11 +130,13 @@ def test_any_training_of_bags_equals_one_process(
     switch_every: int,
     answers: tuple[str, str],
     accelerator: bool,
+    homes: tuple[str, str],
 ) -> None:
     shape = RankLayout(*layout)
     losses, _, tables = bag_jobs.train_alone(shape.world_size)
     job = ("accelerator_jobs:run", "bag_jobs:train") if accelerator else ("bag_jobs:train",)
-    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, answers)
+    rules = tuple(home_rule(rule, shape) for rule in homes)
+    results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, answers, rules)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
         assert result["equal"]

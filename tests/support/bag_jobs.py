@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,14 @@ Answers = tuple[str, str]
 ROWS = ("rows", "rows")
 
 
-def tables(answers: Answers = ROWS) -> list[flexd.EmbeddingTable]:
-    first, second = answers
-    return [
-        flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5, answer=first),
-        flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean", answer=second),
-    ]
+SPREAD = ("all", "all")
+
+
+def tables(answers: Answers = ROWS, homes: tuple[str, str] = SPREAD) -> list[flexd.EmbeddingTable]:
+    (first, second), (of_item, of_shop) = answers, homes
+    item = flexd.EmbeddingBagTable("item", 61, 8, ("history", "basket"), "float64", init_scale=0.5, answer=first)
+    shop = flexd.EmbeddingBagTable("shop", 17, 5, (), "float64", init_scale=0.5, pooling="mean", answer=second)
+    return [replace(item, homes=of_item), replace(shop, homes=of_shop)]
 
 
 def batch(step: int, rank: int) -> tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]:
@@ -55,10 +58,16 @@ def loss_of(pooled: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train(
-    rank: int, layout: RankLayout, exchange: str, ahead: bool, switch_every: int = 0, answers: Answers = ROWS
+    rank: int,
+    layout: RankLayout,
+    exchange: str,
+    ahead: bool,
+    switch_every: int = 0,
+    answers: Answers = ROWS,
+    homes: tuple[str, str] = SPREAD,
 ) -> dict[str, Any]:
     collection = flexd.EmbeddingBagCollection(
-        tables(answers), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
+        tables(answers, homes), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
     )
     losses, weight_grads, equal = [], [], True
     batches: Any = [batch(step, rank) for step in range(STEPS)]

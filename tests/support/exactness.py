@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from flexd.core.errors import ChunkRefusedError
+from flexd.core.home_rules import HomeRule
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
@@ -57,6 +59,8 @@ class Scenario:
     """After every so many steps each rank divides its fast memory as it likes."""
     answered_by: tuple[str, str] | None = None
     """Of the two tables, whose features are pooled then, the second's by mean; None: they are not."""
+    homes: tuple[str, str] = ("all", "all")
+    """Home rules of the two tables; nodes and ranks are counted modulo those of the job."""
 
     def memories(self) -> dict[str, Any]:
         """Arguments of a collection. A directory is the caller's to remove."""
@@ -70,7 +74,19 @@ class Scenario:
         return RankLayout(self.nodes, self.local_ranks)
 
 
+def home_rule(text: str, layout: RankLayout) -> str:
+    """Return a rule that the layout has."""
+    rule = HomeRule.parse(text)
+    return str(replace(rule, number=rule.number % (layout.nodes if rule.kind == "node" else layout.world_size)))
+
+
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
+    first, second = (home_rule(rule, scenario.layout) for rule in scenario.homes)
+    item, shop = _tables_of(scenario)
+    return [replace(item, homes=first), replace(shop, homes=second)]
+
+
+def _tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     dims = (8, 5) if scenario.two_dims else (8, 8)
     lr = None if scenario.second_rate == 1.0 else scenario.second_rate * row_optimizer(scenario).lr
     if scenario.answered_by is not None:
@@ -178,13 +194,13 @@ def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> to
 def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]) -> list[Delta]:
     """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers."""
     rng = np.random.default_rng([scenario.seed, 999])
-    placement = Placement.empty()
+    placement, homes = Placement.empty(), Homes(keyspace, scenario.layout)
     chunks = []
     limits = np.array(slots)
     for _ in range(scenario.steps // scenario.migrate_every):
         keys = np.sort(rng.choice(keyspace.total_rows, size=int(rng.integers(1, 24)), replace=False)).astype(np.int64)
         if scenario.only_rail >= 0:
-            keys = keys[keys % scenario.local_ranks == scenario.only_rail]
+            keys = keys[homes.rail(keys) == scenario.only_rail]
         old = placement.tiers_of(keys)
         new = rng.integers(0, 3 if scenario.only_rail < 0 else 2, size=len(keys)).astype(np.uint8)
         changed = new != old
@@ -192,7 +208,7 @@ def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]
         after = placement.apply(delta)
         group = keyspace.group_of(after.keys)
         used = [
-            scenario.layout.replica_slots_used(after.keys[group == g], after.tiers[group == g]).max(initial=0)
+            homes.replica_slots_used(after.keys[group == g], after.tiers[group == g]).max(initial=0)
             for g in range(len(limits))
         ]
         if (np.array(used) <= limits).all():
@@ -244,7 +260,8 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
 def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
     """Return losses by rank and the final tables of plain nn.Embedding tables in this process."""
     specs = {table.name: table for table in tables_of(scenario)}
-    reference = EmbeddingCollection(list(specs.values()), layout=RankLayout(1, 1), seed=scenario.seed)
+    plain_tables = [replace(spec, homes="all") for spec in specs.values()]
+    reference = EmbeddingCollection(plain_tables, layout=RankLayout(1, 1), seed=scenario.seed)
     tables = {name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=False) for name in specs}
     table_of = {"history": "item", "target": "item", "shop": "shop"}
     world = scenario.layout.world_size

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
+from flexd.core.homes import Homes
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import SECRET, TABLES, identity, step_report
@@ -29,7 +30,7 @@ def main(port: int, store_file: str, rank: int, world_size: int, attempt: str, s
     )
     layout = RankLayout(world_size, 1)
     placement = Placement.empty()
-    inbox = ChunkInbox(TABLES, layout, rank, (20_000, 20_000))
+    inbox = ChunkInbox(Homes(TABLES, layout), rank, (20_000, 20_000))
     agent = Agent(
         inbox, identity(rank, layout, attempt), f"127.0.0.1:{port}", SECRET, timeout_seconds=3.0,
         placement_lists=lambda: (placement.keys, placement.tiers),

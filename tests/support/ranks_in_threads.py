@@ -15,6 +15,7 @@ from flexd.control.agent.inbox import ChunkInbox, Prepare
 from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import ControlError
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -77,7 +78,9 @@ class Ranks:
         for rank in range(self.layout.world_size):
             own_slots = (slots_of_rank or {}).get(rank, slots)
             who = identities(identity(rank, self.layout, attempt, own_slots))
-            inbox = ChunkInbox(TABLES, self.layout, rank, who.replica_slots, prepare=(prepare_of_rank or {}).get(rank))
+            inbox = ChunkInbox(
+                Homes(TABLES, self.layout), rank, who.replica_slots, prepare=(prepare_of_rank or {}).get(rank)
+            )
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
                 inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds, tls=tls,

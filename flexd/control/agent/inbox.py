@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ChunkRefusedError, ControlError
-from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.homes import Homes
+from flexd.core.layout import Tier
 from flexd.core.placement import Delta
 
 Int64Array = npt.NDArray[np.int64]
@@ -85,7 +85,8 @@ class ChunkInbox:
     thread.
 
     Args:
-        rank: this rank in ``layout``.
+        homes: of all rows.
+        rank: this rank in the layout of ``homes``.
         replica_slots: replica slots of this rank for each dim-group.
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
@@ -94,15 +95,13 @@ class ChunkInbox:
 
     def __init__(
         self,
-        keyspace: KeySpace,
-        layout: RankLayout,
+        homes: Homes,
         rank: int,
         replica_slots: tuple[int, ...],
         matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
         prepare: Prepare | None = None,
     ) -> None:
-        self._keyspace = keyspace
-        self._layout = layout
+        self._homes = homes
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
         self._matches_applied = matches_applied
@@ -341,7 +340,7 @@ class ChunkInbox:
     def _slot_change(self, version: int, delta: Delta) -> Int64Array:
         """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError."""
         keys = delta.keys
-        total = self._keyspace.total_rows
+        total = self._homes.keyspace.total_rows
         if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= total):
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} names keys outside 0..{total - 1}",
@@ -351,9 +350,9 @@ class ChunkInbox:
             raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names a row twice")
         if len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > Tier.DEVICE:
             raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names an unknown tier")
-        groups = self._keyspace.group_of(keys)
-        before = self._layout.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
-        after = self._layout.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
+        groups = self._homes.keyspace.group_of(keys)
+        before = self._homes.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
+        after = self._homes.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
         change = np.zeros(len(self._slots), dtype=np.int64)
         np.add.at(change, groups, after - before)
         return change

@@ -1,8 +1,7 @@
-"""Convert between homes (rows of a table distributed cyclically over the ranks) and one block of rows a rank.
+"""Convert between homes (rows of a table dealt out to the ranks of its rule) and one block of rows a rank.
 
 Homes are cyclic, so that popular rows spread; a checkpoint has contiguous rows, so that it is valid for any number of
-ranks. Arithmetic determines which rows a rank sends to another, so only values are sent, and the rows of one home in a
-window of a block have consecutive slots.
+ranks and any home rule. Arithmetic determines which rows a rank sends to another, so only values are sent.
 """
 
 from __future__ import annotations
@@ -11,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from flexd.core.home_rules import SPREAD
+from flexd.core.homes import HomeRun, Homes
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.store.slow.tier import RowColumn
@@ -24,15 +25,35 @@ class TableHomes:
     """Homes and blocks of the rows of one table.
 
     Attributes:
-        first_key: key of the table's row 0.
-        first_home_key: key at slot 0 of this rank (``GroupStore.first_home_key``).
+        rank: this rank.
     """
 
-    rows: int
-    first_key: int
-    first_home_key: int
-    world_size: int
+    homes: Homes
+    table: int
     rank: int
+
+    @property
+    def rows(self) -> int:
+        return self.homes.keyspace.tables[self.table].rows
+
+    @property
+    def first_key(self) -> int:
+        """Key of row 0."""
+        return int(self.homes.keyspace.first_key[self.table])
+
+    @property
+    def world_size(self) -> int:
+        return self.homes.layout.world_size
+
+    @property
+    def spread(self) -> bool:
+        """True if the rows are dealt out over all ranks."""
+        return self.homes.rules[self.table].kind == SPREAD
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share the rows."""
+        return len(self.homes.rules[self.table].ranks(self.homes.layout))
 
     @property
     def block_rows(self) -> int:
@@ -46,15 +67,45 @@ class TableHomes:
         """Return the rows of the ``number``-th window of a rank's block."""
         return self.block(rank)[number * window_rows : (number + 1) * window_rows]
 
-    def homed(self, rank: int, rows: range) -> range:
-        """Return those of a contiguous range of rows whose home is ``rank``."""
-        first = rows.start + (rank - self.first_key - rows.start) % self.world_size
-        return range(min(first, rows.stop), rows.stop, self.world_size)
+    def runs(self, rows: range) -> list[HomeRun]:
+        """Return those of a contiguous range of rows that have their home here, ascending."""
+        return self.homes.runs(self.table, self.rank, rows)
 
-    def slots(self, homed: range) -> slice:
-        """Return the slots of ``homed`` rows of this rank."""
-        start = (self.first_key + homed.start - self.first_home_key) // self.world_size
-        return slice(start, start + len(homed))
+    def count(self, rank: int, rows: range) -> int:
+        """Return how many of a contiguous range of rows have their home on a rank."""
+        return sum(len(run.rows) for run in self.homes.runs(self.table, rank, rows))
+
+    def read(self, held: RowColumn, rows: range) -> torch.Tensor:
+        """Return [n, c] of the rows of ``runs``; ``held`` is [slots, c]."""
+        parts = [held[run.slots] for run in self.runs(rows)]
+        if not parts:
+            return held.new_empty((0, held.shape[1]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def write(self, held: RowColumn, rows: range, values: torch.Tensor) -> None:
+        """Write [n, c] of the rows of ``runs``; the inverse of ``read``."""
+        runs = self.runs(rows)
+        for run, part in zip(runs, torch.split(values, [len(run.rows) for run in runs]), strict=True):
+            held[run.slots] = part
+
+    def write_table(self, held: RowColumn, first_row: int, values: torch.Tensor) -> None:
+        """Write those of [n, c] rows from ``first_row`` on that have their home here."""
+        for run in self.runs(range(first_row, first_row + values.shape[0])):
+            mine = values[run.rows.start - first_row : run.rows.stop - first_row : run.rows.step]
+            held[run.slots] = mine.to(held.device, held.dtype)
+
+    def rows_and_slots(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64 [n] rows of the table that have their home here, ascending, and int64 [n] their slots."""
+        runs = self.runs(range(self.rows))
+        rows = [torch.arange(run.rows.start, run.rows.stop, run.rows.step, device=device) for run in runs]
+        slots = [torch.arange(run.slots.start, run.slots.stop, device=device) for run in runs]
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return torch.cat([none, *rows]), torch.cat([none, *slots])
+
+    def home_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Map int64 [n] rows to int64 [n] home ranks."""
+        ranks = self.homes.rules[self.table].ranks(self.homes.layout)
+        return (rows + self.first_key) % len(ranks) + ranks.start
 
 
 def to_block(world: Peers, homes: TableHomes, held: RowColumn, device: torch.device) -> torch.Tensor:
@@ -96,13 +147,12 @@ def _homed_rows(
 ) -> tuple[torch.Tensor, list[int]]:
     """Return (int64 slots of this rank's home rows in the ``number``-th windows of all blocks, ascending; how many are
     in the window of each rank)."""
-    homed = homes.homed(homes.rank, range(homes.rows))
-    rows = torch.arange(homed.start, homed.stop, homed.step, device=device)
+    rows, slots = homes.rows_and_slots(device)
     blocks = torch.div(rows, homes.block_rows, rounding_mode="floor")
     windows = torch.div(rows - blocks * homes.block_rows, window_rows, rounding_mode="floor")
     chosen = (windows == number).nonzero().view(-1)
     counts = devices.sum_by_place(blocks.index_select(0, chosen), None, homes.world_size)
-    return chosen + homes.slots(homed).start, counts.tolist()
+    return slots.index_select(0, chosen), counts.tolist()
 
 
 def _window_rows(
@@ -112,7 +162,7 @@ def _window_rows(
     home)."""
     window = homes.window(homes.rank, number, window_rows)
     rows = torch.arange(window.start, window.stop, device=device)
-    order, counts = devices.ordered((rows + homes.first_key) % homes.world_size, homes.world_size)
+    order, counts = devices.ordered(homes.home_of(rows), homes.world_size)
     return order, counts.tolist()
 
 

@@ -236,11 +236,7 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
     collection.engine.before_rows_load()
     with torch.no_grad():
         for key, column in expected.items():
-            homes = column.homes
-            rows = homes.homed(homes.rank, range(homes.rows))
-            column.held[homes.slots(rows)] = state[key][rows.start :: rows.step].to(
-                column.held.device, column.held.dtype
-            )
+            column.homes.write_table(column.held, 0, state[key])
         if not stateful:
             for store in collection.engine.stores:
                 store.state.fill_(collection.optimizer.initial_state)

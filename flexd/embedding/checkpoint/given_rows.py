@@ -104,11 +104,9 @@ def send_rows(
         send, counts = held.new_empty(0), [0] * world.size
         if world.index == source and values is not None:
             given = values[first - rows.start : window.stop - rows.start].to(held.device, held.dtype)
-            keys = torch.arange(window.start, window.stop, device=held.device) + homes.first_key
-            order, of_homes = devices.ordered(keys % world.size, world.size)
+            home = homes.home_of(torch.arange(window.start, window.stop, device=held.device))
+            order, of_homes = devices.ordered(home, world.size)
             send, counts = given.index_select(0, order).view(-1), [count * width for count in of_homes.tolist()]
-        mine = homes.homed(world.index, window)
-        received = world.all_to_all(
-            send, counts, [len(mine) * width if rank == source else 0 for rank in range(world.size)]
-        )
-        held[homes.slots(mine)] = received.view(-1, width)
+        mine = homes.count(world.index, window) * width
+        received = world.all_to_all(send, counts, [mine if rank == source else 0 for rank in range(world.size)])
+        homes.write(held, window, received.view(-1, width))

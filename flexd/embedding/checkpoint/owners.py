@@ -2,7 +2,8 @@
 
 Thousands of ranks that each save a block of thousands of tables would write millions of blocks of a few rows. A table
 that fits a window is therefore saved by one rank, its *owner*. Every rank sends an owner equally many bytes, so a table
-arrives as rows of equal length and is put in order without a loop over ranks; tables travel together, in rounds.
+arrives as rows of equal length and is put in order without a loop over ranks; tables travel together, in rounds. Those
+of other home rules than "all" travel one by one after them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flexd.embedding import devices
 from flexd.embedding.checkpoint import blocks
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Peers
@@ -97,12 +99,18 @@ def to_owners(world: Peers, tables: Sequence[OwnedTable], device: torch.device) 
                 whole.append(by_offset.reshape(-1, column.shape[1])[: table.homes.rows].to(device))
                 at += size
             found[i] = whole
+    for i, table in enumerate(tables):
+        if not table.homes.spread:
+            found[i] = _to_owner(world, table, device)
     return found
 
 
 def from_owners(world: Peers, tables: Sequence[OwnedTable], whole: Sequence[Sequence[torch.Tensor] | None]) -> None:
     """Collective. Write the columns that ``whole`` has for the tables of this rank to their homes; the inverse of
     ``to_owners``."""
+    for table, columns in zip(tables, whole, strict=True):
+        if not table.homes.spread:
+            _from_owner(world, table, columns)
     for of_round in _rounds(tables):
         sent = []
         for i in of_round:
@@ -122,19 +130,64 @@ def from_owners(world: Peers, tables: Sequence[OwnedTable], whole: Sequence[Sequ
         at = 0
         for i in of_round:
             table = tables[i]
-            mine = table.homes.homed(table.homes.rank, range(table.homes.rows))
+            every = range(table.homes.rows)
+            mine = table.homes.count(table.homes.rank, every)
             for held, size in zip(table.columns, table.sent_bytes, strict=True):
                 rows = received[at : at + size].clone().view(held.dtype).view(-1, held.shape[1])
-                held[table.homes.slots(mine)] = rows[: len(mine)]
+                table.homes.write(held, every, rows[:mine])
                 at += size
 
 
+def _to_owner(world: Peers, table: OwnedTable, device: torch.device) -> list[torch.Tensor] | None:
+    """Collective. As ``to_owners``, for one table of any home rule."""
+    homes, every = table.homes, range(table.homes.rows)
+    packed = torch.cat([homes.read(column, every).contiguous().view(torch.uint8) for column in table.columns], dim=1)
+    width = packed.shape[1]
+    counts = [homes.count(rank, every) * width if table.is_mine else 0 for rank in range(world.size)]
+    send = [packed.numel() if rank == table.owned[0] else 0 for rank in range(world.size)]
+    received = world.all_to_all(packed.view(-1), send, counts).view(-1, width)
+    if not table.is_mine:
+        return None
+    order = devices.ordered(homes.home_of(torch.arange(homes.rows, device=received.device)), world.size)[0]
+    whole = torch.empty_like(received).index_copy_(0, order, received)
+    parts = torch.split(whole, _row_bytes(table), dim=1)
+    return [
+        part.clone(memory_format=torch.contiguous_format).view(column.dtype).to(device)
+        for part, column in zip(parts, table.columns, strict=True)
+    ]
+
+
+def _from_owner(world: Peers, table: OwnedTable, columns: Sequence[torch.Tensor] | None) -> None:
+    """Collective. The inverse of ``_to_owner``."""
+    homes, every = table.homes, range(table.homes.rows)
+    device, width = table.columns[0].device, sum(_row_bytes(table))
+    mine = homes.count(homes.rank, every) * width
+    send, counts = torch.empty(0, dtype=torch.uint8, device=device), [0] * world.size
+    if columns is not None:
+        given = [
+            column.to(device, held.dtype).contiguous().view(torch.uint8)
+            for column, held in zip(columns, table.columns, strict=True)
+        ]
+        order, of_homes = devices.ordered(homes.home_of(torch.arange(homes.rows, device=device)), world.size)
+        send = torch.cat(given, dim=1).index_select(0, order).view(-1)
+        counts = [number * width for number in of_homes.tolist()]
+    received = world.all_to_all(send, counts, [mine if rank == table.owned[0] else 0 for rank in range(world.size)])
+    parts = torch.split(received.view(-1, width), _row_bytes(table), dim=1)
+    for part, held in zip(parts, table.columns, strict=True):
+        homes.write(held, every, part.clone(memory_format=torch.contiguous_format).view(held.dtype))
+
+
+def _row_bytes(table: OwnedTable) -> list[int]:
+    return [column.shape[1] * column.element_size() for column in table.columns]
+
+
 def _rounds(tables: Sequence[OwnedTable]) -> list[list[int]]:
-    """Return the indices of the tables of each round."""
-    rounds: list[list[int]] = [[] for _ in range(1 + max((table.owned[1] for table in tables), default=-1))]
-    for i, table in enumerate(tables):
-        rounds[table.owned[1]].append(i)
-    return rounds
+    """Return the indices of the spread tables of each round."""
+    spread = [(i, table.owned[1]) for i, table in enumerate(tables) if table.homes.spread]
+    rounds: list[list[int]] = [[] for _ in range(1 + max((number for _, number in spread), default=-1))]
+    for i, number in spread:
+        rounds[number].append(i)
+    return [of_round for of_round in rounds if of_round]
 
 
 def _counts(world: Peers, tables: Sequence[OwnedTable], of_round: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -152,9 +205,9 @@ def _exchange(
 
 
 def _padded(table: OwnedTable, column: RowColumn) -> torch.Tensor:
-    mine = table.homes.homed(table.homes.rank, range(table.homes.rows))
+    mine = table.homes.read(column, range(table.homes.rows))
     part = column.new_zeros((table.each, column.shape[1]))
-    part[: len(mine)] = column[table.homes.slots(mine)]
+    part[: len(mine)] = mine
     return part
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.errors import CheckpointError
+from flexd.core.home_rules import SPREAD
+from flexd.core.homes import NO_KEY
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.embedding import devices
 from flexd.embedding.checkpoint import blocks
@@ -40,15 +43,26 @@ def write_rows(path: Path, stores: Sequence[GroupStore], rows: DrainedRows) -> S
     try:
         for group, store in enumerate(stores):
             for slots in rows.slots(group, _window_rows(store)):
-                packed = store.tier.read_through(slots) if store.tier is not None else store.pack(slots)
-                writer.write(
-                    RowWindow(group, store.first_home_key, store.world_size, slots.cpu().numpy(), packed.cpu().numpy())
-                )
-                windows[group] += 1
+                window = _window(store, group, slots)
+                if len(window.slots):
+                    writer.write(window)
+                    windows[group] += 1
         writer.close()
     finally:
         writer.abandon()
     return SavedFile(path.name, writer.nbytes, writer.rows, tuple(windows))
+
+
+def _window(store: GroupStore, group: int, slots: torch.Tensor) -> RowWindow:
+    """Return the rows in int64 [n] ascending home slots, without those of slots that have no row."""
+    first, step = store.first_home_address, store.world_size
+    order = slots
+    if store.homes is not None and not store.homes.linear:
+        keys, order = store.home_keys_at(slots).sort()
+        used = keys != NO_KEY
+        slots, order, first, step = slots.index_select(0, order[used]), keys[used], 0, 1
+    packed = store.tier.read_through(slots) if store.tier is not None else store.pack(slots)
+    return RowWindow(group, first, step, order.cpu().numpy(), packed.cpu().numpy())
 
 
 def check_files(directory: Path, files: Sequence[SavedFile]) -> None:
@@ -89,7 +103,7 @@ class SavedTables:
 
     def differences(self) -> list[str]:
         """Return how the tables of the save differ from those of this job."""
-        here = {table.name: table for table in self._keyspace.tables}
+        here = {table.name: replace(table, homes=SPREAD) for table in self._keyspace.tables}  # as every save
         there = {table.name: table for table in self._saved.tables}
         found = [f"table {name!r} is missing" for name in here if name not in there]
         found += [f"table {name!r} is unknown to the collection" for name in there if name not in here]
@@ -147,15 +161,16 @@ def load_rows_of(
                 if window is not None:
                     keys = tables.keys(saved_group, torch.from_numpy(window.keys).to(device))
                     packed = torch.from_numpy(window.packed).to(device)
-                _send_home(world, store, keys, packed)
+                addresses = keys if store.homes is None else store.homes.addresses(keys)
+                _send_home(world, store, addresses, packed)
 
 
-def _send_home(world: Peers, store: GroupStore, keys: torch.Tensor, packed: torch.Tensor) -> None:
-    """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] keys at their homes."""
+def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
+    """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] addresses at their homes."""
     width = _KEY_BYTES + store.row_bytes
-    order, counts = devices.ordered(keys % world.size, world.size)
+    order, counts = devices.ordered(addresses % world.size, world.size)
     received_counts = world.all_to_all(counts, [1] * world.size, [1] * world.size).tolist()
-    joined = torch.cat([keys.view(-1, 1).view(torch.uint8), packed], dim=1).index_select(0, order)
+    joined = torch.cat([addresses.view(-1, 1).view(torch.uint8), packed], dim=1).index_select(0, order)
     received = world.all_to_all(
         joined.view(-1), [count * width for count in counts.tolist()], [count * width for count in received_counts]
     ).view(-1, width)

@@ -99,13 +99,7 @@ def owned_parts(tables: Sequence[SavedTable]) -> list[OwnedTable]:
 
 def _columns(collection: EmbeddingCollection, store: GroupStore, table: int) -> list[Column]:
     spec = collection.keyspace.tables[table]
-    homes = TableHomes(
-        spec.rows,
-        int(collection.keyspace.first_key[table]),
-        store.first_home_key,
-        collection.layout.world_size,
-        collection.rank,
-    )
+    homes = TableHomes(collection.engine.homes, table, collection.rank)
     columns = [Column(_WEIGHT.format(table=spec.name), spec, homes, store.rows)]
     widths = state_columns(spec.optimizer, spec.dim)
     first = 0

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from flexd.core.layout import Tier
+from flexd.embedding import devices
 from flexd.embedding.checkpoint.blocks import MAX_WINDOW_BYTES, TableHomes
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -27,21 +28,27 @@ def gather_rows(
     """
     width = held.shape[1]
     table = torch.empty((homes.rows, width), dtype=held.dtype, device=device or held.device)
-    each = max(1, MAX_WINDOW_BYTES // (max(1, width * held.element_size()) * world.size))
-    for first in range(0, homes.rows, each * world.size):
-        window = range(first, min(first + each * world.size, homes.rows))
+    each = max(1, MAX_WINDOW_BYTES // (max(1, width * held.element_size()) * world.size)) * homes.sharing
+    for first in range(0, homes.rows, each):
+        window = range(first, min(first + each, homes.rows))
         table[window.start : window.stop] = gather_block(world, homes, held, window)
     return table
 
 
 def gather_block(world: Peers, homes: TableHomes, held: RowColumn, block: range) -> torch.Tensor:
     """Collective. Return [n, c] of n consecutive rows of a table on every rank, with one all-gather."""
-    mine = homes.homed(homes.rank, block)
-    part = held.new_zeros((-(-len(block) // world.size), held.shape[1]))
-    part[: len(mine)] = held[homes.slots(mine)]
-    # The block's first row is the first of the rank that is its home, the next row of the next rank.
-    by_offset = world.all_gather(part).roll(-((homes.first_key + block.start) % world.size), dims=0)
-    return by_offset.transpose(0, 1).reshape(-1, held.shape[1])[: len(block)]
+    mine = homes.read(held, block)
+    part = held.new_zeros((-(-len(block) // homes.sharing), held.shape[1]))
+    part[: len(mine)] = mine
+    gathered = world.all_gather(part)
+    if homes.spread:
+        # The block's first row is the first of the rank that is its home, the next row of the next rank.
+        by_offset = gathered.roll(-((homes.first_key + block.start) % world.size), dims=0)
+        return by_offset.transpose(0, 1).reshape(-1, held.shape[1])[: len(block)]
+    home = homes.home_of(torch.arange(block.start, block.stop, device=held.device))
+    order, counts = devices.ordered(home, world.size)
+    rows = torch.cat([of_rank[:count] for of_rank, count in zip(gathered, counts.tolist(), strict=True)])
+    return rows.new_empty(rows.shape).index_copy_(0, order, rows)
 
 
 def replicas_bit_equal(groups: ChainGroups, stores: Sequence[GroupStore]) -> bool:

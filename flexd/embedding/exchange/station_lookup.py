@@ -85,7 +85,7 @@ class StationLookup:
         self._dedup = Dedup(first, end - first, device, self._numbers)
         self._world_size, self._rank = stores[0].world_size, stores[0].rank
         self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
-        self._first_turns = [(store.first_home_key - self._rank) // self._world_size for store in stores]
+        self._first_turns = [(store.first_home_address - self._rank) // self._world_size for store in stores]
         self._cells: dict[Hop | None, torch.Tensor] = {}
 
     @property

@@ -3,6 +3,8 @@
 The values of promoted rows travel with the next fetch over the chain (``RowCarrier``), so they add no collective; where
 none can carry them, collectives of their own copy them at once.
 
+Chunks name keys. Directory, slots and messages go by addresses (``flexd.core.homes``), to which keys are mapped here.
+
 The agent's thread checks a chunk and prepares its slots and the rows to copy, from the directory as it is applied and
 the chunks that were prepared before. The training thread changes the directory, which takes time in proportion to the
 chunk, and copies rows.
@@ -20,6 +22,7 @@ import torch
 
 from flexd.control.agent.inbox import Prepared
 from flexd.core.errors import PlacementError
+from flexd.core.homes import Homes
 from flexd.core.layout import Tier
 from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Peers, Traffic, TrafficKind
@@ -34,7 +37,7 @@ Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 BoolArray = npt.NDArray[np.bool_]
 _SlotsOf = Callable[[Int64Array], Int32Array]
-"""int64 [n] keys of listed rows -> int32 [n] slots."""
+"""int64 [n] addresses of listed rows -> int32 [n] slots."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,10 @@ class NextPlacement:
     """Everything that one rank needs to apply a chunk. Preparing it does not change the applied placement.
 
     Attributes:
-        delta: the chunk.
+        delta: the chunk, of addresses.
+        digest_change: ``Delta.digest_change`` of its keys.
         version: ``Directory.version`` that it starts from.
-        keys: int64 [n] keys of the chunk, ascending.
+        addresses: int64 [n] addresses of the chunk, ascending.
         was_listed: bool [n] rows that this rank lists before it.
         tiers: uint8 [n] tier at which this rank lists the row after it; HOME: not listed.
         slots: int32 [n] slots after it, of listed rows.
@@ -64,8 +68,9 @@ class NextPlacement:
     """
 
     delta: Delta
+    digest_change: int
     version: int
-    keys: Int64Array
+    addresses: Int64Array
     was_listed: BoolArray
     tiers: UInt8Array
     slots: Int32Array
@@ -87,12 +92,12 @@ class NextPlacement:
             column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
             for column in of
         )  # fmt: skip
-        columns = (self.keys, self.was_listed, self.tiers, self.slots)
+        columns = (self.addresses, self.was_listed, self.tiers, self.slots)
         return slots + sum(column.nbytes for column in columns) + sum(free.released.nbytes for free in self.free)
 
-    def slots_of(self, keys: Int64Array) -> Int32Array:
-        """int64 [m] keys of the chunk -> int32 [m] slots after it."""
-        return self.slots[np.searchsorted(self.keys, keys)]
+    def slots_of(self, addresses: Int64Array) -> Int32Array:
+        """int64 [m] addresses of the chunk -> int32 [m] slots after it."""
+        return self.slots[np.searchsorted(self.addresses, addresses)]
 
 
 def _checked(prepared: Prepared) -> NextPlacement:
@@ -108,8 +113,11 @@ class Migrator:
             buffers do not grow with the chunk. A block has at least one row.
     """
 
-    def __init__(self, groups: ChainGroups, stores: Sequence[GroupStore], traffic: Traffic, buffer_bytes: int) -> None:
+    def __init__(
+        self, groups: ChainGroups, stores: Sequence[GroupStore], homes: Homes, traffic: Traffic, buffer_bytes: int
+    ) -> None:
         self._groups = groups
+        self._homes = homes
         self._layout = groups.layout
         self._stores = list(stores)
         self._directory = self._stores[0].directory
@@ -128,15 +136,16 @@ class Migrator:
 
     def copied_bytes(self, delta: Delta) -> int:
         """Return the row and state bytes that the busiest link copies for a chunk; equal on every rank."""
-        return int(self._bytes_by_row(delta).sum())
+        return int(self._bytes_by_row(self._by_address(delta)).sum())
 
     def rows_at_tiers(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
         """Return bool [n]: False for rows that are not at these tiers in the applied placement. Any thread.
 
         NODE rows of other rails are not listed here and count as HOME.
         """
+        addresses = self._homes.addresses(keys)
         with self._side_stream.work():
-            right: BoolArray = self._directory.read(keys)[0] == self._listed_tiers(keys, old)
+            right: BoolArray = self._directory.read(addresses)[0] == self._listed_tiers(addresses, old)
         return right
 
     def prepare(self, chunk: Delta, after: Prepared | None) -> NextPlacement:
@@ -150,7 +159,7 @@ class Migrator:
                 twice.
         """
         before = None if after is None else _checked(after)
-        delta = merge_deltas([chunk])
+        delta = merge_deltas([self._by_address(chunk)])
         self.max_chunk_rows = max(self.max_chunk_rows, len(delta))
         with self._side_stream.work():
             made = self._next(chunk, delta, before)
@@ -179,7 +188,7 @@ class Migrator:
             )
         for one in prepared:
             stays = one.tiers != Tier.HOME
-            directory.change(one.keys[one.was_listed], one.keys[stays], one.slots[stays], one.tiers[stays])
+            directory.change(one.addresses[one.was_listed], one.addresses[stays], one.slots[stays], one.tiers[stays])
         for one in prepared:
             one.applied, one.after = True, None
         for one in prepared:
@@ -188,9 +197,9 @@ class Migrator:
             store.free = free.compacted()
         deltas = [one.delta for one in prepared]
         for store in self._stores:
-            if len(store.replica_keys):
-                keys = np.concatenate([delta.keys[self._in_group(store, delta.keys)] for delta in deltas])
-                store.record_keys(torch.from_numpy(keys).to(self._device))
+            if len(store.replica_addresses):
+                changed = np.concatenate([delta.keys[self._in_group(store, delta.keys)] for delta in deltas])
+                store.record_addresses(torch.from_numpy(changed).to(self._device))
         blocks = last.blocks
         if len(prepared) > 1:
             blocks = tuple(self._blocks(merge_deltas(deltas), self._applied_slots))
@@ -199,8 +208,8 @@ class Migrator:
         else:
             for block in blocks:
                 self._copy(block)
-        for delta in deltas:
-            self.digest = (self.digest + delta.digest_change()) % 2**64
+        for one in prepared:
+            self.digest = (self.digest + one.digest_change) % 2**64
 
     def complete(self) -> None:
         """Collective. Copy the promoted rows that no fetch has carried."""
@@ -212,11 +221,11 @@ class Migrator:
 
     def refresh(self) -> None:
         """Collective. Refresh every replica from its home, after the home rows were loaded."""
-        keys, tiers, _ = self._directory.rows()
+        addresses, tiers, _ = self._directory.rows()
         for store in self._stores:
             for tier in (Tier.NODE, Tier.DEVICE):
                 # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
-                at = keys[(tiers == tier) & self._in_group(store, keys)]
+                at = addresses[(tiers == tier) & self._in_group(store, addresses)]
                 delta = Delta(at, np.zeros(len(at), np.uint8), np.full(len(at), tier, np.uint8))
                 for block in self._blocks(delta, self._applied_slots):
                     self._copy(block)
@@ -225,11 +234,19 @@ class Migrator:
         """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows
         and all DEVICE rows. Any thread."""
         with self._side_stream.work():
-            return self._directory.rows()[:2]
+            addresses, tiers, _ = self._directory.rows()
+        if self._homes.linear:
+            return addresses, tiers
+        keys = self._homes.keys(addresses)
+        order = np.argsort(keys)
+        return keys[order], tiers[order]
+
+    def _by_address(self, delta: Delta) -> Delta:
+        return Delta(self._homes.addresses(delta.keys), delta.old_tiers, delta.new_tiers)
 
     @staticmethod
-    def _in_group(store: GroupStore, keys: Int64Array) -> BoolArray:
-        inside: BoolArray = (keys >= store.group.first_key) & (keys < store.group.end_key)
+    def _in_group(store: GroupStore, addresses: Int64Array) -> BoolArray:
+        inside: BoolArray = (addresses >= store.group.first_key) & (addresses < store.group.end_key)
         return inside
 
     def _bytes_by_row(self, delta: Delta) -> Int64Array:
@@ -240,62 +257,68 @@ class Migrator:
             cost[promoted & self._in_group(store, delta.keys)] = store.row_bytes
         return cost
 
-    def _listed(self, keys: Int64Array, tiers: UInt8Array) -> BoolArray:
+    def _listed(self, addresses: Int64Array, tiers: UInt8Array) -> BoolArray:
         """Return bool [n]: rows that this rank's directory lists. With one node NODE rows have no copies."""
-        on_rail = (tiers == Tier.NODE) & (keys % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
+        on_rail = (
+            (tiers == Tier.NODE) & (addresses % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
+        )
         listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 
-    def _listed_tiers(self, keys: Int64Array, tiers: UInt8Array) -> UInt8Array:
+    def _listed_tiers(self, addresses: Int64Array, tiers: UInt8Array) -> UInt8Array:
         """Return uint8 [n]: the tiers of the rows that this rank's directory lists, HOME for the others."""
-        return np.where(self._listed(keys, tiers), tiers, np.uint8(Tier.HOME)).astype(np.uint8)
+        return np.where(self._listed(addresses, tiers), tiers, np.uint8(Tier.HOME)).astype(np.uint8)
 
-    def _applied_slots(self, keys: Int64Array) -> Int32Array:
-        return self._directory.read(keys)[1]
+    def _applied_slots(self, addresses: Int64Array) -> Int32Array:
+        return self._directory.read(addresses)[1]
 
-    def _read(self, keys: Int64Array, after: NextPlacement | None) -> tuple[UInt8Array, Int32Array]:
+    def _read(self, addresses: Int64Array, after: NextPlacement | None) -> tuple[UInt8Array, Int32Array]:
         """Return what ``Directory.read`` returns once ``after`` and the chunks before it are applied."""
         # First the chunks that are not applied, then the directory: one that is applied meanwhile is in both.
         waiting: list[NextPlacement] = []
         while after is not None and not after.applied:
             waiting.append(after)
             after = after.after
-        tiers, slots = self._directory.read(keys)
+        tiers, slots = self._directory.read(addresses)
         for one in reversed(waiting):
-            at = np.searchsorted(one.keys, keys).clip(max=max(len(one.keys) - 1, 0))
-            changed = one.keys[at] == keys if len(one.keys) else np.zeros(len(keys), dtype=np.bool_)
+            listed = one.addresses
+            at = np.searchsorted(listed, addresses).clip(max=max(len(listed) - 1, 0))
+            changed = listed[at] == addresses if len(listed) else np.zeros(len(addresses), dtype=np.bool_)
             tiers[changed], slots[changed] = one.tiers[at[changed]], one.slots[at[changed]]
         return tiers, slots
 
     def _next(self, chunk: Delta, delta: Delta, after: NextPlacement | None) -> NextPlacement:
         """Check a chunk, and assign its slots. The new replicas are not copied yet."""
-        keys, old, new = delta.keys, delta.old_tiers, delta.new_tiers
-        before, slots = self._read(keys, after)
-        right = before == self._listed_tiers(keys, old)
+        addresses, old, new = delta.keys, delta.old_tiers, delta.new_tiers
+        before, slots = self._read(addresses, after)
+        right = before == self._listed_tiers(addresses, old)
         rank = self._groups.rank
         if not bool(right.all()):
             raise PlacementError(
                 f"rank {rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
-                f"that it states, key {int(keys[~right][0])} for one",
+                f"that it states, key {int(self._homes.keys(addresses[~right])[0])} for one",
                 remedy="a fault of the daemon: please report it with the daemon's journal",
             )
-        tiers = self._listed_tiers(keys, new)
-        had_replica = self._layout.holds_replica(rank, keys, old)
-        has_replica = self._layout.holds_replica(rank, keys, new)
-        at_home = self._layout.home_rank(keys) == rank
+        tiers = self._listed_tiers(addresses, new)
+        had_replica = self._layout.holds_replica(rank, addresses, old)
+        has_replica = self._layout.holds_replica(rank, addresses, new)
+        at_home = self._layout.home_rank(addresses) == rank
         free = []
         for number, store in enumerate(self._stores):
-            mine = self._in_group(store, keys)
+            mine = self._in_group(store, addresses)
             slots_left = store.free if after is None else after.free[number]
             if mine.any():
                 slots_left = slots_left.release(slots[mine & had_replica & ~has_replica])
                 fresh = mine & has_replica & ~had_replica
                 slots[fresh], slots_left = slots_left.allocate(int(fresh.sum()))
                 home = mine & at_home
-                slots[home] = (keys[home] - store.first_home_key) // store.world_size
+                slots[home] = (addresses[home] - store.first_home_address) // store.world_size
             free.append(slots_left)
         version = self._directory.version if after is None else after.version + 1
-        return NextPlacement(chunk, version, keys, before != Tier.HOME, tiers, slots, tuple(free), after=after)
+        digest_change = chunk.digest_change()
+        return NextPlacement(
+            delta, digest_change, version, addresses, before != Tier.HOME, tiers, slots, tuple(free), after=after
+        )
 
     def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[_Block]:
         """Divide the promoted rows of a delta into blocks that fit the buffer."""
@@ -313,12 +336,12 @@ class Migrator:
         over_rail, in_node = [], []
         for store in self._stores:
             mine = self._in_group(store, block.keys)
-            keys, old, new = block.keys[mine], block.old_tiers[mine], block.new_tiers[mine]
+            addresses, old, new = block.keys[mine], block.old_tiers[mine], block.new_tiers[mine]
             promoted = (old == Tier.HOME) & (new != Tier.HOME)
-            rail_keys = keys[promoted & (keys % layout.local_ranks == self._local)]
-            over_rail.append(self._slots(slots_of(rail_keys), layout.home_node(rail_keys), peers.rail.size))
-            node_keys = keys[(old != Tier.DEVICE) & (new == Tier.DEVICE)]
-            in_node.append(self._slots(slots_of(node_keys), node_keys % layout.local_ranks, peers.node.size))
+            of_rail = addresses[promoted & (addresses % layout.local_ranks == self._local)]
+            over_rail.append(self._slots(slots_of(of_rail), layout.home_node(of_rail), peers.rail.size))
+            of_node = addresses[(old != Tier.DEVICE) & (new == Tier.DEVICE)]
+            in_node.append(self._slots(slots_of(of_node), of_node % layout.local_ranks, peers.node.size))
         return _Block(over_rail, in_node)
 
     def _slots(self, slots: Int32Array, owner: Int64Array, peers: int) -> tuple[torch.Tensor, ...]:
@@ -333,7 +356,7 @@ class Migrator:
 
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Merge deltas applied in order into one: each row once, ascending by key, at its tier after the last.
+    """Merge deltas applied in order into one: each row once, ascending, at its tier after the last.
 
     Its tier before is its lowest on the way: a row that is demoted and promoted again gets another slot and is copied.
     """

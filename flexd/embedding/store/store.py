@@ -1,4 +1,7 @@
-"""The rows of one dim-group that one rank holds: its home rows, then its replica pool."""
+"""The rows of one dim-group that one rank holds: its home rows, then its replica pool.
+
+Rows are named by their addresses (``flexd.core.homes``), which of tables spread over all ranks are their keys.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flexd.core.homes import Homes
 from flexd.core.keyspace import DimGroup, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.rounding import HALF_DTYPES
+from flexd.embedding.store.device_homes import DeviceHomes
 from flexd.embedding.store.directory import Directory, max_listed_rows
 from flexd.embedding.store.slow.tier import RowColumn, Tier, TieredColumn
 
@@ -59,13 +64,16 @@ class FreeSlots:
 class GroupStore:
     """Rows [home_rows + replica_slots, dim] and their optimizer state, allocated once.
 
-    A home row has slot ``(key - first_home_key) // world_size``; replica slot s has slot ``home_rows + s``.
+    A home row has slot ``(address - first_home_address) // world_size``; replica slot s has slot ``home_rows + s``.
 
     Args:
+        group: with a range of addresses.
         directory: of all dim-groups; None: the dim-group has one of its own.
         frames: of fast memory; with fewer than there are home rows these are in two memories (``tier``), and ``rows``
             and ``state`` stand for tensors.
         keep_keys: of replicas, of every dtype.
+        homes: map of addresses to keys; None: addresses are keys.
+        home_rows: slots for home rows; None: one for each address of this rank.
     """
 
     rows: RowColumn
@@ -81,12 +89,16 @@ class GroupStore:
         directory: Directory | None = None,
         frames: int | None = None,
         keep_keys: bool = False,
+        homes: DeviceHomes | None = None,
+        home_rows: int | None = None,
     ) -> None:
         self.group = group
+        self.homes = homes
         self.world_size = layout.world_size
         self.rank = rank
-        self.first_home_key = group.first_key + (rank - group.first_key) % layout.world_size
-        self.home_rows = max(0, -(-(group.end_key - self.first_home_key) // layout.world_size))
+        self.first_home_address = group.first_key + (rank - group.first_key) % layout.world_size
+        every = max(0, -(-(group.end_key - self.first_home_address) // layout.world_size))
+        self.home_rows = every if home_rows is None else home_rows
         self.replica_slots = replica_slots
         self.dtype = TORCH_DTYPES[group.dtype]
         slots = self.home_rows + replica_slots
@@ -104,10 +116,11 @@ class GroupStore:
         if directory is None:
             directory = Directory([group], layout, max_listed_rows(group, layout, replica_slots), device)
         self.directory = directory
-        self.replica_keys = torch.zeros(
+        self.replica_addresses = torch.zeros(
             replica_slots if keep_keys or self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
         )
-        """int64: the key of the row in each replica slot, for rounding at random and rates by table; none without."""
+        """int64: the address of the row in each replica slot, for rounding at random and rates by table; none without.
+        """
         none = np.empty(0, dtype=np.int32)
         self.free = FreeSlots(np.arange(slots - 1, self.home_rows - 1, -1, dtype=np.int32), replica_slots, none)
 
@@ -120,40 +133,47 @@ class GroupStore:
         """Bytes of one row with its state, which a migration copies."""
         return self.rows.shape[1] * self.rows.element_size() + self.state.shape[1] * self.state.element_size()
 
-    def home_keys(self) -> npt.NDArray[np.int64]:
-        """Return int64 [home_rows]: the keys with their home on this rank, in slot order."""
-        return np.arange(self.home_rows, dtype=np.int64) * self.world_size + self.first_home_key
+    def home_addresses(self) -> npt.NDArray[np.int64]:
+        """Return int64 [home_rows]: the addresses of this rank, in slot order."""
+        return np.arange(self.home_rows, dtype=np.int64) * self.world_size + self.first_home_address
 
-    def home_slots(self, keys: torch.Tensor) -> torch.Tensor:
-        """Map int64 keys with their home on this rank to int64 slots."""
-        return (keys - self.first_home_key) // self.world_size
+    def home_slots(self, addresses: torch.Tensor) -> torch.Tensor:
+        """Map int64 addresses of this rank to int64 slots."""
+        return (addresses - self.first_home_address) // self.world_size
+
+    def home_keys_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """Map int64 [n] home slots to int64 [n] keys; ``NO_KEY`` for a slot without a row."""
+        addresses = slots * self.world_size + self.first_home_address
+        return addresses if self.homes is None else self.homes.keys(addresses)
 
     def keys_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Map int64 [n] slots in use to int64 [n] keys, of a store that keeps those of its replicas."""
-        keys = slots * self.world_size + self.first_home_key
-        if not self.replica_slots:
-            return keys
-        replicas = slots - self.home_rows
-        return torch.where(replicas < 0, keys, self.replica_keys.index_select(0, replicas.clamp_(min=0)))
+        """Map int64 [n] slots in use to int64 [n] keys, of a store that keeps the addresses of its replicas."""
+        addresses = slots * self.world_size + self.first_home_address
+        if self.replica_slots:
+            replicas = slots - self.home_rows
+            of_replicas = self.replica_addresses.index_select(0, replicas.clamp(min=0))
+            addresses = torch.where(replicas < 0, addresses, of_replicas)
+        return addresses if self.homes is None else self.homes.keys(addresses)
 
-    def record_keys(self, keys: torch.Tensor) -> None:
-        """Record the slots of int64 [n] keys of the group, whose placement has just changed."""
-        if len(self.replica_keys) and len(keys):
-            held, slots, _ = self.locate(keys)
+    def record_addresses(self, addresses: torch.Tensor) -> None:
+        """Record the slots of int64 [n] addresses of the group, whose placement has just changed."""
+        if len(self.replica_addresses) and len(addresses):
+            held, slots, _ = self.locate(addresses)
             replicas = held & (slots >= self.home_rows)
-            self.replica_keys[slots[replicas] - self.home_rows] = keys[replicas]
+            self.replica_addresses[slots[replicas] - self.home_rows] = addresses[replicas]
 
-    def locate(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Map int64 [n] keys of the group to (bool [n] held here, int64 [n] slot, int64 [n] directory entry or -1).
+    def locate(self, addresses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Map int64 [n] addresses of the group to (bool [n] held here, int64 [n] slot, int64 [n] directory entry or
+        -1).
 
         The slot is undefined where the row is not held.
         """
-        home = keys % self.world_size == self.rank
-        slots = self.home_slots(keys)
+        home = addresses % self.world_size == self.rank
+        slots = self.home_slots(addresses)
         directory = self.directory
         if len(directory) == 0:
-            return home, slots, torch.full_like(keys, -1)
-        at = directory.find(keys)
+            return home, slots, torch.full_like(addresses, -1)
+        at = directory.find(addresses)
         found = at < directory.entries
         return home | found, torch.where(found, directory.slots_at(at), slots), torch.where(found, at, -1)
 
@@ -186,16 +206,25 @@ def make_stores(
     frames: Sequence[int | None] | None = None,
     *,
     keep_keys: bool = False,
+    homes: Homes | None = None,
 ) -> list[GroupStore]:
     """Make the stores of all dim-groups of a rank, with one directory.
 
     Args:
+        groups: with ranges of addresses.
         frames: of each dim-group, as in ``GroupStore``.
         keep_keys: of replicas, of every dtype.
+        homes: None: addresses are keys.
     """
     max_rows = sum(max_listed_rows(group, layout, slots) for group, slots in zip(groups, replica_slots, strict=True))
     directory = Directory(groups, layout, max_rows, device)
+    of_device = None if homes is None else DeviceHomes(homes, device)
     return [
-        GroupStore(group, layout, rank, slots, device, directory, of_group, keep_keys)
-        for group, slots, of_group in zip(groups, replica_slots, frames or [None] * len(groups), strict=True)
-    ]
+        GroupStore(
+            group, layout, rank, slots, device, directory, of_group, keep_keys, of_device,
+            None if homes is None else int(homes.home_rows(number)[rank]),
+        )
+        for number, (group, slots, of_group) in enumerate(
+            zip(groups, replica_slots, frames or [None] * len(groups), strict=True)
+        )
+    ]  # fmt: skip

@@ -16,6 +16,7 @@ from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.messages import EpochGo, Hello, Progress, encode
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -28,7 +29,7 @@ LARGER = KeySpace([replace(TABLES.tables[0], rows=60_000), *TABLES.tables[1:]])
 
 
 def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
-    inbox = ChunkInbox(TABLES, PAIR, 0, (10, 10))
+    inbox = ChunkInbox(Homes(TABLES, PAIR), 0, (10, 10))
     return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", SECRET, timeout_seconds)
 
 

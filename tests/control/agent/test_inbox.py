@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from flexd.control.agent.inbox import PREPARED_BYTES, ChunkInbox
 from flexd.core.errors import ChunkRefusedError, ControlError
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
@@ -36,7 +37,7 @@ def delta(keys: list[int], old: int = Tier.HOME, new: int = Tier.DEVICE) -> Delt
 
 
 def inbox(slots: tuple[int, int] = (50, 50), rank: int = 1) -> ChunkInbox:
-    return ChunkInbox(TABLES, LAYOUT, rank, slots)
+    return ChunkInbox(Homes(TABLES, LAYOUT), rank, slots)
 
 
 def agree(box: ChunkInbox, lowest: int | None = None) -> None:
@@ -153,7 +154,7 @@ def preparing_inbox(nbytes: int) -> tuple[ChunkInbox, list[_Prepared]]:
         made.append(_Prepared((*before, *chunk.keys.tolist()), nbytes))
         return made[-1]
 
-    return ChunkInbox(TABLES, LAYOUT, 1, (50, 50), prepare=prepare), made
+    return ChunkInbox(Homes(TABLES, LAYOUT), 1, (50, 50), prepare=prepare), made
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ class SeveralInboxes(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         layout = RankLayout(self.RANKS, 1)
-        self.boxes = [ChunkInbox(TABLES, layout, rank, (80, 80)) for rank in range(self.RANKS)]
+        self.boxes = [ChunkInbox(Homes(TABLES, layout), rank, (80, 80)) for rank in range(self.RANKS)]
         self.announced: dict[int, int] = {}
         self.ended: set[int] = set()
         self.lowest = 0
@@ -352,7 +353,7 @@ def test_a_chunk_that_cannot_be_prepared_is_dropped_with_those_after_it() -> Non
             raise fault
         return _Prepared([], PREPARED_BYTES)
 
-    box = ChunkInbox(TABLES, LAYOUT, 1, (50, 50), prepare=prepare)
+    box = ChunkInbox(Homes(TABLES, LAYOUT), 1, (50, 50), prepare=prepare)
     faults[10] = RuntimeError("CUDA out of memory\nstack of C++")
     for key in (4, 6, 8, 10, 12):  # the first two are prepared, the others wait for room
         box.offer(key // 2 - 1, delta([key]))
@@ -382,7 +383,7 @@ def test_an_unexpected_error_in_checking_a_chunk_refuses_it_and_keeps_its_versio
             raise faults.pop()
         return np.ones(len(keys), np.bool_)
 
-    box = ChunkInbox(TABLES, LAYOUT, 1, (50, 50), matches)
+    box = ChunkInbox(Homes(TABLES, LAYOUT), 1, (50, 50), matches)
     with pytest.raises(ChunkRefusedError, match="rank 1: chunk 1 cannot be prepared: MemoryError"):
         box.offer(1, delta([4]))
     assert box.begin_exchange() == 0

@@ -7,27 +7,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.keyspace import DimGroup
+from flexd.core.homes import Homes
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.checkpoint.blocks import TableHomes
-from flexd.embedding.store.store import GroupStore
+from flexd.embedding.store.store import make_stores
+
+CPU = torch.device("cpu")
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     rows=st.integers(1, 60),
     before=st.integers(0, 9),
-    first_key=st.integers(0, 20),
-    world=st.integers(1, 7),
+    others=st.integers(1, 20),
+    nodes=st.integers(1, 3),
+    local_ranks=st.integers(1, 3),
     window=st.integers(1, 12),
+    rule=st.sampled_from(["all", "all", "node:0", "rank:0"]),
 )
-def test_every_row_is_sent_once_from_its_slot(rows: int, before: int, first_key: int, world: int, window: int) -> None:
-    group = DimGroup(2, "float32", "sgd", first_key, before + rows, (0, 1))
-    layout = RankLayout(1, world)
+def test_every_row_is_sent_once_from_its_slot(
+    rows: int, before: int, others: int, nodes: int, local_ranks: int, window: int, rule: str
+) -> None:
+    """In a dim-group behind another, and behind a table of its own dim-group."""
+    layout, world = RankLayout(nodes, local_ranks), nodes * local_ranks
+    tables = [TableSpec("other", others, 3), TableSpec("before", before + 1, 2), TableSpec("t", rows, 2, homes=rule)]
+    homes_of_job = Homes(KeySpace(tables), layout)
     sent = np.full(rows, -1)
     for rank in range(world):
-        store = GroupStore(group, layout, rank, 0, torch.device("cpu"))
-        homes = TableHomes(rows, first_key + before, store.first_home_key, world, rank)
+        store = make_stores(homes_of_job.groups, layout, rank, [0, 0], CPU, homes=homes_of_job)[1]
+        homes = TableHomes(homes_of_job, 2, rank)
         assert sum(len(homes.block(other)) for other in range(world)) == rows
         for other in range(world):
             before_it = range(0)
@@ -35,14 +44,14 @@ def test_every_row_is_sent_once_from_its_slot(rows: int, before: int, first_key:
                 rows_of_window = homes.window(other, number, window)
                 assert number == 0 or not len(rows_of_window) or rows_of_window.start == before_it.stop
                 before_it = rows_of_window
-                own_rows = homes.homed(rank, rows_of_window)
+                own_rows = [row for run in homes.runs(rows_of_window) for row in run.rows]
+                assert homes.count(rank, rows_of_window) == len(own_rows)
                 assert set(own_rows) <= set(rows_of_window)
-                keys = np.array(own_rows, dtype=np.int64) + first_key + before
-                assert (keys % world == rank).all()
-                assert (
-                    np.arange(store.home_rows)[homes.slots(own_rows)].tolist()
-                    == store.home_slots(torch.from_numpy(keys)).tolist()
-                )
-                assert (sent[list(own_rows)] == -1).all()
-                sent[list(own_rows)] = other
+                assert (homes.home_of(torch.tensor(own_rows, dtype=torch.int64)) == rank).all()
+                keys = np.array(own_rows, dtype=np.int64) + homes.first_key
+                slots = [np.arange(store.home_rows)[run.slots] for run in homes.runs(rows_of_window)]
+                addresses = torch.from_numpy(homes_of_job.addresses(keys))
+                assert np.concatenate([[], *slots]).tolist() == store.home_slots(addresses).tolist()
+                assert (sent[own_rows] == -1).all()
+                sent[own_rows] = other
     assert sent.tolist() == [row // homes.block_rows for row in range(rows)]

@@ -62,5 +62,5 @@ def test_homes_learn_their_rows(ranks: int) -> None:
         )
     for of_rank, stores_of_rank in zip(found, stores, strict=True):
         for store, slots in zip(stores_of_rank, of_rank, strict=True):
-            keys_of_rank = store.home_keys().tolist()
+            keys_of_rank = store.home_addresses().tolist()
             assert slots.tolist() == [slot for slot, key in enumerate(keys_of_rank) if key in wanted]

@@ -72,7 +72,7 @@ def test_every_layout_starts_from_the_same_tables(sizes: list[int], nodes: int, 
         )  # fmt: skip
         engine.initialise([table.scale for table in tables], 5, 0.0)
         for store in engine.stores:
-            of_tables, rows = keyspace.table_rows(store.home_keys())
+            of_tables, rows = keyspace.table_rows(store.home_addresses())
             for slot, (table, row) in enumerate(zip(of_tables, rows, strict=True)):
                 assert torch.equal(store.rows[slot], plain.initial_table(tables[table].name)[row])
 

@@ -21,7 +21,7 @@ def test_every_key_has_one_home_slot(nodes: int, local_ranks: int, first_key: in
     group = DimGroup(2, "float32", "sgd", first_key, rows, (0,))
     stores = [GroupStore(group, layout, rank, 3, CPU) for rank in range(layout.world_size)]
     assert sum(store.home_rows for store in stores) == rows
-    homes = np.concatenate([store.home_keys() for store in stores])
+    homes = np.concatenate([store.home_addresses() for store in stores])
     assert sorted(homes.tolist()) == list(range(first_key, first_key + rows))
     keys = torch.arange(first_key, first_key + rows)
     held_by = torch.zeros(rows, dtype=torch.int64)
@@ -30,8 +30,8 @@ def test_every_key_has_one_home_slot(nodes: int, local_ranks: int, first_key: in
         held_by += held
         assert slots[held].tolist() == list(range(store.home_rows)), "home rows in slot order, none left out"
         assert (entry == -1).all()
-        assert keys[held].tolist() == store.home_keys().tolist()
-        assert (layout.home_rank(store.home_keys()) == store.rank).all()
+        assert keys[held].tolist() == store.home_addresses().tolist()
+        assert (layout.home_rank(store.home_addresses()) == store.rank).all()
         assert store.rows.shape[0] == store.home_rows + 3
     assert (held_by == 1).all()
 

@@ -16,13 +16,15 @@ class FrameCounts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._first_slots = torch.zeros(1, dtype=torch.int64, device=device)
+        self._first_slots = self._of_tables = torch.zeros(1, dtype=torch.int64, device=device)
         self._counted = torch.zeros((len(SLOW_TABLE_QUANTITIES), 1), dtype=torch.int64, device=device)
 
-    def begin(self, first_slots: torch.Tensor) -> None:
-        """Forget what was counted, and count by the tables whose home rows begin at int64 [t] ascending slots."""
-        self._first_slots = first_slots.to(self._counted.device)
-        self._counted = self._counted.new_zeros((len(SLOW_TABLE_QUANTITIES), len(first_slots)))
+    def begin(self, tables: int, first_slots: torch.Tensor, of_tables: torch.Tensor) -> None:
+        """Forget what was counted, and count by table: home rows from int64 [r] ascending slots on are of the tables of
+        int64 [r] numbers."""
+        device = self._counted.device
+        self._first_slots, self._of_tables = first_slots.to(device), of_tables.to(device)
+        self._counted = self._counted.new_zeros((len(SLOW_TABLE_QUANTITIES), tables))
 
     def by_table(self) -> torch.Tensor:
         """Return int64 [t, quantities] so far, in host memory."""
@@ -61,9 +63,9 @@ class FrameCounts:
         return int(self._counted[_WRITTEN].sum())
 
     def _add(self, quantity: int, slots: torch.Tensor) -> None:
-        if len(self._first_slots) == 1:
+        if self._counted.shape[1] == 1:
             self._counted[quantity] += len(slots)
         elif len(slots):
-            # Of tables without a home row here the last one before the next slot has the same first slot as that.
-            of_table = torch.searchsorted(self._first_slots, slots, right=True) - 1
+            of_run = torch.searchsorted(self._first_slots, slots, right=True) - 1
+            of_table = self._of_tables.index_select(0, of_run)
             self._counted[quantity].index_add_(0, of_table, torch.ones_like(of_table))

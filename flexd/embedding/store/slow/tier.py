@@ -76,16 +76,25 @@ class Tier:
         """Fast memory that finding rows takes, here and in slow memory's index."""
         return self._table.nbytes + self._ahead.nbytes + (0 if self._slow is None else self._slow.fast_nbytes)
 
-    def begin(self, make: Callable[[], SlowRows], first_slots: torch.Tensor | None = None) -> None:
+    def begin(
+        self,
+        make: Callable[[], SlowRows],
+        tables: int = 1,
+        first_slots: torch.Tensor | None = None,
+        of_tables: torch.Tensor | None = None,
+    ) -> None:
         """Use new slow rows in place of those there are, and forget what is in the frames.
 
         Args:
-            first_slots: int64 [t] ascending, the first home slot of each table; None: there is one table.
+            tables, first_slots, of_tables: as ``FrameCounts.begin``; default: there is one table.
         """
         with self._lock:
             self.close()
             self.begun += 1
-            self.counts.begin(self.rows.new_zeros(1, dtype=torch.int64) if first_slots is None else first_slots)
+            one = torch.zeros(1, dtype=torch.int64)
+            self.counts.begin(
+                tables, one if first_slots is None else first_slots, one if of_tables is None else of_tables
+            )
             self._slow, self._table, self._clock, self._failure = make(), self._new_table(), 0, None
             self._ahead = LookAhead(self._table)
 

@@ -13,6 +13,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError, SlowMemoryError
 from flexd.core.fast_memory import FRAME_BYTES, proportional_frames
+from flexd.core.homes import Homes
 from flexd.core.keyspace import DimGroup, KeySpace, state_columns
 from flexd.core.layout import RankLayout
 from flexd.embedding.store.initial_values import fill_initial_rows
@@ -65,19 +66,22 @@ class TwoMemories:
         rows = [-(-(group.end_key - group.first_key) // layout.world_size) for group in groups]
         return proportional_frames(self.fast_memory_bytes, rows, row_bytes)
 
-    def begin(self, store: GroupStore, number: int, make: InitialRows, first_slots: torch.Tensor) -> None:
+    def begin(
+        self, store: GroupStore, number: int, make: InitialRows, first_slots: torch.Tensor, of_tables: torch.Tensor
+    ) -> None:
         """Let the home rows of a dim-group begin with their initial values.
 
         Args:
             number: of the dim-group.
             make: their initial values.
-            first_slots: int64, the first home slot of each of its tables.
+            first_slots, of_tables: as ``first_home_slots``.
 
         Raises:
             SlowMemoryError: the file cannot be made.
         """
         if store.tier is not None:
-            store.tier.begin(partial(self._slow_rows, store, store.tier, number, make), first_slots)
+            make_slow = partial(self._slow_rows, store, store.tier, number, make)
+            store.tier.begin(make_slow, len(store.group.tables), first_slots, of_tables)
 
     def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows) -> SlowRows:
         fresh = tier.packed_fresh(make)
@@ -97,10 +101,16 @@ InitialRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """int64 [n] slots -> ([n, dim] rows, [n, s] state), in host memory."""
 
 
-def first_home_slots(store: GroupStore, keyspace: KeySpace) -> torch.Tensor:
-    """Return int64 [t]: the first home slot on this rank of each table of a dim-group."""
-    first_keys = torch.tensor([int(keyspace.first_key[table]) for table in store.group.tables])
-    return (first_keys - store.first_home_key + store.world_size - 1).clamp(min=0) // store.world_size
+def first_home_slots(store: GroupStore, homes: Homes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int64 [r] ascending first slots of the home rows of each table of a dim-group that has any on this rank,
+    and int64 [r] the number of the table in the dim-group."""
+    found = sorted(
+        (run.first_slot, number)
+        for number, table in enumerate(store.group.tables)
+        for run in homes.runs(table, store.rank)
+    )
+    first_slots, of_tables = torch.tensor(found or [(0, 0)], dtype=torch.int64).unbind(1)
+    return first_slots.contiguous(), of_tables.contiguous()
 
 
 def initial_rows_of(
@@ -113,7 +123,8 @@ def initial_rows_of(
 
     def make(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.empty((len(slots), group.dim), dtype=TORCH_DTYPES[group.dtype])
-        keys = slots * store.world_size + store.first_home_key
+        addresses = slots * store.world_size + store.first_home_address
+        keys = addresses if store.homes is None else torch.from_numpy(store.homes.homes.keys(addresses.numpy()))
         of_table = torch.searchsorted(first_keys, keys, right=True) - 1
         for at in np.unique(of_table.numpy()).tolist():
             table = group.tables[at]

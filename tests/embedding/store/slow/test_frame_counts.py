@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.protocol.report import SlowTableReport
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.store.slow.frame_counts import FrameCounts
@@ -22,18 +23,18 @@ from flexd.embedding.store.store import GroupStore
 def test_rows_are_counted_for_their_tables(rows: list[int], world_size: int, seed: int) -> None:
     """Tables with fewer rows than ranks have no home row on some of them."""
     keyspace = KeySpace([TableSpec(f"t{number}", count, 4) for number, count in enumerate(rows)])
-    layout = RankLayout(1, world_size)
+    homes = Homes(keyspace, RankLayout(1, world_size))
     rng = np.random.default_rng(seed)
     for rank in range(world_size):
-        store = GroupStore(keyspace.groups[0], layout, rank, 0, torch.device("cpu"))
+        store = GroupStore(keyspace.groups[0], homes.layout, rank, 0, torch.device("cpu"))
         counts = FrameCounts(torch.device("cpu"))
-        counts.begin(first_home_slots(store, keyspace))
+        counts.begin(len(rows), *first_home_slots(store, homes))
         expected = np.zeros((len(rows), 4), dtype=np.int64)
         adds = (counts.add_used, counts.add_missed, counts.add_evicted, counts.add_written)
         for quantity, add in enumerate(adds):
             slots = np.flatnonzero(rng.random(store.home_rows) < 0.6)
             add(torch.from_numpy(slots))
-            tables = keyspace.table_of(store.home_keys()[slots])
+            tables = keyspace.table_of(store.home_addresses()[slots])
             np.add.at(expected[:, quantity], tables, 1)
         assert np.array_equal(counts.by_table().numpy(), expected)
         assert (counts.used, counts.missed, counts.evicted, counts.written) == tuple(expected.sum(axis=0).tolist())
@@ -54,7 +55,7 @@ def test_a_report_names_the_tables_with_the_most_misses_and_sums_the_others() ->
 def test_counts_begin_anew_with_new_tables(tables: int) -> None:
     counts = FrameCounts(torch.device("cpu"))
     first_slots = torch.arange(tables) * 2
-    counts.begin(first_slots)
+    counts.begin(tables, first_slots, torch.arange(tables))
     counts.add_used(torch.arange(2))
-    counts.begin(first_slots)
+    counts.begin(tables, first_slots, torch.arange(tables))
     assert counts.by_table().tolist() == [[0, 0, 0, 0]] * tables

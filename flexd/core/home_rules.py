@@ -1,0 +1,60 @@
+"""Home rules: which ranks share the rows of a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexd.core.errors import ConfigError, TopologyError
+from flexd.core.layout import RankLayout
+
+SPREAD = "all"
+"""The rule of a table that names none."""
+_REMEDY = '"all" (spread over all ranks), "node:N" (over the ranks of node N) or "rank:R" (whole on rank R)'
+
+
+@dataclass(frozen=True)
+class HomeRule:
+    """The ranks on which the home copies of a table's rows are, dealt in turn by key.
+
+    Attributes:
+        kind: "all", "node" or "rank".
+        number: of the node or rank; 0 for "all".
+    """
+
+    kind: str = SPREAD
+    number: int = 0
+
+    @staticmethod
+    def parse(text: str, table: str = "") -> HomeRule:
+        """Read "all", "node:N" or "rank:R".
+
+        Raises:
+            ConfigError: anything else; names the table.
+        """
+        kind, colon, number = text.partition(":")
+        if text == SPREAD:
+            return HomeRule()
+        if kind not in ("node", "rank") or not colon or not (number.isascii() and number.isdigit()):
+            where = f"table {table!r}: " if table else ""
+            raise ConfigError(f"{where}home rule {text!r}", remedy=_REMEDY)
+        return HomeRule(kind, int(number))
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == SPREAD else f"{self.kind}:{self.number}"
+
+    def ranks(self, layout: RankLayout) -> range:
+        """Return the ranks that share the rows.
+
+        Raises:
+            TopologyError: the job has no such node or rank.
+        """
+        if self.kind == SPREAD:
+            return range(layout.world_size)
+        most = layout.nodes if self.kind == "node" else layout.world_size
+        if self.number >= most:
+            raise TopologyError(
+                f"home rule {self} in a job of {layout.nodes} nodes x {layout.local_ranks} ranks",
+                remedy=f"a {self.kind} below {most}",
+            )
+        first = self.number * layout.local_ranks if self.kind == "node" else self.number
+        return range(first, first + (layout.local_ranks if self.kind == "node" else 1))

@@ -1,0 +1,39 @@
+"""Tables of every home rule train as one process does, with copies, sums, two memories and run-ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.exactness import Scenario, train_alone
+from tests.support.rank_pool import RankPool
+from tests.support.run_ahead_jobs import Loop
+
+Ranks = Callable[[int], RankPool]
+MIXED = Scenario(2, 2, steps=6, migrate_every=1, replica_fraction=0.6, homes=("node:1", "rank:2"))
+CASES = [
+    MIXED,
+    replace(MIXED, homes=("rank:3", "all"), exchange="direct", optimizer="adagrad", second_rate=0.25, seed=1),
+    replace(MIXED, homes=("all", "node:0"), two_dims=True, fast_memory_bytes=1_500, seed=2),
+    replace(MIXED, homes=("rank:1", "node:1"), two_dims=True, answered_by=("sums", "sums"), passes=3, seed=3),
+    replace(MIXED, homes=("node:0", "rank:1"), answered_by=("sums", "rows"), optimizer="adam", seed=5),
+]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_training_with_rules_equals_one_process(ranks: Ranks, case: int, ahead: bool) -> None:
+    scenario = CASES[case]
+    results = ranks(4).run("run_ahead_jobs:train", scenario, Loop(ahead=ahead))
+    losses, tables = train_alone(scenario)
+    for rank, result in enumerate(results):
+        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
+        assert result["unequal"] == 0
+        assert result["versions"] == results[0]["versions"]
+        assert result["digest"] == results[0]["digest"]
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
+    assert results[0]["versions"][-1] > 0, "no chunk was applied"
