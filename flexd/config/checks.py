@@ -13,6 +13,7 @@ from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
 from flexd.core.errors import ConfigError, SketchError, StreamError, TopologyError
+from flexd.core.home_rules import SPREAD
 
 _MAX_NAMED = 5
 
@@ -47,6 +48,7 @@ def _raise(faults: list[str], origin: str) -> None:
 def _table_faults(config: Config) -> Iterator[str]:
     planner = config.planner
     rows_of = {table.name: table.rows for table in config.tables}
+    ruled = {table.name for table in config.tables if table.homes != SPREAD}
     named: list[tuple[str, Iterable[str]]] = [
         ("planner.frozen_tables", planner.frozen_tables),
         ("planner.exclude_tables", planner.exclude_tables),
@@ -66,6 +68,8 @@ def _table_faults(config: Config) -> Iterator[str]:
             yield f"{key}.tier: {pin.table!r} is in planner.exclude_tables, so it must be HOME (got {pin.tier!r})"
         if planner.pooled_tables.get(pin.table) == "sums" and pin.tier != "HOME":
             yield f"{key}.tier: {pin.table!r} answers by sums, so it must be HOME (got {pin.tier!r})"
+        if pin.table in ruled and pin.tier != "HOME":
+            yield f"{key}.tier: {pin.table!r} has a home rule other than all, so it must be HOME (got {pin.tier!r})"
         rows = rows_of[pin.table]
         outside = [row for row in pin.rows or () if not 0 <= row < rows]
         if outside:

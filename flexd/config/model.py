@@ -15,6 +15,8 @@ from flexd.config.planner import PlannerConfig, TopologyConfig
 from flexd.config.server import ServerConfig
 from flexd.config.stream import SketchConfig, StreamConfig
 from flexd.config.text import redacted
+from flexd.core.errors import ConfigError
+from flexd.core.home_rules import SPREAD, HomeRule
 from flexd.core.keyspace import DTYPE_BYTES, OPTIMIZERS, KeySpace, TableSpec
 
 
@@ -32,12 +34,24 @@ class TableConfig(Section):
     optimizer: str = "sgd"
     """``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam`` or ``rowwise_adam``. It decides how much optimizer state
     migrates with a row."""
+    homes: str = SPREAD
+    """Home rule, as the trainer has it: ``all`` (rows spread over all ranks), ``node:N`` (over the ranks of node N) or
+    ``rank:R`` (whole on rank R). Plans copy rows of tables with the rule ``all`` alone."""
 
     @field_validator("dtype")
     @classmethod
     def _known_dtype(cls, value: str) -> str:
         if value not in DTYPE_BYTES:
             raise ValueError(f"must be one of {', '.join(DTYPE_BYTES)}")
+        return value
+
+    @field_validator("homes")
+    @classmethod
+    def _known_rule(cls, value: str) -> str:
+        try:
+            HomeRule.parse(value)
+        except ConfigError as error:
+            raise ValueError(f"must be {error.remedy}") from error
         return value
 
     @field_validator("optimizer")
@@ -131,7 +145,7 @@ class Config(Section):
         return value
 
     def keyspace(self) -> KeySpace:
-        return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer) for t in self.tables])
+        return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer, t.homes) for t in self.tables])
 
     def document(self) -> dict[str, Any]:
         """Return the effective configuration as plain JSON values, without secrets."""

@@ -29,6 +29,13 @@ def _kafka(**changed: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"planner": {"frozen_tables": ["item"]}}, "planner.frozen_tables: no table in tables is named 'item'; did you me"),
     ({"planner": {"exclude_tables": ["zzz"]}}, "planner.exclude_tables: no table in tables is named 'zzz'; known tab"),
+    (
+        {
+            "tables": [{"name": "items", "rows": 10, "dim": 4, "homes": "node:0"}],
+            "planner": {"pins": [{"table": "items", "tier": "NODE"}]},
+        },
+        "planner.pins[0].tier: 'items' has a home rule other than all",
+    ),
     ({"planner": {"pooled_tables": {"item": "sums"}}}, "planner.pooled_tables: no table in tables is named 'item'"),
     (
         {"planner": {"pooled_tables": {"items": "sums"}, "pins": [{"table": "items", "tier": "NODE"}]}},

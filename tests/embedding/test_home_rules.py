@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from flexd.core.layout import RankLayout
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -37,3 +39,32 @@ def test_training_with_rules_equals_one_process(ranks: Ranks, case: int, ahead: 
         for name, table in tables.items():
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
     assert results[0]["versions"][-1] > 0, "no chunk was applied"
+
+
+PAIRS = RankLayout(2, 2)
+
+
+@pytest.mark.parametrize("form", ["series", "whole"])
+@pytest.mark.parametrize("window_bytes", [300, 2**20])
+def test_checkpoints_load_into_any_other_rules_and_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, form: str, window_bytes: int
+) -> None:
+    """In windows of a few rows, saved in blocks by all ranks, or whole by an owner."""
+    rules = ("node:1", "all", "rank:2")
+    saved = ranks(4).run("home_rule_jobs:save", PAIRS, rules, str(tmp_path), window_bytes)[0]
+    jobs = [(PAIRS, ("rank:1", "node:0", "all")), (RankLayout(1, 2), ("all", "rank:1", "node:0"))]
+    for layout, others in jobs:
+        job = ("home_rule_jobs:load", layout, others, str(tmp_path), form, window_bytes)
+        for result in ranks(layout.world_size).run(*job):
+            for name, table in saved["saved"].items():
+                np.testing.assert_array_equal(result["saved"][name], table)
+                if layout == PAIRS:  # the same batches: the state of the optimizer was loaded too
+                    np.testing.assert_allclose(result["after"][name], saved["after"][name], rtol=0, atol=1e-12)
+
+
+def test_rows_and_states_of_a_rank_are_loaded_by_any_rule(ranks: Ranks) -> None:
+    spread = ranks(4).run("home_rule_jobs:given_rows", PAIRS, ("all", "all", "all"))[0]
+    for rules in (("node:1", "rank:3", "all"), ("rank:0", "node:0", "node:1")):
+        for tables in ranks(4).run("home_rule_jobs:given_rows", PAIRS, rules):
+            for table, expected in zip(tables, spread, strict=True):
+                np.testing.assert_array_equal(table, expected)

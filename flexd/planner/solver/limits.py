@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlanError
+from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.workload import GroupLoad
@@ -61,6 +62,11 @@ class PlanLimits:
                 raise PlanError(
                     f"table {pin.table!r} is excluded and pinned to {pin.tier.name}", remedy="give one of the two"
                 )
+            if keyspace.tables[keyspace.index[pin.table]].homes != SPREAD and pin.tier != Tier.HOME:
+                raise PlanError(
+                    f"table {pin.table!r} has a home rule and is pinned to {pin.tier.name}",
+                    remedy=f"plans copy rows of tables with the rule {SPREAD!r} alone",
+                )
             rows = keyspace.tables[keyspace.index[pin.table]].rows
             if pin.rows is not None and len(pin.rows) and not 0 <= int(pin.rows.min()) <= int(pin.rows.max()) < rows:
                 raise PlanError(
@@ -82,12 +88,14 @@ class PlanLimits:
     def fixed_tiers(self, keys: Int64Array, keyspace: KeySpace) -> UInt8Array:
         """Return uint8[n]: the tier that pins and excluded tables give each of the ascending keys, else FREE."""
         fixed = np.full(len(keys), FREE, np.uint8)
-        for pin in self._all_pins():
+        for pin in self._all_pins(keyspace):
             fixed[_of_rows(keys, keyspace, keyspace.index[pin.table], pin.rows)] = pin.tier
         return fixed
 
-    def _all_pins(self) -> list[RowPin]:
-        return [RowPin(name, Tier.HOME) for name in sorted(self.exclude_tables)] + list(self.pins)
+    def _all_pins(self, keyspace: KeySpace) -> list[RowPin]:
+        """Return the pins. Copies of rows that are not spread over all ranks have other costs than are priced here."""
+        ruled = {table.name for table in keyspace.tables if table.homes != SPREAD}
+        return [RowPin(name, Tier.HOME) for name in sorted(self.exclude_tables | ruled)] + list(self.pins)
 
     def of_group(self, load: GroupLoad, keyspace: KeySpace, slots: Int64Array) -> GroupLimits:
         """Return the limits of one dim-group. ``slots`` int64[world]."""
@@ -96,7 +104,7 @@ class PlanLimits:
         budget: Int64Array | None = None
         budgets: list[int] = []
         members = set(keyspace.groups[load.group].tables)
-        for pin in self._all_pins():
+        for pin in self._all_pins(keyspace):
             table = keyspace.index[pin.table]
             if table not in members:
                 continue

@@ -1,0 +1,53 @@
+"""The map between keys and addresses on a device, against the one of numpy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexd.core.homes import Homes
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.embedding.store.device_homes import DeviceHomes
+
+RULES = ["all", "node:0", "node:1", "rank:0", "rank:3"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([4, 8]), st.sampled_from(RULES)), min_size=1, max_size=5))
+def test_it_is_the_map_of_the_host(tables: list[tuple[int, int, str]]) -> None:
+    specs = [TableSpec(f"t{i}", rows, dim, homes=rule) for i, (rows, dim, rule) in enumerate(tables)]
+    homes = Homes(KeySpace(specs), RankLayout(2, 2))
+    on_device = DeviceHomes(homes, torch.device("cpu"))
+    keys = np.arange(homes.keyspace.total_rows)
+    np.testing.assert_array_equal(on_device.addresses(torch.from_numpy(keys)).numpy(), homes.addresses(keys))
+    every = np.arange(homes.groups[-1].end_key)
+    np.testing.assert_array_equal(on_device.keys(torch.from_numpy(every)).numpy(), homes.keys(every))
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tables", [1, 7])
+def test_addresses_take_eight_kernels_for_any_number_of_tables_and_none_where_all_are_spread(tables: int) -> None:
+    keys = torch.arange(10)
+    for rule, kernels in (("all", 0), ("node:1", 8)):
+        homes = Homes(KeySpace([TableSpec(f"t{i}", 10, 4, homes=rule) for i in range(tables)]), RankLayout(2, 2))
+        on_device = DeviceHomes(homes, torch.device("cpu"))
+        with _Counter() as counter:
+            on_device.addresses(keys)
+        views = ("aten.unbind", "aten.select", "aten.view")
+        assert len([name for name in counter.operators if not name.startswith(views)]) == kernels, counter.operators

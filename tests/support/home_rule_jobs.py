@@ -1,0 +1,82 @@
+"""Tables of one set of home rules, saved and loaded into another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+import flexd
+from flexd.core.layout import RankLayout
+from flexd.embedding.checkpoint import blocks
+from tests.support.exactness import loss_of
+
+Rules = tuple[str, str, str]
+SHAPES = (("item", 61, 8), ("shop", 17, 8), ("city", 23, 5))
+
+
+def collection(layout: RankLayout, rules: Rules, seed: int = 0, fast: int | None = None) -> flexd.EmbeddingCollection:
+    tables = [
+        flexd.EmbeddingTable(name, rows, dim, dtype="float64", init_scale=0.5, homes=rule)
+        for (name, rows, dim), rule in zip(SHAPES, rules, strict=True)
+    ]
+    return flexd.EmbeddingCollection(
+        tables, optimizer=flexd.Adagrad(lr=0.1), layout=layout, seed=seed, fast_memory_bytes=fast
+    )
+
+
+def train(tables: flexd.EmbeddingCollection, first_step: int, steps: int) -> None:
+    for step in range(first_step, first_step + steps):
+        rng = np.random.default_rng([step, tables.rank])
+        ids = {name: torch.from_numpy(rng.integers(0, rows, 9)) for name, rows, _ in SHAPES}
+        out = tables({name: flexd.Jagged(of, torch.tensor([len(of)])) for name, of in ids.items()})
+        loss_of({name: part.values for name, part in out.items()}).backward()
+        tables.optimizer.step()
+
+
+def whole(tables: flexd.EmbeddingCollection) -> dict[str, np.ndarray]:
+    return {name: tables.gather_table(name).numpy() for name, _, _ in SHAPES}
+
+
+def save(rank: int, layout: RankLayout, rules: Rules, directory: str, window_bytes: int) -> dict[str, Any]:
+    """Train, save in both forms, train on; return the tables before and after. The second save of the series has the
+    rows that changed since the first alone."""
+    tables = collection(layout, rules, fast=2_000)
+    with mock.patch.object(blocks, "MAX_WINDOW_BYTES", window_bytes):
+        series = flexd.CheckpointSeries(tables, Path(directory, "series"))
+        series.save()
+        train(tables, 0, 2)
+        series.save()
+        series.close()
+        flexd.save_checkpoint(tables, Path(directory, "whole"))
+    saved = whole(tables)
+    train(tables, 2, 2)
+    return {"saved": saved, "after": whole(tables)}
+
+
+def load(rank: int, layout: RankLayout, rules: Rules, directory: str, form: str, window_bytes: int) -> dict[str, Any]:
+    """Load what ``save`` saved into tables of other rules, and train on."""
+    tables = collection(layout, rules, seed=5)
+    with mock.patch.object(blocks, "MAX_WINDOW_BYTES", window_bytes):
+        if form == "series":
+            flexd.CheckpointSeries(tables, Path(directory, "series")).load()
+        else:
+            flexd.load_checkpoint(tables, Path(directory, "whole"))
+    loaded = whole(tables)
+    train(tables, 2, 2)
+    return {"saved": loaded, "after": whole(tables)}
+
+
+def given_rows(rank: int, layout: RankLayout, rules: Rules) -> list[np.ndarray]:
+    """Load rows of one rank, and of every rank, into the middle of a table; return the tables."""
+    tables = collection(layout, rules)
+    values = torch.arange(40.0, dtype=torch.float64).view(5, 8) + 1
+    tables.load_rows("item", 3, values if rank == 1 else None, source=1)
+    tables.load_rows("shop", 9, values[:4])
+    state = tables.state_dict()
+    train(tables, 0, 1)
+    tables.load_state_dict(state)
+    return [whole(tables)[name] for name in ("item", "shop")]
