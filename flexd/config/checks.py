@@ -90,12 +90,15 @@ def _listed(values: Iterable[object]) -> str:
 
 def _memory_faults(config: Config) -> Iterator[str]:
     from flexd.sketch.budget import choose
+    from flexd.sketch.coaccess import MIN_BYTES as MIN_COACCESS_BYTES
 
     sketch = config.sketch
     try:
         choose(config.keyspace().tables, sketch.memory_bytes, sketch.max_hot_rows, logarithmic=sketch.logarithmic)
     except SketchError as error:
         yield f"sketch.memory_bytes: {error}"
+    if 0 < sketch.coaccess_memory_bytes < MIN_COACCESS_BYTES:
+        yield f"sketch.coaccess_memory_bytes: 0, or at least {MIN_COACCESS_BYTES} (got {sketch.coaccess_memory_bytes})"
 
 
 def _topology_faults(config: Config) -> Iterator[str]:

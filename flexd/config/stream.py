@@ -152,6 +152,9 @@ class SketchConfig(Section):
     """Count tables that are too large for exact counters with 3, 4 or 8 bits a row where that fits: estimates are
     unbiased, and every row can be listed, which plans need. With false count-min is used, whose estimates are never too
     low."""
+    coaccess_memory_bytes: Annotated[Int, Field(ge=0)] = 0
+    """Memory of a sample of rows that occur together, from which plans learn which rows and samples belong in which
+    node: 0 (none), or at least 65536. It needs messages with ``sequence_lengths``."""
     late_after_seconds: Annotated[Float, Field(ge=0)] = 60.0
     """Accesses older than the newest event by more than this are reported as late. They are counted at their own time.
     Ranks and partitions interleave, so small delays are normal."""

@@ -100,6 +100,7 @@ def sketch_settings(config: Config) -> SketchSettings:
         conservative=sketch.conservative,
         late_after_seconds=sketch.late_after_seconds,
         logarithmic=sketch.logarithmic,
+        coaccess_memory_bytes=sketch.coaccess_memory_bytes,
     )
 
 

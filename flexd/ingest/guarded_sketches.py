@@ -14,6 +14,7 @@ import numpy.typing as npt
 from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.sketch.budget import TableChoice
+from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.sketch_set import SketchSet
 
@@ -63,6 +64,14 @@ class GuardedSketches:
         with self.lock:
             view = self._as_of(idle_seconds)
         return view.table_profile(table, self.lock, layout)
+
+    def coaccess(self) -> CoAccess | None:
+        """Return ``SketchSet.coaccess``; the writer waits only while the sample is copied."""
+        with self.lock:
+            sketches = self.sketches
+            sample = sketches.coaccess_sample
+            copied = None if sample is None else sample.copy()
+        return None if copied is None else copied.read(sketches.table_names)
 
     def samples_by_table(self) -> tuple[int, ...]:
         """Return the accesses counted of each table, undecayed, in the order of the tables."""

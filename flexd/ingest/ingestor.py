@@ -29,6 +29,7 @@ from flexd.ingest.restore import restore
 from flexd.ingest.snapshot_cycle import SnapshotCycle
 from flexd.ingest.stats import ROW_REASONS, IngestStats
 from flexd.sketch.budget import TableChoice
+from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.sketch_set import SketchSet
@@ -145,7 +146,10 @@ class Ingestor:
 
     def start(self) -> None:
         """Compile the kernels and start the thread."""
-        warm_up({choice.kind for choice in self._sketches.choices()})
+        warm_up(
+            {choice.kind for choice in self._sketches.choices()},
+            coaccess=self._sketches.sketches.coaccess_sample is not None,
+        )
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
@@ -183,6 +187,13 @@ class Ingestor:
             SketchError: unknown table.
         """
         return self._sketches.table_profile(table, layout, self._idle_seconds())
+
+    def coaccess(self) -> CoAccess | None:
+        """Return the sampled rows that occur together (any thread); None if none are sampled.
+
+        Ingest waits while what is in use is copied.
+        """
+        return self._sketches.coaccess()
 
     def samples_by_table(self) -> tuple[int, ...]:
         """Return the accesses counted of each table, undecayed, in the configured order (any thread)."""

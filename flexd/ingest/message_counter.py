@@ -151,7 +151,9 @@ def _check(sketches: SketchSet, batch: AccessBatch | TapCounts) -> None:
     if isinstance(batch, TapCounts):
         check_event_time(batch.event_time_seconds)
     else:
-        sketches.check(batch.table, batch.rows, batch.event_time_seconds, batch.sequence_lengths)
+        sketches.check(
+            batch.table, batch.rows, batch.event_time_seconds, batch.sequence_lengths, batch.sample_ids, batch.user_ids
+        )
 
 
 def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float) -> AccessCounts:
@@ -160,4 +162,7 @@ def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float)
         counted = [sketches.ingest_counted(counts, rank, time, arrival) for counts in batch.tables]
         sketches.ingest_passes(batch, arrival)
         return sum(counted, AccessCounts())
-    return sketches.ingest(batch.table, batch.rows, rank, time, batch.sequence_lengths, arrival, batch.step)
+    return sketches.ingest(
+        batch.table, batch.rows, rank, time, batch.sequence_lengths, arrival, batch.step, batch.sample_ids,
+        batch.user_ids,
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import curve, sample
+from flexd.sketch import coaccess_kernels, curve, sample
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.count_min_table import CountMinTable
 from flexd.sketch.counters import countmin, dense, hot_set, logarithmic
@@ -26,11 +26,12 @@ def make_table(spec: TableSpec, choice: TableChoice, seed: int, conservative: bo
     return CountMinTable(spec, choice, seed, conservative)
 
 
-def warm_up(used: Collection[str] = KINDS) -> None:
+def warm_up(used: Collection[str] = KINDS, *, coaccess: bool = False) -> None:
     """Compile the kernels before the first message, which takes seconds, or little with numba's cache.
 
     Args:
         used: kinds of tables, as in ``TableChoice.kind``; the kernels that every kind needs are always compiled.
+        coaccess: whether rows that occur together are sampled.
     """
     for kind, warm_up_kind in _WARM_UPS.items():
         if kind in used:
@@ -38,3 +39,5 @@ def warm_up(used: Collection[str] = KINDS) -> None:
     hot_set.warm_up()
     curve.warm_up()
     sample.warm_up()
+    if coaccess:
+        coaccess_kernels.warm_up()

@@ -8,6 +8,7 @@ from typing import Any
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import saved_state
+from flexd.sketch.coaccess import CoAccessSample
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.saved_state import SavedState, SavedTable
@@ -92,3 +93,13 @@ def load_touches(touches: TableTouches, saved: SavedTable, arrays: Arrays) -> No
         touches.load(saved.meta[_TOUCHES], parts)
     except _DAMAGED as error:
         raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error
+
+
+def load_coaccess(
+    sample: CoAccessSample, saved: Mapping[str, Any], arrays: Arrays, tables: Sequence[int], *, same_decay: bool
+) -> None:
+    """Load a saved sample of rows that occur together, as ``CoAccessSample.load``. Raises SketchError if damaged."""
+    try:
+        sample.load(dict(saved), arrays, tables, same_decay)
+    except _DAMAGED as error:
+        raise SketchError(f"saved co-access sample is damaged: {error!r}", remedy="use an earlier snapshot") from error

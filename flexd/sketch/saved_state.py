@@ -21,6 +21,8 @@ from flexd.sketch.types import SketchSettings
 
 STATE_FORMAT = 5
 OLDEST_FORMAT = 4
+COACCESS = "coaccess"
+"""Optional: a flexd that does not know it reads the rest."""
 
 _SEARCHED_TABLES = 5_000_000
 """Tables hashed at most to find the table list of a state that has only its digest: a few seconds."""
@@ -55,11 +57,14 @@ class SavedState:
         settings: with which they were counted.
         decay: state of the event-time clock.
         tables: in the order of their list.
+        coaccess: of the sample of rows that occur together; None in states without one, and in those written before
+            there was one.
     """
 
     settings: SketchSettings
     decay: dict[str, Any]
     tables: tuple[SavedTable, ...]
+    coaccess: dict[str, Any] | None = None
 
 
 def describe(
@@ -102,6 +107,7 @@ def parse(meta: Mapping[str, Any], tables: Sequence[TableSpec]) -> SavedState:
                 SavedTable(index, TableSpec(**spec), _choice(str(spec["name"]), sketch), dict(sketch))
                 for index, (spec, sketch) in enumerate(zip(current["table_list"], current["sketches"], strict=True))
             ),
+            dict(current[COACCESS]) if COACCESS in current else None,
         )
     except SketchError:
         raise

@@ -19,10 +19,11 @@ from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.sketch import budget, kinds, saved_counters, saved_state
 from flexd.sketch.budget import TableChoice
+from flexd.sketch.coaccess import CoAccess, CoAccessSample
 from flexd.sketch.decay import Admission, ForwardDecay, check_event_time
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.quantiles import KllQuantiles, check_values
-from flexd.sketch.saved_state import SavedTable
+from flexd.sketch.saved_state import SavedState, SavedTable
 from flexd.sketch.table_sketch import Arrays, TableSketch
 from flexd.sketch.touch_counts import TableTouches, capacity
 from flexd.sketch.types import AccessCounts, SketchSettings
@@ -39,7 +40,7 @@ class SketchSet:
     Args:
         key_tables: the tables of the key space, in its order.
         memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
-            logarithmic: as in ``SketchSettings``.
+            logarithmic, coaccess_memory_bytes: as in ``SketchSettings``.
 
     Raises:
         ConfigError: no tables, or two of the same name.
@@ -56,13 +57,14 @@ class SketchSet:
         late_after_seconds: float = SketchSettings.late_after_seconds,
         conservative: bool = SketchSettings.conservative,
         logarithmic: bool = SketchSettings.logarithmic,
+        coaccess_memory_bytes: int = SketchSettings.coaccess_memory_bytes,
     ) -> None:
         keyspace = KeySpace(key_tables)
         if max_hot_rows < 1:
             raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
         settings = SketchSettings(
             memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
-            logarithmic,
+            logarithmic, coaccess_memory_bytes,
         )  # fmt: skip
         self.settings = settings
         self.digest = keyspace.digest
@@ -81,6 +83,14 @@ class SketchSet:
             TableTouches(spec.rows, capacity(spec.rows, len(self._specs), settings.memory_bytes), len(self._specs))
             for spec in self._specs
         ]
+        self._coaccess = self._make_coaccess()
+
+    def _make_coaccess(self) -> CoAccessSample | None:
+        settings = self.settings
+        if not settings.coaccess_memory_bytes:
+            return None
+        rows = [spec.rows for spec in self._specs]
+        return CoAccessSample(rows, settings.coaccess_memory_bytes, settings.half_life_seconds)
 
     @classmethod
     def of(cls, key_tables: Sequence[TableSpec], settings: SketchSettings) -> SketchSet:
@@ -94,11 +104,17 @@ class SketchSet:
             settings.late_after_seconds,
             settings.conservative,
             settings.logarithmic,
+            settings.coaccess_memory_bytes,
         )
 
     def choices(self) -> tuple[TableChoice, ...]:
         """Return how each table is counted, in the order of the key space."""
         return self._choices
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Names of the tables, in the order of the key space."""
+        return tuple(spec.name for spec in self._specs)
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +125,11 @@ class SketchSet:
     def touches_nbytes(self) -> int:
         """Memory of the counters of touches in use, beside it: rows kept (an eighth of it at most) and open steps."""
         return sum(touches.nbytes for touches in self._touches)
+
+    @property
+    def coaccess_sample(self) -> CoAccessSample | None:
+        """The sample of rows that occur together; None if none is kept."""
+        return self._coaccess
 
     @property
     def samples(self) -> int:
@@ -133,6 +154,8 @@ class SketchSet:
         sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
         arrival_seconds: float = math.inf,
         step: int | None = None,
+        sample_ids: Int64Array | None = None,
+        user_ids: Int64Array | None = None,
     ) -> AccessCounts:
         """Count one batch. Call ``check`` first where a part of a message must not be counted.
 
@@ -144,11 +167,12 @@ class SketchSet:
             sequence_lengths: integer[s] or None.
             arrival_seconds: as in ``ForwardDecay.admit``.
             step: number of the forward pass that the rank looked the rows up in, equal on all ranks; None if unknown.
+            sample_ids, user_ids: int64[s] or None: the sample of each sequence, and its user. They sum up to n.
 
         Raises:
             SketchError: as ``check``. Nothing is counted then.
         """
-        self.check(table, rows, event_time_seconds, sequence_lengths)
+        self.check(table, rows, event_time_seconds, sequence_lengths, sample_ids, user_ids)
         index = self._index.get(table)
         if index is None:
             return AccessCounts(unknown_table=len(rows))
@@ -164,6 +188,11 @@ class SketchSet:
         )
         if sequence_lengths is not None:
             self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
+            if self._coaccess is not None:
+                self._coaccess.add(
+                    index, np.ascontiguousarray(ids), sequence_lengths.astype(np.int32, copy=False), source_rank,
+                    admission.event_time_seconds, step, sample_ids, user_ids,
+                )  # fmt: skip
         self._touches[index].add(ids, source_rank, step, admission.event_time_seconds, self._decay)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
@@ -173,11 +202,14 @@ class SketchSet:
         rows: npt.NDArray[np.integer[Any]],
         event_time_seconds: float,
         sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
+        sample_ids: Int64Array | None = None,
+        user_ids: Int64Array | None = None,
     ) -> None:
         """Check whether a batch can be counted; changes nothing.
 
         Raises:
-            SketchError: rows or lengths are no vectors of numbers, or the time is not finite.
+            SketchError: rows or lengths are no vectors of numbers, the time is not finite, or, where rows that occur
+                together are sampled, lengths do not sum to the rows or ids of samples and users do not fit them.
         """
         if rows.ndim != 1 or rows.dtype.kind not in "iu":
             raise SketchError(f"rows of table {table!r} are {rows.dtype}{list(rows.shape)}", remedy="give row ids [n]")
@@ -186,6 +218,14 @@ class SketchSet:
         check_event_time(event_time_seconds)
         if sequence_lengths is not None:
             check_values(sequence_lengths)
+            if self._coaccess is not None:
+                _check_samples(table, len(rows), sequence_lengths, (sample_ids, user_ids))
+
+    def coaccess(self) -> CoAccess | None:
+        """Return the sampled rows that occur together; None if none are sampled."""
+        if self._coaccess is None:
+            return None
+        return self._coaccess.read(self.table_names)
 
     def ingest_counted(
         self, counts: TableCounts, source_rank: int, event_time_seconds: float, arrival_seconds: float = math.inf
@@ -360,6 +400,8 @@ class SketchSet:
             kinds.make_table(spec, choice, seed + index, self.settings.conservative)
             for index, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
         ]
+        if self._coaccess is not None:
+            fresh._coaccess = self._coaccess.empty_copy()
         if clock is not None:
             other = copy.deepcopy(self._decay)
             try:
@@ -396,11 +438,17 @@ class SketchSet:
             mine_touched.merge(theirs_touched, other._decay)
         for index, lengths in other._lengths.items():
             self._lengths.setdefault(index, KllQuantiles()).merge(lengths)
+        if self._coaccess is not None and other._coaccess is not None:
+            self._coaccess.merge(other._coaccess)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything for ``from_state``: (JSON-able description, arrays by name)."""
         metas, arrays = saved_counters.arrays_of(self._tables, self._lengths, self._touches)
-        return saved_state.describe(self._specs, self._choices, self.settings, self._decay.state(), metas), arrays
+        meta = saved_state.describe(self._specs, self._choices, self.settings, self._decay.state(), metas)
+        if self._coaccess is not None:
+            meta[saved_state.COACCESS], words = self._coaccess.state()
+            arrays.update(words)
+        return meta, arrays
 
     @classmethod
     def from_state(
@@ -416,7 +464,19 @@ class SketchSet:
         fresh.load_clock(saved.decay)
         for index, table in enumerate(saved.tables):
             fresh.load_table(index, table, arrays)
+        fresh.load_coaccess(saved, arrays)
         return fresh
+
+    def load_coaccess(self, saved: SavedState, arrays: Arrays) -> None:
+        """Load the saved sample of rows that occur together, where both have one; tables are found by their names.
+
+        Raises:
+            SketchError: it is damaged.
+        """
+        if self._coaccess is not None and saved.coaccess is not None:
+            same = saved.settings.half_life_seconds == self.settings.half_life_seconds
+            names = [self._index.get(table.spec.name, -1) for table in saved.tables]
+            saved_counters.load_coaccess(self._coaccess, saved.coaccess, arrays, names, same_decay=same)
 
     def load_clock(self, decay: Mapping[str, Any]) -> None:
         """Replace the clock by a saved one. Raises SketchError if it is malformed."""
@@ -459,6 +519,21 @@ class SketchSet:
         if index is None:
             raise SketchError(f"unknown table {table!r}", remedy=f"one of {', '.join(self._index)}"[:500])
         return index
+
+
+def _check_samples(
+    table: str, rows: int, lengths: npt.NDArray[np.integer[Any]], ids: Sequence[Int64Array | None]
+) -> None:
+    if len(lengths) and (int(lengths.min()) < 0 or int(lengths.max()) > rows):
+        raise SketchError(f"lengths of table {table!r} are not those of its rows", remedy="give one length a sample")
+    if int(lengths.sum(dtype=np.int64)) != rows:
+        raise SketchError(f"lengths of table {table!r} do not sum to its rows", remedy="give one length a sample")
+    for given in ids:
+        if given is not None and (given.dtype != np.int64 or given.shape != lengths.shape):
+            raise SketchError(
+                f"ids of samples or users of table {table!r} are {given.dtype}{list(given.shape)}",
+                remedy=f"give int64[{len(lengths)}]",
+            )
 
 
 def _access_counts(admission: Admission, accepted: int, negative: int, outside: int) -> AccessCounts:

@@ -57,6 +57,7 @@ def restore(
             fresh.load_table(index, table, arrays)
         else:
             _convert(fresh, index, table, arrays, clocks)
+    fresh.load_coaccess(saved, arrays)
     return fresh, tuple(outcomes)
 
 

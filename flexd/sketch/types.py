@@ -17,6 +17,7 @@ class SketchSettings:
         late_after_seconds: accesses older than the newest event by more than this are counted as late.
         conservative: count-min counters use conservative update: smaller errors, but dependent on the order of arrival.
         logarithmic: allow logarithmic counters for tables too large for exact ones.
+        coaccess_memory_bytes: of the sample of rows that occur together, besides; 0 keeps none.
     """
 
     memory_bytes: int = 512 * 2**20
@@ -26,6 +27,7 @@ class SketchSettings:
     late_after_seconds: float = 60.0
     conservative: bool = True
     logarithmic: bool = True
+    coaccess_memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import StreamError
+from flexd.core.sample_hash import mixed, mixed_one
 from flexd.stream.codecs.codec import MAX_ENTRIES, MAX_EVENT_TIME_SECONDS, MAX_TABLE_NAME_CHARS, encode_arrow
 from flexd.stream.types import AccessBatch, Int32Array, Sink
 
@@ -62,7 +63,7 @@ class Publisher:
     Sampling keeps every access with the same probability ``sample_fraction``, whatever its row, so shares and
     frequency ratios estimated downstream are unbiased; absolute counts are ``sample_fraction`` times the true ones.
     ``sample_by="batch"`` draws once a call (with step numbers once a step, the same on all ranks of one ``seed``),
-    which is cheapest. ``"sample"`` draws once a sequence (once a call without
+    which is cheapest. ``"sample"`` draws once a sequence (by its sample id where it has one, else once a call without
     ``lengths``): estimates from the same number of accesses vary less, because the accesses of one batch are alike.
     Sequences are kept or left out whole, so their lengths stay true.
 
@@ -131,6 +132,8 @@ class Publisher:
         lengths: Any = None,
         event_time_seconds: float | None = None,
         step: int | None = None,
+        sample_ids: Any = None,
+        user_ids: Any = None,
     ) -> bool:
         """Queue the accesses of one look-up. Never raises, whatever the arguments are, and never waits for the sink.
 
@@ -141,13 +144,16 @@ class Publisher:
             event_time_seconds: Unix seconds; now by default.
             step: number of the forward pass, equal on all ranks; publish every table in every pass, without rows where
                 nothing is looked up. The daemon then measures which ranks need a row at the same time.
+            sample_ids: integer[s] or None: sequences of several tables with the same id are one training sample. An id
+                must not come back for another sample while the daemon remembers (``sketch.half_life_seconds``).
+            user_ids: integer[s] or None: whose samples they are.
 
         Returns:
             True if accesses were queued.
         """
         try:
             seconds = time.time() if event_time_seconds is None else event_time_seconds
-            batch = self._batch(table, rows, lengths, seconds, step)
+            batch = self._batch(table, rows, lengths, seconds, step, sample_ids, user_ids)
         except (StreamError, TypeError, ValueError, RuntimeError, OverflowError) as error:
             self._count("dropped_invalid", _access_count(rows))
             if not self._warned:
@@ -188,8 +194,9 @@ class Publisher:
             return left == 0 and self._in_flight == 0 and self.problem is None
 
     def _batch(
-        self, table: str, rows: Any, lengths: Any, event_time_seconds: float, step: int | None
-    ) -> AccessBatch | None:
+        self, table: str, rows: Any, lengths: Any, event_time_seconds: float, step: int | None, sample_ids: Any,
+        user_ids: Any,
+    ) -> AccessBatch | None:  # fmt: skip
         """Copy the accesses that sampling keeps; None if it keeps none. Raises if the arguments are invalid."""
         if not isinstance(table, str) or not 0 < len(table) <= MAX_TABLE_NAME_CHARS:
             raise StreamError(f"table name of {len(table)} characters")
@@ -197,25 +204,38 @@ class Publisher:
             raise StreamError(f"event time {event_time_seconds}")
         ids = _host_array(rows)
         parts: Int32Array | None = None if lengths is None else _host_array(lengths).astype(np.int32)
+        samples, users = (
+            None if given is None else _host_array(given).astype(np.int64) for given in (sample_ids, user_ids)
+        )
         # Check the shapes before sampling and copying.
-        batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts, step)
+        batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts, step, samples, users)
         if self._sample_fraction < 1.0:
             if self._sample_by == "batch" or parts is None:
                 if self._draw(step) >= self._sample_fraction:
                     self._count("sampled_out", len(ids))
                     return None
             else:
-                keep = self._random.random(len(parts)) < self._sample_fraction
+                keep = self._draws(parts, samples) < self._sample_fraction
                 kept = ids[np.repeat(keep, parts)]
                 self._count("sampled_out", len(ids) - len(kept))
                 if not keep.any():
                     return None
                 # A part of a batch shows no touches: it keeps no step.
-                return AccessBatch(table, kept, self._source_rank, batch.event_time_seconds, parts[keep])
+                return AccessBatch(
+                    table, kept, self._source_rank, batch.event_time_seconds, parts[keep], None,
+                    *(None if given is None else given[keep] for given in (samples, users)),
+                )  # fmt: skip
         if not self._has_room(batch):
             self._count("dropped_queue_full", len(ids))
             return None
-        return AccessBatch(table, ids.copy(), self._source_rank, batch.event_time_seconds, parts, step)
+        return replace(batch, rows=ids.copy())
+
+    def _draws(self, parts: Int32Array, samples: npt.NDArray[np.int64] | None) -> npt.NDArray[np.float64]:
+        """Draw from [0, 1) for each sequence; by its sample where that is known, the same in all tables and ranks."""
+        if samples is None:
+            return self._random.random(len(parts))
+        draws: npt.NDArray[np.float64] = mixed(samples ^ np.int64(mixed_one(self._seed) >> 1)) / 2.0**64
+        return draws
 
     def _draw(self, step: int | None) -> float:
         """Draw from [0, 1); all ranks and tables draw the same number for the same step."""
@@ -322,8 +342,14 @@ def _access_count(rows: Any) -> int:
 
 
 def _encoded_bytes(batch: AccessBatch) -> int:
-    lengths = 0 if batch.sequence_lengths is None else batch.sequence_lengths.nbytes
-    return batch.rows.nbytes + lengths + 4 * len(batch.table) + _ENTRY_BYTES
+    return batch.rows.nbytes + _nbytes_of_sequences(batch) + 4 * len(batch.table) + _ENTRY_BYTES
+
+
+def _nbytes_of_sequences(batch: AccessBatch) -> int:
+    """Return the bytes of what a batch has for each of its sequences."""
+    return sum(
+        0 if each is None else each.nbytes for each in (batch.sequence_lengths, batch.sample_ids, batch.user_ids)
+    )
 
 
 def _group(batches: list[AccessBatch], max_message_bytes: int) -> Iterator[list[AccessBatch]]:
@@ -350,7 +376,7 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
         yield batch
         return
     lengths = batch.sequence_lengths
-    room = max_bytes - (_encoded_bytes(batch) - batch.rows.nbytes - (0 if lengths is None else lengths.nbytes))
+    room = max_bytes - (size - batch.rows.nbytes - _nbytes_of_sequences(batch))
     if lengths is None:
         rows_a_piece = max(1, room // batch.rows.itemsize)
         for first in range(0, len(batch.rows), rows_a_piece):
@@ -358,7 +384,8 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
             yield AccessBatch(batch.table, rows, batch.source_rank, batch.event_time_seconds, None, batch.step)
         return
     ends = np.cumsum(lengths, dtype=np.int64)
-    cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * lengths.itemsize
+    each = _nbytes_of_sequences(batch) // max(1, len(lengths))
+    cost = ends * batch.rows.itemsize + np.arange(1, len(ends) + 1) * each
     first = 0
     while first < len(lengths):
         spent = int(cost[first - 1]) if first else 0
@@ -366,6 +393,7 @@ def _split(batch: AccessBatch, max_bytes: int) -> Iterator[AccessBatch]:
         start = int(ends[first - 1]) if first else 0
         rows = batch.rows[start : int(ends[last - 1])]
         yield AccessBatch(
-            batch.table, rows, batch.source_rank, batch.event_time_seconds, lengths[first:last], batch.step
-        )
+            batch.table, rows, batch.source_rank, batch.event_time_seconds, lengths[first:last], batch.step,
+            *(None if given is None else given[first:last] for given in (batch.sample_ids, batch.user_ids)),
+        )  # fmt: skip
         first = last

@@ -13,6 +13,7 @@ from flexd.core.errors import StreamError
 from flexd.stream.losses import Losses
 
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 Positions = dict[str, int]
@@ -33,9 +34,13 @@ class AccessBatch:
         event_time_seconds: time of the accesses, Unix seconds (or any clock common to the stream that starts at 0).
         sequence_lengths: int32[s] or None: lengths of the sequences of s samples that ``rows`` consists of; sums to n.
         step: number of the forward pass, equal on all ranks and below 2^62; None if unknown.
+        sample_ids: int64[s] or None: sequences of several tables with the same id are of one training sample. Without
+            ids, those at the same place of a rank's batches with the same step number are.
+        user_ids: int64[s] or None: whose samples they are.
 
     Raises:
-        StreamError: an array is of another dtype or shape, the lengths do not sum to n, or the step is out of range.
+        StreamError: an array is of another dtype or shape, the lengths do not sum to n, there are ids without lengths,
+            or the step is out of range.
     """
 
     table: str
@@ -44,6 +49,8 @@ class AccessBatch:
     event_time_seconds: float
     sequence_lengths: Int32Array | None = None
     step: int | None = None
+    sample_ids: Int64Array | None = None
+    user_ids: Int64Array | None = None
 
     def __post_init__(self) -> None:
         if self.rows.ndim != 1 or self.rows.dtype not in (np.int32, np.int64):
@@ -56,6 +63,12 @@ class AccessBatch:
                 f"accesses of table {self.table!r}: step {self.step}", remedy="give a number from 0 to 2^62 - 1"
             )
         lengths = self.sequence_lengths
+        for name, ids in (("sample_ids", self.sample_ids), ("user_ids", self.user_ids)):
+            if ids is not None and (lengths is None or ids.dtype != np.int64 or ids.shape != lengths.shape):
+                raise StreamError(
+                    f"accesses of table {self.table!r}: {name} are {ids.dtype}{list(ids.shape)}",
+                    remedy="give sequence lengths, and one int64 id for each",
+                )
         if lengths is None:
             return
         if lengths.ndim != 1 or lengths.dtype != np.int32:

@@ -311,3 +311,41 @@ def test_ranks_publish_the_same_steps_of_a_sample_and_parts_of_a_batch_keep_thei
         assert sum(len(batch.rows) for batch in batches) == 2000 * len(kept[-1])
     assert kept[0] == kept[1]
     assert 10 < len(kept[0]) < 30
+
+
+def test_sampling_by_sample_ids_keeps_the_same_samples_of_all_tables_and_ranks() -> None:
+    ids = np.arange(2_000, dtype=np.int64) * 7 - 5_000
+    kept = []
+    for rank, table in ((0, "a"), (1, "b")):
+        sink = MemorySink()
+        publisher = Publisher(sink, source_rank=rank, sample_fraction=0.25, sample_by="sample", seed=3)
+        order = np.random.default_rng(rank).permutation(len(ids))
+        publisher.publish(table, ids[order], np.ones(len(ids), dtype=np.int32), 1.0, 4, ids[order], -ids[order])
+        publisher.close(20.0)
+        [batch] = sink.batches()
+        assert np.array_equal(batch.sample_ids, batch.rows)
+        assert np.array_equal(batch.user_ids, -batch.rows)
+        kept.append(set(batch.sample_ids.tolist()))
+    assert kept[0] == kept[1]
+    assert 400 < len(kept[0]) < 600
+
+
+def test_pieces_of_a_large_batch_keep_the_ids_of_their_sequences() -> None:
+    lengths = np.random.default_rng(2).integers(0, 40, 500).astype(np.int32)
+    rows, ids = np.arange(lengths.sum()), np.arange(500, dtype=np.int64)
+    whole = AccessBatch("t", rows, 0, 1.0, lengths, 3, ids, ids + 1_000)
+    pieces = [piece for group in _group([whole], 10_000) for piece in group]
+    assert len(pieces) > 5
+    assert all(len(encode_arrow([piece])) <= 10_000 for piece in pieces)
+    assert np.concatenate([piece.sample_ids for piece in pieces]).tolist() == ids.tolist()
+    assert np.concatenate([piece.user_ids for piece in pieces]).tolist() == (ids + 1_000).tolist()
+    assert np.concatenate([piece.rows for piece in pieces]).tolist() == rows.tolist()
+
+
+def test_ids_that_do_not_fit_the_sequences_are_counted_as_invalid() -> None:
+    sink = MemorySink()
+    publisher = Publisher(sink, source_rank=0)
+    assert not publisher.publish("t", np.arange(3), np.array([1, 2]), 1.0, None, np.arange(3))
+    assert not publisher.publish("t", np.arange(3), None, 1.0, None, np.arange(3))
+    publisher.close(20.0)
+    assert publisher.counters().dropped_invalid == 6

@@ -49,7 +49,7 @@ class Column(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a batch, one element an entry. ``rows`` and ``sequence_lengths`` share the payload's memory."""
+    """The columns of a batch, one element an entry. Arrays share the payload's memory."""
 
     tables: list[str]
     rows: list[Array]
@@ -57,6 +57,8 @@ class Columns(NamedTuple):
     event_times: list[float]
     sequence_lengths: list[Array] | None
     steps: list[int] | None
+    sample_ids: list[Array] | None
+    user_ids: list[Array] | None
 
 
 class _Place(NamedTuple):
@@ -123,7 +125,7 @@ def read(payload: bytes | memoryview, schema_end: int, columns: tuple[Column, ..
                 return None
     return Columns(
         read["table"], read["rows"], read["source_rank"], read["event_time"], read.get("sequence_lengths"),
-        read.get("step"),
+        read.get("step"), read.get("sample_ids"), read.get("user_ids"),
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -45,7 +46,8 @@ _MAX_SCHEMAS = 64
 _MAX_SCHEMA_BYTES = 2**16
 _UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 _COLUMNS = ("table", "rows", "source_rank", "event_time")
-_OPTIONAL = ("sequence_lengths", "step")
+_IDS = ("sample_ids", "user_ids")
+_OPTIONAL = ("sequence_lengths", "step", *_IDS)
 _JSON_KEYS = frozenset((*_COLUMNS, *_OPTIONAL))
 _MAX_STEP = 2**62 - 1
 
@@ -67,7 +69,8 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
     """Encode one message: an Arrow IPC stream of one record batch, with one entry a batch.
 
     Columns: ``table`` utf8, ``rows`` list<int64> (list<int32> if all are), ``source_rank`` int32, ``event_time``
-    float64 Unix seconds; ``sequence_lengths`` list<int32> and ``step`` int64 if any batch has them.
+    float64 Unix seconds; ``sequence_lengths`` list<int32>, ``step`` int64, ``sample_ids`` and ``user_ids`` list<int64>
+    if any batch has them.
 
     Raises:
         StreamError: no batches, or more entries or ids than a message can hold.
@@ -82,14 +85,16 @@ def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
     ]
     with_lengths = any(b.sequence_lengths is not None for b in batches)
     if with_lengths:
-        none = np.empty(0, dtype=np.int32)
-        lengths = [none if b.sequence_lengths is None else b.sequence_lengths for b in batches]
-        missing = np.array([b.sequence_lengths is None for b in batches])
-        columns.append(_list_array(lengths, np.dtype(np.int32), missing))
+        columns.append(_optional_lists([b.sequence_lengths for b in batches], np.dtype(np.int32)))
     with_steps = any(b.step is not None for b in batches)
     if with_steps:
         columns.append(pa.array([b.step for b in batches], type=pa.int64()))
-    schema, schema_bytes = _SCHEMAS[wide, with_lengths, with_steps]
+    given = []
+    for ids in ([b.sample_ids for b in batches], [b.user_ids for b in batches]):
+        given.append(any(each is not None for each in ids))
+        if given[-1]:
+            columns.append(_optional_lists(ids, np.dtype(np.int64)))
+    schema, schema_bytes = _schema(wide, with_lengths, with_steps, *given)
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
     return b"".join((schema_bytes, batch.serialize()))
 
@@ -113,6 +118,9 @@ def encode_json(batches: Sequence[AccessBatch]) -> bytes:
             entry["sequence_lengths"] = batch.sequence_lengths.tolist()
         if batch.step is not None:
             entry["step"] = batch.step
+        for name in _IDS:
+            if getattr(batch, name) is not None:
+                entry[name] = getattr(batch, name).tolist()
         lines.append(json.dumps(entry, separators=(",", ":")))
     return ("\n".join(lines) + "\n").encode()
 
@@ -161,7 +169,16 @@ def _list_array(
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values, dtype=dtype)), mask=mask)
 
 
-def _make_schema(wide: bool, with_lengths: bool, with_steps: bool) -> tuple[pa.Schema, bytes]:
+def _optional_lists(parts: Sequence[RowArray | None], dtype: np.dtype[Any]) -> pa.ListArray:
+    none = np.empty(0, dtype=dtype)
+    missing = np.array([part is None for part in parts])
+    return _list_array([none if part is None else part for part in parts], dtype, missing)
+
+
+@functools.cache
+def _schema(
+    wide: bool, with_lengths: bool, with_steps: bool, with_samples: bool, with_users: bool
+) -> tuple[pa.Schema, bytes]:
     fields = [
         ("table", pa.utf8()),
         ("rows", pa.list_(pa.int64() if wide else pa.int32())),
@@ -172,14 +189,11 @@ def _make_schema(wide: bool, with_lengths: bool, with_steps: bool) -> tuple[pa.S
         fields.append(("sequence_lengths", pa.list_(pa.int32())))
     if with_steps:
         fields.append(("step", pa.int64()))
+    fields += [
+        (name, pa.list_(pa.int64())) for name, there in zip(_IDS, (with_samples, with_users), strict=True) if there
+    ]
     schema = pa.schema(fields)
     return schema, schema.serialize().to_pybytes()
-
-
-_SCHEMAS = {
-    (wide, lengths, steps): _make_schema(wide, lengths, steps)
-    for wide, lengths, steps in itertools.product((False, True), repeat=3)
-}
 
 
 # ---- Arrow ----
@@ -246,6 +260,7 @@ def _check_schema(schema: pa.Schema) -> None:
         "event_time": types["event_time"] == pa.float64() or pa.types.is_timestamp(types["event_time"]),
         "sequence_lengths": "sequence_lengths" not in types or _is_list_of(types["sequence_lengths"], pa.int32()),
         "step": "step" not in types or types["step"] == pa.int64(),
+        **{name: name not in types or _is_list_of(types[name], pa.int64()) for name in _IDS},
     }
     for name, valid in allowed.items():
         if not valid:
@@ -258,11 +273,15 @@ def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
 
 def _fast_entries(read: arrow_fast_path.Columns) -> list[AccessBatch] | None:
     """Return the entries if they are valid, otherwise None: the slow path then raises the error with its reason."""
-    tables, rows, ranks, times, lengths, steps = read
+    tables, rows, ranks, times, lengths, steps, *ids = read
     valid = min(map(len, tables)) > 0 and max(map(len, tables)) <= MAX_TABLE_NAME_CHARS and min(ranks) >= 0
     if not valid or not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in times):
         return None
     try:
+        if any(given is not None for given in ids):
+            none: list[None] = [None] * len(tables)
+            columns = (none if given is None else given for given in (lengths, steps, *ids))
+            return list(map(AccessBatch, tables, rows, ranks, times, *columns))
         if steps is not None:
             parts = [None] * len(tables) if lengths is None else lengths
             return list(map(AccessBatch, tables, rows, ranks, times, parts, steps))
@@ -284,21 +303,26 @@ def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
     if min(ranks) < 0:
         _fail("bad_source_rank", f"source_rank {min(ranks)}")
     times = _event_times(by_name["event_time"])
-    lengths: list[Any] = [None] * len(tables)
-    if "sequence_lengths" in by_name:
-        column = by_name["sequence_lengths"]
-        lengths = _lists("sequence_lengths", column)
-        if column.null_count:
-            there = column.is_valid().to_pylist()
-            lengths = [part if valid else None for part, valid in zip(lengths, there, strict=True)]
+    lengths, *ids = (_optional_column(name, by_name, len(tables)) for name in ("sequence_lengths", *_IDS))
     steps: list[Any] = by_name["step"].to_pylist() if "step" in by_name else [None] * len(tables)
     for step in steps:
         if step is not None and not 0 <= step <= _MAX_STEP:
             _fail("bad_step", f"step {step}, 0 to {_MAX_STEP} are read")
     try:
-        return [AccessBatch(*entry) for entry in zip(tables, rows, ranks, times, lengths, steps, strict=True)]
+        return [AccessBatch(*entry) for entry in zip(tables, rows, ranks, times, lengths, steps, *ids, strict=True)]
     except StreamError as error:
         _fail("bad_lengths", error.message)
+
+
+def _optional_column(name: str, by_name: dict[str, pa.Array], entries: int) -> list[Any]:
+    if name not in by_name:
+        return [None] * entries
+    column = by_name[name]
+    parts = _lists(name, column)
+    if not column.null_count:
+        return parts
+    there = column.is_valid().to_pylist()
+    return [part if valid else None for part, valid in zip(parts, there, strict=True)]
 
 
 def _tables(column: pa.Array) -> list[str]:
@@ -397,8 +421,9 @@ def _json_entry(line: str) -> AccessBatch:
         _fail("wrong_type", f"step is a {type(step).__name__}")
     if step is not None and not 0 <= step <= _MAX_STEP:
         _fail("bad_step", f"step {str(step)[:40]}, 0 to {_MAX_STEP} are read")
+    ids = [None if entry.get(name) is None else _json_ints(name, entry[name], pa.int64()) for name in _IDS]
     try:
-        return AccessBatch(table, rows, rank, float(time), lengths, step)
+        return AccessBatch(table, rows, rank, float(time), lengths, step, *ids)
     except StreamError as error:
         _fail("bad_lengths", error.message)
 

@@ -20,19 +20,24 @@ from flexd.stream.types import AccessBatch
 MAX = 1 << 20
 
 
-def fields(batch: AccessBatch) -> tuple[str, list[int], int, float, list[int] | None, int | None]:
-    lengths = None if batch.sequence_lengths is None else batch.sequence_lengths.tolist()
-    return batch.table, batch.rows.tolist(), batch.source_rank, batch.event_time_seconds, lengths, batch.step
+OPTIONAL = ("sequence_lengths", "step", "sample_ids", "user_ids")
 
 
-def read_by_arrow(payload: bytes) -> list[tuple[str, list[int], int, float, list[int] | None, int | None]]:
+def fields(batch: AccessBatch) -> tuple[object, ...]:
+    lengths, *ids = (
+        None if each is None else each.tolist() for each in (batch.sequence_lengths, batch.sample_ids, batch.user_ids)
+    )
+    return batch.table, batch.rows.tolist(), batch.source_rank, batch.event_time_seconds, lengths, batch.step, *ids
+
+
+def read_by_arrow(payload: bytes) -> list[tuple[object, ...]]:
     """Read a message with Arrow's own stream reader, independently of the codec."""
     batch = pa.ipc.open_stream(payload).read_next_batch()
     batch.validate(full=True)
     columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
-    columns.setdefault("sequence_lengths", [None] * batch.num_rows)
-    columns.setdefault("step", [None] * batch.num_rows)
-    names = ("table", "rows", "source_rank", "event_time", "sequence_lengths", "step")
+    for name in OPTIONAL:
+        columns.setdefault(name, [None] * batch.num_rows)
+    names = ("table", "rows", "source_rank", "event_time", *OPTIONAL)
     return list(zip(*(columns[name] for name in names), strict=True))
 
 
@@ -44,6 +49,10 @@ def batches(draw, dtype=None):
     total = draw(st.integers(0, 20)) if lengths is None else sum(lengths)
     rows = draw(st.lists(st.integers(int(info.min), int(info.max)), min_size=total, max_size=total))
     name = draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
+    ids = [None, None]
+    if lengths is not None:
+        count, id64 = len(lengths), st.integers(-(2**63), 2**63 - 1)
+        ids = [draw(st.none() | st.lists(id64, min_size=count, max_size=count)) for _ in ids]
     return AccessBatch(
         name,
         np.array(rows, dtype=kind),
@@ -51,6 +60,7 @@ def batches(draw, dtype=None):
         draw(st.floats(0, 1e11)),
         None if lengths is None else np.array(lengths, dtype=np.int32),
         draw(st.none() | st.integers(0, 2**62 - 1)),
+        *(None if each is None else np.array(each, dtype=np.int64) for each in ids),
     )
 
 
@@ -157,6 +167,15 @@ def reason_of(payload: bytes, limit: int = MAX) -> str:
         ({"table": pa.array(["a", "b" * 257])}, "bad_table_name"),
         ({"sequence_lengths": pa.array([[1, 1], [1]], type=pa.list_(pa.int32()))}, "bad_lengths"),
         ({"sequence_lengths": pa.array([[4, -1], [1]], type=pa.list_(pa.int32()))}, "bad_lengths"),
+        ({"sample_ids": pa.array([[1], [1]], type=pa.list_(pa.int64()))}, "bad_lengths"),
+        ({"user_ids": pa.array([[1], [1]], type=pa.list_(pa.int32()))}, "wrong_type"),
+        (
+            {
+                "sequence_lengths": pa.array([[3], [1]], type=pa.list_(pa.int32())),
+                "sample_ids": pa.array([[7], [7, 8]], type=pa.list_(pa.int64())),
+            },
+            "bad_lengths",
+        ),
     ],
 )
 def test_refused_arrow(changed, reason):
@@ -242,6 +261,8 @@ def test_too_many_entries():
         ('{"table":"t","rows":[1],"source_rank":0,"event_time":NaN}', "bad_json"),
         ('{"table":"t","rows":[1],"source_rank":0,"event_time":1e300}', "bad_event_time"),
         ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"sequence_lengths":[2]}', "bad_lengths"),
+        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"sample_ids":[2]}', "bad_lengths"),
+        ('{"table":"t","rows":[1],"source_rank":0,"event_time":1,"user_ids":["a"]}', "wrong_type"),
         ('{"table":"t","rows":' + "[" * 100_000, "bad_json"),
         ('{"table":"t","rows":[' + "9" * 10_000 + '],"source_rank":0,"event_time":1}', "bad_json"),
     ],

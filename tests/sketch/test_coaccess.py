@@ -1,0 +1,281 @@
+"""The co-access sample: whole samples, chosen alike by every daemon, within its memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import TableSpec
+from flexd.core.sample_hash import mixed_one, step_base
+from flexd.sketch.coaccess import MIN_BYTES, NO_USER, CoAccess, CoAccessSample
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.table_migration import restore
+from flexd.sketch.types import SketchSettings
+
+T0 = 1.7e9
+HALF_LIFE = 50.0
+ROWS = (5_000, 300)
+RANKS, SAMPLES = 3, 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    table: int
+    rank: int
+    step: int
+    time: float
+    lengths: np.ndarray
+    rows: np.ndarray
+
+
+def stream(seed: int, steps: int = 12) -> list[Entry]:
+    """Return the look-ups of all ranks: two tables of the same samples, at times that differ a little."""
+    random = np.random.default_rng(seed)
+    made = []
+    for step in range(steps):
+        for rank in range(RANKS):
+            for table, rows in enumerate(ROWS):
+                lengths = random.integers(0, 30, SAMPLES).astype(np.int32)
+                ids = random.integers(-1, rows + 2, int(lengths.sum()))
+                made.append(Entry(table, rank, step, T0 + 4.0 * step + 1e-3 * table, lengths, ids))
+    return made
+
+
+def offered(entries: list[Entry], memory: int = MIN_BYTES, half_life: float | None = HALF_LIFE) -> CoAccessSample:
+    sample = CoAccessSample(ROWS, memory, half_life)
+    for each in entries:
+        sample.add(each.table, each.rows, each.lengths, each.rank, each.time, each.step)
+    return sample
+
+
+def expected(entries: list[Entry], limit: float, half_life: float | None) -> dict[tuple[int, int], list[int]]:
+    """Return the rows of each (key, table) with a priority up to the limit, by the definition."""
+    found: dict[tuple[int, int], list[int]] = {}
+    weight = 0.0 if half_life is None else math.log(2) / half_life
+    for each in entries:
+        ends = np.cumsum(each.lengths)
+        for position, (end, length) in enumerate(zip(ends, each.lengths, strict=True)):
+            key = mixed_one(step_base(each.rank, each.step) + position)
+            draw = -math.log(((mixed_one(key) >> 11) + 0.5) * 2.0**-53)
+            rows = [int(row) for row in each.rows[end - length : end] if 0 <= row < ROWS[each.table]]
+            if rows and math.log(draw) - each.time * weight <= limit:
+                found[key, each.table] = rows
+    return found
+
+
+def held(read: CoAccess) -> list[list[tuple[int, list[int]]]]:
+    """Return the parts of each sample, as (table, rows)."""
+    parts: list[list[tuple[int, list[int]]]] = [[] for _ in range(read.samples)]
+    for part, sample in enumerate(read.sample):
+        rows = read.rows[read.offsets[part] : read.offsets[part + 1]].tolist()
+        parts[sample].append((int(read.table[part]), rows))
+    return parts
+
+
+def by_key(parts: dict[tuple[int, int], list[int]]) -> list[list[tuple[int, list[int]]]]:
+    samples: dict[int, list[tuple[int, list[int]]]] = {}
+    for (key, table), rows in parts.items():
+        samples.setdefault(key, []).append((table, rows))
+    return [sorted(each) for each in samples.values()]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 2**20), st.sampled_from([None, HALF_LIFE, 2.0]))
+def test_what_is_held_is_every_sample_up_to_the_limit_whole(seed: int, half_life: float | None) -> None:
+    entries = stream(seed)
+    sample = offered(entries, half_life=half_life)
+    assert sample.used_bytes <= sample.nbytes == MIN_BYTES
+    assert sample.limit < math.inf, "the stream fills the memory"
+    assert sample.used_bytes > MIN_BYTES // 2, "and the memory is used"
+    read = sample.read(["a", "b"])
+    ours = [sorted(each) for each in held(read)]
+    theirs = by_key(expected(entries, sample.limit, half_life))
+    assert sorted(ours) == sorted(theirs)
+    assert (np.diff(read.event_time_seconds) >= 0).all()
+    assert read.offered == len(entries) * SAMPLES
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**20), st.integers(1, 4))
+def test_daemons_that_share_a_stream_merge_to_the_sample_of_all(seed: int, daemons: int) -> None:
+    """Tables of one sample may be read by different daemons, in any order."""
+    entries = stream(seed)
+    order = np.random.default_rng(seed).permutation(len(entries))
+    merged = CoAccessSample(ROWS, MIN_BYTES, HALF_LIFE)
+    for daemon in range(daemons):
+        merged.merge(offered([entries[i] for i in order if i % daemons == daemon]))
+    assert merged.used_bytes <= MIN_BYTES
+    ours = [sorted(each) for each in held(merged.read(["a", "b"]))]
+    assert sorted(ours) == sorted(by_key(expected(entries, merged.limit, HALF_LIFE)))
+    assert len(ours) > 10
+
+
+def test_older_samples_make_way_by_their_half_life() -> None:
+    sample = offered(stream(1, steps=120))
+    ages = T0 + 4.0 * 119 - sample.read(["a", "b"]).event_time_seconds
+    assert 0.5 < ages.mean() * math.log(2) / HALF_LIFE < 2.0
+    kept_for_ever = offered(stream(1, steps=120), half_life=None).read(["a", "b"])
+    assert 0.4 < (kept_for_ever.event_time_seconds - T0).mean() / (4.0 * 119) < 0.6
+
+
+def test_ids_join_samples_of_any_rank_and_order_and_users_stay_with_them() -> None:
+    sample = CoAccessSample(ROWS, MIN_BYTES, None)
+    lengths = np.array([2, 1], dtype=np.int32)
+    sample.add(0, np.array([1, 2, 3]), lengths, 0, T0, 7, np.array([70, -80]), np.array([5, NO_USER]))
+    sample.add(1, np.array([9, 8, 8]), lengths[::-1].copy(), 2, T0 + 1, None, np.array([-80, 70]))
+    read = sample.read(["a", "b"])
+    assert sorted(held(read)) == [[(0, [1, 2]), (1, [8, 8])], [(0, [3]), (1, [9])]]
+    assert sorted(read.user.tolist()) == [NO_USER, 5]
+
+
+def test_without_ids_and_steps_every_look_up_has_samples_of_its_own() -> None:
+    sample = CoAccessSample(ROWS, MIN_BYTES, None)
+    for table in (0, 1):
+        sample.add(table, np.array([1, 2]), np.array([1, 1], dtype=np.int32), 0, T0)
+    assert sample.read(["a", "b"]).samples == 4
+
+
+def test_a_second_part_of_a_sample_and_table_is_left_out() -> None:
+    """Pieces of a divided look-up that count their samples anew must not mix."""
+    sample = CoAccessSample(ROWS, MIN_BYTES, None)
+    for row in (1, 2):
+        sample.add(0, np.array([row]), np.array([1], dtype=np.int32), 0, T0, 3)
+    assert held(sample.read(["a", "b"])) == [[(0, [1])]]
+
+
+def test_a_sample_longer_than_a_sixteenth_is_counted_and_left_out() -> None:
+    sample = CoAccessSample(ROWS, MIN_BYTES, None)
+    rows = np.zeros(MIN_BYTES // 4, dtype=np.int64)
+    sample.add(0, rows, np.array([len(rows)], dtype=np.int32), 0, T0, 1)
+    read = sample.read(["a", "b"])
+    assert (read.samples, read.too_long, read.offered) == (0, 1, 1)
+
+
+def test_equal_samples_without_end_stay_within_the_memory() -> None:
+    sample = CoAccessSample(ROWS, MIN_BYTES, None)
+    for _ in range(40):
+        sample.add(0, np.zeros(1000, np.int64), np.full(100, 10, np.int32), 0, T0, 1, np.zeros(100, np.int64))
+        assert sample.used_bytes <= MIN_BYTES
+
+
+TABLES = [TableSpec("items", 5_000, 8), TableSpec("users", 300, 8)]
+SETTINGS = SketchSettings(memory_bytes=2**20, half_life_seconds=HALF_LIFE, coaccess_memory_bytes=MIN_BYTES)
+
+
+def counted(entries: list[Entry], of: SketchSettings = SETTINGS) -> SketchSet:
+    sketches = SketchSet.of(TABLES, of)
+    for each in entries:
+        rows = np.clip(each.rows, 0, ROWS[each.table] - 1)
+        sketches.ingest(TABLES[each.table].name, rows, each.rank, each.time, each.lengths, math.inf, each.step)
+    return sketches
+
+
+def same(first: CoAccess | None, second: CoAccess | None) -> bool:
+    assert first is not None
+    assert second is not None
+    names = [field.name for field in dataclasses.fields(CoAccess)]
+    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in names)
+
+
+def test_a_sketch_set_saves_drains_and_merges_its_sample() -> None:
+    entries = stream(3)
+    whole = counted(entries)
+    meta, arrays = whole.state()
+    again = SketchSet.from_state(TABLES, SETTINGS, json.loads(json.dumps(meta)), arrays)
+    assert same(whole.coaccess(), again.coaccess())
+    empty = whole.empty_copy(5)
+    read = empty.coaccess()
+    assert read is not None
+    assert read.samples == read.offered == 0
+    half = counted(entries[::2])
+    half.merge(counted(entries[1::2]))
+    merged = half.coaccess_sample
+    assert merged is not None
+    ours = {tuple(sorted((t, tuple(r)) for t, r in each)) for each in held(merged.read(["items", "users"]))}
+    longer = {tuple(sorted((t, tuple(r)) for t, r in each)) for each in held(again.coaccess())}
+    assert len(ours & longer) > 0.9 * min(len(ours), len(longer))
+
+
+def test_off_it_keeps_nothing_and_costs_no_memory() -> None:
+    off = dataclasses.replace(SETTINGS, coaccess_memory_bytes=0)
+    sketches = counted(stream(3, 2), off)
+    assert sketches.coaccess_sample is sketches.coaccess() is None
+    assert "coaccess" not in sketches.state()[0]
+
+
+def test_snapshots_of_other_settings_and_tables_keep_what_fits() -> None:
+    whole = counted(stream(4))
+    meta, arrays = whole.state()
+    before = whole.coaccess()
+    assert before is not None
+    # A state written before there was a sample.
+    old = {name: value for name, value in meta.items() if name != "coaccess"}
+    old["settings"] = {k: v for k, v in meta["settings"].items() if k != "coaccess_memory_bytes"}
+    fresh, _ = restore(old, {k: v for k, v in arrays.items() if "coaccess" not in k}, TABLES, SETTINGS)
+    assert fresh.coaccess() is not None
+    assert fresh.coaccess().samples == 0
+    # One that a daemon without a sample reads.
+    off = dataclasses.replace(SETTINGS, coaccess_memory_bytes=0)
+    fresh, outcomes = restore(meta, arrays, TABLES, off)
+    assert fresh.coaccess() is None
+    assert {each.outcome for each in outcomes} == {"kept"}
+    # Tables in another order, one of them smaller, one new.
+    tables = [TableSpec("new", 10, 8), TableSpec("users", 300, 8), TableSpec("items", 2_500, 8)]
+    fresh, _ = restore(meta, arrays, tables, dataclasses.replace(SETTINGS, coaccess_memory_bytes=2 * MIN_BYTES))
+    after = fresh.coaccess()
+    assert after is not None
+    was, now = held(before), held(after)
+    kept = [[(1, rows) for table, rows in each if table == 1] + [
+        (2, rows) for table, rows in each if table == 0 and max(rows) < 2_500
+    ] for each in was]  # fmt: skip
+    assert sorted(sorted(each) for each in kept if each) == sorted(sorted(each) for each in now)
+    # Another half-life.
+    fresh, _ = restore(meta, arrays, TABLES, dataclasses.replace(SETTINGS, half_life_seconds=500.0))
+    later = fresh.coaccess_sample
+    assert later is not None
+    assert held(later.read(["items", "users"])) == was
+    assert later.limit == math.inf
+
+
+@pytest.mark.parametrize("damage", ["dtype", "short", "table", "limit", "missing"])
+def test_damaged_states_are_refused(damage: str) -> None:
+    meta, arrays = counted(stream(5)).state()
+    words = arrays["coaccess/words"].copy()
+    meta = json.loads(json.dumps(meta))
+    if damage == "dtype":
+        words = words.astype(np.int64)
+    elif damage == "short":
+        words = words[:-1]
+    elif damage == "table":
+        words[6] = 9
+    elif damage == "limit":
+        meta["coaccess"]["limit"] = "nan"
+    arrays = {**arrays, "coaccess/words": words}
+    if damage == "missing":
+        del arrays["coaccess/words"]
+    with pytest.raises(SketchError):
+        SketchSet.from_state(TABLES, SETTINGS, meta, arrays)
+
+
+def test_batches_that_do_not_fit_their_lengths_are_refused_before_anything_is_counted() -> None:
+    sketches = SketchSet.of(TABLES, SETTINGS)
+    rows, one = np.arange(4), np.array([4], dtype=np.int32)
+    for lengths, ids in (
+        (np.array([3], np.int32), None), (np.array([5, -1], np.int32), None), (one, np.zeros(2, np.int64)),
+        (one, np.zeros(1, np.int32)),
+    ):  # fmt: skip
+        with pytest.raises(SketchError):
+            sketches.ingest("items", rows, 0, T0, lengths, sample_ids=ids)
+    assert sketches.samples == 0
+
+
+def test_too_little_memory_is_named() -> None:
+    with pytest.raises(SketchError, match="coaccess_memory_bytes"):
+        CoAccessSample(ROWS, MIN_BYTES - 1, None)
