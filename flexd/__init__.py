@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexd.embedding.embed_all import embed_all
     from flexd.embedding.embedding import Embedding
     from flexd.embedding.jagged import Jagged
+    from flexd.embedding.joined_collections import JoinedCollections, join_collections
     from flexd.embedding.joined_optimizer import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
@@ -40,6 +41,7 @@ _HOMES = {
     "EmbeddingCollection": "flexd.embedding.collection",
     "EmbeddingTable": "flexd.embedding.collection",
     "Jagged": "flexd.embedding.jagged",
+    "JoinedCollections": "flexd.embedding.joined_collections",
     "JoinedOptimizer": "flexd.embedding.joined_optimizer",
     "Publisher": "flexd.stream.publisher",
     "RankLayout": "flexd.core.layout",
@@ -52,6 +54,7 @@ _HOMES = {
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embed_all",
     "export_table": "flexd.embedding.serving.export",
+    "join_collections": "flexd.embedding.joined_collections",
     "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "prefetch": "flexd.embedding.prefetch.loop",
@@ -70,6 +73,7 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingTable",
     "Jagged",
+    "JoinedCollections",
     "JoinedOptimizer",
     "Publisher",
     "RankLayout",
@@ -82,6 +86,7 @@ __all__ = [
     "connect",
     "embed_all",
     "export_table",
+    "join_collections",
     "load_checkpoint",
     "prefetch",
     "save_checkpoint",

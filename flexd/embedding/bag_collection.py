@@ -20,10 +20,11 @@ import torch
 from torch.nn import functional
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike, RoutedInput
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
 from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.features import FeatureKeys
 from flexd.embedding.jagged import Jagged
+from flexd.embedding.routed_input import RoutedInput
 
 POOLINGS = ("sum", "mean")
 ANSWERS = ("rows", "sums")
@@ -149,19 +150,18 @@ class EmbeddingBagCollection(EmbeddingCollection):
         of_rows, of_bags = rows[:groups], rows[groups:]
         pooled = self._answered_by_sums(routed, of_bags, weights) if of_bags else {}
         calls: list[_Pooling] = []
-        for names, distinct, stop in zip(
-            self._features.by_group(routed.order), of_rows, routed.forward_pass.route.stations[0], strict=True
+        for names, distinct, indices in zip(
+            self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
         ):
-            indices = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
             sizes = [routed.features[name].values.numel() for name in names]
-            if of_bags:  # the requests after them are those of bags of any rank that are added up here
-                indices = indices[: sum(sizes)]
-            index_of = dict(zip(names, torch.split(indices, sizes), strict=True))
+            # The requests after them are those of bags of any rank that are added up here.
+            own = indices[: sum(sizes)] if of_bags else indices
+            index_of = dict(zip(names, torch.split(own, sizes), strict=True))
             size_of = dict(zip(names, sizes, strict=True))
             for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
                 alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
                 if alike:
-                    chosen = indices if alike == names else torch.cat([index_of[name] for name in alike])
+                    chosen = own if alike == names else torch.cat([index_of[name] for name in alike])
                     factors = torch.cat([weights[n].to(distinct.dtype) for n in alike]) if weighted else None
                     ids = sum(size_of[name] for name in alike)
                     lengths = [routed.features[name].lengths for name in alike]

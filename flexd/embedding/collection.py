@@ -27,8 +27,8 @@ from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.lookup_function import LookupFunction
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
+from flexd.embedding.routed_input import JoinedTables, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
-from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory
 from flexd.embedding.store.slow.two_memories import TwoMemories
@@ -54,6 +54,8 @@ class EmbeddingTable:
         homes: home rule, the ranks that hold the rows: "all" (spread over all ranks), "node:N" (over the ranks of node
             N) or "rank:R" (whole on rank R). It does not change the result. The daemon's configuration must name the
             same rule.
+        optimizer: of the table's rows; default: the collection's. Tables with the same kind of optimizer may differ in
+            ``lr`` alone.
     """
 
     name: str
@@ -64,6 +66,7 @@ class EmbeddingTable:
     init_scale: float | None = None
     lr: float | None = None
     homes: str = SPREAD
+    optimizer: RowOptimizer | None = None
 
     @property
     def scale(self) -> float:
@@ -72,19 +75,6 @@ class EmbeddingTable:
     @property
     def feature_names(self) -> tuple[str, ...]:
         return self.features or (self.name,)
-
-
-@dataclass(frozen=True)
-class RoutedInput:
-    """Checked input of a forward pass whose rows are located on all ranks.
-
-    Attributes:
-        order: names of the features, dim-group by dim-group.
-    """
-
-    features: Mapping[str, Jagged]
-    order: list[str]
-    forward_pass: ForwardPass
 
 
 class EmbeddingCollection(TableAccess):
@@ -152,9 +142,22 @@ class EmbeddingCollection(TableAccess):
         super().__init__(device)
         row_optimizer = optimizer or SGD()
         self.tables = tuple(tables)
+        rules = [table.optimizer or row_optimizer for table in tables]
         self.keyspace = KeySpace(
-            [TableSpec(t.name, t.rows, t.dim, t.dtype, row_optimizer.name, t.homes) for t in tables]
+            [
+                TableSpec(t.name, t.rows, t.dim, t.dtype, rule.name, t.homes)
+                for t, rule in zip(tables, rules, strict=True)
+            ]
         )
+        self.given_arguments: dict[str, Any] = {
+            "optimizer": row_optimizer, "layout": layout, "average_gradients": average_gradients, "exchange": exchange,
+            "comm_dtype": comm_dtype, "replica_sums": replica_sums, "fast_memory_bytes": fast_memory_bytes,
+            "max_migration_bytes_per_step": max_migration_bytes_per_step, "slow_memory_dir": slow_memory_dir,
+            "seed": seed,
+        }  # fmt: skip
+        """Arguments of the constructor, beside tables, replicas and device."""
+        self.__dict__["_joined"] = None
+        """The tables that this collection reads if they were joined with those of others."""
         self.replica_slots = self._replica_slots(replica_fraction, replica_slots)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
@@ -169,7 +172,7 @@ class EmbeddingCollection(TableAccess):
                 comm_dtype=comm_dtype,
                 replica_sums=replica_sums,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
-                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir, row_optimizer),
+                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir, rules),
             )
         )
 
@@ -206,7 +209,7 @@ class EmbeddingCollection(TableAccess):
             comm_dtype=comm_dtype,
             replica_sums=replica_sums,
             two_memories=two_memories,
-            keep_keys=any(table.lr is not None for table in self.tables),
+            keep_keys=any(table.lr is not None or table.optimizer is not None for table in self.tables),
             sums=bool(summed),
         )
         self._features = FeatureMap(
@@ -217,7 +220,7 @@ class EmbeddingCollection(TableAccess):
         # named_parameters(), because DDP and dense optimizers must not use it.
         self.__dict__["_anchor"] = AnchorParameter.of(self.device, self.engine.gradients, self.engine.drop_gradients)
         rates = [
-            TableRate(table.name, table.lr, int(first))
+            TableRate(table.name, table.lr, int(first), table.optimizer)
             for table, first in zip(self.tables, self.keyspace.first_key, strict=True)
         ]
         self.optimizer = FusedOptimizer(self.__dict__["_anchor"], row_optimizer, self.engine, rates)
@@ -226,7 +229,7 @@ class EmbeddingCollection(TableAccess):
     def _fill_initial_values(self) -> None:
         """Local. Set all rows and their optimizer state to their initial values."""
         scales = [table.scale for table in self.tables]
-        self.engine.initialise(scales, self._seed, self.optimizer.initial_state)
+        self.engine.initialise(scales, self._seed, self.optimizer.initial_states)
 
     @property
     def table_of_feature(self) -> Mapping[str, int]:
@@ -292,6 +295,11 @@ class EmbeddingCollection(TableAccess):
         """
         if self._trains():
             self.engine.check_room()
+        joined: JoinedTables | None = self.__dict__["_joined"]
+        if joined is not None:
+            part = joined.part_of(self, given, usable=keys is None)
+            if part is not None:
+                return part
         located = self.engine.hooks.claim(given, usable=keys is None)
         if located is not None:
             self._check_agreed(located.forward_pass.route, located.error, located.resolved)
@@ -341,17 +349,25 @@ class EmbeddingCollection(TableAccess):
         return (features, found.order), found
 
     def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
+        return self._features.keys(features, self.factors_of(given))
+
+    def factors_of(self, given: Any) -> Mapping[str, torch.Tensor]:
+        """Local. Return a factor for each id, by feature, that the input of ``forward`` itself has."""
         del given
-        return self._features.keys(features)
+        return {}
 
     def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""
+        if routed.part is not None:
+            return routed.part.rows(expand=expand)
         forward_pass = routed.forward_pass
         if not self._trains():
             return self.engine.fetch(forward_pass, expand=expand)
-        if self.after_lookup is not None:
+        joined: JoinedTables | None = self.__dict__["_joined"]
+        observe = self.after_lookup if joined is None else joined.observer_of(self)
+        if observe is not None:
             with self.engine.guard.publishing():  # the other ranks are in the exchange of the rows already
-                self.after_lookup(routed.features)
+                observe(routed.features)
         self.engine.open_pass(forward_pass)
         rows: tuple[torch.Tensor, ...] = LookupFunction.apply(  # type: ignore[no-untyped-call]
             self.__dict__["_anchor"], self.engine, forward_pass, expand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -137,9 +137,11 @@ class RowEngine:
         name = self.exchange.name
         return row_hops(name, groups, self._replica_sums), bag_hops(name, groups) if self._sums else []
 
-    def initialise(self, scales: Sequence[float], seed: int, state: float) -> None:
-        """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to ``state``."""
+    def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
+        """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to its value in
+        ``states``, by ``DimGroup.optimizer``."""
         for number, store in enumerate(self.stores):
+            state = states[store.group.optimizer]
             if self._two_memories is not None and store.tier is not None:
                 make = initial_rows_of(store, self.keyspace, scales, seed, state)
                 self._two_memories.begin(store, number, make, *first_home_slots(store, self.homes))

@@ -276,9 +276,11 @@ class FeatureMap:
     def split(self, features: Mapping[str, Jagged], rows: Sequence[torch.Tensor]) -> dict[str, Jagged]:
         """Split [n, dim] rows of each dim-group into rows by feature, with the lengths of the input."""
         out: dict[str, Jagged] = {}
-        for names, part in zip(self._known(tuple(features)).groups, rows, strict=True):
+        for names, part in zip(self._known(tuple(features)).groups, rows, strict=False):  # sums of bags may follow
             if names:
-                pieces = torch.split(part, [features[name].values.shape[0] for name in names])
+                sizes = [features[name].values.shape[0] for name in names]
+                ids = sum(sizes)
+                pieces = torch.split(part if part.shape[0] == ids else part[:ids], sizes)
                 made = Jagged.checked
                 out |= {n: made(piece, features[n].lengths) for n, piece in zip(names, pieces, strict=True)}
         return out

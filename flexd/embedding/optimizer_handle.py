@@ -10,6 +10,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.gradients import StepGradients
+from flexd.embedding.optimizers_by_group import OptimizersByGroup
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.table_rates import TableRates
 
@@ -28,7 +29,7 @@ class SteppedRows(Protocol):
 
 @dataclass(frozen=True)
 class TableRate:
-    """A table with the learning rate that it was given; None: that of the optimizer.
+    """A table with the optimizer and the learning rate that it was given; None: those of the collection.
 
     Attributes:
         first_key: of its rows.
@@ -37,6 +38,11 @@ class TableRate:
     name: str
     lr: float | None
     first_key: int
+    optimizer: RowOptimizer | None = None
+
+    @property
+    def has_own(self) -> bool:
+        return self.lr is not None or self.optimizer is not None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -48,8 +54,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     ``zero_grad`` drops the gradients of earlier backward passes, as in torch. Call it before or after the forward
     pass.
 
-    Tables with a learning rate of their own (``EmbeddingTable.lr``) are in further groups, one a rate, whose "tables"
-    names them: schedulers and trainers reach each rate there.
+    Tables with an optimizer or a learning rate of their own (``EmbeddingTable.optimizer``, ``lr``) are in further
+    groups, one for each of both, whose "tables" names them: schedulers and trainers reach each rate there. Tables with
+    the same kind of optimizer may differ in lr alone.
 
     ``state_dict`` holds the settings and the number of steps, which bias correction uses; the optimizer state of the
     rows is in the collection's ``state_dict``.
@@ -62,31 +69,38 @@ class FusedOptimizer(torch.optim.Optimizer):
         rows: SteppedRows,
         tables: Sequence[TableRate] = (),
     ) -> None:
-        self._rule = optimizer
         self._rows = rows
         self._tables = tables
-        names = [entry.name for entry in fields(optimizer) if entry.init]  # type: ignore[arg-type]
-        own: dict[float, list[str]] = {}
+        own: dict[tuple[RowOptimizer, float], list[str]] = {}
         for table in tables:
-            if table.lr is not None:
-                own.setdefault(table.lr, []).append(table.name)
+            if table.has_own:
+                rule = table.optimizer or optimizer
+                own.setdefault((rule, rule.lr if table.lr is None else table.lr), []).append(table.name)
         first: dict[str, Any] = {"params": [anchor]} | (
-            {"tables": [each.name for each in tables if each.lr is None]} if own else {}
+            {"tables": [each.name for each in tables if not each.has_own]} if own else {}
         )
-        others: list[dict[str, Any]] = [{"params": [], "lr": lr, "tables": of_rate} for lr, of_rate in own.items()]
-        super().__init__([first, *others], {name: getattr(optimizer, name) for name in names})
-        self._names = names
+        others: list[dict[str, Any]] = [
+            {"params": [], **_settings_of(rule), "lr": lr, "tables": of_rate} for (rule, lr), of_rate in own.items()
+        ]
+        self._rules = [optimizer, *(rule for rule, _ in own)]
+        """Of each parameter group, with the settings that it began with."""
+        super().__init__([first, *others], _settings_of(optimizer))
         self._current()
 
     @property
-    def initial_state(self) -> float:
-        """Initial value of every number of a row's optimizer state."""
-        return self._rule.initial_state
+    def _used(self) -> list[RowOptimizer]:
+        """The rules that have tables, as they began."""
+        return [rule for rule, group in zip(self._rules, self.param_groups, strict=True) if group.get("tables") != []]
+
+    @property
+    def initial_states(self) -> dict[str, float]:
+        """Initial value of every number of a row's optimizer state, by ``DimGroup.optimizer``."""
+        return {rule.name: rule.initial_state for rule in self._used}
 
     @property
     def moves_all_rows(self) -> bool:
         """True if a step also changes rows that it did not look up."""
-        return getattr(self._rule, "moves_all_rows", False)
+        return any(getattr(rule, "moves_all_rows", False) for rule in self._used)
 
     def gradients(self) -> StepGradients | None:
         """Collective. Return the gradients that wait for the next step, summed at their rows; None without any."""
@@ -123,30 +137,49 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             EmbeddingError: tables have other settings than the first group, beside the learning rate.
         """
-        first, *others = [self._settings(group) for group in self.param_groups]
-        rule: RowOptimizer = replace(self._rule, **first)  # type: ignore[type-var]
-        if not others:
-            return rule
-        for group, settings in zip(self.param_groups[1:], others, strict=True):
-            for name, value in settings.items():
-                if name != "lr" and value != first[name]:
-                    raise EmbeddingError(
-                        f"tables {', '.join(group['tables'])}: {name}={value}, the first group has {first[name]}",
-                        remedy="tables of a collection may differ in lr alone; use a collection for each other setting",
-                    )
-        rates = {
-            table: settings["lr"]
-            for group, settings in zip(self.param_groups, (first, *others), strict=True)
-            for table in group["tables"]
-        }
-        return TableRates.of(
-            rule, [rates[table.name] for table in self._tables], [table.first_key for table in self._tables]
-        )
+        rules = [_with_settings(rule, group) for rule, group in zip(self._rules, self.param_groups, strict=True)]
+        if len(rules) == 1:
+            return rules[0]
+        by_kind: dict[str, list[tuple[RowOptimizer, list[str]]]] = {}
+        for rule, group in zip(rules, self.param_groups, strict=True):
+            if group["tables"]:
+                by_kind.setdefault(rule.name, []).append((rule, group["tables"]))
+        made = [self._of_kind(groups) for groups in by_kind.values()]
+        return made[0] if len(made) == 1 else OptimizersByGroup(tuple(made))
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        # A group that was saved before a setting existed does not have it.
-        given = {name: group.get(name, getattr(self._rule, name)) for name in self._names}
-        return {name: tuple(value) if isinstance(value, list) else _number(value) for name, value in given.items()}
+    def _of_kind(self, groups: Sequence[tuple[RowOptimizer, list[str]]]) -> RowOptimizer:
+        """Return one optimizer for tables of one kind."""
+        first = groups[0][0]
+        rates: dict[str, float] = {}
+        for rule, tables in groups:
+            rates |= dict.fromkeys(tables, rule.lr)
+            if type(rule) is not type(first):
+                raise EmbeddingError(
+                    f"tables {', '.join(tables)}: {type(rule).__name__}, tables {', '.join(groups[0][1])} have "
+                    f"{type(first).__name__}",
+                    remedy="use one of them for all of these tables, or two collections that are not joined",
+                )
+            for name, value in _settings_of(rule).items():
+                if name != "lr" and value != getattr(first, name):
+                    raise EmbeddingError(
+                        f"tables {', '.join(tables)}: {name}={value}, the first group has {getattr(first, name)}",
+                        remedy="tables with one kind of optimizer may differ in lr alone; make other settings equal",
+                    )
+        own = [table for table in self._tables if table.name in rates]
+        return TableRates.of(first, [rates[table.name] for table in own], [table.first_key for table in own])
+
+
+def _settings_of(rule: RowOptimizer) -> dict[str, Any]:
+    return {entry.name: getattr(rule, entry.name) for entry in fields(rule) if entry.init}  # type: ignore[arg-type]
+
+
+def _with_settings(rule: RowOptimizer, group: dict[str, Any]) -> RowOptimizer:
+    """Return the optimizer with the settings of a parameter group."""
+    # A group that was saved before a setting existed does not have it.
+    given = {name: group.get(name, value) for name, value in _settings_of(rule).items()}
+    settings = {name: tuple(value) if isinstance(value, list) else _number(value) for name, value in given.items()}
+    changed: RowOptimizer = replace(rule, **settings)  # type: ignore[type-var]
+    return changed
 
 
 def _number(value: Any) -> Any:

@@ -87,6 +87,7 @@ class GroupUpdate:
         keys_of: keys of the rows at slots, for stochastic rounding; None: round to the nearest.
         rates_of: int64 [n] slots -> float64 [n, 1] by which the changes of their rows are multiplied, and a decoupled
             weight decay; None: 1.
+        optimizer: of the dim-group, a name as in ``TableSpec.optimizer``.
     """
 
     rows: torch.Tensor
@@ -94,6 +95,7 @@ class GroupUpdate:
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]
     keys_of: KeysOf | None = None
     rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    optimizer: str = ""
 
 
 @runtime_checkable

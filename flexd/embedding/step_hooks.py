@@ -96,6 +96,8 @@ class StepHooks:
     """The part of the traffic that no step waited for."""
     exchanges: tuple[tuple[ChainGroups, Router], ...] = ()
     """Further routers, with their groups, that use the exchange of the engine."""
+    announced: object = None
+    """Input of the next forward pass, if its rows were located or are being located."""
     unused_batches = 0
     """Batches located ahead that were trained on without it: their rows were located twice."""
 

@@ -107,7 +107,9 @@ class TableAccess(DeferredTables):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_local(self.engine, destination, prefix)
+        if self.__dict__.get("_joined") is None:  # else the first of the joined collections has the tables
+            save_local(self.engine, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        load_local(self.engine, state_dict, prefix, *args[2:5])
+        if self.__dict__.get("_joined") is None:
+            load_local(self.engine, state_dict, prefix, *args[2:5])

@@ -12,7 +12,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
-from flexd.embedding.features import FeatureKeys
 from flexd.embedding.jagged import Jagged
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import as_keyed_jagged, check_inverse, jagged_by_key, weights_by_key
@@ -84,8 +83,8 @@ class FlexEmbeddingBagCollection(EmbeddingBagCollection, EmbeddingBagCollectionI
         check_inverse(kjt, {feature: by_key[feature] for feature, _ in self._names}, self.rank)
         return features
 
-    def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
-        return self._features.keys(features, self._weights(as_keyed_jagged(given, [], self.rank)))
+    def factors_of(self, given: Any) -> Mapping[str, torch.Tensor]:
+        return self._weights(as_keyed_jagged(given, [], self.rank))
 
     def _weights(self, kjt: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
         if not self._is_weighted:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,25 +50,26 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 _OTHER_NAMES = {"learning_rate": "lr"}
 
 
-def attached_optimizer(weights: Mapping[str, nn.Parameter]) -> RowOptimizer:
-    """Return the optimizer of all tables; without one ``SGD(0.01)``, as ``DistributedModelParallel`` has it.
+def attached_optimizers(weights: Mapping[str, nn.Parameter]) -> dict[str, RowOptimizer]:
+    """Return the optimizer of each table; without one ``SGD(0.01)``, as ``DistributedModelParallel`` has it.
 
     Args:
         weights: of each table, by its name in the model.
 
     Raises:
-        EmbeddingError: tables have different optimizers, or one that flexd does not have with the same result; the
-            error names them.
+        EmbeddingError: a table has an optimizer that flexd does not have with the same result, or two tables have one
+            kind with settings that differ in more than the learning rate; the error names them.
     """
-    found = {name: _attached(name, weight) for name, weight in weights.items()}
-    first, expected = next(iter(found.items()))
+    found = {name: _attached(name, weight) or SGD(_SETTINGS[SGD]["lr"]) for name, weight in weights.items()}
+    kinds: dict[str, tuple[str, RowOptimizer]] = {}
     for name, rule in found.items():
-        if rule != expected:
+        first, expected = kinds.setdefault(rule.name, (name, rule))
+        if replace(rule, lr=expected.lr) != expected:  # type: ignore[type-var]
             raise EmbeddingError(
-                f"tables {first!r} and {name!r} have different optimizers: {expected} and {rule}",
-                remedy="all tables of a model have one optimizer with equal settings: pass it as optimizer=",
+                f"tables {first!r} and {name!r} have different settings: {expected} and {rule}",
+                remedy="tables with one kind of optimizer may differ in lr alone: pass optimizer= for all",
             )
-    return expected or SGD(_SETTINGS[SGD]["lr"])
+    return found
 
 
 def _attached(name: str, weight: nn.Parameter) -> RowOptimizer | None:

@@ -18,9 +18,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.bag_collection import EmbeddingBagCollection
-from flexd.embedding.collection import EmbeddingTable, RoutedInput
-from flexd.embedding.features import FeatureKeys
+from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.jagged import Jagged
+from flexd.embedding.routed_input import RoutedInput
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
 from flexd.torchrec.inputs import as_keyed_jagged, check_inverse, jagged_by_key, weights_by_key
 from flexd.torchrec.outputs import jagged_tensor, keyed_tensor
@@ -228,16 +228,13 @@ class ReplacedTables(EmbeddingBagCollection):
     def _expanded(self, routed: RoutedInput, rows: Sequence[torch.Tensor], bags: set[str]) -> dict[str, torch.Tensor]:
         """Return one row an id of each feature that is not pooled, with one kernel a dim-group."""
         out: dict[str, torch.Tensor] = {}
-        for names, distinct, stop in zip(
-            self._features.by_group(routed.order),
-            rows[: len(self.keyspace.groups)],  # sums of bags follow
-            routed.forward_pass.route.stations[0],
-            strict=True,
+        of_rows = rows[: len(self.keyspace.groups)]  # sums of bags follow
+        for names, distinct, indices in zip(
+            self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
         ):
             wanted = [name for name in names if name not in bags]
             if not wanted:
                 continue
-            indices = torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
             sizes = {name: routed.features[name].values.numel() for name in names}
             indices = indices[: sum(sizes.values())]  # requests of bags that are added up here follow
             if len(wanted) < len(names):
@@ -276,11 +273,11 @@ class ReplacedTables(EmbeddingBagCollection):
                 check_inverse(kjt, {one.feature: by_key[one.feature] for one in module.lookups}, self.rank)
         return features
 
-    def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
+    def factors_of(self, given: Any) -> Mapping[str, torch.Tensor]:
         modules, kjt = self._modules_of_model, given
         if isinstance(given, _OneModule):
             modules, kjt = (given.module,), given.given
-        return self._features.keys(features, self._weights(modules, as_keyed_jagged(kjt, [], self.rank)))
+        return self._weights(modules, as_keyed_jagged(kjt, [], self.rank))
 
     def _weights(self, modules: Sequence[ReplacedModule], kjt: Any) -> dict[str, torch.Tensor]:
         weighted = [module for module in modules if module.is_weighted]

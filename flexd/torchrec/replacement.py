@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torchrec.types import DataType
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection as FlexdCollection
 from flexd.embedding.row_optimizers import RowOptimizer
-from flexd.torchrec.optimizers import attached_optimizer
+from flexd.torchrec.optimizers import attached_optimizers
 from flexd.torchrec.replaced_modules import ReplacedEmbeddingBagCollection, ReplacedEmbeddingCollection
 from flexd.torchrec.replaced_tables import ReplacedModule, ReplacedTables, replaced_module
 
@@ -53,7 +54,7 @@ def replace(
     connection (``flexd.connect(tables)``), one ``flexd.prefetch(loader, tables)`` and one optimizer.
 
     Args:
-        optimizer: of all rows; default the one that ``apply_optimizer_in_backward`` attached to the tables.
+        optimizer: of all rows; default those that ``apply_optimizer_in_backward`` attached to the tables.
         one_lookup: the first module that is called looks up the rows of all; every pass calls every module, with the
             same ``KeyedJaggedTensor`` object. With False each module looks up its own rows, in more collectives and
             without ``flexd.prefetch``, which then looks up every batch in vain.
@@ -67,7 +68,8 @@ def replace(
     Raises:
         EmbeddingError: the model has no such module, or one that flexd cannot replace with the same result: it is
             sharded, quantised or of a subclass, a table has an unsupported property, values that are not its
-            configuration's, or another optimizer than the others. The model is unchanged.
+            configuration's, or an optimizer of the same kind as another's with other settings beside ``lr``. The model
+            is unchanged.
         TopologyError: see ``flexd.EmbeddingCollection``.
     """
     places = _places(model)
@@ -84,12 +86,30 @@ def replace(
         weights |= zip(one.table_names, _weights(path, module), strict=True)
     loaded = frozenset(name for name, weight in weights.items() if weight.device.type != "meta")
     device = _device(weights, device, loaded)
-    rule = optimizer or attached_optimizer(weights)
+    rule, modules = _with_optimizers(modules, weights) if optimizer is None else (optimizer, modules)
     tables = ReplacedTables(modules, optimizer=rule, one_lookup=one_lookup, device=device, loaded=loaded, **arguments)
     for name in loaded:
         _load(tables, name, weights[name])
     _swap(model, places, tables, dict(zip(found, modules, strict=True)))
     return tables
+
+
+def _with_optimizers(
+    modules: list[ReplacedModule], weights: Mapping[str, nn.Parameter]
+) -> tuple[RowOptimizer, list[ReplacedModule]]:
+    """Return the optimizer of the first table, and the modules with those of other tables."""
+    rules = attached_optimizers(weights)
+    first = next(iter(rules.values()))
+    return first, [
+        dataclasses.replace(
+            module,
+            tables=tuple(
+                table if rules[table.name] == first else dataclasses.replace(table, optimizer=rules[table.name])
+                for table in module.tables
+            ),
+        )
+        for module in modules
+    ]
 
 
 def _places(model: nn.Module) -> list[tuple[str, Any]]:

@@ -104,10 +104,10 @@ class FusedOptimizerState:
             CheckpointError: on every rank, if state is missing on any or is of another shape or dtype; Adam's state
                 without ``steps``.
         """
-        optimizer = self._tables.keyspace.tables[0].optimizer
-        if self._steps is None and optimizer in _NEEDS_STEPS:
+        counted = [table.optimizer for table in self._tables.keyspace.tables if table.optimizer in _NEEDS_STEPS]
+        if self._steps is None and counted:
             raise CheckpointError(
-                f"the state of {optimizer} without the number of steps, which TorchRec does not save",
+                f"the state of {counted[0]} without the number of steps, which TorchRec does not save",
                 remedy="FusedOptimizerState(tables, steps=...)",
             )
         found = state.get("state", {})

@@ -78,7 +78,9 @@ def test_other_settings_by_table_are_refused() -> None:
     collection = two_tables(optimizer=flexd.Adam(lr=0.1))
     collection({"b": torch.tensor([1])})["b"].values.sum().backward()
     collection.optimizer.param_groups[1]["weight_decay"] = 0.1
-    with pytest.raises(EmbeddingError, match=r"tables b: weight_decay=0.1, the first group has 0.0 - tables of a"):
+    with pytest.raises(
+        EmbeddingError, match=r"tables b: weight_decay=0.1, the first group has 0.0 - tables with one kind"
+    ):
         collection.optimizer.step()
     with pytest.raises(EmbeddingError, match=r"learning rates by table: \[0.1, -1\] - at least 0"):
         TableRates.of(flexd.SGD(lr=0.1), [0.1, -1], [0, 9])

@@ -61,6 +61,17 @@ class Scenario:
     """Of the two tables, whose features are pooled then, the second's by mean; None: they are not."""
     homes: tuple[str, str] = ("all", "all")
     """Home rules of the two tables; nodes and ranks are counted modulo those of the job."""
+    second_optimizer: str = ""
+    """Optimizer of the second table, if it differs."""
+    joined: bool = False
+    """The tables are in two collections that are joined; features of the first are not pooled then."""
+
+    @property
+    def pooled(self) -> tuple[str, ...]:
+        """Features that are pooled."""
+        if self.answered_by is None:
+            return ()
+        return ("shop",) if self.joined else ("history", "target", "shop")
 
     def memories(self) -> dict[str, Any]:
         """Arguments of a collection. A directory is the caller's to remove."""
@@ -89,17 +100,35 @@ def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
 def _tables_of(scenario: Scenario) -> list[EmbeddingTable]:
     dims = (8, 5) if scenario.two_dims else (8, 8)
     lr = None if scenario.second_rate == 1.0 else scenario.second_rate * row_optimizer(scenario).lr
+    rule = None
+    if scenario.second_optimizer:
+        lr, rule = None, second_rule(scenario)
     if scenario.answered_by is not None:
         first, second = scenario.answered_by
         dtypes = scenario.dtype, scenario.second_dtype or scenario.dtype
+        item: EmbeddingTable = EmbeddingBagTable(
+            "item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, answer=first
+        )
+        if scenario.joined:
+            item = EmbeddingTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5)
         return [
-            EmbeddingBagTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, answer=first),
-            EmbeddingBagTable("shop", 17, dims[1], (), dtypes[1], 0.5, lr=lr, pooling="mean", answer=second),
+            item,
+            EmbeddingBagTable(
+                "shop", 17, dims[1], (), dtypes[1], 0.5, lr=lr, pooling="mean", answer=second, optimizer=rule
+            ),
         ]
     return [
         EmbeddingTable("item", 61, dims[0], ("history", "target"), scenario.dtype, init_scale=0.5),
-        EmbeddingTable("shop", 17, dims[1], (), scenario.second_dtype or scenario.dtype, init_scale=0.5, lr=lr),
+        EmbeddingTable(
+            "shop", 17, dims[1], (), scenario.second_dtype or scenario.dtype, init_scale=0.5, lr=lr, optimizer=rule
+        ),
     ]
+
+
+def second_rule(scenario: Scenario) -> RowOptimizer:
+    """Return the optimizer of the second table."""
+    rule = row_optimizer(replace(scenario, optimizer=scenario.second_optimizer or scenario.optimizer))
+    return replace(rule, lr=scenario.second_rate * rule.lr)
 
 
 def row_optimizer(scenario: Scenario) -> RowOptimizer:
@@ -266,7 +295,8 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
     table_of = {"history": "item", "target": "item", "shop": "shop"}
     world = scenario.layout.world_size
     shares = world if scenario.average_gradients else 1
-    plain = {name: PlainOptimizer(scenario.optimizer, spec.rows, spec.dim) for name, spec in specs.items()}
+    kinds = {"item": scenario.optimizer, "shop": scenario.second_optimizer or scenario.optimizer}
+    plain = {name: PlainOptimizer(kinds[name], spec.rows, spec.dim) for name, spec in specs.items()}
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(scenario.steps):
         for table in tables.values():
@@ -276,11 +306,11 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
             for index in range(scenario.passes):
                 features = batch(scenario, step * scenario.passes + index, rank)
                 rows = {name: tables[table_of[name]](jagged.values) for name, jagged in features.items()}
-                if scenario.answered_by is not None:
-                    rows = {
-                        name: pooled_alone(part, features[name].lengths, mean=name == "shop")
-                        for name, part in rows.items()
-                    }
+                rows |= {
+                    name: pooled_alone(part, features[name].lengths, mean=name == "shop")
+                    for name, part in rows.items()
+                    if name in scenario.pooled
+                }
                 for name, jagged in features.items():
                     seen[table_of[name]][jagged.values.long()] = True
                 loss = loss_of(rows)

@@ -245,8 +245,8 @@ def apply(kind: Any, settings: dict[str, Any], *names: str) -> Any:
 
 
 def apply_both(model: Two) -> None:
-    for lr, name in ((1, "rows"), (2, "pooled")):
-        apply(torch.optim.SGD, {"lr": lr}, name)(model)
+    for eps, name in ((1, "rows"), (2, "pooled")):
+        apply(torch.optim.Adagrad, {"lr": 0.1, "eps": eps}, name)(model)
 
 
 class Own(torchrec.EmbeddingCollection):  # type: ignore[misc]
@@ -279,11 +279,7 @@ def weighted_mean(model: Two) -> None:
         (lambda model: model.double(), "pooled, table 't': its weight is .* torch.float64"),
         (apply(torch.optim.RMSprop, {"lr": 0.1}), "table 't': optimizer torch.optim.rmsprop.RMSprop"),
         (apply(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), "table 't': its optimizer has momentum=0.9"),
-        (apply(torch.optim.SGD, {"lr": 0.1}, "rows"), "tables 't' and 'rows/t' have different optimizers: None"),
-        (
-            apply_both,
-            "'t' and 'rows/t' have different optimizers: SGD.*lr=2.* and SGD.*lr=1",
-        ),
+        (apply_both, "'t' and 'rows/t' have different settings: Adagrad.*eps=2.* and Adagrad.*eps=1"),
     ],
 )
 def test_what_cannot_be_replaced_is_refused_by_name_and_the_model_is_unchanged(change: Any, cause: str) -> None:
@@ -327,6 +323,22 @@ def test_the_attached_optimizer_is_taken_over(kind: Any, settings: dict[str, Any
     attached = Two()
     apply(torch.optim.RMSprop, {"lr": 0.1})(attached)
     assert replace(attached, optimizer=flexd.Adam(0.2)).optimizer._current() == flexd.Adam(0.2)
+
+
+def test_tables_keep_optimizers_of_their_own() -> None:
+    model = Two()
+    apply(torch.optim.Adagrad, {"lr": 0.5}, "rows")(model)
+    tables = replace(model)
+    assert {table.name: table.optimizer for table in tables.keyspace.tables} == {"t": "sgd", "rows/t": "adagrad"}
+    assert [(group["tables"], group["lr"]) for group in tables.optimizer.param_groups] == [
+        (["t"], 0.01),
+        (["rows/t"], 0.5),
+    ]
+    model = Two()
+    apply(torch.optim.SGD, {"lr": 0.25}, "rows")(model)
+    apply(torch.optim.SGD, {"lr": 0.5}, "pooled")(model)
+    groups = replace(model).optimizer.param_groups
+    assert [(group["tables"], group["lr"]) for group in groups] == [(["t"], 0.5), (["rows/t"], 0.25)]
 
 
 def test_every_optimizer_of_the_training_tests_is_known() -> None:

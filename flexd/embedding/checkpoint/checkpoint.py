@@ -239,7 +239,7 @@ def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, t
             column.homes.write_table(column.held, 0, state[key])
         if not stateful:
             for store in collection.engine.stores:
-                store.state.fill_(collection.optimizer.initial_state)
+                store.state.fill_(collection.optimizer.initial_states[store.group.optimizer])
     collection.engine.steps = int(state[step]) if stateful else 0
 
 

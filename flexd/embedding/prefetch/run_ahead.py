@@ -236,6 +236,11 @@ class RunAhead(StepHooks):
     # Called by the engine: ``StepHooks``.
 
     @property
+    def announced(self) -> object:  # type: ignore[override]
+        started = self._started if self._announced is not None else None
+        return None if started is None else started.given
+
+    @property
     def held(self) -> object:  # type: ignore[override]
         return self._result, self.deferred
 

@@ -52,20 +52,25 @@ class NextBatch:
 
     def is_input(self, given: object) -> bool:
         """Return whether this is the announced input. A new mapping counts if it holds the same objects or ids."""
-        announced = self.given
-        if given is announced:
-            return True
-        if not isinstance(given, Mapping) or not isinstance(announced, Mapping) or given.keys() != announced.keys():
-            return False
-        return all(
-            value is announced[name]
-            or (
-                isinstance(value, Jagged)
-                and isinstance(announced[name], Jagged)
-                and value.values is announced[name].values
-            )
-            for name, value in given.items()
+        return is_same_input(given, self.given)
+
+
+def is_same_input(given: object, announced: object) -> bool:
+    """Return whether two inputs of a forward pass are the same object, or mappings of the same objects or ids, or
+    (inputs of joined collections) tuples of such inputs."""
+    if given is announced:
+        return True
+    if isinstance(given, tuple | list) and isinstance(announced, tuple | list):
+        return len(given) == len(announced) and all(map(is_same_input, given, announced))
+    if not isinstance(given, Mapping) or not isinstance(announced, Mapping) or given.keys() != announced.keys():
+        return False
+    return all(
+        value is announced[name]
+        or (
+            isinstance(value, Jagged) and isinstance(announced[name], Jagged) and value.values is announced[name].values
         )
+        for name, value in given.items()
+    )
 
 
 @dataclass(frozen=True)

@@ -162,9 +162,10 @@ class ReplicaSync:
         for g, store in enumerate(self._stores):
             parts = [(part.slots, part.grads) for part in summed if part.group == g]
             if store.tier is not None:
-                _update_tier(store.tier, parts, store.keys_at, optimizer, step)
+                _update_tier(store.tier, parts, store.keys_at, optimizer, step, store.group.optimizer)
             elif isinstance(store.rows, torch.Tensor) and isinstance(store.state, torch.Tensor):
-                groups.append(GroupUpdate(store.rows, store.state, parts, store.keys_at))
+                name = store.group.optimizer
+                groups.append(GroupUpdate(store.rows, store.state, parts, store.keys_at, optimizer=name))
         if isinstance(optimizer, UpdatesGroups):
             optimizer.update_groups(groups, step)
             return
@@ -268,6 +269,7 @@ def _update_tier(
     keys_at: KeysOf,
     optimizer: RowOptimizer,
     step: int,
+    name: str,
 ) -> None:
     """Update rows in two memories, as many at a time as there are frames."""
 
@@ -277,6 +279,7 @@ def _update_tier(
     for slots, grads in parts:
         for block, places in tier.visit(slots, changes=True):
             if isinstance(optimizer, UpdatesGroups):
-                optimizer.update_groups([GroupUpdate(tier.rows, tier.state, [(places, grads[block])], keys_of)], step)
+                part = GroupUpdate(tier.rows, tier.state, [(places, grads[block])], keys_of, optimizer=name)
+                optimizer.update_groups([part], step)
             else:
                 optimizer.update(tier.rows, tier.state, places, grads[block], step)

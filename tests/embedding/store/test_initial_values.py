@@ -70,7 +70,7 @@ def test_every_layout_starts_from_the_same_tables(sizes: list[int], nodes: int, 
             keyspace, groups, Traffic(), replica_slots=[0] * len(keyspace.groups), exchange="chain",
             gradient_scale=1.0, max_migration_bytes_per_step=1, device=torch.device("cpu"),
         )  # fmt: skip
-        engine.initialise([table.scale for table in tables], 5, 0.0)
+        engine.initialise([table.scale for table in tables], 5, {"sgd": 0.0, "adagrad": 0.0})
         for store in engine.stores:
             of_tables, rows = keyspace.table_rows(store.home_addresses())
             for slot, (table, row) in enumerate(zip(of_tables, rows, strict=True)):

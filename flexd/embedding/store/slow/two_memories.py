@@ -38,7 +38,7 @@ class TwoMemories:
 
     @classmethod
     def of(
-        cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizer: object
+        cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizers: Sequence[object]
     ) -> TwoMemories | None:
         """Return None for rows that are all fast.
 
@@ -53,9 +53,10 @@ class TwoMemories:
             return None
         if fast_memory_bytes < 1:
             raise EmbeddingError(f"fast_memory_bytes={fast_memory_bytes}", remedy="give at least the bytes of a row")
-        if getattr(optimizer, "moves_all_rows", False):
+        everything = [type(each).__name__ for each in optimizers if getattr(each, "moves_all_rows", False)]
+        if everything:
             raise EmbeddingError(
-                f"fast_memory_bytes with {type(optimizer).__name__}, which reads and writes every row at every step",
+                f"fast_memory_bytes with {everything[0]}, which reads and writes every row at every step",
                 remedy="use flexd.Adam, or leave all rows in fast memory",
             )
         return cls(fast_memory_bytes, None if directory is None else Path(directory))
