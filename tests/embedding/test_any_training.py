@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-run-ahead, evaluation, migrations, home rules, bags answered by rows and by sums, optimizers and rates by table, two joined
-collections, and the kernels of an accelerator.
+run-ahead, evaluation, migrations, home rules, bags answered by rows and by sums, optimizers and rates by table, two
+joined collections, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
