@@ -1,14 +1,21 @@
-"""Order of test files, gloo ranks, and a garbage collector that does not scan thousands of modules all the time."""
+"""Order of test files, gloo ranks, one thread a process, and a garbage collector that does not scan thousands of
+modules all the time."""
 
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+
+# Read when torch and numpy are imported, here and in every child. Two files run at a time, with up to six ranks: more
+# threads of each would only wait for one another, and OpenMP's wait by spinning.
+for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_threads, "1")
 
 # For `make mutate`: a mutant is killed by the first example that fails; looking for a smaller one takes much longer.
 settings.register_profile("mutate", phases=(Phase.explicit, Phase.generate), database=None)
