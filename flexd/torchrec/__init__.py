@@ -26,7 +26,10 @@ from flexd.torchrec.bags import FlexEmbeddingBagCollection
 from flexd.torchrec.replaced_tables import ReplacedTables
 from flexd.torchrec.replacement import replace
 from flexd.torchrec.sequences import FlexEmbeddingCollection
+from flexd.torchrec.shipped import register as _register_batch_types
 from flexd.torchrec.state import FusedOptimizerState, ModelState
+
+_register_batch_types()
 
 __all__ = [
     "FlexEmbeddingBagCollection",

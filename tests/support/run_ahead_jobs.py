@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +18,14 @@ from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.store.slow.frame_division import divide_frames
+from tests.support import deal_jobs
 from tests.support.collection_jobs import some
 from tests.support.exactness import (
     Scenario,
     batch,
     class_of,
     loss_of,
+    loss_of_samples,
     random_chunks,
     row_optimizer,
     second_rule,
@@ -49,6 +51,7 @@ class Loop:
         loops: number of loops that share the batches.
         break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
         one_thread, depth: as in ``flexd.prefetch``.
+        deal: "priced": samples are dealt where it pays; "random": anywhere; "": not.
     """
 
     ahead: bool = True
@@ -64,6 +67,7 @@ class Loop:
     break_at: int = -1
     one_thread: bool | None = None
     depth: int = 1
+    deal: str = ""
 
 
 def make(scenario: Scenario) -> EmbeddingCollection:
@@ -114,8 +118,15 @@ def look_up(collection: EmbeddingCollection, features: dict[str, Jagged]) -> dic
     return {name: rows[name] for name in features}
 
 
-def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
-    loss = loss_of(look_up(collection, features))
+def backward(
+    collection: EmbeddingCollection, features: dict[str, Jagged], *, by_sample: bool = False, pooled: Sequence[str] = ()
+) -> float:
+    rows = look_up(collection, features)
+    if by_sample:
+        jagged = {name: Jagged(part, features[name].lengths) for name, part in rows.items() if name not in pooled}
+        loss = loss_of_samples(rows | jagged)
+    else:
+        loss = loss_of(rows)
     if loss.requires_grad:
         loss.backward()
     return float(loss.detach())
@@ -162,7 +173,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             while number == 0 and inbox._received_version < due and rng.random() < 0.7:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
             try:
-                losses.append(backward(collection, features))
+                losses.append(backward(collection, features, by_sample=scenario.dealt, pooled=scenario.pooled))
                 trained.append(losses[-1])
             except EmbeddingError as error:
                 errors.append(str(error))
@@ -199,15 +210,19 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
                 break
 
     ends = [round(len(every) * (part + 1) / loop.loops) for part in range(loop.loops)]
+    dealt = 0
     for begin, end in zip([0, *ends], ends, strict=False):
         part: Any = every[begin:end]
+        if loop.deal:
+            deal_jobs.deal_always(at_random=loop.deal == "random")
         if loop.ahead:
             part = flexd.prefetch(
                 part, collection, features=lambda pair: given_to(collection, pair[1]),
                 passes_per_step=loop.announced_passes or scenario.passes, one_thread=loop.one_thread,
-                depth=loop.depth,
+                depth=loop.depth, deal=bool(loop.deal),
             )  # fmt: skip
         on(part)
+        dealt += part.dealt.shipped_samples if loop.ahead else 0
         del part
     if loop.break_at >= 0:
         on(every[loop.break_at + 1 :])
@@ -219,7 +234,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         "tables": tables, "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
-        "digest": collection.engine.migrator.digest, "threads": threads(),
+        "digest": collection.engine.migrator.digest, "threads": threads(), "shipped": dealt,
     }  # fmt: skip
 
 

@@ -8,22 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flexd.core.errors import EmbeddingError
+from flexd.embedding.affinity.deal_pacing import DealtTotals
+from flexd.embedding.affinity.dealer import Dealer, RowPrices
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.prefetch.dealt_batches import END, DealtBatches, LoaderFailure
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.prefetch.run_ahead_job import NextBatch
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
-
-_END = object()
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """The loader's exception in place of a batch: the other ranks learn of it with the look-up of the batch."""
-
-    error: Exception
 
 
 @dataclass(frozen=True)
@@ -36,9 +30,9 @@ class _Ahead:
 
 def _following(batches: Iterator[Any]) -> Any:
     try:
-        return next(batches, _END)
+        return next(batches, END)
     except Exception as error:
-        return _Failure(error)
+        return LoaderFailure(error)
 
 
 def _identity(batch: Any) -> Any:
@@ -46,7 +40,11 @@ def _identity(batch: Any) -> Any:
 
 
 class Prefetch(Generic[Batch]):
-    """Result of ``prefetch``; each iteration reads the loader once."""
+    """Result of ``prefetch``; each iteration reads the loader once.
+
+    Attributes:
+        dealt: totals of the last iteration with ``deal``.
+    """
 
     def __init__(
         self,
@@ -57,12 +55,14 @@ class Prefetch(Generic[Batch]):
         timeout_seconds: float,
         one_thread: bool | None,
         depth: int,
+        deal: bool,
     ) -> None:
         if passes_per_step < 1 or depth < 1 or not timeout_seconds > 0:
             raise EmbeddingError(
                 f"prefetch: {passes_per_step} passes a step, {depth} batches ahead, a deadline of {timeout_seconds} s",
                 remedy="give positive numbers",
             )
+        self.dealt = DealtTotals()
         self._loader = loader
         self._collection = collection
         self._features = features
@@ -70,50 +70,74 @@ class Prefetch(Generic[Batch]):
         self._timeout_seconds = timeout_seconds
         self._one_thread = one_thread
         self._depth = depth
+        self._deal = deal
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
         run_ahead = RunAhead.begin(
-            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread, self._depth
-        )
+            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread, self._depth,
+            deal=self._deal,
+        )  # fmt: skip
         run_ahead.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
-            queue = self._queue()
-            ahead = [next(queue) for _ in range(self._depth)]
+            queue = DealtBatches(self._read(), self._dealer(run_ahead), run_ahead) if self._deal else self._read()
+            ahead = [self._ahead(next(queue)) for _ in range(self._depth)]
             run_ahead.announce(ahead[0].announced, [one.announced for one in ahead])
             while True:
                 run_ahead.start_announced()
                 batch = ahead.pop(0).batch
-                if isinstance(batch, _Failure):
+                if isinstance(batch, LoaderFailure):
                     raise batch.error
-                if batch is _END:
+                if batch is END:
                     run_ahead.finish()
                     return
-                ahead.append(next(queue))
+                ahead.append(self._ahead(next(queue)))
                 run_ahead.announce(ahead[0].announced, [ahead[-1].announced])
                 yield batch
         finally:
             if not run_ahead.close():
                 logger.warning("rank %d: the run-ahead thread did not end", self._collection.rank)
 
-    def _queue(self) -> Iterator[_Ahead]:
+    def _read(self) -> Iterator[Any]:
         """Yield the loader's batches, and what ended it without end. An exception of the loader is one of these."""
         batch: Any
         try:
             batches = iter(self._loader)
             batch = _following(batches)
         except Exception as error:
-            batch = _Failure(error)
+            batch = LoaderFailure(error)
         while True:
-            yield _Ahead(batch, self._next_batch(batch))
-            if batch is not _END and not isinstance(batch, _Failure):
+            yield batch
+            if batch is not END and not isinstance(batch, LoaderFailure):
                 batch = _following(batches)
 
+    def _ahead(self, batch: Any) -> _Ahead:
+        return _Ahead(batch, self._next_batch(batch))
+
+    def _dealer(self, run_ahead: RunAhead) -> Dealer:
+        engine, layout = self._collection.engine, self._collection.layout
+        groups = engine.homes.groups
+        prices = RowPrices.of(
+            [group.dim for group in groups],
+            engine.router.wire,
+            [group.first_key for group in groups],
+            groups[-1].end_key,
+        )
+        dealer = Dealer(
+            run_ahead.groups,
+            prices,
+            layout.home_node,
+            lambda batch: self._collection.resolve(self._features(batch)),
+            self._collection.device,
+        )
+        self.dealt = dealer.totals
+        return dealer
+
     def _next_batch(self, batch: Any) -> NextBatch:
-        if batch is _END or isinstance(batch, _Failure):
-            return NextBatch(None, None, failed=batch is not _END)
+        if batch is END or isinstance(batch, LoaderFailure):
+            return NextBatch(None, None, failed=batch is not END)
         return NextBatch.of(self._features(batch), self._collection.resolve)
 
 
@@ -126,6 +150,7 @@ def prefetch(
     timeout_seconds: float = 300.0,
     one_thread: bool | None = None,
     depth: int = 1,
+    deal: bool = False,
 ) -> Prefetch[Batch]:
     """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
 
@@ -151,6 +176,13 @@ def prefetch(
             on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
         depth: batches that are read ahead; equal on all ranks. Only tables in two memories use more than one: the homes
             are told which rows the batches look up, at 4 bytes an id, and these stay in fast memory.
+        deal: whether samples are dealt to the nodes that have their rows; equal on all ranks. Each global batch is
+            the same set of samples, and every rank trains as many as its loader read, but other ones: losses that
+            look at other samples of a rank (in-batch negatives, batch statistics) see other neighbours. Ranks exchange
+            which rows their samples use one batch farther ahead, and ship a sample to another node only if that saves
+            more bytes between nodes than it costs. The whole batch must be on the device of the tables, and consist of
+            dense tensors [samples, ...], ``Jagged``, nested tensors or types of TorchRec, in mappings, sequences,
+            named tuples and dataclasses. With one node nothing happens.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.
@@ -160,4 +192,4 @@ def prefetch(
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
         deadline. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth)
+    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth, deal)

@@ -1,0 +1,1 @@
+"""Affinity: samples are trained in the node that has their rows."""
