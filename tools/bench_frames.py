@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which rows fast memory should hold: misses of flexd's frames beside policies of an independent simulator.
 
-    python tools/bench_frames.py --trace online_retail.npz --trace ask_ubuntu.npz [--quick] [--json]
+    python tools/bench_frames.py --trace online_retail.npz --trace ask_ubuntu.npz [--quick] [--json] [--restart]
 
 A trace is cut into batches of consecutive accesses; a step uses each distinct row of its batch once, so a distinct row
 is the unit. Misses are counted over the last three quarters of the steps, fast memory holds a share of the rows that
@@ -12,6 +12,10 @@ libcachesim (PyPI) replays the same rows with policies that people use: of each 
 the others, as a step does. Without it its columns are missing. A frame is taken while its row is in use; a policy that
 sees one row after another may drop a row of the batch for the next one, so its Belady misses less than a step can.
 Ours is trusted because on single rows, where the two are the same, LRU and Belady must agree with libcachesim's.
+
+``--restart`` instead: the second half of the trace after a restart, which begins with empty frames, and what it would
+be worth to know more: the daemon's rates of all rows in the first half as their first counts, with empty frames or with
+the rows of the highest rates in them; beside it the run that was never interrupted.
 
 Checks: LRU and Belady on single rows within 1 % of libcachesim's; at 5 % of the rows with four batches ahead at most
 1.25 times the misses of libcachesim's Belady, and fewer than LRU everywhere.
@@ -183,6 +187,52 @@ def run(path: Path, batch: int, shares: Sequence[float], single: int, library: b
     return answer
 
 
+RESTART_WAYS = ("empty", "rates", "rates, frames filled", "uninterrupted")
+RATE_HALF_LIFE = 200.0
+"""Of the daemon's rates, in steps: its sketches remember longer than frames count."""
+
+
+def restarted(path: Path, batch: int, share: float) -> dict[str, dict[str, float]]:
+    """Return misses a distinct row by way in the first 10, 30 and 100 steps of the second half, and in all."""
+    steps = Steps.of(keys_of(load_trace(path)), batch)
+    half, frames = len(steps) // 2, max(int(np.diff(steps.starts).max()) + 1, int(steps.distinct * share))
+    before = steps.rows[: steps.starts[half]]
+    age = np.repeat(half - 1 - np.arange(half), np.diff(steps.starts[: half + 1]))
+    seen = np.bincount(before, weights=2.0 ** (-age / RATE_HALF_LIFE), minlength=steps.distinct)
+    rates = torch.from_numpy(seen / (RATE_HALF_LIFE / math.log(2)))
+    answer: dict[str, dict[str, float]] = {}
+    print(
+        f"\n{path.stem}: restarted after {half} of {len(steps)} batches of {batch:,}, {frames:,} frames ({share:.0%})"
+    )
+    for way in RESTART_WAYS:
+        half_life = HALF_LIVES[1]
+        table = FrameTable(frames, steps.distinct, torch.device("cpu"), half_life_steps=half_life)
+        kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
+        if way.startswith("rates"):
+            kept = torch.log2(rates * half_life / math.log(2))
+        if "filled" in way:
+            popular = torch.topk(rates, min(frames, int((rates > 0).sum()))).indices
+            come = table.bring(popular).frames
+            table.remember(come, kept[popular])
+            table.release(come)
+        missed, used, first = [], [], 0 if way == "uninterrupted" else half
+        for step in range(first, len(steps)):
+            mine = torch.from_numpy(steps.rows[steps.starts[step] : steps.starts[step + 1]])
+            arrivals = table.bring(mine)
+            kept[arrivals.evicted_slots] = arrivals.evicted_counts
+            table.remember(arrivals.frames[arrivals.missing], kept[mine[arrivals.missing]])
+            table.use(arrivals.frames, step - first + 1)
+            table.changed(arrivals.frames)
+            table.release(arrivals.frames)
+            if step >= half:
+                missed.append(len(arrivals.missing))
+                used.append(len(mine))
+        spans = {f"first {span}": slice(span) for span in (10, 30, 100)} | {"all": slice(None)}
+        answer[way] = {name: sum(missed[span]) / sum(used[span]) for name, span in spans.items()}
+        print(f"  {way:<22}" + "  ".join(f"{name} {value:.3f}" for name, value in answer[way].items()))
+    return answer
+
+
 def keys_of(trace: Trace) -> Int64Array:
     """Return all accesses of a trace in its order, the tables' rows numbered one after another."""
     first: Int64Array = np.concatenate([[0], np.cumsum(trace.table_rows)])
@@ -216,8 +266,12 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16_384, help="accesses of a batch of all ranks")
     parser.add_argument("--quick", action="store_true", help="5 %% of the rows alone")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--restart", action="store_true", help="misses after a restart, by what is known of the rows")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.restart:
+        of_traces = {path.stem: restarted(path, arguments.batch, QUICK_SHARES[0]) for path in arguments.trace}
+        return ending(of_traces, [], as_json=arguments.json)
     library = importlib.util.find_spec("libcachesim") is not None
     if not library:
         print("libcachesim is not installed (pip install libcachesim): its columns are missing")

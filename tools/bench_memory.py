@@ -1,24 +1,26 @@
 #!/usr/bin/env python3
 """A table larger than memory: flexd's frames and slow rows beside a memory map and a key-value store.
 
-    python tools/bench_memory.py [--quick] [--json] [--rows 25000000] [--limit-mib 1536] [--zipf 0.9 1.05 1.2] [--dense]
-        [--only WAY ...]
+    python tools/bench_memory.py [--quick] [--json] [--zipf 0.9 1.05 1.2] [--trace FILE.npz ...] [--only WAY ...]
 
-Each way trains the same batches with row-wise Adagrad in a process of its own, one popularity after the other, in a
-memory cgroup (version 1) that holds everything the process has, page cache included; only "all fast" has no limit.
-Files are on this machine's disk. Every way is warmed up for as many seconds before it is measured; ``steps`` says how
-far it came.
+Each way trains the same batches with row-wise Adagrad in a memory cgroup (version 1) that holds everything its process
+has, page cache included; only "all fast" has no limit. Files are on this machine's disk. The ways of flexd are one
+process with one file, and begin with the most popular rows in frames; every way is warmed up before it is measured.
 
 - all fast: tensors in memory, no limit.
-- memory map: ``torch.from_file``, the page cache as everyone's default.
+- memory map: ``torch.from_file``, the page cache as everyone's default. A step takes half a minute, so it is measured
+  at Zipf 1.05 alone unless it is chosen by ``--only``.
 - RocksDB: rocksdict (PyPI), direct I/O, a block cache of the size of flexd's frames. Missing without the package.
 - flexd, LRU: frames by last use. flexd: frames by decayed counts. flexd, run-ahead: with ``flexd.prefetch``.
 - flexd, static: the most popular rows in frames for good, as RecShard's MILP chooses for one table on one rank; they
   are known exactly here, where RecShard counts a sample.
 
-``--dense``: a dense part lies between the rows and their update, a fixed number of matrix products that took 1.25 times
-what a step of "flexd, run-ahead" waited for the disk; with ``flexd, run-ahead`` the rows of the next batch come in
-meanwhile.
+A dense part (``--no-dense`` leaves it out) lies between the rows and their update, a fixed number of matrix products
+that took 1.25 times what a step of "flexd, run-ahead" waited for the disk; with ``flexd, run-ahead`` the rows of the
+next batch come in meanwhile.
+
+``--trace``: instead of Zipf's law the accesses of a trace, in batches of 2,048, over and over, with rows so wide that
+frames hold 5 % of those that occur, in 512 MiB.
 
 The disk's limit is measured on the file of the rows after the training: random direct reads of whole blocks.
 
@@ -29,7 +31,7 @@ Needs root, and a version 1 memory cgroup; says so and exits 0 without.
 
 Checks: at Zipf 1.05 without a dense part at least 20 times faster than the memory map and 2 times faster than RocksDB;
 misses below LRU's; with four batches known at most 1.25 of Belady's; the disk at 0.9 of its limit while it is waited
-for. With ``--dense``: run-ahead at most 1.10 of all fast.
+for. With a dense part: run-ahead at most 1.10 of all fast.
 """
 
 from __future__ import annotations
@@ -47,16 +49,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_memory_job import distinct_keys
 from bench_report import check, ending
 from memory_misses import AHEAD, IDS_DIVIDED, ROWS_DIVIDED, misses
 
 JOB = Path(__file__).parent / "bench_memory_job.py"
 CGROUPS = Path("/sys/fs/cgroup/memory")
-WAYS = ("flexd, run-ahead", "all fast", "memory map", "RocksDB", "flexd, LRU", "flexd, static", "flexd")
+OF_FLEXD = ("flexd, run-ahead", "flexd", "flexd, LRU", "flexd, static")
+WAYS = (*OF_FLEXD, "all fast", "memory map", "RocksDB")
 """In this order: the dense part of "all fast" is as long as that of run-ahead."""
 FAST_SHARE = 0.55
 """Of the limit, for frames or for the block cache: the rest is the interpreter, torch and a step's own memory."""
 JOB_SECONDS = 1500.0
+TRACE_IDS, TRACE_LIMIT_MIB, TRACE_FAST_BYTES, TRACE_SHARE = 2_048, 512, 96 << 20, 0.05
 TARGETS_AT = "1.05"
 """The exponent that the targets beside the memory map and RocksDB are for."""
 
@@ -85,12 +90,14 @@ def limited(limit_bytes: int | None) -> Iterator[Path | None]:
         group.rmdir()
 
 
-def run(way: str, setting: dict[str, Any], limit_bytes: int | None, directory: Path) -> dict[str, Any]:
-    """Run one way in a directory of its own. The answer has ``error`` where it failed."""
+def run(
+    ways: Sequence[str], setting: dict[str, Any], limit_bytes: int | None, directory: Path
+) -> dict[str, dict[str, Any]]:
+    """Run ways that share a process, in a directory of its own. Each answer has ``error`` where it failed."""
     here = Path(tempfile.mkdtemp(dir=directory))
-    command = [sys.executable, str(JOB), way, json.dumps(setting), str(here)]
+    command = [sys.executable, str(JOB), json.dumps(ways), json.dumps(setting), str(here)]
     try:
-        with limited(None if way == "all fast" else limit_bytes) as group:
+        with limited(limit_bytes) as group:
 
             def join() -> None:
                 if group is not None:
@@ -98,13 +105,47 @@ def run(way: str, setting: dict[str, Any], limit_bytes: int | None, directory: P
 
             ended = subprocess.run(command, capture_output=True, text=True, timeout=JOB_SECONDS, preexec_fn=join)
         if ended.returncode:
-            return {"error": f"exit {ended.returncode}: {ended.stderr.strip()[-400:]}"}
-        answer: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-        return answer
+            return {way: {"error": f"exit {ended.returncode}: {ended.stderr.strip()[-400:]}"} for way in ways}
+        answers: dict[str, dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
+        return answers
     except subprocess.TimeoutExpired:
-        return {"error": f"not within {JOB_SECONDS:g} s"}
+        return {way: {"error": f"not within {JOB_SECONDS:g} s"} for way in ways}
     finally:
         shutil.rmtree(here)
+
+
+def of_trace(path: Path) -> dict[str, Any]:
+    """Return the setting of a trace: rows so wide that frames hold ``TRACE_SHARE`` of those that occur."""
+    rows = distinct_keys(path)[1]
+    dim = max(1, int(TRACE_FAST_BYTES / (TRACE_SHARE * rows)) // 4 - 32)
+    return {"rows": rows, "dim": dim, "ids": TRACE_IDS, "loads": [str(path)], "fast_bytes": TRACE_FAST_BYTES}
+
+
+def measure(
+    ways: Sequence[str], setting: dict[str, Any], limit_bytes: int, chosen: Sequence[str] | None, directory: Path
+) -> dict[str, dict[str, Any]]:
+    """Run and show all ways of one table."""
+    print(
+        f"{setting['rows']:,} rows of {setting['dim']:,} float32 ({setting['rows'] * setting['dim'] * 4 / 2**30:.1f} "
+        f"GiB), {setting['ids']:,} ids a step, {limit_bytes >> 20:,} MiB for a process; load of the machine "
+        f"{os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    answers: dict[str, dict[str, Any]] = {}
+    for together in ([way for way in ways if way in OF_FLEXD], *([way] for way in ways if way not in OF_FLEXD)):
+        if not together:
+            continue
+        of_ways = dict(setting)
+        if together == ["memory map"] and not chosen and TARGETS_AT in setting["loads"]:
+            of_ways["loads"] = [TARGETS_AT]
+        answers |= run(together, of_ways, None if together == ["all fast"] else limit_bytes, directory)
+        first = answers[together[0]]
+        if together[0] == "flexd, run-ahead" and "error" not in first:
+            products = {load: first[load].get("dense_products") for load in setting["loads"]}
+            setting["dense_products"] = {load: count for load, count in products.items() if count}
+        for way in together:
+            show(way, answers[way], answers.get("all fast", {}))
+    return answers
 
 
 def show(way: str, answers: dict[str, Any], all_fast: dict[str, Any]) -> None:
@@ -126,21 +167,28 @@ def show(way: str, answers: dict[str, Any], all_fast: dict[str, Any]) -> None:
             words.append(f"{answer['dense_step_seconds'] * 1e3:.1f} ms behind {answer['dense_products']:,} products")
         if zipf in all_fast and way != "all fast":
             words.append(f"{answer['step_seconds'] / all_fast[zipf]['step_seconds']:.2f} of all fast")
-        print(f"{way:<18}Zipf {zipf:<5}" + "; ".join(words), flush=True)
+        print(f"{way:<18}{named(zipf):<10} " + "; ".join(words), flush=True)
     if "disk" in answers:
         print(f"{'':<18}disk: " + "; ".join(f"{name} {value:,.1f}" for name, value in answers["disk"].items()))
         for zipf, share in disk_shares(answers).items():
-            print(f"{'':<18}Zipf {zipf:<5}{share:.2f} of the disk's best while a step waits for it", flush=True)
+            print(f"{'':<18}{named(zipf):<10} {share:.2f} of the disk's best while a step waits for it", flush=True)
+
+
+def named(load: str) -> str:
+    """Return the name of an exponent or of a trace."""
+    return Path(load).stem if load.endswith(".npz") else f"Zipf {load}"
 
 
 def disk_shares(answers: dict[str, Any]) -> dict[str, float]:
-    """Return by exponent the blocks read and written a second of waiting over the most random reads a second."""
+    """Return by exponent the blocks read a second of waiting over the most random reads a second.
+
+    Rows are written behind, in large calls: what they take of the disk is not counted.
+    """
     best = max(value for name, value in answers["disk"].items() if name.startswith("reads a second"))
     shares = {}
     for zipf, answer in answers.items():
         if isinstance(answer, dict) and answer.get("slow_seconds"):
-            moved = (answer["bytes_read"] + answer["bytes_written"]) / answers["disk"]["block_bytes"]
-            shares[zipf] = moved / answer["slow_seconds"] / best
+            shares[zipf] = answer["bytes_read"] / answers["disk"]["block_bytes"] / answer["slow_seconds"] / best
     return shares
 
 
@@ -153,8 +201,8 @@ def checks_of(answers: dict[str, dict[str, Any]], counted: dict[str, dict[str, f
         value = measured.get(way, {}).get(zipf, {}).get(name)
         return None if value is None else float(value)
 
-    zipfs = [zipf for zipf, answer in next(iter(measured.values()), {}).items() if isinstance(answer, dict)]
-    zipfs = [zipf for zipf in zipfs if zipf != "disk"]
+    loads = [load for answer in measured.values() for load, found in answer.items() if isinstance(found, dict)]
+    zipfs = [load for load in dict.fromkeys(loads) if load != "disk"]
     for zipf in zipfs:
         ours = figure("flexd", zipf, "step_seconds")
         for peer, least in (("memory map", 20.0), ("RocksDB", 2.0)):
@@ -165,10 +213,10 @@ def checks_of(answers: dict[str, dict[str, Any]], counted: dict[str, dict[str, f
         behind, fast = (figure(way, zipf, "dense_step_seconds") for way in ("flexd, run-ahead", "all fast"))
         if behind and fast:
             ratio = behind / fast
-            checks.append(check(f"Zipf {zipf}: run-ahead / all fast, dense part", ratio, "<= 1.1", ratio <= 1.1))
+            checks.append(check(f"{named(zipf)}: run-ahead / all fast, dense part", ratio, "<= 1.1", ratio <= 1.1))
     if "disk" in measured.get("flexd", {}):
         for zipf, share in disk_shares(measured["flexd"]).items():
-            checks.append(check(f"Zipf {zipf}: share of the disk's limit", share, ">= 0.9", share >= 0.9))
+            checks.append(check(f"{named(zipf)}: share of the disk's limit", share, ">= 0.9", share >= 0.9))
     for zipf, by_policy in counted.items():
         for prefix in ("", "moved: "):
             ratio = by_policy[f"{prefix}flexd"] / by_policy[f"{prefix}LRU"]
@@ -181,35 +229,39 @@ def checks_of(answers: dict[str, dict[str, Any]], counted: dict[str, dict[str, f
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=25_000_000)
+    parser.add_argument("--rows", type=int, default=25_200_000)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--ids", type=int, default=25_600, help="look-ups a step")
     parser.add_argument("--zipf", type=float, nargs="+", help="exponents (default: 0.9 1.05 1.2; --quick: 1.05)")
+    parser.add_argument("--trace", type=Path, nargs="+", default=[], metavar="FILE.npz", help="instead of Zipf's law")
     parser.add_argument("--limit-mib", type=int, default=1536)
-    parser.add_argument("--dense", action="store_true", help="measure with a dense part too")
-    parser.add_argument("--warm-seconds", type=float, default=90.0, help="before each measurement")
-    parser.add_argument("--seconds", type=float, default=20.0, help="measured of each way and exponent")
-    parser.add_argument("--counted-steps", type=int, default=400, help="of the misses that are counted; 0: none")
-    parser.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS))
+    parser.add_argument("--no-dense", action="store_true", help="measure without a dense part alone")
+    parser.add_argument("--warm-seconds", type=float, default=4.0, help="before each measurement")
+    parser.add_argument("--seconds", type=float, default=6.0, help="measured of each way and exponent")
+    parser.add_argument("--counted-steps", type=int, default=200, help="of the misses that are counted; 0: none")
+    parser.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--quick", action="store_true", help="300,000 rows of 64, 2,560 ids, 512 MiB, a second each")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if not given.directory.is_dir():
         parser.error(f"--directory {given.directory}: no such directory")
-    zipfs = given.zipf or ([1.05] if given.quick else [0.9, 1.05, 1.2])
+    zipfs = [] if given.trace else given.zipf or ([1.05] if given.quick else [0.9, 1.05, 1.2])
     if 1.0 in zipfs:
         parser.error("--zipf 1: give 0.999 or 1.001")
     if given.quick:
         given.rows, given.dim, given.ids, given.limit_mib = 300_000, 64, 2_560, 512
         given.warm_seconds, given.seconds, given.counted_steps = 0.5, 1.0, min(given.counted_steps, 40)
-    limit = given.limit_mib << 20
-    setting = {
-        "rows": given.rows, "dim": given.dim, "ids": given.ids, "zipf": zipfs, "dense": given.dense,
-        "fast_bytes": (16 << 20) if given.quick else int(limit * FAST_SHARE), "dense_products": {},
+    limit = (TRACE_LIMIT_MIB if given.trace else given.limit_mib) << 20
+    shared = {
+        "traces": bool(given.trace), "dense": not given.no_dense, "dense_products": {},
         "warm_seconds": given.warm_seconds, "seconds": given.seconds, "disk_seconds": 0.2 if given.quick else 2.0,
     }  # fmt: skip
-    ways = [way for way in WAYS if way in given.only]
+    drawn = {
+        "rows": given.rows, "dim": given.dim, "ids": given.ids, "loads": [f"{zipf:g}" for zipf in zipfs],
+        "fast_bytes": (16 << 20) if given.quick else int(limit * FAST_SHARE),
+    }  # fmt: skip
+    ways = [way for way in WAYS if way in (given.only or WAYS) and not (given.trace and way == "flexd, static")]
     reason = why_not()
     if reason is not None:
         print(f"skipped: {reason}")
@@ -217,18 +269,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "RocksDB" in ways and importlib.util.find_spec("rocksdict") is None:
         ways.remove("RocksDB")
         print("not run: RocksDB (pip install rocksdict)")
-    print(
-        f"{given.rows:,} rows of {given.dim} float32 ({given.rows * given.dim * 4 / 2**30:.1f} GiB), {given.ids:,} ids "
-        f"a step, {given.limit_mib:,} MiB for a process; load of the machine {os.getloadavg()[0]:.1f}",
-        flush=True,
-    )
     answers: dict[str, dict[str, Any]] = {}
-    for way in ways:
-        answers[way] = run(way, setting, limit, given.directory)
-        if way == "flexd, run-ahead" and "error" not in answers[way]:
-            products = {f"{z:g}": answers[way][f"{z:g}"].get("dense_products") for z in zipfs}
-            setting["dense_products"] = {zipf: count for zipf, count in products.items() if count}
-        show(way, answers[way], answers.get("all fast", {}))
+    for setting in [of_trace(path) for path in given.trace] or [drawn]:
+        for way, answer in measure(ways, setting | shared, limit, given.only, given.directory).items():
+            answers.setdefault(way, {}).update(answer)
     counted: dict[str, dict[str, float]] = {}
     for zipf in zipfs if given.counted_steps else ():
         counted[f"{zipf:g}"] = misses(given.rows, given.ids, zipf, given.counted_steps)

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""One way to train a table larger than memory, for tools/bench_memory.py: prints one JSON object.
+"""Ways to train a table larger than memory, for tools/bench_memory.py: prints one JSON object with the figures of each.
+
+Several ways of flexd use one file after the other; each begins with the most popular rows in frames, changed, which is
+where a long training would be.
 
 The step of all ways: the distinct rows of a batch are read, their gradients (of half the squared rows) summed, and
 rows and row-wise Adagrad state written.
@@ -53,6 +56,30 @@ def popular_rows(rows: int, count: int) -> torch.Tensor:
     return torch.arange(count) * _SPREAD % rows
 
 
+def popular_touches(rows: int, count: int, ids: int, zipf: float) -> torch.Tensor:
+    """Return float64 [count]: the share of batches that use each of ``popular_rows``."""
+    power, edges = 1.0 - zipf, torch.arange(1, count + 2, dtype=torch.float64)
+    shares = (edges**power).diff() / (float(rows) ** power - 1.0)
+    return -torch.expm1(-ids * shares)
+
+
+def trace_batches(path: Path, ids: int) -> Iterator[torch.Tensor]:
+    """Batches of consecutive accesses of a trace, over and over; rows numbered over all tables."""
+    keys = distinct_keys(path)[0]
+    while True:
+        yield from torch.from_numpy(keys[: len(keys) // ids * ids]).split(ids)
+
+
+def distinct_keys(path: Path) -> tuple[np.ndarray, int]:
+    """Return int64 rows of all accesses, numbered from 0, and how many rows occur."""
+    from bench_frames import keys_of
+
+    from flexd.stream.trace import load_trace
+
+    distinct, numbers = np.unique(keys_of(load_trace(path)), return_inverse=True)
+    return numbers.astype(np.int64), len(distinct)
+
+
 def compute(products: int) -> Callable[[], None]:
     """A dense part of so many products of 256 x 256 matrices: the same work whatever else runs."""
     left, right = torch.randn(256, 256), torch.randn(256, 256)
@@ -71,7 +98,7 @@ def products_of(seconds: float) -> int:
         began = time.perf_counter()
         dense()
         took.append(time.perf_counter() - began)
-    return math.ceil(seconds / (float(np.median(took)) / 20))
+    return max(1, math.ceil(seconds / (float(np.median(took)) / 20)))
 
 
 class Tensors:
@@ -176,9 +203,7 @@ class Flexd:
         static: bool = False,
     ) -> None:  # fmt: skip
         import flexd
-        from flexd.embedding.store.slow import tier
 
-        tier.HALF_LIFE_STEPS = half_life
         table = flexd.EmbeddingTable("item", setting["rows"], setting["dim"])
         self._collection = flexd.EmbeddingCollection(
             [table], optimizer=flexd.RowWiseAdagrad(lr=LEARNING_RATE), layout=flexd.RankLayout(1, 1),
@@ -186,16 +211,48 @@ class Flexd:
         )  # fmt: skip
         held = self._collection.engine.stores[0].tier
         assert held is not None
-        self._tier, self._flexd, self._ahead, self._directory = held, flexd, ahead, directory
+        self._tier, self._flexd, self._directory, self._setting = held, flexd, directory, setting
         if setting.get("filled", True):
             self._fill(setting)
-        self._loop: Iterator[Any] | None = None
-        self._pending: list[dict[str, Any]] = []
-        kept = popular_rows(setting["rows"], max(1, held.frames - 2 * setting["ids"])) if static else torch.arange(0)
+        self._kept: list[Iterator[Any]] = []
+        self._loop: Any = None
+        self.begin(half_life=half_life, ahead=ahead, static=static)
+
+    def begin(
+        self, *, half_life: float = 20.0, ahead: bool = False, static: bool = False, zipf: float | None = None
+    ) -> None:
+        """Begin with empty frames, or with the rows that are popular by ``zipf``; rows are what the file has."""
+        from flexd.embedding.store.slow.frame_table import FrameTable
+        from flexd.embedding.store.slow.look_ahead import LookAhead
+
+        self._stop()
+        held, rows, ids = self._tier, self._setting["rows"], self._setting["ids"]
+        held._table = FrameTable(held.frames, held.home_rows - 1, held.rows.device, half_life_steps=half_life)
+        held._ahead, held._clock = LookAhead(held._table), 0
+        self._ahead, self._pending = ahead, list[dict[str, Any]]()
+        if zipf is not None:
+            touched = popular_touches(rows, held.frames, ids, zipf)
+            counts = torch.log2(touched * half_life / math.log(2)) if half_life else -1.0 / touched
+            for slots, part in zip(
+                popular_rows(rows, held.frames).split(_KEPT_ROWS), counts.split(_KEPT_ROWS), strict=True
+            ):
+                frames = held._table.bring(slots).frames
+                held.rows[frames], held.state[frames] = 1.0, 0.0
+                held._table.remember(frames, part)
+                held._table.changed(frames)
+                held._table.release(frames)
+        kept = popular_rows(rows, max(1, held.frames - 2 * ids)) if static else torch.arange(0)
         # A visit that is not ended keeps its frames.
         self._kept = [held.visit(part, changes=False) for part in kept.split(_KEPT_ROWS)]
         for visit in self._kept:
             next(visit, None)
+
+    def _stop(self) -> None:
+        for visit in self._kept:
+            visit.close()  # type: ignore[attr-defined]
+        if self._loop is not None:
+            self._loop.close()
+        self._kept, self._loop = [], None
 
     def _fill(self, setting: dict[str, Any]) -> None:
         """Write every row, so that reading it costs what it costs later in a training."""
@@ -239,15 +296,16 @@ class Flexd:
 
     def disk(self, seconds: float) -> dict[str, float]:
         """Return the limits of the disk, measured on the file of the rows, and the bytes of a read."""
-        from flexd.embedding.store.slow.file_rows import rows_per_block
+        from flexd.embedding.store.slow.log_rows import log_rows_per_block
 
         (path,) = self._directory.glob("*.rows")
-        block_bytes = rows_per_block(self._tier.packed_bytes)[1]
-        return {"block_bytes": block_bytes} | disk_limits(path, block_bytes, seconds)
+        self._tier.slow.flush()
+        of_block, block_bytes = log_rows_per_block(self._tier.packed_bytes)
+        blocks = self._setting["rows"] // of_block  # the file is sparse behind them
+        return {"block_bytes": block_bytes} | disk_limits(path, block_bytes, seconds, blocks)
 
     def close(self) -> None:
-        for visit in self._kept:
-            visit.close()
+        self._stop()
         self._collection.close()
 
 
@@ -266,8 +324,7 @@ def made(way: str, setting: dict[str, Any], directory: Path) -> Way:
         return Tensors(setting, directory)
     if way == "RocksDB":
         return RocksDb(setting, directory)
-    half_life = 0.0 if "LRU" in way else 20.0
-    return Flexd(setting, directory, half_life=half_life, ahead="run-ahead" in way, static="static" in way)
+    return Flexd(setting, directory)
 
 
 def process_figures() -> dict[str, float]:
@@ -281,11 +338,14 @@ def process_figures() -> dict[str, float]:
 
 
 class Measurement:
-    """Steps of one way, with batches of one popularity."""
+    """Steps of one way, with batches of one popularity: an exponent, or the path of a trace."""
 
-    def __init__(self, way: Way, setting: dict[str, Any], zipf: float) -> None:
+    def __init__(self, way: Way, setting: dict[str, Any], load: str) -> None:
         self._way, self._setting = way, setting
-        self._drawn = batches(setting["rows"], setting["ids"], zipf, seed=1)
+        if setting["traces"]:
+            self._drawn = trace_batches(Path(load), setting["ids"])
+        else:
+            self._drawn = batches(setting["rows"], setting["ids"], float(load), seed=1)
 
     def run(self, seconds: float, least: int, products: int) -> list[float]:
         dense, took = compute(products), []
@@ -301,7 +361,8 @@ class Measurement:
         """Return figures a step, measured after the warm-up."""
         warmed = self.run(warm_seconds, 2, products)
         before = self._way.figures() | process_figures()
-        took = self.run(self._setting["seconds"], 3, products)
+        # A step of the memory map may take half a minute.
+        took = self.run(self._setting["seconds"], 3 if max(warmed) < self._setting["seconds"] else 1, products)
         after = self._way.figures() | process_figures()
         answer = {name: (after[name] - before[name]) / len(took) for name in after if name != "frames"}
         answer |= {"frames": after.get("frames", 0), "steps": len(took), "warm_steps": len(warmed)}
@@ -309,23 +370,29 @@ class Measurement:
 
 
 def main() -> int:
-    way, setting, directory = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
+    ways, setting, directory = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(2)
     began = time.perf_counter()
-    held = made(way, setting, directory)
-    answers: dict[str, Any] = {"made_seconds": time.perf_counter() - began}
-    for zipf in setting["zipf"]:
-        measured = Measurement(held, setting, zipf)
-        answer = measured.answer(setting["warm_seconds"])
-        if setting["dense"] and way in ("all fast", "flexd, run-ahead"):
-            products = setting["dense_products"].get(f"{zipf:g}") or products_of(COVER * answer["slow_seconds"])
-            behind = measured.answer(setting["warm_seconds"] / 4, products)
-            answer |= {"dense_products": products, "dense_step_seconds": behind["step_seconds"]}
-        answers[f"{zipf:g}"] = answer
+    held = made(ways[0], setting, directory)
+    figures: dict[str, Any] = {"made_seconds": time.perf_counter() - began}
+    answers: dict[str, dict[str, Any]] = {way: {} for way in ways}
+    for way in ways:
+        for load in setting["loads"]:
+            if isinstance(held, Flexd):
+                half_life = 0.0 if "LRU" in way else 20.0
+                zipf = None if setting["traces"] else float(load)
+                held.begin(half_life=half_life, ahead="run-ahead" in way, static="static" in way, zipf=zipf)
+            measured = Measurement(held, setting, load)
+            answer = measured.answer(setting["warm_seconds"])
+            if setting["dense"] and way in ("all fast", "flexd, run-ahead"):
+                products = setting["dense_products"].get(load) or products_of(COVER * answer["slow_seconds"])
+                behind = measured.answer(setting["warm_seconds"] / 4, products)
+                answer |= {"dense_products": products, "dense_step_seconds": behind["step_seconds"]}
+            answers[way][load] = answer
     if isinstance(held, Flexd):
-        answers["disk"] = held.disk(setting["disk_seconds"])
+        figures["disk"] = held.disk(setting["disk_seconds"])
     held.close()
-    print(json.dumps(answers))
+    print(json.dumps({way: figures | answer for way, answer in answers.items()}))
     return 0
 
 

@@ -17,12 +17,15 @@ _READS = 4_096
 """Of a turn; their places are drawn before the clock starts."""
 
 
-def disk_limits(path: Path, block_bytes: int, seconds: float) -> dict[str, float]:
-    """Return reads a second, and processor microseconds a read, with 1 and 32 threads and with the kernel's queue."""
+def disk_limits(path: Path, block_bytes: int, seconds: float, blocks: int) -> dict[str, float]:
+    """Return reads a second, and processor microseconds a read, with 1 and 32 threads and with the kernel's queue.
+
+    Args:
+        blocks: the first ones of the file are read.
+    """
     file = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     figures: dict[str, float] = {}
     try:
-        blocks = (os.fstat(file).st_size - PAGE_BYTES) // block_bytes
         for name, threads in (("1 in flight", 1), ("32 in flight", 32), (f"{QUEUE_CALLS} queued", 0)):
             queue = None if threads else KernelQueue.make()
             if not threads and queue is None:

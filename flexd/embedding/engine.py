@@ -144,7 +144,7 @@ class RowEngine:
             state = states[store.group.optimizer]
             if self._two_memories is not None and store.tier is not None:
                 make = initial_rows_of(store, self.keyspace, scales, seed, state)
-                self._two_memories.begin(store, number, make, *first_home_slots(store, self.homes))
+                self._two_memories.begin(self.stores, number, make, *first_home_slots(store, self.homes))
                 continue
             store.state.fill_(state)
             for table in store.group.tables:

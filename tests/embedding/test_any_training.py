@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-run-ahead, dealing, evaluation, migrations, home rules, bags answered by rows and by sums, optimizers and rates by
-table, two joined collections, and the kernels of an accelerator.
+run-ahead, dealing, evaluation, migrations, kills and reloads, rows in two memories, home rules, bags answered by rows
+and by sums, optimizers and rates by table, two joined collections, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -93,8 +93,9 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
     evaluate_every=st.sampled_from([0, 2]),
     loops=st.sampled_from([1, 2]),
     accelerator=st.booleans(),
-    depth=st.sampled_from([1, 1, 2, 4]),
+    depth=st.sampled_from([1, 1, 2, 3, 4]),
     deal=st.sampled_from(["priced", "random", "random"]),
+    restarts=st.booleans(),
 )
 def test_any_training_equals_one_process(
     ranks: Ranks,
@@ -105,6 +106,7 @@ def test_any_training_equals_one_process(
     accelerator: bool,
     depth: int,
     deal: str,
+    restarts: bool,
 ) -> None:
     """``accelerator``: with the kernels for tensors that are not in host memory."""
     if scenario.exchange == "direct_no_dedup":
@@ -115,7 +117,11 @@ def test_any_training_equals_one_process(
     if "dense_adam" in (scenario.optimizer, scenario.second_optimizer):  # refuses two memories
         scenario = replace(scenario, fast_memory_bytes=None)
     tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype else 1e-9
-    loop = Loop(ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead else 1, depth=depth)
+    restarts = restarts and not scenario.joined  # joined collections are loaded each by itself
+    loop = Loop(
+        ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
+        restarts=restarts,
+    )  # fmt: skip
     if scenario.dealt:  # by ``flexd.prefetch``
         loop = replace(loop, ahead=True, loops=loops, deal=deal)
     job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)

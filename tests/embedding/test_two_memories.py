@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from flexd.core.errors import EmbeddingError
+from flexd.core.errors import EmbeddingError, SlowMemoryError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.row_optimizers import SGD
+from flexd.embedding.store.slow.file_rows import FileRows
+from flexd.embedding.store.slow.log_rows import LogRows
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -45,6 +50,66 @@ def test_training_is_that_of_rows_that_are_all_fast(ranks: Ranks, more: dict[str
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("more", "loop"),
+    [
+        ({"optimizer": "adam", "passes": 3}, Loop(ahead=False, max_norm=0.5, evaluate_every=2, read_every=3)),
+        ({"comm_dtype": "float16", "slow_file": True}, Loop(depth=4, max_norm=0.5, save_every=3, evaluate_every=3)),
+        ({"slow_file": True, "optimizer": "adagrad", "two_dims": True}, Loop(depth=2, loops=3, restarts=True)),
+        ({"answered_by": ("sums", "rows"), "slow_file": True}, Loop(depth=3, loops=2, restarts=True, save_every=2)),
+    ],
+)
+def test_float32_is_bit_equal_to_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], loop: Loop) -> None:
+    """Clipping, accumulation, a narrower wire, evaluation, reading, saves, loads, kills."""
+    both = [
+        ranks(2).run(
+            "run_ahead_jobs:train",
+            Scenario(nodes=1, local_ranks=2, dtype="float32", seed=3, fast_memory_bytes=fast_memory_bytes, **more),
+            loop,
+        )
+        for fast_memory_bytes in (1_500, None)
+    ]
+    for slow, fast in zip(*both, strict=True):
+        assert slow["losses"] == fast["losses"]
+        assert slow["errors"] == fast["errors"] == []
+        for name, table in fast["tables"].items():
+            np.testing.assert_array_equal(slow["tables"][name], table)
+
+
+def test_several_collections_are_in_two_memories(tmp_path: Path) -> None:
+    """Each in a directory of its own; the same one is refused by name."""
+    ids = [torch.from_numpy(np.random.default_rng(step).integers(0, 50, 20)) for step in range(12)]
+    tables = []
+    for memories in ([{"fast_memory_bytes": 800, "slow_memory_dir": tmp_path / name} for name in "ab"], [{}, {}]):
+        pair = [EmbeddingCollection(TABLES, optimizer=SGD(0.1), seed=n, **memories[n]) for n in range(2)]
+        for step in ids:
+            rows = [each({"item": Jagged(step, torch.tensor([20]))})["item"].values for each in pair]
+            (rows[0] * rows[1]).sum().backward()
+            for each in pair:
+                each.optimizer.step()
+        if memories[0]:
+            with pytest.raises(SlowMemoryError, match="rows: is in use"):
+                EmbeddingCollection(TABLES, **memories[0])
+        tables.append([each.gather_table("item") for each in pair])
+        for each in pair:
+            each.close()
+    assert all(torch.equal(*each) for each in zip(*tables, strict=True))
+
+
+def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budget(tmp_path: Path) -> None:
+    table = EmbeddingTable("item", 1_000, 32)
+    for fast_memory_bytes, kind in ((4 * 5_000, LogRows), (4 * 5_000 - 1, FileRows)):
+        collection = EmbeddingCollection(
+            [table], optimizer=SGD(0.1), fast_memory_bytes=fast_memory_bytes, slow_memory_dir=tmp_path
+        )
+        tier = collection.engine.stores[0].tier
+        assert tier is not None
+        assert isinstance(tier.slow, kind)
+        left = fast_memory_bytes - (5_000 if kind is LogRows else 0)
+        assert tier.frames == left // (128 + 64)
+        collection.close()
+
+
 def test_settings_that_contradict_are_refused() -> None:
     with pytest.raises(EmbeddingError, match="slow_memory_dir without fast_memory_bytes"):
         EmbeddingCollection(TABLES, layout=RankLayout(1, 1), slow_memory_dir="somewhere")
@@ -71,13 +136,20 @@ def test_pooled_tables_are_in_two_memories_too(ranks: Ranks) -> None:
     assert ranks(2).run("two_memories_jobs:bags", RankLayout(1, 2)) == [True, True]
 
 
-def test_a_lost_file_is_an_error_on_every_rank_that_names_it() -> None:
-    pool = RankPool(4)
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("removed", "was removed while in use"), ("cut", "ends within the block"), ("full", "No space left on device"),
+        ("slow", "blocks took more than"), ("damaged", "blocks are not what"),
+    ],
+)  # fmt: skip
+def test_a_disk_that_fails_is_an_error_on_every_rank_that_names_the_file(fault: str, text: str) -> None:
+    pool = RankPool(3)
     try:
-        results = pool.run("two_memories_jobs:lose_the_file", RankLayout(2, 2), 2, timeout=60)
+        results = pool.run("two_memories_jobs:fail_the_disk", RankLayout(1, 3), 2, fault, timeout=60)
     finally:
         pool.close()
-    for rank, (kind, text) in enumerate(results):
-        assert kind == ("SlowMemoryError" if rank == 2 else "CollectiveError")
-        assert "rank2.group" in text
-        assert "was removed while in use" in text
+    for rank, (kind, said) in enumerate(results):
+        assert kind == ("SlowMemoryError" if rank == 2 else "CollectiveError"), said
+        assert "rank2.group" in said
+        assert text in said

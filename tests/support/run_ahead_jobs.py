@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ class Loop:
         max_norm: gradients are clipped to it; 0: not.
         bad_at: index of a batch that cannot be looked up on the last rank, and is skipped; -1: none.
         loops: number of loops that share the batches.
+        restarts: between two loops the job ends, as by a kill, and a new collection goes on from what was saved.
         break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
         one_thread, depth: as in ``flexd.prefetch``.
         deal: "priced": samples are dealt where it pays; "random": anywhere; "": not.
@@ -64,13 +67,14 @@ class Loop:
     max_norm: float = 0.0
     bad_at: int = -1
     loops: int = 1
+    restarts: bool = False
     break_at: int = -1
     one_thread: bool | None = None
     depth: int = 1
     deal: str = ""
 
 
-def make(scenario: Scenario) -> EmbeddingCollection:
+def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> EmbeddingCollection:
     given: dict[str, Any] = {
         "layout": scenario.layout, "replica_fraction": scenario.replica_fraction, "exchange": scenario.exchange,
         "seed": scenario.seed, "max_migration_bytes_per_step": 2000, "average_gradients": scenario.average_gradients,
@@ -88,8 +92,9 @@ def make(scenario: Scenario) -> EmbeddingCollection:
         collection = flexd.join_collections(first, rates)
     else:
         collection = class_of(scenario)(
-            tables_of(scenario), optimizer=row_optimizer(scenario), **given, **scenario.memories()
-        )
+            tables_of(scenario), optimizer=row_optimizer(scenario), **given,
+            **(scenario.memories() if memories is None else memories),
+        )  # fmt: skip
     if collection.engine.trial is not None:
         collection.engine.trial = ExchangeTrial(collection.engine.exchange, steps=1, interval_steps=1)
     return collection
@@ -133,7 +138,8 @@ def backward(
 
 
 def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
-    collection = make(scenario)
+    memories = scenario.memories()
+    collection = make(scenario, memories)
     inbox = collection.engine.inbox
     schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
     chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)
@@ -156,6 +162,25 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
 
     if scenario.divide_every:
         collection.engine.after_step = divide
+
+    def restart() -> None:
+        nonlocal collection, inbox, schedule
+        kept, rates = collection.state_dict(), [group["lr"] for group in collection.optimizer.param_groups]
+        directory = memories.get("slow_memory_dir")
+        left = [] if directory is None else list(Path(directory).iterdir())
+        for file in left:
+            os.link(file, f"{file}.left")
+        collection.close()
+        for file in left:  # a kill leaves the files
+            os.rename(f"{file}.left", file)
+        collection = make(replace(scenario, seed=scenario.seed + 1), memories)
+        collection.load_state_dict(kept)
+        inbox = collection.engine.inbox
+        for group, rate in zip(collection.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
+        if scenario.divide_every:
+            collection.engine.after_step = divide
 
     def each(index: int, step: int, what: int) -> bool:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
@@ -224,6 +249,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         on(part)
         dealt += part.dealt.shipped_samples if loop.ahead else 0
         del part
+        if loop.restarts and end < len(every):
+            restart()
     if loop.break_at >= 0:
         on(every[loop.break_at + 1 :])
     totals = collection.traffic.totals()

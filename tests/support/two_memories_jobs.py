@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -16,6 +20,8 @@ from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import Adam, RowWiseAdagrad
+from flexd.embedding.store.slow.block_file import PAGE_BYTES
+from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from tests.support.checkpoint_jobs import as_numpy, train_steps
 from tests.support.collection_jobs import tables
 
@@ -92,17 +98,43 @@ def bags(rank: int, layout: RankLayout) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def lose_the_file(rank: int, layout: RankLayout, losing: int) -> tuple[str, str]:
-    """Train until the file of one rank is removed; return the type and the text of the error."""
-    with tempfile.TemporaryDirectory() as directory:
+def fail_the_disk(rank: int, layout: RankLayout, failing: int, fault: str) -> tuple[str, str]:
+    """Train until the disk of one rank fails; return the type and the text of the error."""
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as patches:
         collection = made(layout, directory, FRAMES_OF_A_FEW)
         try:
             with collection:
-                train_steps(collection, 0, 2)
-                if rank == losing:
-                    for file in Path(directory).iterdir():
-                        file.unlink()
-                train_steps(collection, 2, 3)
+                train_steps(collection, 0, 4)
+                if rank == failing:
+                    _let_fail(list(Path(directory).iterdir()), fault, patches)
+                train_steps(collection, 4, 20)
         except (FlexdError, CollectiveError) as error:
             return type(error).__name__, str(error)
     return "", ""
+
+
+def _let_fail(files: list[Path], fault: str, patches: ExitStack) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def slow(*_: object, **__: object) -> None:
+        return None
+
+    for file in files:
+        if fault == "removed":
+            file.unlink()
+        elif fault == "cut":
+            os.truncate(file, PAGE_BYTES)
+        elif fault == "damaged":
+            file.write_bytes(b"\1" * file.stat().st_size)
+    if fault == "full":
+        refused = np.full(1, -errno.ENOSPC)
+        run = KernelQueue.run
+
+        def no_room(queue: KernelQueue, *given: Any, writes: bool, **named: Any) -> Any:
+            return refused.repeat(len(given[1])) if writes else run(queue, *given, writes=writes, **named)
+
+        patches.enter_context(mock.patch.object(KernelQueue, "run", no_room))
+        patches.enter_context(mock.patch.object(os, "pwritev", full))
+    elif fault == "slow":
+        patches.enter_context(mock.patch.object(KernelQueue, "run", slow))  # did not end within the deadline

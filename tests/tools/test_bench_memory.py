@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from bench_memory import checks_of, disk_shares, main
-from bench_memory_job import Flexd, Tensors, batches, compute, popular_rows
+from bench_memory import checks_of, disk_shares, main, of_trace
+from bench_memory_job import Flexd, Tensors, batches, compute, popular_rows, trace_batches
 from memory_misses import misses
 
 SETTING = {"rows": 3_000, "dim": 8, "ids": 500, "fast_bytes": 40_000}
@@ -60,7 +61,7 @@ def test_misses_are_those_of_ordered_policies() -> None:
 
 def test_quick_skips_or_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ways = ["flexd, run-ahead", "all fast", "flexd"]
-    code = main(["--quick", "--dense", "--counted-steps", "0", "--directory", str(tmp_path), "--only", *ways])
+    code = main(["--quick", "--counted-steps", "0", "--directory", str(tmp_path), "--only", *ways])
     printed = capsys.readouterr()
     assert code == 0, printed
     if "skipped" not in printed.out:
@@ -69,12 +70,42 @@ def test_quick_skips_or_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_trace_has_rows_that_do_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "some.npz"
+    generator = np.random.default_rng(1)
+    np.savez(
+        path, ts=np.arange(6_000) / 60, table=np.zeros(6_000, dtype=np.int64),
+        row=generator.integers(0, 900, 6_000), table_names=["item"], table_rows=[1_000],
+    )  # fmt: skip
+    setting = of_trace(path)
+    assert setting["rows"] * setting["dim"] * 4 * 0.05 <= setting["fast_bytes"]
+    drawn = trace_batches(path, 2_048)
+    once = [next(drawn) for _ in range(2)]
+    assert 800 < len(torch.cat(once).unique()) <= setting["rows"]
+    assert torch.cat(once).max() < setting["rows"] <= 900
+    assert torch.equal(next(drawn), once[0])
+
+
+def test_frames_begin_with_the_popular_rows(tmp_path: Path) -> None:
+    held = Flexd(SETTING, tmp_path)
+    held.begin(zipf=1.05)
+    frames = int(held.figures()["frames"])
+    held.step(popular_rows(3_000, frames), compute(0))
+    assert held.figures()["missed"] == 0
+    held.step(torch.arange(frames), compute(0))
+    missed = held.figures()["missed"]
+    kept = popular_rows(3_000, frames)[: frames // 4]
+    held.step(kept, compute(0))
+    assert held.figures()["missed"] - missed < len(kept) / 4, "the most popular leave last"
+    held.close()
+
+
 def test_checks() -> None:
     def way(seconds: float, **more: float) -> dict[str, dict[str, float]]:
         return {"1.05": {"step_seconds": seconds, **more}}
 
     disk = {"block_bytes": 4096.0, "reads a second, 1 in flight": 10.0, "reads a second, 32 in flight": 100.0}
-    flexd = way(1.0, slow_seconds=0.5, bytes_read=30 * 4096.0, bytes_written=10 * 4096.0) | {"disk": disk}
+    flexd = way(1.0, slow_seconds=0.5, bytes_read=40 * 4096.0, bytes_written=10 * 4096.0) | {"disk": disk}
     assert disk_shares(flexd) == {"1.05": pytest.approx(0.8)}
     answers: dict = {"memory map": way(19.0), "RocksDB": way(3.0), "flexd": flexd, "flexd, LRU": {"error": "none"}}
     answers |= {"all fast": way(0.1, dense_step_seconds=1.0)}

@@ -33,7 +33,7 @@ def aligned_bytes(count: int) -> Bytes:
 
 
 class BlockFile:
-    """A new file of equal blocks after one page that marks it. Calls come from one thread at a time.
+    """A new file of equal blocks after one page that marks it. One thread may read while another writes.
 
     Direct I/O where the file system has it, so that the page cache holds no second copy. Other processes are refused
     while it is open; a file that an ended run has left is emptied.
@@ -65,9 +65,7 @@ class BlockFile:
         except SlowMemoryError:
             os.close(self._file)
             raise
-        self._queue = KernelQueue.make() if direct else None
-        # With a queue one thread hands over: the deadline holds also where the kernel makes it wait.
-        self._pool = ThreadPoolExecutor(1 if self._queue else threads, thread_name_prefix="flexd-slow-rows")
+        self._reads, self._writes = _Lane(direct, threads), _Lane(direct, threads)
 
     def _begin(self, size: int) -> None:
         """Lock the file, and empty it."""
@@ -114,23 +112,23 @@ class BlockFile:
         """Close the file and remove it; twice is fine."""
         if self._file >= 0:
             self.path.unlink(missing_ok=True)
-            self._pool.shutdown(wait=not self._late, cancel_futures=True)
+            for lane in (self._reads, self._writes):
+                lane.close(wait=not self._late)
             if not self._late:  # a late call must not find another file under its number
                 os.close(self._file)
-                if self._queue is not None:
-                    self._queue.close()
             self._file = -1
 
     def _batch(self, blocks: Int64Array, data: Bytes, *, writes: bool) -> int:
         firsts, counts = _runs(blocks, max(1, MAX_CALL_BYTES // self.block_bytes))
         starts = np.concatenate([[0], np.cumsum(counts)])
         futures: list[Future[bool]]
-        if self._queue is not None:
-            futures = [self._pool.submit(self._queued, self._queue, firsts, starts, counts, data, writes)]
+        lane = self._writes if writes else self._reads
+        if lane.queue is not None:
+            futures = [lane.pool.submit(self._queued, lane.queue, firsts, starts, counts, data, writes)]
         else:
             calls = list(zip(firsts.tolist(), starts[:-1].tolist(), counts.tolist(), strict=True))
             shares = [calls[number :: self._threads] for number in range(min(self._threads, len(calls)))]
-            futures = [self._pool.submit(self._one_by_one, share, data, writes) for share in shares]
+            futures = [lane.pool.submit(self._one_by_one, share, data, writes) for share in shares]
         done, waiting = wait(futures, self._deadline_seconds)
         late = bool(waiting) or not all(future.result() for future in done if future.exception() is None)
         if late:
@@ -188,6 +186,21 @@ class BlockFile:
             f"{self.path}: {what}: {error.strerror}",
             remedy="make room on its disk and start again from the checkpoint" if full else "look at its disk",
         )
+
+
+class _Lane:
+    """What makes the calls of one direction."""
+
+    def __init__(self, direct: bool, threads: int) -> None:
+        self.queue = KernelQueue.make() if direct else None
+        # With a queue one thread hands over: the deadline holds also where the kernel makes it wait.
+        self.pool = ThreadPoolExecutor(1 if self.queue else threads, thread_name_prefix="flexd-slow-rows")
+
+    def close(self, *, wait: bool) -> None:
+        """End the threads; the queue too if its calls are waited for."""
+        self.pool.shutdown(wait=wait, cancel_futures=True)
+        if wait and self.queue is not None:
+            self.queue.close()
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

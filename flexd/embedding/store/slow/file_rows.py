@@ -12,6 +12,7 @@ import torch
 
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_sums import BlockSums
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
 
 _HEAD_BYTES = 16
@@ -19,7 +20,6 @@ _HEAD_BYTES = 16
 _MAX_ROWS_PER_BLOCK = 64
 _WINDOW_BYTES = 16 << 20
 """Blocks that are in memory at once."""
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rows_per_block(row_bytes: int) -> tuple[int, int]:
@@ -59,7 +59,7 @@ class FileRows:
         self._traffic = SlowTraffic()
         self._window = max(1, _WINDOW_BYTES // block_bytes)
         self._buffer = aligned_bytes(self._window * block_bytes).reshape(self._window, block_bytes)
-        self._factors = _odd_factors(block_bytes // 8 - 1)
+        self._sums = BlockSums(block_bytes)
         self._written = np.zeros(-(-blocks // 8), dtype=np.uint8)
         """A bit a block."""
 
@@ -102,12 +102,15 @@ class FileRows:
             self._payload(len(blocks))[at, place] = data[rows]
             np.bitwise_or.at(self._masks(len(blocks)), at, np.uint64(1) << place.astype(np.uint64))
             filled = self._buffer[: len(blocks)]
-            filled.view(np.uint64)[:, 0] = self._checksums(filled)
+            self._sums.seal(filled.view(np.uint64))
             self._traffic.operations += self._file.write(blocks, filled)
             self._traffic.bytes_written += filled.nbytes
             np.bitwise_or.at(self._written, blocks >> 3, (1 << (blocks & 7)).astype(np.uint8))
         self._traffic.rows_written += len(slots)
         self._traffic.seconds += time.perf_counter() - began
+
+    def flush(self) -> None:
+        """``write`` waits already."""
 
     def close(self) -> None:
         self._file.close()
@@ -149,19 +152,13 @@ class FileRows:
             buffer[~there] = 0
 
     def _check(self, blocks: Int64Array, buffer: Bytes) -> None:
-        wrong = np.flatnonzero(buffer.view(np.uint64)[:, 0] != self._checksums(buffer))
+        wrong = self._sums.wrong(buffer.view(np.uint64))
         if len(wrong):
             raise SlowMemoryError(
                 f"{self._file.path}: {len(wrong)} of {len(blocks)} blocks are not what was written, the first of rows "
                 f"from slot {int(blocks[wrong[0]]) * self._per_block}",
                 remedy="start again from the checkpoint, and look at the disk",
             )
-
-    def _checksums(self, buffer: Bytes) -> npt.NDArray[np.uint64]:
-        """Multilinear hash of 64-bit words (Lemire, Kaser: Strongly universal string hashing is fast, 2014, section 3)
-        with odd factors modulo 2^64, so that any one changed word changes it. Not zero: a block of zeros is a hole."""
-        sums: npt.NDArray[np.uint64] = buffer.view(np.uint64)[:, 1:] @ self._factors
-        return sums + np.uint64(_GOLDEN)
 
     def _payload(self, blocks: int) -> Bytes:
         """View of the rows of the first blocks of the buffer, uint8 [blocks, rows_per_block, row_bytes]."""
@@ -170,10 +167,3 @@ class FileRows:
 
     def _masks(self, blocks: int) -> npt.NDArray[np.uint64]:
         return self._buffer[:blocks].view(np.uint64)[:, 1]
-
-
-def _odd_factors(count: int) -> npt.NDArray[np.uint64]:
-    """Return fixed odd numbers (splitmix64's first round)."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    return (mixed ^ (mixed >> np.uint64(27))) | np.uint64(1)

@@ -13,13 +13,14 @@ class HostRows:
     """See ``SlowRows``. Pages of host memory are taken by the rows that are written.
 
     Args:
-        pinned: page-locked, for copies to a device that do not wait; takes all pages at once.
+        pinned: page-locked, for copies to a device that do not wait; takes all pages at once. What ``read`` returns is
+            page-locked too.
     """
 
     def __init__(self, rows: int, row_bytes: int, fresh: FreshRows, *, pinned: bool = False) -> None:
         self._packed = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=pinned)
         self._written = torch.zeros(rows, dtype=torch.bool)
-        self._fresh = fresh
+        self._fresh, self._pinned = fresh, pinned
         self._traffic = SlowTraffic()
 
     @property
@@ -40,7 +41,8 @@ class HostRows:
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         began = time.perf_counter()
-        packed = self._packed.index_select(0, slots)
+        packed = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
+        torch.index_select(self._packed, 0, slots, out=packed)
         unwritten = (~self._written.index_select(0, slots)).nonzero().view(-1)
         if len(unwritten):
             packed.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
@@ -59,6 +61,9 @@ class HostRows:
         self._traffic.bytes_written += packed.numel()
         self._traffic.operations += 1
         self._traffic.seconds += time.perf_counter() - began
+
+    def flush(self) -> None:
+        """``write`` waits already."""
 
     def close(self) -> None:
         self._packed, self._written = self._packed[:0].clone(), self._written[:0].clone()

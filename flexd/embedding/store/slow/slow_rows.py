@@ -69,7 +69,16 @@ class SlowRows(Protocol):
         """Keep uint8 [n, row_bytes] rows at int64 [n] distinct slots.
 
         Raises:
-            SlowMemoryError: the medium failed; rows of this call may be written or not.
+            SlowMemoryError: the medium failed; rows of this call may be written or not. A medium that writes behind
+                raises it from a later call.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Wait until all rows that were given are on the medium.
+
+        Raises:
+            SlowMemoryError: as ``write``.
         """
         ...
 

@@ -306,7 +306,8 @@ class Tier:
 
     def _read(self, slots: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:
         """Read rows into frames, and return float64 [n] their counts."""
-        packed = self.slow.read(slots.to("cpu")).to(self.rows.device)
+        # From page-locked memory the host does not wait for the copy: the frames are read by the same stream.
+        packed = self.slow.read(slots.to("cpu")).to(self.rows.device, non_blocking=True)
         ends = (self._row_bytes, self._row_bytes + self._state_bytes)
         self.rows.index_copy_(0, frames, _numbers(packed[:, : ends[0]], self.rows.dtype))
         if self._state_bytes:

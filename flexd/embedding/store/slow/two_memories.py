@@ -19,9 +19,13 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.host_rows import HostRows
+from flexd.embedding.store.slow.log_rows import INDEX_BYTES, LogRows
 from flexd.embedding.store.slow.slow_rows import SlowRows
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+MAX_INDEX_SHARE = 1 / 4
+"""Of fast memory, for the index of slow rows; rows of larger tables have fixed places in their file instead."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +66,31 @@ class TwoMemories:
         return cls(fast_memory_bytes, None if directory is None else Path(directory))
 
     def frames(self, groups: Sequence[DimGroup], layout: RankLayout) -> list[int]:
-        """Return the frames of each dim-group, in proportion to the bytes of its rows; at least one each."""
+        """Return the frames of each dim-group, in proportion to the bytes of its rows; at least one each.
+
+        What an index of the slow rows takes is not given to frames.
+        """
         row_bytes = [_row_bytes(group) + FRAME_BYTES for group in groups]
         rows = [-(-(group.end_key - group.first_key) // layout.world_size) for group in groups]
-        return proportional_frames(self.fast_memory_bytes, rows, row_bytes)
+        index = INDEX_BYTES * sum(rows) if self._has_index(rows) else 0
+        return proportional_frames(self.fast_memory_bytes - index, rows, row_bytes)
+
+    def _has_index(self, home_rows: Sequence[int]) -> bool:
+        """Return whether slow rows of a file are found by an index: where it takes a quarter of fast memory at most."""
+        return self.directory is not None and INDEX_BYTES * sum(home_rows) <= self.fast_memory_bytes * MAX_INDEX_SHARE
 
     def begin(
-        self, store: GroupStore, number: int, make: InitialRows, first_slots: torch.Tensor, of_tables: torch.Tensor
+        self,
+        stores: Sequence[GroupStore],
+        number: int,
+        make: InitialRows,
+        first_slots: torch.Tensor,
+        of_tables: torch.Tensor,
     ) -> None:
         """Let the home rows of a dim-group begin with their initial values.
 
         Args:
+            stores: of all dim-groups.
             number: of the dim-group.
             make: their initial values.
             first_slots, of_tables: as ``first_home_slots``.
@@ -80,11 +98,13 @@ class TwoMemories:
         Raises:
             SlowMemoryError: the file cannot be made.
         """
+        store = stores[number]
         if store.tier is not None:
-            make_slow = partial(self._slow_rows, store, store.tier, number, make)
+            has_index = self._has_index([each.home_rows for each in stores])
+            make_slow = partial(self._slow_rows, store, store.tier, number, make, has_index)
             store.tier.begin(make_slow, len(store.group.tables), first_slots, of_tables)
 
-    def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows) -> SlowRows:
+    def _slow_rows(self, store: GroupStore, tier: Tier, number: int, make: InitialRows, has_index: bool) -> SlowRows:
         fresh = tier.packed_fresh(make)
         if self.directory is None:
             return HostRows(store.home_rows, tier.packed_bytes, fresh, pinned=store.rows.device.type == "cuda")
@@ -95,7 +115,8 @@ class TwoMemories:
                 f"{self.directory}: cannot be made: {error.strerror}", remedy="give slow_memory_dir a path to write"
             ) from error
         path = self.directory / f"rank{store.rank}.group{number}.rows"
-        return FileRows(path, store.home_rows, tier.packed_bytes, fresh)
+        of_file = LogRows if has_index else FileRows
+        return of_file(path, store.home_rows, tier.packed_bytes, fresh)
 
 
 InitialRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]

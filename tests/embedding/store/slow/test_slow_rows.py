@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
 from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.kernel_queue import KernelQueue
+from flexd.embedding.store.slow.log_rows import LogRows
 from flexd.embedding.store.slow.slow_rows import SlowRows
 
 ROWS = 2_000
@@ -28,12 +29,12 @@ def fresh(row_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return make
 
 
-@pytest.fixture(params=["host", "file", "file by threads"])
+@pytest.fixture(params=["host", "file", "file by threads", "log", "log by threads"])
 def make(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[int], SlowRows]]:
     made: list[SlowRows] = []
-    if request.param == "file by threads":
+    if "by threads" in request.param:
         monkeypatch.setattr(KernelQueue, "make", lambda: None)
 
     def of_width(row_bytes: int) -> SlowRows:
@@ -41,6 +42,8 @@ def make(
         slow: SlowRows
         if request.param == "host":
             slow = HostRows(ROWS, row_bytes, fresh(row_bytes))
+        elif "log" in request.param:
+            slow = LogRows(path, ROWS, row_bytes, fresh(row_bytes), threads=4)
         else:
             slow = FileRows(path, ROWS, row_bytes, fresh(row_bytes), threads=4)
         made.append(slow)
@@ -72,6 +75,23 @@ def test_rows_come_back_as_written(make: Callable[[int], SlowRows], row_bytes: i
     assert torch.equal(slow.read(torch.arange(ROWS).flip(0)), whole.flip(0))
 
 
+def test_rows_beside_a_device_are_page_locked_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table, which is copied to, and what a read returns, which is copied from without waiting."""
+    empty, pinned = torch.empty, []
+
+    def recorded(*shape: object, pin_memory: bool = False, **named: object) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(*shape, **named)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    for wanted in (True, False):
+        pinned.clear()
+        slow = HostRows(ROWS, 24, fresh(24), pinned=wanted)
+        assert torch.equal(slow.read(torch.tensor([7, 3])), fresh(24)(torch.tensor([7, 3])))
+        assert pinned == [wanted, wanted]
+        slow.close()
+
+
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, ROWS - 1), max_size=80)), max_size=12))
 def test_any_order_of_calls(make: Callable[[int], SlowRows], calls: list[tuple[bool, set[int]]]) -> None:
@@ -91,6 +111,7 @@ def test_traffic_counts_rows_and_bytes(make: Callable[[int], SlowRows]) -> None:
     slow.read(torch.tensor([1, 2]))
     assert (slow.traffic.rows_read, slow.traffic.rows_made, slow.traffic.bytes_read) == (2, 2, 0), "never written"
     slow.write(torch.tensor([1]), torch.zeros(1, 100, dtype=torch.uint8))
+    slow.flush()
     before = slow.traffic.bytes_read
     slow.read(torch.tensor([1, 2, 1999]))
     traffic = slow.traffic

@@ -1,0 +1,281 @@
+"""Slow rows in a file that is written in the order in which rows leave fast memory.
+
+Rows that leave together fill whole blocks, so a write reads nothing before and seven rows of 512 bytes cost one
+operation; an index in memory finds them. Blocks whose rows were mostly written again elsewhere are cleaned: their other
+rows move (Rosenblum, Ousterhout: The design and implementation of a log-structured file system, ACM TOCS 10(1), 1992).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_space import BlockSpace
+from flexd.embedding.store.slow.block_sums import BlockSums
+from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
+
+INDEX_BYTES = 5
+"""Of a row in memory: where it is, and its part of the counts of blocks."""
+_SPACE = 2
+"""Blocks of the file over those that all rows fill: with more, cleaning moves fewer rows."""
+_MAX_ROWS_PER_BLOCK = 255
+_READ_BYTES, _WRITE_BYTES = 8 << 20, 4 << 20
+_BEHIND = 2
+"""Buffers of ``_WRITE_BYTES`` that are written while training goes on."""
+_SUM_BYTES, _SLOT_BYTES = 8, 8
+
+
+def log_rows_per_block(row_bytes: int) -> tuple[int, int]:
+    """Return (rows of a block, its bytes): one page, or as few as a row needs."""
+    block_bytes = -(-(_SUM_BYTES + _SLOT_BYTES + row_bytes) // PAGE_BYTES) * PAGE_BYTES
+    return min(_MAX_ROWS_PER_BLOCK, (block_bytes - _SUM_BYTES) // (row_bytes + _SLOT_BYTES)), block_bytes
+
+
+@dataclass
+class _Staged:
+    """Blocks on their way to the file, which are read from here until they are there."""
+
+    buffer: Bytes
+    blocks: Int64Array = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    written: Future[int] | None = None
+
+
+class LogRows:
+    """See ``SlowRows``. ``write`` returns when the rows are in a buffer that a thread writes: an error of the disk is
+    raised by a later call, the first one that reads what may be lost at the latest.
+
+    The file holds nothing of worth beyond its process, as that of ``FileRows``. It is sparse, and at most twice as
+    large as its rows.
+
+    Args:
+        threads: calls in flight.
+        deadline_seconds: of a batch of blocks.
+
+    Raises:
+        SlowMemoryError: as ``BlockFile``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rows: int,
+        row_bytes: int,
+        fresh: FreshRows,
+        *,
+        threads: int = 32,
+        deadline_seconds: float = 60.0,
+    ) -> None:
+        self._rows, self._row_bytes, self._fresh = rows, row_bytes, fresh
+        self._per_block, block_bytes = log_rows_per_block(row_bytes)
+        blocks = _SPACE * -(-rows // self._per_block) + 1
+        self._file = BlockFile(path, blocks, block_bytes, threads=threads, deadline_seconds=deadline_seconds)
+        self._space = BlockSpace(blocks, self._per_block)
+        # 1 + the place of each row among all rows of all blocks; 0: never written.
+        self._places = np.zeros(rows, dtype=np.int32 if blocks * self._per_block < 2**31 - 1 else np.int64)
+        self._sums = BlockSums(block_bytes)
+        self._traffic = SlowTraffic()
+        self._buffer = _blocks_of(max(1, min(blocks, _READ_BYTES // block_bytes)), block_bytes)
+        self._staged = [
+            _Staged(_blocks_of(max(1, min(blocks, _WRITE_BYTES // block_bytes)), block_bytes)) for _ in range(_BEHIND)
+        ]
+        """In the order of their writes."""
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="flexd-slow-writer")
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    @property
+    def row_bytes(self) -> int:
+        return self._row_bytes
+
+    @property
+    def fast_nbytes(self) -> int:
+        buffers = self._buffer.nbytes + sum(staged.buffer.nbytes for staged in self._staged)
+        return self._places.nbytes + self._space.nbytes + buffers
+
+    @property
+    def traffic(self) -> SlowTraffic:
+        return self._traffic
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        began = time.perf_counter()
+        wanted = self._checked(slots)
+        packed = np.empty((len(wanted), self._row_bytes), dtype=np.uint8)
+        places = self._places[wanted].astype(np.int64) - 1
+        written = np.flatnonzero(places >= 0)
+        order = written[np.argsort(places[written], kind="stable")]
+        of_rows, within = np.divmod(places[order], self._per_block)
+        for blocks, first, last, at in _windows(of_rows, len(self._buffer)):
+            buffer = self._fetch(blocks)
+            if (self._slots(buffer)[at, within[first:last]] != wanted[order[first:last]]).any():
+                raise self._not_what_was_written(blocks)
+            packed[order[first:last]] = self._payload(buffer)[at, within[first:last]]
+        result = torch.from_numpy(packed)
+        unwritten = torch.from_numpy(np.flatnonzero(places < 0))
+        if len(unwritten):
+            result.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
+        self._traffic.rows_read += len(slots)
+        self._traffic.rows_made += len(unwritten)
+        self._traffic.seconds += time.perf_counter() - began
+        return result
+
+    def write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
+        began = time.perf_counter()
+        given, data = self._checked(slots), packed.numpy()
+        at_once = len(self._staged[0].buffer) * self._per_block
+        for first in range(0, len(given), at_once):
+            part = given[first : first + at_once]
+            self._forget(part)
+            missing = -(-len(part) // self._per_block) - self._space.free
+            if missing > 0:
+                self._clean(missing)
+            self._append(part, data[first : first + at_once])
+        self._traffic.rows_written += len(slots)
+        self._traffic.seconds += time.perf_counter() - began
+
+    def flush(self) -> None:
+        for staged in self._staged:
+            self._end(staged)
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=True)
+        self._file.close()
+
+    def _checked(self, slots: torch.Tensor) -> Int64Array:
+        """Return the slots, of a file that can be used."""
+        self._file.check()
+        for staged in self._staged:
+            if staged.written is not None and staged.written.done():
+                self._end(staged)
+        wanted: Int64Array = slots.numpy()
+        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < self._rows:
+            raise SlowMemoryError(f"{self._file.path}: slots beyond its {self._rows} rows", remedy="report this")
+        return wanted
+
+    def _forget(self, slots: Int64Array) -> None:
+        """Give up what was written of these rows."""
+        places = self._places[slots].astype(np.int64) - 1
+        self._space.drop(places[places >= 0] // self._per_block)
+        self._places[slots] = 0
+
+    def _append(self, slots: Int64Array, packed: Bytes) -> None:
+        """Stage rows that are in no block, as many as fit into one buffer, for the writer."""
+        staged = self._staged.pop(0)
+        self._staged.append(staged)
+        self._end(staged)
+        if not len(slots):
+            return
+        count = -(-len(slots) // self._per_block)
+        counts = np.full(count, self._per_block, dtype=np.int64)
+        counts[-1] = len(slots) - (count - 1) * self._per_block
+        staged.blocks = self._space.allocate(counts)
+        buffer = staged.buffer[:count]
+        at, within = np.divmod(np.arange(len(slots)), self._per_block)
+        of_block = self._slots(buffer)
+        of_block[:] = -1
+        of_block[at, within] = slots
+        self._payload(buffer)[at, within] = packed
+        self._places[slots] = staged.blocks[at] * self._per_block + within + 1
+        self._traffic.bytes_written += buffer.nbytes
+        staged.written = self._writer.submit(self._write, staged.blocks, buffer)
+
+    def _write(self, blocks: Int64Array, buffer: Bytes) -> int:
+        self._sums.seal(buffer.view(np.uint64))
+        return self._file.write(blocks, buffer)
+
+    def _end(self, staged: _Staged) -> None:
+        """Wait until the blocks are in the file."""
+        if staged.written is not None:
+            # Kept where it failed: no call succeeds after that.
+            self._traffic.operations += staged.written.result()
+            staged.written = None
+
+    def _clean(self, gain: int) -> None:
+        """Free so many blocks by packing rows of others together."""
+        cleaned = self._space.to_clean(gain)
+        slots, rows = [], []
+        for first in range(0, len(cleaned), len(self._buffer)):
+            blocks = cleaned[first : first + len(self._buffer)]
+            buffer = self._fetch(blocks)
+            of_blocks = self._slots(buffer)
+            places = blocks[:, None] * self._per_block + np.arange(self._per_block) + 1
+            at, within = np.nonzero((of_blocks >= 0) & (self._places[np.maximum(of_blocks, 0)] == places))
+            slots.append(of_blocks[at, within])
+            rows.append(self._payload(buffer)[at, within])
+        moved, data = np.concatenate(slots), np.concatenate(rows)
+        self._forget(moved)
+        at_once = len(self._staged[0].buffer) * self._per_block
+        for first in range(0, len(moved), at_once):
+            self._append(moved[first : first + at_once], data[first : first + at_once])
+
+    def _fetch(self, blocks: Int64Array) -> Bytes:
+        """Return uint8 [n, block_bytes] of ascending blocks, in the buffer."""
+        buffer, on_disk = self._buffer[: len(blocks)], np.ones(len(blocks), dtype=np.bool_)
+        from_memory: list[tuple[Int64Array, Bytes]] = []
+        for staged in reversed(self._staged):  # the newest first: a block may have been freed and filled again
+            if staged.written is None:
+                continue
+            if staged.written.done():
+                self._end(staged)
+                continue
+            at = np.searchsorted(staged.blocks, blocks).clip(max=len(staged.blocks) - 1)
+            mine = np.flatnonzero(on_disk & (staged.blocks[at] == blocks))
+            from_memory.append((mine, staged.buffer[at[mine]]))
+            on_disk[mine] = False
+        count = int(on_disk.sum())
+        if count:
+            read = self._buffer[:count]
+            self._traffic.operations += self._file.read(blocks[on_disk], read)
+            self._traffic.bytes_read += read.nbytes
+            wrong = self._sums.wrong(read.view(np.uint64))
+            if len(wrong):
+                raise self._not_what_was_written(blocks[on_disk][wrong])
+            if count < len(blocks):
+                buffer[on_disk] = read.copy()
+        for mine, data in from_memory:
+            buffer[mine] = data
+        return buffer
+
+    def _not_what_was_written(self, blocks: Int64Array) -> SlowMemoryError:
+        return SlowMemoryError(
+            f"{self._file.path}: blocks are not what was written, the first at byte "
+            f"{PAGE_BYTES + int(blocks[0]) * self._file.block_bytes}",
+            remedy="start again from the checkpoint, and look at the disk",
+        )
+
+    def _slots(self, buffer: Bytes) -> Int64Array:
+        """View of the slots of the rows in blocks, int64 [blocks, rows_per_block], -1 where there is none."""
+        return buffer.view(np.int64)[:, 1 : 1 + self._per_block]
+
+    def _payload(self, buffer: Bytes) -> Bytes:
+        """View of the rows of blocks, uint8 [blocks, rows_per_block, row_bytes]."""
+        first = _SUM_BYTES + _SLOT_BYTES * self._per_block
+        rows = buffer[:, first : first + self._per_block * self._row_bytes]
+        return rows.reshape(len(buffer), self._per_block, self._row_bytes)
+
+
+def _blocks_of(count: int, block_bytes: int) -> Bytes:
+    return aligned_bytes(count * block_bytes).reshape(count, block_bytes)
+
+
+def _windows(of_rows: Int64Array, most: int) -> Iterator[tuple[Int64Array, int, int, Int64Array]]:
+    """Split int64 [n] ascending blocks of rows into windows of at most ``most`` blocks.
+
+    Yields:
+        int64 ascending blocks of a window, its first row and the one after its last, and int64 the place of each of
+        these rows' blocks in the window.
+    """
+    starts = np.flatnonzero(np.diff(of_rows, prepend=-1) > 0)
+    bounds = np.append(starts, len(of_rows))
+    for first in range(0, len(starts), most):
+        mine = bounds[first : first + most + 1]
+        yield of_rows[mine[:-1]], int(mine[0]), int(mine[-1]), np.repeat(np.arange(len(mine) - 1), np.diff(mine))

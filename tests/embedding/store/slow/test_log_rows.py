@@ -1,0 +1,199 @@
+"""A log of slow rows: cleaning, writing behind, and what a failing disk says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.errors import SlowMemoryError
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile
+from flexd.embedding.store.slow.block_space import BlockSpace
+from flexd.embedding.store.slow.file_rows import FileRows
+from flexd.embedding.store.slow.kernel_queue import KernelQueue
+from flexd.embedding.store.slow.log_rows import LogRows, log_rows_per_block
+
+ROWS, WIDTH = 3_000, 524
+PER_BLOCK = log_rows_per_block(WIDTH)[0]
+
+
+def zeros(slots: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(slots), WIDTH, dtype=torch.uint8)
+
+
+def of(slots: torch.Tensor, number: int) -> torch.Tensor:
+    return ((slots[:, None] * 7 + number + torch.arange(WIDTH)) % 251).to(torch.uint8)
+
+
+def rows_in(path: Path, **more: Any) -> LogRows:
+    return LogRows(path, ROWS, WIDTH, zeros, **({"threads": 2, "deadline_seconds": 30.0} | more))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 9), st.integers(1, 60), st.data())
+def test_space_is_what_a_dict_of_rows_says(per_block: int, rows: int, data: st.DataObject) -> None:
+    """Rows move as ``LogRows`` moves them; no row is lost, and there is always room."""
+    space = BlockSpace(2 * -(-rows // per_block) + 1, per_block)
+    block_of: dict[int, int] = {}
+
+    def append(chosen: list[int]) -> None:
+        counts = [min(per_block, len(chosen) - first) for first in range(0, len(chosen), per_block)]
+        blocks = space.allocate(np.array(counts, dtype=np.int64))
+        assert not set(blocks.tolist()) & set(block_of.values())
+        assert (np.diff(blocks) > 0).all()
+        for at, row in enumerate(chosen):
+            block_of[row] = int(blocks[at // per_block])
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, unique=True))
+        space.drop(np.array([block_of.pop(row) for row in chosen if row in block_of], dtype=np.int64))
+        missing = -(-len(chosen) // per_block) - space.free
+        if missing > 0:
+            cleaned = set(space.to_clean(missing).tolist())
+            moved = [row for row, block in block_of.items() if block in cleaned]
+            space.drop(np.array([block_of.pop(row) for row in moved], dtype=np.int64))
+            append(moved)
+            assert space.free >= -(-len(chosen) // per_block), "cleaning frees what is asked for"
+        append(chosen)
+        assert space.free == len(space._valid) - len(set(block_of.values()))
+
+
+def test_the_emptiest_blocks_are_cleaned() -> None:
+    space = BlockSpace(10, 8)
+    space.allocate(np.array([8, 1, 7, 2, 8, 3, 1]))
+    assert space.to_clean(1).tolist() == [1, 6], "two rows go into one block"
+    assert space.to_clean(2).tolist() == [1, 3, 6]
+
+
+def test_rows_stay_while_a_log_is_written_many_times_over(tmp_path: Path) -> None:
+    """Writing reads no block before, and cleans few: a file of fixed places reads and writes one a row."""
+    slow, fixed = rows_in(tmp_path / "log"), FileRows(tmp_path / "fixed", ROWS, WIDTH, zeros)
+    generator, whole = np.random.default_rng(1), of(torch.arange(ROWS), 0)
+    for each in (slow, fixed):
+        each.write(torch.arange(ROWS), whole)
+    before = [each.traffic.bytes_read + each.traffic.bytes_written for each in (slow, fixed)]
+    for number in range(30):
+        slots = torch.from_numpy(np.unique(ROWS * generator.random(200) ** 2).astype(np.int64)).unique()
+        whole[slots] = of(slots, number)
+        for each in (slow, fixed):
+            each.write(slots, whole[slots])
+    slow.flush()
+    assert torch.equal(slow.read(torch.arange(ROWS)), whole)
+    moved = [each.traffic.bytes_read + each.traffic.bytes_written for each in (slow, fixed)]
+    moved = [after - first for after, first in zip(moved, before, strict=True)]
+    assert moved[0] < 0.4 * moved[1], moved
+    assert (tmp_path / "log").stat().st_size < 2.1 * ROWS / PER_BLOCK * PAGE_BYTES + 2 * PAGE_BYTES
+    for each in (slow, fixed):
+        each.close()
+
+
+def test_rows_on_their_way_are_read_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, slots, go = rows_in(tmp_path / "rows"), torch.arange(0, ROWS, 3), threading.Event()
+    write: Callable[..., int] = BlockFile.write
+
+    def later(file: BlockFile, *arguments: Any) -> int:
+        assert go.wait(30)
+        return write(file, *arguments)
+
+    monkeypatch.setattr(BlockFile, "write", later)
+    slow.write(slots, of(slots, 1))
+    slow.write(slots[:50], of(slots[:50], 2))
+    assert torch.equal(slow.read(slots), torch.cat([of(slots[:50], 2), of(slots[50:], 1)]))
+    assert slow.traffic.bytes_read == 0
+    go.set()
+    slow.flush()
+    assert torch.equal(slow.read(slots), torch.cat([of(slots[:50], 2), of(slots[50:], 1)]))
+    assert slow.traffic.bytes_read > 0
+    slow.close()
+
+
+@pytest.mark.parametrize("at", [3, 9, 1_000], ids=["checksum", "slots", "rows"])
+def test_damage_is_found_where_it_is_read(tmp_path: Path, at: int) -> None:
+    slow, slots = rows_in(tmp_path / "rows"), torch.arange(100)
+    slow.write(slots, of(slots, 1))
+    slow.flush()
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES * 3 + at)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    assert torch.equal(slow.read(slots[: 2 * PER_BLOCK]), of(slots[: 2 * PER_BLOCK], 1))
+    with pytest.raises(SlowMemoryError, match=f"rows: blocks are not what was written, .* byte {3 * PAGE_BYTES} - "):
+        slow.read(slots)
+    slow.close()
+
+
+def test_a_block_of_other_rows_is_not_taken(tmp_path: Path) -> None:
+    """As after a write that went to another place: the checksum is right, the rows are not."""
+    slow, slots = rows_in(tmp_path / "rows"), torch.arange(100)
+    slow.write(slots, of(slots, 1))
+    slow.flush()
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES)
+        block = file.read(PAGE_BYTES)
+        file.write(block)
+    with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
+        slow.read(slots)
+    slow.close()
+
+
+def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
+    slow, slots = rows_in(tmp_path / "rows"), torch.arange(ROWS)
+    slow.write(slots, of(slots, 1))
+    slow.flush()
+    os.truncate(tmp_path / "rows", PAGE_BYTES * 100 + 100)
+    with pytest.raises(SlowMemoryError, match="rows: ends within the block at byte"):
+        slow.read(slots)
+    (tmp_path / "rows").unlink()
+    with pytest.raises(SlowMemoryError, match="rows: was removed while in use - start again from the checkpoint"):
+        slow.read(slots)
+    slow.close()
+    with pytest.raises(SlowMemoryError, match="closed"):
+        slow.read(slots)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    at = tmp_path / "disk"
+    at.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", at], capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield at
+    subprocess.run(["umount", at], check=True)
+
+
+def test_a_full_disk_is_named_by_every_later_call(small_disk: Path) -> None:
+    slow, slots = rows_in(small_disk / "rows"), torch.arange(ROWS)
+    slow.write(slots, of(slots, 1))
+    for use in (slow.flush, lambda: slow.read(slots), lambda: slow.write(slots, of(slots, 2))):
+        with pytest.raises(SlowMemoryError, match=r"rows: cannot be written: No space left .* - make room on its disk"):
+            use()
+    slow.close()
+
+
+def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, slots = rows_in(tmp_path / "rows", deadline_seconds=0.05), torch.arange(ROWS)
+    submit, write = KernelQueue._submit, os.pwritev
+
+    def after_a_while(call: Callable[..., int]) -> Callable[..., int]:
+        return lambda *arguments: (time.sleep(0.2), call(*arguments))[1]
+
+    monkeypatch.setattr(KernelQueue, "_submit", after_a_while(submit))
+    monkeypatch.setattr(os, "pwritev", after_a_while(write))
+    slow.write(slots, of(slots, 1))
+    with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
+        slow.flush()
+    monkeypatch.undo()
+    with pytest.raises(SlowMemoryError, match="took more than"):
+        slow.read(slots)
+    slow.close()
