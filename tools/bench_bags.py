@@ -2,9 +2,10 @@
 ``nn.EmbeddingBag``.
 
 Bytes are what a rank of 2 nodes x 2 sends to the other node in a training step, on average, in real collectives of
-four gloo ranks: flexd with tables that answer by rows and by sums (its counters), and TorchRec's
-``EmbeddingBagCollection`` by each of its shardings (the payload of every collective; a ring's least for reduce-scatter
-and all-gather). No row has copies. Without TorchRec (``make torchrec``) its columns are missing.
+four gloo ranks: flexd with tables that answer by rows and by sums, spread over all ranks or each on the ranks of one
+node (its counters), and TorchRec's ``EmbeddingBagCollection`` by each of its shardings (the payload of every
+collective; a ring's least for reduce-scatter and all-gather). No row has copies. Without TorchRec (``make torchrec``)
+its columns are missing.
 
 Then `--nodes` x `--local-ranks` ranks by the counter of the simulator, which equals real ranks to the byte.
 """
@@ -33,7 +34,7 @@ from flexd.core.placement import Placement
 from flexd.demo.ports import free_ports
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.bag_bytes import BagByteCounter, StepBags
-from flexd.simulate.byte_counter import INTER, StepByteCounter, sent_bytes
+from flexd.simulate.byte_counter import INTER, CollectiveBytes, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses
 
 DIM = 64
@@ -52,13 +53,22 @@ def real_bytes(settings: Sequence[Setting]) -> list[dict[str, float]]:
 
 
 def simulated_bytes(setting: Setting) -> dict[str, float]:
-    """Return the bytes a rank and step between nodes of both answers, by the simulator's counters."""
+    """Return the bytes a rank and step between nodes of each answer and rule, by the simulator's counters."""
     layout = setting.layout
-    keyspace = KeySpace([TableSpec(f"t{number}", setting.rows, setting.dim) for number in range(setting.tables)])
+    return {name: _simulated(setting, name, layout) for name in ranks.FLEXD}
+
+
+def _simulated(setting: Setting, name: str, layout: RankLayout) -> float:
+    keyspace = KeySpace(
+        [
+            TableSpec(f"t{number}", setting.rows, setting.dim, homes=ranks.rule_of(setting, name, number))
+            for number in range(setting.tables)
+        ]
+    )
     bags = [
         [
-            (keyspace.keys(keyspace.index[name], one.values.numpy()), one.lengths.numpy())
-            for name, one in ranks.bags_of(setting, rank).items()
+            (keyspace.keys(keyspace.index[feature], one.values.numpy()), one.lengths.numpy())
+            for feature, one in ranks.bags_of(setting, rank).items()
         ]
         for rank in range(layout.world_size)
     ]
@@ -66,20 +76,20 @@ def simulated_bytes(setting: Setting) -> dict[str, float]:
     none = [np.empty(0, np.int64)] * layout.world_size
     rows = StepByteCounter(keyspace, layout)
 
-    def sent(keys: list[np.ndarray]) -> list[object]:
+    def sent(keys: list[np.ndarray]) -> list[CollectiveBytes]:
         return rows.step(StepPasses.of([keys], layout), Placement.empty(), Exchange.CHAIN)
 
-    sums = [*sent(none), *BagByteCounter(keyspace, layout).step([StepBags.of(bags)], Exchange.CHAIN)]
-    return {
-        name: float(sent_bytes(collectives, layout.world_size)[:, :, INTER].sum()) / layout.world_size
-        for name, collectives in (("rows", sent(keys)), ("sums", sums))
-    }
+    if ranks.FLEXD[name][0] == "rows":
+        collectives = sent(keys)
+    else:
+        collectives = [*sent(none), *BagByteCounter(keyspace, layout).step([StepBags.of(bags)], Exchange.CHAIN)]
+    return float(sent_bytes(collectives, layout.world_size)[:, :, INTER].sum()) / layout.world_size
 
 
 def table(title: str, settings: Sequence[Setting], found: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Print the bytes of each setting, and return them with the better answer and its ratio to TorchRec's best."""
     shardings = list(found[0])
-    print(f"{title}\n{'Zipf':>6}{'bag':>5}" + "".join(f"{name:>16}" for name in [*shardings, "better of both"]))
+    print(f"{title}\n{'Zipf':>6}{'bag':>5}" + "".join(f"{name:>16}" for name in [*shardings, "best of flexd"]))
     figures = []
     for setting, sent in zip(settings, found, strict=True):
         better = min(sent[answer] for answer in ranks.FLEXD)
@@ -95,7 +105,7 @@ def table(title: str, settings: Sequence[Setting], found: Sequence[dict[str, flo
         pays = [
             setting.bag
             for setting, sent in zip(settings, found, strict=True)
-            if setting.skew == skew and sent["sums"] < sent["rows"]
+            if setting.skew == skew and min(sent["sums"], sent["node sums"]) < min(sent["rows"], sent["node rows"])
         ]
         shortest = min(pays, default=None)
         print(f"Zipf {skew}: sums are fewer bytes " + (f"from {shortest} ids a bag on" if shortest else "for no bag"))

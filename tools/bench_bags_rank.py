@@ -19,7 +19,6 @@ import flexd
 from flexd.core.layout import RankLayout
 
 TORCHREC = ("table-wise", "row-wise", "column-wise", "table-row-wise")
-FLEXD = ("rows", "sums")
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,16 @@ class Setting:
     ids: int
     skew: float
     bag: int
+
+
+FLEXD = {"rows": ("rows", "all"), "sums": ("sums", "all"), "node sums": ("sums", "node"), "node rows": ("rows", "node")}
+"""Answer and home rule of flexd's tables: spread over all ranks, or each on the ranks of a node, table by table."""
+
+
+def rule_of(setting: Setting, name: str, table: int) -> str:
+    """Return the home rule of a table."""
+    rule = FLEXD[name][1]
+    return f"node:{table % setting.layout.nodes}" if rule == "node" else rule
 
 
 def drawn(rng: np.random.Generator, rows: int, count: int, skew: float) -> np.ndarray:
@@ -63,7 +72,7 @@ def run(rank: int, port: int, settings: list[Setting], answers: Any) -> None:
     )  # fmt: skip
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    steps: dict[str, Callable[[Setting], float]] = {answer: _FlexdSteps(settings[0], answer) for answer in FLEXD}
+    steps: dict[str, Callable[[Setting], float]] = {name: _FlexdSteps(settings[0], name) for name in FLEXD}
     if torchrec_peer.missing() is None:
         steps |= {sharding: _TorchRecSteps(settings[0], sharding) for sharding in TORCHREC}
     found = []
@@ -78,10 +87,12 @@ def run(rank: int, port: int, settings: list[Setting], answers: Any) -> None:
 
 
 class _FlexdSteps:
-    def __init__(self, setting: Setting, answer: str) -> None:
+    def __init__(self, setting: Setting, name: str) -> None:
         self._collection = flexd.EmbeddingBagCollection(
             [
-                flexd.EmbeddingBagTable(f"t{number}", setting.rows, setting.dim, answer=answer)
+                flexd.EmbeddingBagTable(
+                    f"t{number}", setting.rows, setting.dim, answer=FLEXD[name][0], homes=rule_of(setting, name, number)
+                )
                 for number in range(setting.tables)
             ],
             optimizer=flexd.SGD(0.1),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.planner.model.row_bytes import Exchange
@@ -61,9 +62,10 @@ class BagByteCounter:
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self._keyspace = keyspace
         self._layout = layout
+        self._homes = Homes(keyspace, layout)
         specs = [keyspace.tables[group.tables[0]] for group in keyspace.groups]
         self._row_bytes = np.array([spec.row_bytes for spec in specs], dtype=np.int64)
-        self._id_bytes = 4 if keyspace.total_rows <= _NARROW_KEYS else 8
+        self._id_bytes = 4 if self._homes.groups[-1].end_key <= _NARROW_KEYS else 8
         self._weight_bytes = 8 if any(spec.dtype == "float64" for spec in specs) else 4
         self._node_of = np.arange(layout.world_size) // layout.local_ranks
 
@@ -83,7 +85,7 @@ class BagByteCounter:
     def _hops(self, bags: StepBags, exchange: Exchange) -> list[_Hop]:
         layout = self._layout
         nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
-        home = bags.keys % world
+        home = self._homes.home_rank(bags.keys)
         group = self._keyspace.group_of(bags.keys)
         ways: list[tuple[int, int, Int64Array]] = []
         if exchange is Exchange.CHAIN:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
@@ -23,6 +24,7 @@ class BitWords:
 
     def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self._keyspace = keyspace
+        self._homes = Homes(keyspace, layout)
         self._world = layout.world_size
         shape = (len(keyspace.groups), len(Tier), self._world)
         self._rows = np.zeros(shape, dtype=np.int64)
@@ -53,5 +55,5 @@ class BitWords:
         listed = tiers != Tier.HOME
         keys = keys[listed]
         groups = self._keyspace.group_of(keys) if len(self._keyspace.groups) > 1 else np.zeros(len(keys), np.int64)
-        at = (groups * len(Tier) + tiers[listed]) * self._world + keys % self._world
+        at = (groups * len(Tier) + tiers[listed]) * self._world + self._homes.home_rank(keys)
         return np.bincount(at, minlength=self._rows.size).reshape(self._rows.shape)

@@ -16,6 +16,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Delta, Placement
@@ -93,6 +94,7 @@ class StepByteCounter:
         shape = TrainingShape(replica_sums=replica_sums)
         self._keyspace = keyspace
         self._layout = layout
+        self._homes = Homes(keyspace, layout)
         specs = [keyspace.tables[group.tables[0]] for group in keyspace.groups]
         self._row_bytes = np.array([spec.row_bytes for spec in specs], dtype=np.int64)
         self._moved_bytes = np.array([spec.row_bytes + spec.state_bytes for spec in specs], dtype=np.int64)
@@ -143,7 +145,7 @@ class StepByteCounter:
         """``Router.find``, ``fetch`` and ``push`` over the hops to the node owner and to the home."""
         layout = self._layout
         nodes, local_ranks, world = layout.nodes, layout.local_ranks, layout.world_size
-        home_of, local_of = keys.rows % world, keys.rows % local_ranks
+        home_of, local_of = self._homes.home_rank(keys.rows), self._homes.rail(keys.rows)
         row, tier = keys.pair_row, tiers[keys.pair_row]
         held = (home_of[row] == keys.rank) | ((tier == Tier.DEVICE) & (world > 1))
         held |= (tier == Tier.NODE) & (nodes > 1) & (local_of[row] == self._local_of[keys.rank])
@@ -169,9 +171,9 @@ class StepByteCounter:
         if world == 1:
             return []
         key, tier = keys.rows[keys.pair_row], tiers[keys.pair_row]
-        target = key % world
+        target = self._homes.home_rank(key)
         at_node = (tier == Tier.NODE) & (layout.nodes > 1)
-        target[at_node] = self._node_of[keys.rank[at_node]] * local_ranks + key[at_node] % local_ranks
+        target[at_node] = self._node_of[keys.rank[at_node]] * local_ranks + self._homes.rail(key[at_node])
         target[tier == Tier.DEVICE] = keys.rank[tier == Tier.DEVICE]
         asked = np.flatnonzero(target != keys.rank)
         weight = np.ones(len(asked), dtype=np.int64) if dedup else keys.count[asked]
@@ -247,7 +249,7 @@ class StepByteCounter:
             others = words.reshape(nodes, local).sum(axis=1)[self._node_of] - words
             yield self._masks(INTRA, passes * words, passes * others, local - 1)
             row = keys.pair_row
-            owner = self._node_of[keys.rank] * local + keys.rows[row] % local
+            owner = self._node_of[keys.rank] * local + self._homes.rail(keys.rows[row])
             up = np.flatnonzero(device[row] & (owner != keys.rank))
             yield self._rows(INTRA, keys.rank[up], owner[up], row[up], keys)
             yield self._spread(INTRA, keys, device, local - 1, every_node=True)
@@ -260,8 +262,8 @@ class StepByteCounter:
             at_home = on_rail & self._at_home[self._group_of(keys.rows)]
             if self._at_home.any():
                 row = keys.node_row
-                owner = keys.node * local + keys.rows[row] % local
-                home = keys.rows[row] % world
+                owner = keys.node * local + self._homes.rail(keys.rows[row])
+                home = self._homes.home_rank(keys.rows[row])
                 up = np.flatnonzero(at_home[row] & (owner != home))
                 yield self._rows(INTER, owner[up], home[up], row[up], keys)
                 yield self._spread(INTER, keys, at_home, nodes - 1, every_node=False)
@@ -275,7 +277,7 @@ class StepByteCounter:
         for dtype in np.unique(self._dtypes[~self._at_home]):
             of_dtype = self._dtypes[group] == dtype
             size = self._row_bytes[group[of_dtype]]
-            of_rail = np.bincount(rows[of_dtype] % local, weights=size, minlength=local).astype(np.int64)
+            of_rail = np.bincount(self._homes.rail(rows[of_dtype]), weights=size, minlength=local).astype(np.int64)
             sent = np.zeros((self._layout.world_size, 2), dtype=np.int64)
             sent[:, INTER] = (2 * of_rail * (nodes - 1) // nodes)[self._local_of]
             yield _even(StepPart.SYNC_ROWS, Collective.ALL_REDUCE, INTER, sent)
@@ -306,7 +308,8 @@ class StepByteCounter:
         rows = np.flatnonzero(chosen)
         size = self._row_bytes[self._group_of(keys.rows[rows])]
         world = self._layout.world_size
-        by_home = np.bincount(keys.rows[rows] % world, weights=size, minlength=world).astype(np.int64)
+        home = self._homes.home_rank(keys.rows[rows])
+        by_home = np.bincount(home, weights=size, minlength=world).astype(np.int64)
         by_rail = by_home.reshape(self._layout.nodes, -1).sum(axis=0)[self._local_of]
         held = by_rail if every_node else by_home
         among = np.full(world, int(by_home.sum())) if every_node else by_rail
@@ -323,10 +326,11 @@ class StepByteCounter:
         layout, world = self._layout, self._layout.world_size
         size = self._moved_bytes[self._group_of(chunk.keys)]
         from_home = (chunk.old_tiers == Tier.HOME) & (chunk.new_tiers != Tier.HOME)
-        by_home = np.bincount(chunk.keys[from_home] % world, weights=size[from_home], minlength=world).astype(np.int64)
+        home = self._homes.home_rank(chunk.keys[from_home])
+        by_home = np.bincount(home, weights=size[from_home], minlength=world).astype(np.int64)
         by_rail = by_home.reshape(layout.nodes, -1).sum(axis=0)[self._local_of]
         to_all = (chunk.old_tiers != Tier.DEVICE) & (chunk.new_tiers == Tier.DEVICE)
-        owners = chunk.keys[to_all] % layout.local_ranks
+        owners = self._homes.rail(chunk.keys[to_all])
         of_owners = np.bincount(owners, weights=size[to_all], minlength=layout.local_ranks).astype(np.int64)
         in_node = of_owners[self._local_of]
         found = []
