@@ -9,7 +9,12 @@ from flexd.core.layout import RankLayout
 
 SPREAD = "all"
 """The rule of a table that names none."""
-_REMEDY = '"all" (spread over all ranks), "node:N" (over the ranks of node N) or "rank:R" (whole on rank R)'
+COPIED = "every rank"
+"""Rows are spread over all ranks, and every rank has a copy of each."""
+_REMEDY = (
+    f'"{SPREAD}" (spread over all ranks), "node:N" (over the ranks of node N), "rank:R" (whole on rank R) or '
+    f'"{COPIED}" (copied to each)'
+)
 
 
 @dataclass(frozen=True)
@@ -17,8 +22,8 @@ class HomeRule:
     """The ranks on which the home copies of a table's rows are, dealt in turn by key.
 
     Attributes:
-        kind: "all", "node" or "rank".
-        number: of the node or rank; 0 for "all".
+        kind: "all", "every rank", "node" or "rank".
+        number: of the node or rank; 0 for the others.
     """
 
     kind: str = SPREAD
@@ -26,21 +31,31 @@ class HomeRule:
 
     @staticmethod
     def parse(text: str, table: str = "") -> HomeRule:
-        """Read "all", "node:N" or "rank:R".
+        """Read "all", "every rank", "node:N" or "rank:R".
 
         Raises:
             ConfigError: anything else; names the table.
         """
         kind, colon, number = text.partition(":")
-        if text == SPREAD:
-            return HomeRule()
+        if text in (SPREAD, COPIED):
+            return HomeRule(text)
         if kind not in ("node", "rank") or not colon or not (number.isascii() and number.isdigit()):
             where = f"table {table!r}: " if table else ""
             raise ConfigError(f"{where}home rule {text!r}", remedy=_REMEDY)
         return HomeRule(kind, int(number))
 
     def __str__(self) -> str:
-        return self.kind if self.kind == SPREAD else f"{self.kind}:{self.number}"
+        return self.kind if self.spread else f"{self.kind}:{self.number}"
+
+    @property
+    def spread(self) -> bool:
+        """True if the home copies are dealt out over all ranks."""
+        return self.kind in (SPREAD, COPIED)
+
+    @property
+    def copied(self) -> bool:
+        """True if every rank has a copy of each row."""
+        return self.kind == COPIED
 
     def ranks(self, layout: RankLayout) -> range:
         """Return the ranks that share the rows.
@@ -48,7 +63,7 @@ class HomeRule:
         Raises:
             TopologyError: the job has no such node or rank.
         """
-        if self.kind == SPREAD:
+        if self.spread:
             return range(layout.world_size)
         most = layout.nodes if self.kind == "node" else layout.world_size
         if self.number >= most:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import ConfigError
-from flexd.core.home_rules import SPREAD, HomeRule
+from flexd.core.home_rules import HomeRule
 from flexd.core.keyspace import DimGroup, KeySpace
 from flexd.core.layout import RankLayout
 
@@ -95,7 +95,7 @@ class Homes:
     def __init__(self, keyspace: KeySpace, layout: RankLayout, rules: Sequence[HomeRule] | None = None) -> None:
         self.keyspace, self.layout = keyspace, layout
         self.rules = tuple(keyspace.home_rules if rules is None else rules)
-        self.linear = all(rule.kind == SPREAD for rule in self.rules)
+        self.linear = all(rule.spread for rule in self.rules)
         """True if addresses are keys."""
         world = layout.world_size
         parts: list[HomePart] = []
@@ -174,6 +174,22 @@ class Homes:
     def replica_slots_used(self, keys: Int64Array, tiers: UInt8Array) -> Int64Array:
         """Return int64 [ranks]: replica slots that rows at these tiers use on each rank."""
         return self.layout.replica_slots_used(self.addresses(keys), tiers)
+
+    @cached_property
+    def copied_keys(self) -> Int64Array:
+        """int64 [n] ascending: the keys of all rows that every rank has copies of by their table's rule."""
+        parts = [
+            self.keyspace.first_key[table] + np.arange(self.keyspace.tables[table].rows, dtype=np.int64)
+            for table, rule in enumerate(self.rules)
+            if rule.copied
+        ]
+        return np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
+
+    def copied_slots(self, group: int) -> int:
+        """Return the replica slots of each rank that the copies of ``copied_keys`` of a dim-group need at most."""
+        tables = self.keyspace.groups[group].tables
+        rows = sum(self.keyspace.tables[table].rows for table in tables if self.rules[table].copied)
+        return rows if self.layout.world_size > 1 else 0
 
     # ---- slots of a rank ----
 
@@ -271,7 +287,7 @@ def _place_group(
     for table in group.tables:
         ranks_of = rules[table].ranks(layout)
         first_key, rows = int(keyspace.first_key[table]), keyspace.tables[table].rows
-        if rules[table].kind != SPREAD:
+        if not rules[table].spread:
             narrow.append((-len(ranks_of), table))
             continue
         address += (first_key - address) % world

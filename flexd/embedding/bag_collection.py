@@ -20,6 +20,7 @@ import torch
 from torch.nn import functional
 
 from flexd.core.errors import EmbeddingError
+from flexd.core.home_rules import COPIED
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
 from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.features import FeatureKeys
@@ -51,6 +52,11 @@ class EmbeddingBagTable(EmbeddingTable):
         for what, value, known in (("pooling", self.pooling, POOLINGS), ("answer", self.answer, ANSWERS)):
             if value not in known:
                 raise EmbeddingError(f"table {self.name!r}: {what} {value!r}", remedy=f"one of {', '.join(known)}")
+        if self.answer == "sums" and self.homes == COPIED:
+            raise EmbeddingError(
+                f"table {self.name!r}: homes={COPIED!r} and answer='sums', which makes no use of copies",
+                remedy="leave one of the two out",
+            )
 
 
 @dataclass(frozen=True)

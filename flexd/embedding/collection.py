@@ -52,8 +52,8 @@ class EmbeddingTable:
         init_scale: initial values are uniform in [-init_scale, init_scale); default 1/sqrt(rows), as in TorchRec.
         lr: learning rate of the table, a group of ``collection.optimizer.param_groups``; default: the optimizer's.
         homes: home rule, the ranks that hold the rows: "all" (spread over all ranks), "node:N" (over the ranks of node
-            N) or "rank:R" (whole on rank R). It does not change the result. The daemon's configuration must name the
-            same rule.
+            N), "rank:R" (whole on rank R) or "every rank" (spread, with a copy of each row on every rank). It does not
+            change the result. The daemon's configuration must name the same rule.
         optimizer: of the table's rows; default: the collection's. Tables with the same kind of optimizer may differ in
             ``lr`` alone.
     """

@@ -49,7 +49,7 @@ class RowEngine:
     ``reduce`` in its backward pass; then ``push`` once, which updates all rows touched since the last one.
 
     Args:
-        replica_slots: of each dim-group.
+        replica_slots: of each dim-group, for chunks; copies by the rule "every rank" have slots beside them.
         exchange: "auto", "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype, replica_sums: as in ``EmbeddingCollection``.
@@ -85,8 +85,9 @@ class RowEngine:
         self.passes: list[ForwardPass] = []
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
         frames = None if two_memories is None else two_memories.frames(self.homes.groups, groups.layout)
+        all_slots = [slots + self.homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
         self.stores = make_stores(
-            self.homes.groups, groups.layout, groups.rank, replica_slots, device, frames, keep_keys=keep_keys,
+            self.homes.groups, groups.layout, groups.rank, all_slots, device, frames, keep_keys=keep_keys,
             homes=self.homes,
         )  # fmt: skip
         self.changed_rows = ChangedRows(self.stores)
@@ -116,7 +117,7 @@ class RowEngine:
         self.after_step: Callable[[], None] | None = None
         self._scale = gradient_scale
         self._max_migration_bytes = max_migration_bytes_per_step
-        self._stale_replicas = False
+        self._stale_replicas = self.migrator.list_copied_tables()
         self._summed: StepGradients | None = None
 
     @property
@@ -310,6 +311,11 @@ class RowEngine:
             else:
                 self._summed.add(summed)
         return self._summed
+
+    @property
+    def has_stale_copies(self) -> bool:
+        """True if copies of rows are refreshed before the next look-up. Equal on all ranks."""
+        return self._stale_replicas
 
     @property
     def awaits_push(self) -> bool:

@@ -28,7 +28,7 @@ KINDS = {"sgd_decay": "sgd", "dense_adam": "adam"}
 """Names of other rules that have the same optimizer state."""
 
 answered_by = st.sampled_from([None, None, ("rows", "rows"), ("sums", "sums"), ("sums", "rows"), ("rows", "sums")])
-home_rules = st.sampled_from(["all", "all", "node:0", "node:1", "rank:1", "rank:2"])
+home_rules = st.sampled_from(["all", "all", "node:0", "node:1", "rank:1", "rank:2", "every rank"])
 homes = st.one_of(st.just(("all", "all")), st.tuples(home_rules, home_rules))
 scenarios = st.builds(
     Scenario,
@@ -166,7 +166,7 @@ def test_any_training_of_bags_equals_one_process(
     shape = RankLayout(*layout)
     losses, _, tables = bag_jobs.train_alone(shape.world_size)
     job = ("accelerator_jobs:run", "bag_jobs:train") if accelerator else ("bag_jobs:train",)
-    rules = tuple(home_rule(rule, shape) for rule in homes)
+    rules = tuple(home_rule(rule, shape, answer) for rule, answer in zip(homes, answers, strict=True))
     results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, answers, rules)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)

@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from flexd.embedding.bag_collection import EmbeddingBagTable
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -22,6 +24,7 @@ CASES = [
     replace(MIXED, homes=("all", "node:0"), two_dims=True, fast_memory_bytes=1_500, seed=2),
     replace(MIXED, homes=("rank:1", "node:1"), two_dims=True, answered_by=("sums", "sums"), passes=3, seed=3),
     replace(MIXED, homes=("node:0", "rank:1"), answered_by=("sums", "rows"), optimizer="adam", seed=5),
+    replace(MIXED, homes=("every rank", "node:1"), optimizer="adam", second_rate=0.25, seed=6),
 ]
 
 
@@ -42,6 +45,30 @@ def test_training_with_rules_equals_one_process(ranks: Ranks, case: int, ahead: 
 
 
 PAIRS = RankLayout(2, 2)
+
+
+@pytest.mark.parametrize("exchange", ["chain", "direct"])
+def test_a_table_copied_to_every_rank_is_read_without_a_request(ranks: Ranks, exchange: str) -> None:
+    """Its rows are where a chunk cannot move them, and a listing for the daemon leaves them out."""
+    for result in ranks(4).run("home_rule_jobs:copied", PAIRS, exchange):
+        assert result["home_accesses"] == 0
+        assert result["device_accesses"] == 4 * 9
+        assert result["bit_equal"]
+        assert result["listed"] == 0
+        assert "not at the tier" in result["refused"]
+        assert result["slots"] == 5
+
+
+def test_sums_of_a_table_that_is_copied_to_every_rank_are_refused() -> None:
+    with pytest.raises(EmbeddingError, match="makes no use of copies"):
+        EmbeddingBagTable("item", 4, 4, answer="sums", homes="every rank")
+
+
+def test_a_rule_that_the_job_cannot_have_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    for text in ranks(4).run("home_rule_jobs:impossible", PAIRS):
+        assert "home rule node:2 in a job of 2 nodes x 2 ranks" in text
+    for text in ranks(4).run("home_rule_jobs:unequal", PAIRS):
+        assert "ranks [1, 3] have other tables than rank 0" in text
 
 
 @pytest.mark.parametrize("form", ["series", "whole"])

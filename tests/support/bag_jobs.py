@@ -77,7 +77,8 @@ def train(
             collection.engine.exchange.propose("chain" if collection.exchange == "direct" else "direct")
         if step == 2:
             keys = np.arange(0, 78, 2)
-            delta = Delta(keys, np.zeros(39, np.uint8), (np.arange(39) % 2 + 1).astype(np.uint8))
+            keys = keys[~np.isin(keys, collection.engine.homes.copied_keys)]
+            delta = Delta(keys, np.zeros(len(keys), np.uint8), (np.arange(len(keys)) % 2 + 1).astype(np.uint8))
             collection.engine.inbox.offer(1, delta)
         loss = loss_of(collection(features, weights if step % 2 else None))
         if loss.requires_grad:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from flexd.core.errors import ChunkRefusedError
-from flexd.core.home_rules import HomeRule
+from flexd.core.home_rules import SPREAD, HomeRule
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
@@ -87,14 +87,17 @@ class Scenario:
         return RankLayout(self.nodes, self.local_ranks)
 
 
-def home_rule(text: str, layout: RankLayout) -> str:
-    """Return a rule that the layout has."""
+def home_rule(text: str, layout: RankLayout, answer: str = "rows") -> str:
+    """Return a rule that the layout has, and a table with this answer may have."""
     rule = HomeRule.parse(text)
+    if rule.copied and answer == "sums":
+        return SPREAD
     return str(replace(rule, number=rule.number % (layout.nodes if rule.kind == "node" else layout.world_size)))
 
 
 def tables_of(scenario: Scenario) -> list[EmbeddingTable]:
-    first, second = (home_rule(rule, scenario.layout) for rule in scenario.homes)
+    answers = scenario.answered_by or ("rows", "rows")
+    first, second = (home_rule(rule, scenario.layout, of) for rule, of in zip(scenario.homes, answers, strict=True))
     item, shop = _tables_of(scenario)
     return [replace(item, homes=first), replace(shop, homes=second)]
 
@@ -257,6 +260,7 @@ def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]
     limits = np.array(slots)
     for _ in range(scenario.steps // scenario.migrate_every):
         keys = np.sort(rng.choice(keyspace.total_rows, size=int(rng.integers(1, 24)), replace=False)).astype(np.int64)
+        keys = keys[~np.isin(keys, homes.copied_keys)]
         if scenario.only_rail >= 0:
             keys = keys[homes.rail(keys) == scenario.only_rail]
         old = placement.tiers_of(keys)

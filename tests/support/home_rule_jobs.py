@@ -10,7 +10,9 @@ import numpy as np
 import torch
 
 import flexd
+from flexd.core.errors import ChunkRefusedError, TopologyError
 from flexd.core.layout import RankLayout
+from flexd.core.placement import Delta
 from flexd.embedding.checkpoint import blocks
 from tests.support.exactness import loss_of
 
@@ -80,3 +82,40 @@ def given_rows(rank: int, layout: RankLayout, rules: Rules) -> list[np.ndarray]:
     train(tables, 0, 1)
     tables.load_state_dict(state)
     return [whole(tables)[name] for name in ("item", "shop")]
+
+
+def copied(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
+    """Train a table that every rank has copies of, and offer a chunk of its rows."""
+    tables = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 61, 8, homes="every rank")], layout=layout, exchange=exchange, replica_slots=[5]
+    )
+    for step in range(4):
+        ids = torch.from_numpy(np.random.default_rng([step, rank]).integers(0, 61, 9))
+        tables({"item": flexd.Jagged(ids, torch.tensor([9]))})["item"].values.square().sum().backward()
+        tables.optimizer.step()
+    refused = ""
+    try:
+        tables.engine.inbox.offer(1, Delta(np.array([3]), np.zeros(1, np.uint8), np.ones(1, np.uint8)))
+    except ChunkRefusedError as error:
+        refused = str(error)
+    return {
+        "home_accesses": tables.traffic.home_accesses, "device_accesses": tables.traffic.device_accesses,
+        "bit_equal": tables.replicas_bit_equal(), "listed": len(tables.engine.migrator.placement()[0]),
+        "refused": refused, "slots": tables.replica_slots[0],
+    }  # fmt: skip
+
+
+def impossible(rank: int, layout: RankLayout) -> str:
+    try:
+        collection(layout, ("all", "node:2", "all"))
+    except TopologyError as error:
+        return str(error)
+    return "accepted"
+
+
+def unequal(rank: int, layout: RankLayout) -> str:
+    try:
+        collection(layout, ("all", f"rank:{rank % 2}", "all"))
+    except TopologyError as error:
+        return str(error)
+    return "accepted"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flexd.core.home_rules import SPREAD
 from flexd.core.homes import HomeRun, Homes
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
@@ -48,7 +47,7 @@ class TableHomes:
     @property
     def spread(self) -> bool:
         """True if the rows are dealt out over all ranks."""
-        return self.homes.rules[self.table].kind == SPREAD
+        return self.homes.rules[self.table].spread
 
     @property
     def sharing(self) -> int:

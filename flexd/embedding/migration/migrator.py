@@ -211,6 +211,29 @@ class Migrator:
         for one in prepared:
             self.digest = (self.digest + one.digest_change) % 2**64
 
+    def list_copied_tables(self) -> bool:
+        """List the rows of tables that have copies on every rank by their home rule; return whether there are any.
+
+        It is no chunk: plans do not know these copies, and ``refresh`` gives them their values.
+        """
+        addresses = np.sort(self._homes.addresses(self._homes.copied_keys))
+        if self._layout.world_size == 1 or len(addresses) == 0:
+            return False
+        tiers = np.full(len(addresses), Tier.DEVICE, dtype=np.uint8)
+        slots = np.empty(len(addresses), dtype=np.int32)
+        at_home = self._layout.home_rank(addresses) == self._groups.rank
+        for store in self._stores:
+            mine = self._in_group(store, addresses)
+            home, fresh = mine & at_home, mine & ~at_home
+            slots[home] = (addresses[home] - store.first_home_address) // store.world_size
+            slots[fresh], free = store.free.allocate(int(fresh.sum()))
+            store.free = free.compacted()
+        self._directory.change(np.empty(0, np.int64), addresses, slots, tiers)
+        for store in self._stores:
+            listed = addresses[self._in_group(store, addresses)]
+            store.record_addresses(torch.from_numpy(listed).to(self._device))
+        return True
+
     def complete(self) -> None:
         """Collective. Copy the promoted rows that no fetch has carried."""
         if self.carrier is not None:
@@ -232,13 +255,12 @@ class Migrator:
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
         """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows
-        and all DEVICE rows. Any thread."""
+        and all DEVICE rows that chunks have listed. Any thread."""
         with self._side_stream.work():
             addresses, tiers, _ = self._directory.rows()
-        if self._homes.linear:
-            return addresses, tiers
         keys = self._homes.keys(addresses)
         order = np.argsort(keys)
+        order = order[~np.isin(keys[order], self._homes.copied_keys, assume_unique=True)]
         return keys[order], tiers[order]
 
     def _by_address(self, delta: Delta) -> Delta:
