@@ -185,6 +185,7 @@ def hot_row_page(
 ) -> HotRowPage:
     """Return at most ``limit`` hot rows of a table from ``offset`` on. Raises ApiError (404) if it is not known."""
     from flexd.core.errors import ApiError
+    from flexd.core.homes import homes_of
 
     index = keyspace.index.get(table)
     if index is None:
@@ -193,7 +194,7 @@ def hot_row_page(
     rows = profile.hot_rows[offset : offset + limit]
     keys = keyspace.keys(index, rows)
     tiers = _tiers_of(placement, keys)
-    ranks = None if live is None else keys % live.layout.world_size
+    ranks = None if live is None else homes_of(keyspace, live.layout).home_rank(keys)
     shown = tuple(
         HotRow(
             place=offset + i + 1,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -267,6 +267,16 @@ class Homes:
         for part in self.parts:
             found.setdefault(part.table, []).append(part)
         return found
+
+
+@lru_cache(maxsize=16)
+def homes_of(keyspace: KeySpace, layout: RankLayout) -> Homes:
+    """Return the homes by the rules of the table list, made once for each pair.
+
+    Raises:
+        TopologyError, ConfigError: as ``Homes``.
+    """
+    return Homes(keyspace, layout)
 
 
 def _place_group(

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlanError
+from flexd.core.homes import Homes, homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -80,7 +81,9 @@ def explain(
     also = np.unique(np.concatenate([keys, limits.replicated_keys(keyspace)]))
     loads = make_loads(profile, keyspace, layout, shape, also)
     group = int(keyspace.group_of(keyspace.first_key[index : index + 1])[0])
-    bench = _GroupPricing(plan, loads, group, layout, horizon_steps, table not in shape.frozen_tables)
+    bench = _GroupPricing(
+        plan, loads, group, homes_of(keyspace, layout), horizon_steps, table not in shape.frozen_tables
+    )
     fixed = limits.of_group(bench.load, keyspace, bench.slots).fixed
     first, end = int(keyspace.first_key[index]), int(keyspace.first_key[index]) + seen.rows
     return TableExplanation(
@@ -112,15 +115,20 @@ class _GroupPricing:
     """One dim-group at the prices of the plan.
 
     Attributes:
+        homes: of all rows.
         trained: whether the table that is explained is; its group may hold others.
     """
 
     plan: Plan
     loads: tuple[GroupLoad, ...]
     group: int
-    layout: RankLayout
+    homes: Homes
     horizon_steps: float
     trained: bool
+
+    @property
+    def layout(self) -> RankLayout:
+        return self.homes.layout
 
     @property
     def load(self) -> GroupLoad:
@@ -283,7 +291,7 @@ class _GroupPricing:
         shares = None
         if seen.sources is not None and len(order):
             shares = seen.sources.share(order[spot])
-        homes = self.layout.home_rank(keys)
+        homes = self.homes.home_rank(keys)
         found = []
         for i in range(len(keys)):
             pinned = fixed is not None and int(fixed[at[i]]) != FREE

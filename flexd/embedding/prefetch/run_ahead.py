@@ -224,8 +224,8 @@ class RunAhead(StepHooks):
         self._started = batch
         deferred, self.deferred = self.deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
-        # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up, and
-        # gradients that wait belong to rows of earlier passes.
+        # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
+        # Gradients that wait belong to rows of earlier passes.
         locate = inbox.agreed_version <= inbox.applied_version and not self._engine.awaits_push
         locate = locate and not self._engine.exchange.due and not self._engine.has_stale_copies
         step_expected = len(passes) % self.passes_per_step == 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums
@@ -92,7 +93,7 @@ def _of_load(
     rows = by_link[[TrafficLink.INTRA_NODE, TrafficLink.INTER_NODE]]
     bags = seen.accesses_per_step / layout.world_size / float(lengths.mean())
     trained = 1.0 if seen.table not in shape.frozen_tables else 0.0
-    id_bytes = 4 if keyspace.total_rows <= _NARROW_KEYS else 8
+    id_bytes = 4 if homes_of(keyspace, layout).groups[-1].end_key <= _NARROW_KEYS else 8
     homes = home_shares(seen, table, keyspace, layout)
     # A rank is one of N in the first hop and one of L in the second: what it has itself does not travel.
     hops = (
@@ -121,11 +122,14 @@ def parts_of_bag(shares: Float64Array, lengths: Float64Array) -> float:
 
 def home_shares(seen: TableProfile, table: int, keyspace: KeySpace, layout: RankLayout) -> Float64Array:
     """float64[ranks]: share of a table's accesses to rows that are homed at each rank. Rows that the profile does not
-    list are spread evenly."""
-    world = layout.world_size
-    home = layout.home_rank(keyspace.keys(table, seen.hot_rows))
-    listed = np.bincount(home, weights=seen.hot_share.astype(np.float64), minlength=world)
-    return np.asarray(listed + max(0.0, 1.0 - float(listed.sum())) / world, dtype=np.float64)
+    list are spread evenly over the ranks of its home rule."""
+    homes = homes_of(keyspace, layout)
+    home = homes.home_rank(keyspace.keys(table, seen.hot_rows))
+    listed = np.bincount(home, weights=seen.hot_share.astype(np.float64), minlength=layout.world_size)
+    ranks = homes.rules[table].ranks(layout)
+    shares = np.asarray(listed, dtype=np.float64)
+    shares[ranks.start : ranks.stop] += max(0.0, 1.0 - float(listed.sum())) / len(ranks)
+    return shares
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -164,14 +165,16 @@ def placement_memory(
     """
     world = layout.world_size
     home, replicas = np.zeros(world), np.zeros(world)
-    for group, of_ranks in zip(keyspace.groups, slots, strict=True):
+    homes = homes_of(keyspace, layout)
+    for number, (group, of_ranks) in enumerate(zip(keyspace.groups, slots, strict=True)):
         spec = keyspace.tables[group.tables[0]]
         row_bytes = spec.row_bytes + spec.state_bytes
-        home += home_rows(group.first_key, group.end_key, world) * row_bytes
-        replicas += of_ranks * row_bytes
+        home += homes.home_rows(number) * row_bytes
+        # Copies by the rule "every rank" have slots beside those of plans.
+        replicas += (of_ranks + homes.copied_slots(number)) * row_bytes
     # A directory has home copies too: all DEVICE rows, and the NODE rows of the rank's rail.
     device = int(np.count_nonzero(placement.tiers == Tier.DEVICE))
-    rail = np.bincount(placement.keys[placement.tiers == Tier.NODE] % layout.local_ranks, minlength=layout.local_ranks)
+    rail = np.bincount(homes.rail(placement.keys[placement.tiers == Tier.NODE]), minlength=layout.local_ranks)
     directory = DIRECTORY_BYTES_PER_ROW * (device + np.tile(rail, layout.nodes)).astype(np.float64)
     holders = layout.nodes if layout.nodes > 1 else layout.local_ranks
     for group, of_ranks in zip(keyspace.groups, slots, strict=True):
@@ -179,10 +182,3 @@ def placement_memory(
             room = np.minimum(group.rows, of_ranks * holders // (holders - 1))
             directory += DIRECTORY_BYTES_PER_SLOT * room
     return RankMemory(home, replicas, directory, buffers)
-
-
-def home_rows(first_key: int, end_key: int, world: int) -> Int64Array:
-    """int64[world]: keys of [first_key, end_key) at home on each rank."""
-    rank = np.arange(world, dtype=np.int64)
-    count: Int64Array = (end_key - 1 - rank) // world - (first_key - 1 - rank) // world
-    return count

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.embedding.store.directory import Directory, max_listed_rows
-from flexd.embedding.store.store import GroupStore
+from flexd.embedding.store.store import make_stores
 from flexd.planner.baselines import PlanningProblem
 from flexd.planner.baselines.all_baselines import ALL_BASELINES
 from flexd.planner.model.cost import group_cost
-from flexd.planner.model.rank_memory import Buffer, home_rows, placement_memory
+from flexd.planner.model.rank_memory import Buffer, placement_memory
 from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
@@ -30,27 +33,24 @@ KEYSPACE = KeySpace(
 LAYOUT = RankLayout(3, 2)
 
 
-@pytest.mark.parametrize(("first", "end"), [(0, 1), (0, 60), (5, 5), (7, 64), (1001, 1504)])
-def test_home_rows(first: int, end: int) -> None:
-    keys = np.arange(first, end)
-    assert home_rows(first, end, 6).tolist() == np.bincount(keys % 6, minlength=6).tolist()
-
-
-def test_a_rank_allocates_what_is_said() -> None:
+@pytest.mark.parametrize(
+    "rules", [("all", "all", "all"), ("rank:4", "node:1", "rank:0"), ("node:2", "all", "every rank")]
+)
+def test_a_rank_allocates_what_is_said(rules: tuple[str, str, str]) -> None:
+    keyspace = KeySpace([replace(table, homes=rule) for table, rule in zip(KEYSPACE.tables, rules, strict=True)])
+    homes = Homes(keyspace, LAYOUT)
     slots = [np.array([5, 9, 5, 5, 7, 5]), np.array([3, 3, 3, 3, 3, 0])]
     rng = np.random.default_rng(1)
     keys = np.sort(rng.choice(1504, 12, replace=False)).astype(np.int64)
     placement = Placement.of(keys, rng.integers(1, 3, 12).astype(np.uint8))
     buffers = np.arange(24.0).reshape(4, 6)
-    memory = placement_memory(KEYSPACE, LAYOUT, slots, placement, buffers)
+    memory = placement_memory(keyspace, LAYOUT, slots, placement, buffers)
     for rank in range(LAYOUT.world_size):
-        stores = [
-            GroupStore(group, LAYOUT, rank, int(of_ranks[rank]), torch.device("cpu"))
-            for group, of_ranks in zip(KEYSPACE.groups, slots, strict=True)
-        ]
+        of_rank = [int(of_ranks[rank]) + homes.copied_slots(group) for group, of_ranks in enumerate(slots)]
+        stores = make_stores(homes.groups, LAYOUT, rank, of_rank, torch.device("cpu"), homes=homes)
         allocated = sum(store.rows.nbytes + store.state.nbytes for store in stores)
         listed = (placement.tiers == Tier.DEVICE) | (
-            (placement.tiers == Tier.NODE) & (placement.keys % 2 == LAYOUT.local_rank_of(rank))
+            (placement.tiers == Tier.NODE) & (homes.rail(placement.keys) == LAYOUT.local_rank_of(rank))
         )
         assert memory.home[rank] + memory.replicas[rank] == allocated
         room = sum(min(group.rows, int(of[rank]) * 3 // 2) for group, of in zip(KEYSPACE.groups, slots, strict=True))
