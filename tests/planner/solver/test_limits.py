@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -31,10 +33,10 @@ NOBODY = np.empty(0, np.int64)
 def plan(limits: PlanLimits | None = None, *, live: Placement | None = None, **changes: object) -> Plan:
     slots = changes.pop("slots", (120, 60))
     machine = changes.pop("machine", cluster())
-    shift = changes.pop("shift", 0)
+    shift, keyspace = changes.pop("shift", 0), changes.pop("keyspace", KEYSPACE)
     return make_plan(
-        profile(KEYSPACE, 8000.0, hot=300, shift=shift),
-        KEYSPACE,
+        profile(keyspace, 8000.0, hot=300, shift=shift),
+        keyspace,
         LAYOUT,
         machine,
         slots,
@@ -160,6 +162,17 @@ def test_excluded_tables_stay_home_and_their_live_rows_come_down() -> None:
     second = plan(PlanLimits(exclude_tables=frozenset({"users"})), live=first.target)
     assert not (KEYSPACE.table_of(second.target.keys) == 1).any()
     assert second.demotions > 0
+
+
+def test_rows_of_tables_with_other_home_rules_are_not_copied() -> None:
+    items, users, tags = KEYSPACE.tables
+    for rule in ("node:0", "rank:1", "every rank"):
+        ruled = KeySpace([items, replace(users, homes=rule), tags])
+        tables = ruled.table_of(plan(keyspace=ruled).target.keys)
+        assert (tables == 0).any()
+        assert not (tables == 1).any()
+        with pytest.raises(PlanError, match="has a home rule"):
+            plan(PlanLimits(pins=(RowPin("users", Tier.NODE),)), keyspace=ruled)
 
 
 def test_a_table_keeps_its_budget_at_every_prefix() -> None:
