@@ -35,8 +35,9 @@ class TableConfig(Section):
     """``sgd``, ``adagrad``, ``rowwise_adagrad``, ``adam`` or ``rowwise_adam``. It decides how much optimizer state
     migrates with a row."""
     homes: str = SPREAD
-    """Home rule, as the trainer has it: ``all`` (rows spread over all ranks), ``node:N`` (over the ranks of node N) or
-    ``rank:R`` (whole on rank R). Plans copy rows of tables with the rule ``all`` alone."""
+    """Home rule, as the trainer has it: ``all`` (rows spread over all ranks), ``node:N`` (over the ranks of node N),
+    ``rank:R`` (whole on rank R) or ``every rank`` (spread, with copies of all rows everywhere). Plans copy rows of
+    tables with the rule ``all`` alone."""
 
     @field_validator("dtype")
     @classmethod

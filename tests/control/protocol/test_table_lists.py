@@ -20,7 +20,13 @@ def differences(*trainer: TableSpec) -> str:
 
 @pytest.mark.parametrize(
     ("field", "value", "configured"),
-    [("rows", 501, 500), ("dim", 8, 16), ("dtype", "float32", "float16"), ("optimizer", "sgd", "adam")],
+    [
+        ("rows", 501, 500),
+        ("dim", 8, 16),
+        ("dtype", "float32", "float16"),
+        ("optimizer", "sgd", "adam"),
+        ("homes", "node:1", "all"),
+    ],
 )
 def test_a_differing_field_is_named_with_both_values(field: str, value: object, configured: object) -> None:
     items, users, tags = DAEMON
@@ -46,6 +52,14 @@ def test_another_order_is_named() -> None:
 def test_equal_tables_have_no_difference() -> None:
     assert differences(*DAEMON) == ""
     assert table_differences((), 3, DAEMON[:0]) == ""
+
+
+def test_spread_tables_travel_as_in_releases_without_home_rules() -> None:
+    spread = TableSpec("items", 2_000, 8)
+    assert json.loads(table_entries([spread])[0]) == ["items", 2_000, 8, "float32", "sgd"]
+    assert table_differences(table_entries([spread]), 1, [replace(spread, homes="rank:1")]) == (
+        "items.homes: all in the trainer, rank:1 in the daemon's configuration"
+    )
 
 
 def test_the_number_of_named_differences_is_bounded() -> None:
