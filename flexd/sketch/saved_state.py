@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from flexd.core.errors import SketchError, StateVersionError
+from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import TableSpec, digest_of
 from flexd.sketch import budget
 from flexd.sketch.budget import Kind, TableChoice
@@ -77,12 +78,20 @@ def describe(
         "tables": digest_of(specs),
         "settings": dataclasses.asdict(settings),
         "decay": dict(decay),
-        "table_list": [dataclasses.asdict(spec) for spec in specs],
+        "table_list": [_spec_fields(spec) for spec in specs],
         "sketches": [
             {**sketch, "choice": {name: getattr(choice, name) for name in _CHOICE}}
             for choice, sketch in zip(choices, sketches, strict=True)
         ],
     }
+
+
+def _spec_fields(spec: TableSpec) -> dict[str, Any]:
+    """Return the fields of a table, as releases without home rules know them where it is spread."""
+    fields = dataclasses.asdict(spec)
+    if spec.homes == SPREAD:
+        del fields["homes"]
+    return fields
 
 
 def parse(meta: Mapping[str, Any], tables: Sequence[TableSpec]) -> SavedState:
