@@ -62,6 +62,7 @@ class MirrorPeers(Peers):
         receive_counts: Sequence[int],
         sync_counts: Sequence[int] | None = None,
         migration_counts: Sequence[int] | None = None,
+        room: int = 0,
     ) -> torch.Tensor:
         if self.size == 1:
             return send
@@ -72,7 +73,7 @@ class MirrorPeers(Peers):
             for piece, size in zip(sent, receive_counts, strict=True):
                 repeats = -(-size // max(1, len(piece)))
                 pieces.append(piece.repeat(repeats)[:size] if len(piece) else send.new_zeros(size))
-            received = torch.cat(pieces) if pieces else send.clone()
+            received = torch.cat([*pieces, send.new_zeros(room)]) if pieces else send.clone()
         self._count([count * send.element_size() for count in send_counts])
         return received
 

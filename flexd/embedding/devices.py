@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,6 +26,19 @@ class _OnDevice(Protocol):
 def in_host_memory(tensor: _OnDevice) -> bool:
     """Return whether numpy reads the tensor without a copy; its loops over bits and masks are then the faster ones."""
     return tensor.device.type == "cpu"
+
+
+def uploaded(
+    numbers: Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.generic], device: torch.device
+) -> torch.Tensor:
+    """Copy numbers of the host to a device; lists become int64. The host waits for nothing.
+
+    A copy from memory that is not pinned waits until the device has run everything that is queued.
+    """
+    on_host = torch.tensor(numbers)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)
 
 
 def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
@@ -56,6 +70,10 @@ class Numbers:
 
     def __init__(self, device: torch.device) -> None:
         self._all = torch.empty(0, dtype=torch.int64, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._all.device
 
     @property
     def nbytes(self) -> int:

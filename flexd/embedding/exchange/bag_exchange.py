@@ -186,7 +186,7 @@ class BagExchange:
         ]
         for leg, hop in zip(reversed(route.legs), reversed(self.hops), strict=True):
             columns = [
-                Column(total, None, counts_of_group(g, leg.received), counts_of_group(g, leg.sent), wire)
+                Column(total, None, counts_of_group(g, leg.received), counts_of_group(g, leg.sent), wire, added=True)
                 for g, (total, wire) in enumerate(zip(totals, self._wire, strict=True))
             ]
             arrived = hop.exchange(columns)

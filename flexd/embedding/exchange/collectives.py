@@ -142,16 +142,20 @@ class Peers:
         receive_counts: Sequence[int],
         sync_counts: Sequence[int] | None = None,
         migration_counts: Sequence[int] | None = None,
+        room: int = 0,
     ) -> torch.Tensor:
         """Flat ``send`` split by peer -> flat received, split by ``receive_counts``.
 
         Args:
+            room: further numbers behind the received ones, undefined.
             sync_counts: the part of each peer's ``send_counts`` that is counted as replica synchronisation.
             migration_counts: the part that is counted as migration.
         """
         if self.size == 1:
             return send
-        received = send.new_empty(sum(receive_counts))
+        total = sum(receive_counts)
+        whole = send.new_empty(total + room)
+        received = whole[:total]
         with self._measured("all_to_all"):
             self._wait(
                 dist.all_to_all_single(
@@ -167,7 +171,7 @@ class Peers:
                 others = [count - part for count, part in zip(others, counts, strict=True)]
                 self._count([part * width for part in counts], kind)
         self._count([count * width for count in others])
-        return received
+        return whole
 
     def all_reduce(
         self, flat: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM, kind: TrafficKind | None = None

@@ -10,10 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
+from flexd.embedding.exchange.unit_message import Geometry, UnitMessage
+
+MAX_JOINED_PARTS = 128
+"""Parts of a message that ``torch.cat`` joins with one kernel on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,8 @@ class Column:
         sent, received: number of rows to and from each peer.
         wire: dtype in which they travel. Rows that a rank sends to itself do not travel and are not rounded.
         kind: traffic kind that the bytes are counted as.
+        added: the received rows are added up, with ``ReceivedRows.add_to``.
+        ahead: number of rows of this rank that ``joined_columns`` puts before the received ones.
     """
 
     source: torch.Tensor
@@ -35,6 +42,8 @@ class Column:
     received: Sequence[int]
     wire: torch.dtype
     kind: TrafficKind = TrafficKind.ALL_TO_ALL
+    added: bool = False
+    ahead: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -148,6 +157,48 @@ class PackedRows(ReceivedRows):
         return [before, after, mine] if own_last else [before, mine, after]
 
 
+@dataclass(frozen=True)
+class UnitRows(PackedRows):
+    """Received rows of a column of a ``UnitMessage``. ``by_peer`` has those of this rank itself alone, if they did not
+    travel, at its place.
+
+    Attributes:
+        message, bytes: what has arrived.
+        column: which column.
+        aside: this rank's own rows are not in the message: they do not have the dtype of the wire.
+    """
+
+    message: UnitMessage
+    bytes: torch.Tensor
+    column: int
+    source: Column
+
+    @property
+    def width(self) -> int:
+        return self.source.source.shape[1]
+
+    @property
+    def rows_ahead(self) -> torch.Tensor:
+        """[ahead, width] rows to be filled before the column is joined."""
+        return self.message.rows_ahead(self.bytes, self.column).view(self.wire).view(-1, self.width)
+
+
+def _joined_units(arrived: Sequence[UnitRows], *, own_last: bool) -> list[torch.Tensor]:
+    """As ``joined_columns``, after the rows ahead."""
+    parts = arrived[0].message.take(arrived[0].bytes, [rows.column for rows in arrived])
+    joined = []
+    for rows, part in zip(arrived, parts, strict=True):
+        together = part.view(rows.wire).view(-1, rows.width)
+        mine = rows.received[rows.me]
+        if mine and own_last != rows.source.added:
+            raise AssertionError("rows are joined in another order than their column says")
+        if mine and rows.source.source.dtype != rows.wire:
+            before = rows.source.ahead + (len(together) if own_last else sum(rows.received[: rows.me]))
+            together = torch.cat([together[:before], rows.by_peer[0], together[before:]])
+        joined.append(together)
+    return joined
+
+
 def whole_columns(arrived: Sequence[ReceivedRows], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Return the rows of all peers of each column, in their order, as ``ReceivedRows.whole``."""
     if all(isinstance(rows, PackedRows) for rows in arrived):
@@ -206,8 +257,12 @@ def joined_columns(
 
     Args:
         own_last: this rank's rows after those of all other peers.
-        ahead: of each column rows that are put before them, in the dtype of the wire.
+        ahead: of each column rows that are put before them, in the dtype of the wire; of ``UnitRows`` they are in
+            their ``rows_ahead`` instead.
     """
+    of_units = [rows for rows in arrived if isinstance(rows, UnitRows)]
+    if of_units:
+        return _joined_units(of_units, own_last=own_last)
     joined: dict[int, torch.Tensor] = {}
     together: dict[torch.dtype, list[int]] = {}
     for number, rows in enumerate(arrived):
@@ -303,3 +358,70 @@ def unpack(
         rows[me] = mine
         received.append(ReceivedRows(rows, me))
     return received
+
+
+class UnitColumns:
+    """Columns of a message that is packed and taken apart in units; see ``unit_message``.
+
+    Args:
+        me: this rank's place among the peers.
+        numbers: of the device.
+    """
+
+    def __init__(self, columns: Sequence[Column], me: int, numbers: devices.Numbers) -> None:
+        self._columns = list(columns)
+        self._me = me
+        sent, received = (
+            np.array(of_columns, dtype=np.int64)
+            for of_columns in ([c.sent for c in columns], [c.received for c in columns])
+        )
+        aside = [column.source.dtype != column.wire for column in columns]
+        sent[aside, me] = received[aside, me] = 0
+        geometry = Geometry(
+            [column.row_bytes for column in columns], sent, received,
+            np.array([column.ahead for column in columns]), [column.added for column in columns], me,
+        )  # fmt: skip
+        self.sent, self.received = geometry.sent_bytes, geometry.received_bytes
+        self._message = UnitMessage(geometry, numbers)
+
+    @property
+    def room(self) -> int:
+        """Bytes that ``unpack`` needs behind the received message."""
+        return self._message.room
+
+    def pack(self) -> torch.Tensor:
+        """Return the uint8 message."""
+        columns = self._columns
+        self._own = [self._aside(column) for column in columns]
+        if all(c.index is None and c.source.dtype == c.wire for c in columns):
+            parts = [_as_bytes(columns[c].source.contiguous()) for c in self._message.order]
+            return self._message.pack(parts[0] if len(parts) == 1 else torch.cat(parts))
+        for column, own, out in zip(columns, self._own, self._message.buffers(columns[0].source.device), strict=True):
+            rows, total = out.view(column.wire).view(-1, column.source.shape[1]), sum(column.sent)
+            if own is None:
+                column.write(0, total, rows)
+            else:
+                first = sum(column.sent[: self._me])
+                column.write(0, first, rows[:first])
+                column.write(first + len(own), total, rows[first:])
+        return self._message.pack()
+
+    def _aside(self, column: Column) -> torch.Tensor | None:
+        """Return the rows that this rank keeps because they do not have the dtype of the wire; None without any."""
+        if column.source.dtype == column.wire or not column.sent[self._me]:
+            return None
+        first = sum(column.sent[: self._me])
+        return column.rows(first, first + column.sent[self._me])
+
+    def unpack(self, whole: torch.Tensor) -> list[ReceivedRows]:
+        """Return the rows of each column.
+
+        Args:
+            whole: uint8, the received message and ``room`` bytes.
+        """
+        return [
+            UnitRows(
+                [] if own is None else [own], self._me, column.received, column.wire, self._message, whole, c, column
+            )
+            for c, (column, own) in enumerate(zip(self._columns, self._own, strict=True))
+        ]

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from flexd.core.errors import EmbeddingError
+from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
-from flexd.embedding.exchange.column import Column, ReceivedRows, pack, unpack
+from flexd.embedding.exchange.column import MAX_JOINED_PARTS, Column, ReceivedRows, UnitColumns, pack, unpack
 
 Counts = tuple[tuple[int, ...], ...]
 """[peers][groups] numbers of rows."""
@@ -166,6 +167,7 @@ class Hop:
         self.peers = peers
         self.destination = destination
         self.all_reduces = all_reduces
+        self._numbers: devices.Numbers | None = None
 
     def exchange_sizes(
         self,
@@ -235,15 +237,43 @@ class Hop:
     def exchange(self, columns: Sequence[Column]) -> list[ReceivedRows]:
         """Exchange all columns in one collective; return the received rows of each."""
         me = self.peers.index
+        parts = len(columns) * self.peers.size
+        if parts > MAX_JOINED_PARTS and not devices.in_host_memory(columns[0].source):
+            return self._exchange_units(columns)
         sent = self._bytes([(column.sent, column.row_bytes) for column in columns])
         received = self._bytes([(column.received, column.row_bytes) for column in columns])
+        synced, migrated = self._of_kinds(columns)
+        buffer, own = pack(columns, sent, me)
+        arrived = self.peers.all_to_all(buffer, sent, received, sync_counts=synced, migration_counts=migrated)
+        return unpack(columns, own, arrived, me)
+
+    def _exchange_units(self, columns: Sequence[Column]) -> list[ReceivedRows]:
+        """As ``exchange``, with a constant number of kernels and of the host's steps. Rows of this rank for itself
+        take part in the collective, where they are copied, unless the wire would round them."""
+        packed = UnitColumns(columns, self.peers.index, self._numbers_on(columns[0].source.device))
+        synced, migrated = self._of_kinds(columns)
+        arrived = self.peers.all_to_all(
+            packed.pack(),
+            packed.sent,
+            packed.received,
+            sync_counts=synced,
+            migration_counts=migrated,
+            room=packed.room,
+        )
+        return packed.unpack(arrived)
+
+    def _of_kinds(self, columns: Sequence[Column]) -> tuple[list[int] | None, list[int] | None]:
+        """Return the bytes sent to each peer by replica synchronisation, and by migration; None without a column."""
         synced, migrated = (
             self._bytes(some) if (some := [(c.sent, c.row_bytes) for c in columns if c.kind == kind]) else None
             for kind in (TrafficKind.SYNC, TrafficKind.MIGRATION)
         )
-        buffer, own = pack(columns, sent, me)
-        arrived = self.peers.all_to_all(buffer, sent, received, sync_counts=synced, migration_counts=migrated)
-        return unpack(columns, own, arrived, me)
+        return synced, migrated
+
+    def _numbers_on(self, device: torch.device) -> devices.Numbers:
+        if self._numbers is None:
+            self._numbers = devices.Numbers(device)
+        return self._numbers
 
     def _bytes(self, columns: Sequence[tuple[Sequence[int], int]]) -> list[int]:
         """Return the bytes exchanged with each peer, of the numbers of rows of columns and the bytes of a row."""

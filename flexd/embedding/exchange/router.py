@@ -29,6 +29,7 @@ from flexd.embedding.exchange.column import (
     Column,
     PackedRows,
     ReceivedRows,
+    UnitRows,
     add_columns,
     joined_columns,
     packed_of,
@@ -259,9 +260,14 @@ class Router:
             if station < len(self.hops):
                 requested, served = route.requested[station], route.served[station]
                 columns = [
-                    Column(rows, index, counts_of_group(g, served), counts_of_group(g, requested), wire)
-                    for g, ((rows, index), wire) in enumerate(zip(found, self.wire, strict=True))
-                ]
+                    Column(
+                        rows, index, counts_of_group(g, served), counts_of_group(g, requested), wire,
+                        ahead=at.held if at.held < at.rows else 0,
+                    )
+                    for g, ((rows, index), wire, at) in enumerate(
+                        zip(found, self.wire, route.stations[station], strict=True)
+                    )
+                ]  # fmt: skip
                 words = None if piggyback is None else piggyback.down(station)
                 if words is not None and not words.empty:
                     columns.append(words.as_column())
@@ -295,6 +301,16 @@ class Router:
             if rows.held == rows.rows and source.dtype == wire:
                 # Expanded when they are read: the distinct rows are not made.
                 found.append((source, slots if index is None else slots.index_select(0, index)))
+                continue
+            of_units = None if arrived is None else arrived[group]
+            if isinstance(of_units, UnitRows) and rows.held < rows.rows:
+                ahead = of_units.rows_ahead
+                if source.dtype == wire:
+                    torch.index_select(source, 0, slots, out=ahead)
+                else:
+                    ahead.copy_(source.index_select(0, slots))
+                found.append((ahead, index))
+                joined.append(group)
                 continue
             if rows.held == rows.rows or arrived is None or isinstance(arrived[group], PackedRows):
                 found.append((source.index_select(0, slots).to(wire), index))
@@ -351,9 +367,14 @@ class Router:
                 break
             sent, received = route.requested[station], route.served[station]
             columns = [
-                Column(grad[rows.held :], None, counts_of_group(g, sent), counts_of_group(g, received), wire)
-                for g, (grad, rows, wire) in enumerate(zip(grads, at_station, self.wire, strict=True))
-            ]
+                Column(
+                    grad[rows.held :], None, counts_of_group(g, sent), counts_of_group(g, received), wire,
+                    added=above.expand is not None,
+                )
+                for g, (grad, rows, wire, above) in enumerate(
+                    zip(grads, at_station, self.wire, route.stations[station + 1], strict=True)
+                )
+            ]  # fmt: skip
             if piggyback is not None:
                 columns += piggyback.up(station)
             hop = self.hops[station]

@@ -165,7 +165,7 @@ class ReplicaSums:
     def _columns(self, hop: int, sent: int, received: int) -> list[Column]:
         sent_parts, received_parts = self._parts[_LISTS * hop + sent], self._parts[_LISTS * hop + received]
         return [
-            Column(sums, rows, counts, back, wire, TrafficKind.SYNC)
+            Column(sums, rows, counts, back, wire, TrafficKind.SYNC, added=received == _UP_RECEIVED)
             for sums, wire, (rows, counts), (_, back) in zip(
                 self.sums, self._wire, sent_parts, received_parts, strict=True
             )

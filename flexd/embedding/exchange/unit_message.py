@@ -1,0 +1,242 @@
+"""Messages of many parts on an accelerator: one gather packs them, and one takes them apart.
+
+A message has a part for each peer and column. ``torch.cat`` of the parts takes the host a microsecond or more for each
+of them, twice, and the device a kernel for 128 of them. Here rows move in *units*, of as many bytes as divide every row
+of a class of columns, and an index over units that is made on the device says where they go: the host handles two
+numbers a part, with numpy, and the number of kernels depends on neither peers nor columns.
+
+Columns whose rows are multiples of 16 bytes are one class, all others (words of bits, rows of a migration) another.
+Parts of the first begin at multiples of a *cell*, which divides the units of both. With one class a cell is a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import gcd, lcm
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexd.embedding import devices
+
+Int64Array = npt.NDArray[np.int64]
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CLASS_BYTES = 16
+_TAIL_BYTES = 16
+"""Rows behind a message begin at a multiple of it."""
+
+
+@dataclass(frozen=True)
+class PartTable:
+    """Parts in the order in which their units are written.
+
+    Attributes:
+        starts: place of the first unit of each, in cells.
+        sizes: their units.
+        step: cells of a unit.
+    """
+
+    starts: Int64Array
+    sizes: Int64Array
+    step: int = 1
+
+
+def places_of_units(tables: Sequence[PartTable], numbers: devices.Numbers) -> list[torch.Tensor]:
+    """Return of each table int64 [units] the place of each unit: one upload and three kernels for all tables.
+
+    Args:
+        numbers: of the device.
+    """
+    columns = []
+    first = 0
+    for table in tables:
+        begins = first + np.cumsum(table.sizes) - table.sizes
+        columns.append(np.stack([table.starts - table.step * begins, np.full_like(begins, table.step), table.sizes]))
+        first += int(table.sizes.sum())
+    of_parts = devices.uploaded(np.concatenate(columns, axis=1), numbers.device)
+    part = torch.repeat_interleave(of_parts[2], output_size=first)
+    shift, step = of_parts[:2].index_select(1, part)
+    return list(
+        torch.split(torch.addcmul(shift, step, numbers.first(first)), [int(table.sizes.sum()) for table in tables])
+    )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of the columns of a message.
+
+    Attributes:
+        row_bytes: of each column.
+        sent, received: int64 [columns, peers] rows; those that a rank keeps for itself are 0.
+        ahead: int64 [columns] rows of this rank that are put before the received ones.
+        own_last: of each column, whether this rank's rows come after those of all other peers.
+        me: this rank's place among the peers.
+    """
+
+    row_bytes: Sequence[int]
+    sent: Int64Array
+    received: Int64Array
+    ahead: Int64Array
+    own_last: Sequence[bool]
+    me: int
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """Bytes to each peer."""
+        found: list[int] = (np.array(self.row_bytes) @ self.sent).tolist()
+        return found
+
+    @property
+    def received_bytes(self) -> list[int]:
+        """Bytes from each peer."""
+        found: list[int] = (np.array(self.row_bytes) @ self.received).tolist()
+        return found
+
+
+class UnitMessage:
+    """The layout of the messages of one exchange: made once for packing and taking apart.
+
+    Args:
+        numbers: of the device.
+    """
+
+    def __init__(self, geometry: Geometry, numbers: devices.Numbers) -> None:
+        self._geometry = geometry
+        widths = geometry.row_bytes
+        wide = [c for c, width in enumerate(widths) if width % _CLASS_BYTES == 0]
+        # So that every column begins where its rows may, after those with more factors of two.
+        others = sorted(set(range(len(widths))) - set(wide), key=lambda c: -(widths[c] & -widths[c]))
+        self._classes = [columns for columns in (wide, others) if columns]
+        self._units = [gcd(*(widths[c] for c in columns)) for columns in self._classes]
+        self._cell = gcd(*self._units)
+        self._word = gcd(self._cell, 8)
+        sent, self._sent_size = _offsets_in_message(widths, geometry.sent)
+        received, self.received_size = _offsets_in_message(widths, geometry.received)
+        of_ahead, self.room = self._place_ahead()
+        self._ahead_places = of_ahead
+        tables = self._packing_tables(sent)
+        self._taken: list[tuple[int, int, int]] = [(0, 0, 0)] * len(widths)
+        """Of each column its class, and its first and last unit among those of its class."""
+        for number, (columns, unit) in enumerate(zip(self._classes, self._units, strict=True)):
+            tables.append(self._taking_table(number, columns, unit, received, of_ahead))
+        places = places_of_units(tables, numbers)
+        self._packing, self._taking = places[: -len(self._classes)], places[-len(self._classes) :]
+
+    def _place_ahead(self) -> tuple[list[int], int]:
+        """Return the byte behind the message at which the rows ahead of each column begin, and the bytes of all."""
+        if not self._geometry.ahead.any():
+            return [0] * len(self._geometry.row_bytes), 0
+        aligned = lcm(self._cell, _TAIL_BYTES)
+        at = -(-self.received_size // aligned) * aligned
+        places = []
+        for rows, width in zip(self._geometry.ahead.tolist(), self._geometry.row_bytes, strict=True):
+            places.append(at)
+            at += -(-rows * width // aligned) * aligned
+        return places, at - self.received_size
+
+    def _packing_tables(self, offsets: Int64Array) -> list[PartTable]:
+        """Return where the units of a message come from with one class of columns, else where those of each go."""
+        sent, widths = self._geometry.sent, np.array(self._geometry.row_bytes)
+        sizes = sent * widths[:, None]
+        self._flat_sizes: list[int] = sizes.sum(axis=1).tolist()
+        if len(self._classes) == 1:
+            ordered = sizes[self.order]
+            flat = np.empty_like(sizes)
+            flat[self.order] = (np.cumsum(ordered) - ordered.ravel()).reshape(ordered.shape)
+            return [PartTable(flat.T.ravel() // self._cell, sizes.T.ravel() // self._cell)]
+        return [
+            PartTable(offsets[columns].ravel() // self._cell, sizes[columns].ravel() // unit, unit // self._cell)
+            for columns, unit in zip(self._classes, self._units, strict=True)
+        ]
+
+    def _taking_table(
+        self, number: int, columns: Sequence[int], unit: int, offsets: Int64Array, ahead: Sequence[int]
+    ) -> PartTable:
+        geometry, me = self._geometry, self._geometry.me
+        peers = geometry.received.shape[1]
+        own_last = [*range(me), *range(me + 1, peers), me]
+        starts, sizes = [], []
+        first = 0
+        for c in columns:
+            order = own_last if geometry.own_last[c] else slice(None)
+            starts += [np.array([ahead[c]]), offsets[c, order]]
+            rows = np.concatenate([geometry.ahead[c : c + 1], geometry.received[c, order]])
+            sizes.append(rows * (geometry.row_bytes[c] // unit))
+            self._taken[c] = number, first, first + int(sizes[-1].sum())
+            first = self._taken[c][2]
+        return PartTable(np.concatenate(starts) // self._cell, np.concatenate(sizes), unit // self._cell)
+
+    @property
+    def order(self) -> list[int]:
+        """The columns class by class."""
+        return [c for columns in self._classes for c in columns]
+
+    def buffers(self, device: torch.device) -> list[torch.Tensor]:
+        """Return of each column uint8 [bytes that it sends], parts of one tensor, to be filled before ``pack``."""
+        self._flat = torch.empty(sum(self._flat_sizes), dtype=torch.uint8, device=device)
+        parts = torch.split(self._flat, [self._flat_sizes[c] for c in self.order])
+        return [part for _, part in sorted(zip(self.order, parts, strict=True), key=lambda pair: pair[0])]
+
+    def pack(self, flat: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the message of what is in ``buffers``, or of uint8 ``flat``: the rows of all columns in ``order``."""
+        flat = self._flat if flat is None else flat
+        if self._sent_size == 0:
+            return flat[:0]
+        words = flat.view(_WORDS[self._word])
+        if len(self._classes) == 1:
+            rows = words.view(-1, self._cell // self._word)
+            return rows.index_select(0, self._packing[0]).view(-1).view(torch.uint8)
+        message = torch.empty(self._sent_size, dtype=torch.uint8, device=flat.device)
+        sizes = [sum(self._flat_sizes[c] for c in columns) // self._word for columns in self._classes]
+        for part, unit, places in zip(torch.split(words, sizes), self._units, self._packing, strict=True):
+            if part.shape[0]:
+                self._windows(message, unit).index_copy_(0, places, part.view(-1, unit // self._word))
+        return message
+
+    def take(self, whole: torch.Tensor, columns: Sequence[int]) -> list[torch.Tensor]:
+        """Return uint8 [bytes] of each column: its rows ahead, then its received rows. One kernel a class of columns.
+
+        Args:
+            whole: uint8 [received_size + room], the message and the rows ahead behind it.
+            columns: any, each once.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for number, unit in enumerate(self._units):
+            chosen = [c for c in self._classes[number] if c in columns]
+            if not chosen:
+                continue
+            spans = [self._taken[c][1:] for c in chosen]
+            adjacent = all(a[1] == b[0] for a, b in pairwise(spans))
+            for together in [chosen] if adjacent else [[c] for c in chosen]:
+                first, end = self._taken[together[0]][1], self._taken[together[-1]][2]
+                sizes = [(self._taken[c][2] - self._taken[c][1]) * unit for c in together]
+                if first == end:
+                    parts = [whole[:0]] * len(together)
+                else:
+                    rows = self._windows(whole, unit).index_select(0, self._taking[number][first:end])
+                    parts = list(torch.split(rows.view(-1).view(torch.uint8), sizes))
+                found |= dict(zip(together, parts, strict=True))
+        return [found[c] for c in columns]
+
+    def rows_ahead(self, whole: torch.Tensor, column: int) -> torch.Tensor:
+        """Return uint8 [bytes] of ``whole`` for the rows ahead of a column, to be filled before ``take``."""
+        first = self._ahead_places[column]
+        return whole[first : first + int(self._geometry.ahead[column]) * self._geometry.row_bytes[column]]
+
+    def _windows(self, buffer: torch.Tensor, unit: int) -> torch.Tensor:
+        """View a message as one unit from each cell on: they overlap where a unit is more than a cell."""
+        words = buffer.view(_WORDS[self._word])
+        width, step = unit // self._word, self._cell // self._word
+        return words.as_strided(((words.shape[0] - width) // step + 1, width), (step, 1))
+
+
+def _offsets_in_message(widths: Sequence[int], rows: Int64Array) -> tuple[Int64Array, int]:
+    """Return int64 [columns, peers] the byte at which each part begins in messages ordered by peer, and their size."""
+    sizes = (rows * np.array(widths)[:, None]).T
+    ends = np.cumsum(sizes)
+    starts: Int64Array = (ends - sizes.ravel()).reshape(sizes.shape).T
+    return starts, int(ends[-1])

@@ -1,0 +1,111 @@
+"""Messages that are packed and taken apart in units: the same rows as those joined part by part."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.embedding import devices
+from flexd.embedding.exchange.column import Column, UnitColumns, UnitRows, add_columns, joined_columns, whole_columns
+from flexd.embedding.exchange.unit_message import PartTable, places_of_units
+
+CPU = torch.device("cpu")
+KINDS = [
+    (torch.float32, torch.float32), (torch.float64, torch.float32), (torch.float32, torch.float16),
+    (torch.bfloat16, torch.bfloat16), (torch.int64, torch.int64), (torch.uint8, torch.uint8),
+]  # fmt: skip
+"""(dtype of the rows, dtype of the wire)."""
+
+
+@given(
+    parts=st.lists(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 5)), max_size=6), min_size=1, max_size=3),
+    steps=st.lists(st.integers(1, 4), min_size=3, max_size=3),
+)  # fmt: skip
+def test_each_unit_of_a_part_has_its_place(parts: list[list[tuple[int, int]]], steps: list[int]) -> None:
+    tables = [
+        PartTable(*np.array([*of_table, (0, 0)], dtype=np.int64).T, step)
+        for of_table, step in zip(parts, steps, strict=False)
+    ]
+    expected = [
+        [start + step * unit for start, size in of_table for unit in range(size)]
+        for of_table, step in zip(parts, steps, strict=False)
+    ]
+    assert [found.tolist() for found in places_of_units(tables, devices.Numbers(CPU))] == expected
+
+
+def received_by(rank: int, columns: list[list[Column]]) -> list[UnitRows]:
+    """Exchange the columns of all ranks through the messages of ``UnitColumns``."""
+    packed = [UnitColumns(of_rank, me, devices.Numbers(CPU)) for me, of_rank in enumerate(columns)]
+    messages = [torch.split(one.pack(), one.sent) for one in packed]
+    arrived = torch.cat([of_peer[rank] for of_peer in messages])
+    assert [len(of_peer[rank]) for of_peer in messages] == packed[rank].received
+    received = packed[rank].unpack(torch.cat([arrived, torch.zeros(packed[rank].room, dtype=torch.uint8)]))
+    return [rows for rows in received if isinstance(rows, UnitRows)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    peers=st.integers(1, 4), seed=st.integers(0, 2**32), indexed=st.booleans(),
+    columns=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4, 8, 17, 32]), st.sampled_from(KINDS), st.booleans(), st.integers(0, 2)),
+        min_size=1, max_size=5,
+    ),
+)  # fmt: skip
+def test_each_peer_receives_the_rows_that_were_sent_to_it(
+    peers: int, seed: int, indexed: bool, columns: list[tuple[int, tuple[torch.dtype, torch.dtype], bool, int]]
+) -> None:
+    """Widths of one or two classes, rows that a rank keeps because the wire would round them, rows ahead, and columns
+    that are added up beside others that are not."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 4, (len(columns), peers, peers))  # column, from, to
+    sources = [
+        [torch.from_numpy(rng.integers(0, 9, (12, width))).to(dtype) for width, (dtype, _), _, _ in columns]
+        for _ in range(peers)
+    ]
+    indices = [
+        [torch.from_numpy(rng.integers(0, 12, int(counts[c][rank].sum()))) for c in range(len(columns))]
+        for rank in range(peers)
+    ]
+    of_ranks = [
+        [
+            Column(
+                sources[rank][c] if indexed else sources[rank][c][indices[rank][c]],
+                indices[rank][c] if indexed else None,
+                counts[c][rank].tolist(), counts[c][:, rank].tolist(), wire, added=added, ahead=ahead,
+            )
+            for c, (_, (_, wire), added, ahead) in enumerate(columns)
+        ]
+        for rank in range(peers)
+    ]  # fmt: skip
+    me = int(rng.integers(peers))
+    received = received_by(me, of_ranks)
+    for rows, (width, (_, wire), _, ahead) in zip(received, columns, strict=True):
+        assert rows.counts == [int(counts[rows.column][peer][me]) for peer in range(peers)]
+        rows.rows_ahead.copy_(torch.full((ahead, width), 5).to(wire))
+    for added in (False, True):
+        chosen = [rows for rows, column in zip(received, columns, strict=True) if column[2] == added]
+        joined = joined_columns(chosen, own_last=added) if chosen else []
+        for rows, found in zip(chosen, joined, strict=True):
+            order = [*(peer for peer in range(peers) if peer != me), me] if added else list(range(peers))
+            expected = [torch.full((columns[rows.column][3], rows.width), 5.0)]
+            for peer in order:
+                first = int(counts[rows.column][peer][:me].sum())
+                index = indices[peer][rows.column][first : first + int(counts[rows.column][peer][me])]
+                expected.append(sources[peer][rows.column][index].double())
+            assert torch.equal(found.double(), torch.cat([part.double() for part in expected]))
+
+
+def test_rows_of_several_peers_are_added_in_their_order_and_the_own_ones_last() -> None:
+    """1 is lost beside 2^24 in float32, so the sum tells the order: ((2^24 + 1) - 2^24) + 1."""
+    values = [2.0**24, 1.0, 1.0, -(2.0**24)]
+    columns = [
+        [Column(torch.full((4, 4), value), None, [1] * 4, [1] * 4, torch.float32, added=True)] for value in values
+    ]
+    total = torch.zeros(2, 4)
+    add_columns(received_by(1, columns), [total], [torch.ones(4, dtype=torch.int64)])
+    assert total.tolist() == [[0.0] * 4, [1.0] * 4]
+    of_whole = [[Column(torch.full((4, 4), value), None, [1] * 4, [1] * 4, torch.float32)] for value in values]
+    (whole,) = whole_columns(received_by(1, of_whole), [torch.float64])
+    assert whole[:, 0].tolist() == values
