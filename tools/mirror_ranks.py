@@ -74,7 +74,8 @@ class MirrorPeers(Peers):
                 repeats = -(-size // max(1, len(piece)))
                 pieces.append(piece.repeat(repeats)[:size] if len(piece) else send.new_zeros(size))
             received = torch.cat([*pieces, send.new_zeros(room)]) if pieces else send.clone()
-        self._count([count * send.element_size() for count in send_counts])
+        width = send.element_size()
+        self._count([count * width for count in send_counts])
         return received
 
     def all_reduce(self, flat: torch.Tensor, op: Any = None, kind: Any = None) -> None:
@@ -126,11 +127,8 @@ def _served_ids(
     with _outside():
         keys, counts = arrived & ((1 << COUNT_SHIFT) - 1), arrived >> COUNT_SHIFT
         moved = keys - keys % modulus + remainder
-        groups = len(served[0])
-        sizes = [number for row in served for number in row]
-        bounds = list(accumulate(sizes, initial=0))
-        for place, (first, end) in enumerate(pairwise(bounds)):
-            low, high = hop_ranges[place % groups]
+        bounds = accumulate(served.sum(axis=0).tolist(), initial=0)
+        for (low, high), (first, end) in zip(hop_ranges, pairwise(bounds), strict=True):
             part = moved[first:end]
             part += torch.where(part < low, modulus, 0) - torch.where(part >= high, modulus, 0)
         return moved | (counts << COUNT_SHIFT), received_words

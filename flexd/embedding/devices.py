@@ -29,13 +29,11 @@ def in_host_memory(tensor: _OnDevice) -> bool:
 
 
 def uploaded(
-    numbers: Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.generic], device: torch.device
+    numbers: Sequence[int] | Sequence[Sequence[int]] | npt.NDArray[np.int64], device: torch.device
 ) -> torch.Tensor:
-    """Copy numbers of the host to a device; lists become int64. The host waits for nothing.
-
-    A copy from memory that is not pinned waits until the device has run everything that is queued.
-    """
-    on_host = torch.tensor(numbers)
+    """Copy integers of the host to a device, as int64. The host waits for nothing: a copy from memory that is not
+    pinned would wait until the device has run everything that is queued."""
+    on_host = torch.tensor(numbers, dtype=torch.int64)
     if device.type != "cuda" or not torch.cuda.is_available():
         return on_host.to(device)
     return on_host.pin_memory().to(device, non_blocking=True)

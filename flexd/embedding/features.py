@@ -10,6 +10,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
+from flexd.embedding import devices
 from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
 from flexd.embedding.store.device_homes import DeviceHomes
@@ -85,6 +86,7 @@ class FeatureMap:
         self._group_of = {table: g for g, group in enumerate(keyspace.groups) for table in group.tables}
         self._allowed = {(dtype, device, 1) for dtype in (torch.int64, torch.int32)}
         self._summed = frozenset(summed)
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._orders: dict[tuple[tuple[str, ...], frozenset[str]], _Order] = {}
         self.table_of: dict[str, int] = {}
         for table, names in enumerate(features):
@@ -121,7 +123,7 @@ class FeatureMap:
         ids = _joined(values)
         if isinstance(known.bounds, torch.Tensor):
             firsts, rows = known.bounds.repeat_interleave(on_device, dim=1, output_size=ids.shape[0])
-            inside = ids.clamp(min=0).minimum(rows)
+            inside = ids.clamp(self._zero, rows)
             keys = inside + firsts
         else:
             first, last_row = known.bounds
@@ -239,7 +241,7 @@ class FeatureMap:
         return faults
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return devices.uploaded(numbers, self._device)
 
     def raise_fault(self, features: Mapping[str, Jagged]) -> None:
         """Read the numbers of features whose keys were ``faulty``. Waits for the device.

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -24,10 +25,10 @@ from flexd.control.protocol.report import StepPhase
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, add_columns, whole_columns
-from flexd.embedding.exchange.hop import Counts, Hop, as_counts
+from flexd.embedding.exchange.hop import Counts, Hop, host_numbers
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import BagLeg, BagRoute, StationRows, counts_of_group
-from flexd.embedding.exchange.station_lookup import regrouped, transposed
+from flexd.embedding.exchange.unit_message import with_parts_transposed
 
 _NARROW_KEYS = 2**31
 
@@ -135,14 +136,14 @@ class BagExchange:
             weights_in = _with_ones(arrived[1].whole(self._weight).view(-1), received)
         ended = words < 0
         ends_in = ended.to(torch.int64)
-        places = bag.new_empty(sum(map(sum, sent.vectors))).scatter_(0, ends.cumsum(0) - ends, bag)
-        sent_parts = [sum(of_group) for of_group in transposed(sent.vectors)]
+        places = bag.new_empty(int(sent.vectors.sum())).scatter_(0, ends.cumsum(0) - ends, bag)
+        sent_parts = sent.vectors.sum(axis=0).tolist()
         leg = BagLeg(ids.bags, torch.split(places, sent_parts), sent.vectors, received.vectors)
         return leg, BagIds(
             torch.where(ended, ~words, words).to(torch.int64),
             ends_in.cumsum(0) - ends_in,
-            [sum(of_group) for of_group in transposed(received.by_group)],
-            [sum(of_group) for of_group in transposed(received.vectors)],
+            received.by_group.sum(axis=0).tolist(),
+            received.vectors.sum(axis=0).tolist(),
             weights_in,
         )
 
@@ -155,9 +156,8 @@ class BagExchange:
         width = 2 * groups + 1
         sent = functional.pad(both, (0, 1), value=int(weighted)).reshape(-1)
         received = hop.peers.all_to_all(sent, [width] * peers, [width] * peers)
-        numbers = torch.cat([sent, received]).tolist()
-        rows = [numbers[first : first + width] for first in range(0, len(numbers), width)]
-        return _PeerSizes.of(rows[:peers], groups), _PeerSizes.of(rows[peers:], groups)
+        rows = host_numbers(torch.cat([sent, received])).reshape(2, peers, width)
+        return _PeerSizes.of(rows[0], groups), _PeerSizes.of(rows[1], groups)
 
     @in_phase(StepPhase.ROWS)
     def sums(self, route: BagRoute, first: Sequence[StationRows], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -268,12 +268,10 @@ class _PeerSizes:
     weights: list[int]
 
     @staticmethod
-    def of(rows: Sequence[Sequence[int]], groups: int) -> _PeerSizes:
-        ids = [sum(row[:groups]) for row in rows]
-        weights = [number if row[-1] else 0 for number, row in zip(ids, rows, strict=True)]
-        return _PeerSizes(
-            as_counts(row[:groups] for row in rows), as_counts(row[groups:-1] for row in rows), ids, weights
-        )
+    def of(rows: Counts, groups: int) -> _PeerSizes:
+        ids = rows[:, :groups].sum(axis=1)
+        weights = np.where(rows[:, -1] != 0, ids, 0)
+        return _PeerSizes(rows[:, :groups], rows[:, groups:-1], ids.tolist(), weights.tolist())
 
 
 def _starts(numbers: Sequence[int]) -> list[int]:
@@ -287,11 +285,11 @@ def _starts(numbers: Sequence[int]) -> list[int]:
 
 def _by_peer(flat: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
     """Order numbers of ids that are ordered by dim-group and peer by peer and dim-group; none stay none."""
-    return regrouped(flat, transposed(sizes.by_group)) if flat.shape[0] else flat
+    return with_parts_transposed(flat, sizes.by_group.T) if flat.shape[0] else flat
 
 
 def _by_dim_group(flat: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
-    return regrouped(flat, sizes.by_group)
+    return with_parts_transposed(flat, sizes.by_group)
 
 
 def _with_ones(weights: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
@@ -316,7 +314,7 @@ def _requests_of_bags(route: BagRoute, first: Sequence[StationRows]) -> list[tor
 
 def _of_groups(numbers: Sequence[Sequence[int]], sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     """Repeat [k][dim-groups] numbers as often as each dim-group has ids: int64 [k, ids]."""
-    both = torch.tensor([*map(list, numbers), list(sizes)], dtype=torch.int64, device=device)
+    both = devices.uploaded([*map(list, numbers), list(sizes)], device)
     return both[:-1].repeat_interleave(both[-1], dim=1, output_size=sum(sizes))
 
 
@@ -333,7 +331,7 @@ def joined_offsets(lengths: Sequence[Sequence[torch.Tensor]], numbers: Sequence[
         return []
     # A sum over all lengths begins again at 0 for each list, since the ids of the one before are subtracted there.
     firsts = [0, *(-number for number in numbers[:-1])]
-    begins = torch.split(torch.tensor(firsts, dtype=torch.int64, device=lengths[0][0].device), 1)
+    begins = torch.split(devices.uploaded(firsts, lengths[0][0].device), 1)
     pieces = [piece for begin, of_list in zip(begins, lengths, strict=True) for piece in (begin, *of_list)]
     sums = torch.cat(pieces).cumsum(0)
     return torch.split(sums, [1 + sum(piece.shape[0] for piece in of_list) for of_list in lengths])

@@ -17,9 +17,6 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.unit_message import Geometry, UnitMessage
 
-MAX_JOINED_PARTS = 128
-"""Parts of a message that ``torch.cat`` joins with one kernel on a GPU."""
-
 
 @dataclass(frozen=True)
 class Column:
@@ -48,7 +45,12 @@ class Column:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row on the wire."""
-        return self.source.shape[1] * self.wire.itemsize
+        return self.width * self.wire.itemsize
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.source.shape[1]
 
     def write(self, first: int, end: int, out: torch.Tensor) -> None:
         """Write the rows sent from place ``first`` to ``end`` into ``out`` [end - first, width] of dtype ``wire``."""
@@ -391,20 +393,27 @@ class UnitColumns:
 
     def pack(self) -> torch.Tensor:
         """Return the uint8 message."""
-        columns = self._columns
+        columns, message = self._columns, self._message
         self._own = [self._aside(column) for column in columns]
-        if all(c.index is None and c.source.dtype == c.wire for c in columns):
-            parts = [_as_bytes(columns[c].source.contiguous()) for c in self._message.order]
-            return self._message.pack(parts[0] if len(parts) == 1 else torch.cat(parts))
-        for column, own, out in zip(columns, self._own, self._message.buffers(columns[0].source.device), strict=True):
-            rows, total = out.view(column.wire).view(-1, column.source.shape[1]), sum(column.sent)
-            if own is None:
-                column.write(0, total, rows)
-            else:
-                first = sum(column.sent[: self._me])
-                column.write(0, first, rows[:first])
-                column.write(first + len(own), total, rows[first:])
-        return self._message.pack()
+        parts: list[torch.Tensor] = []
+        for of_class in message.classes:
+            if all(columns[c].index is not None and self._own[c] is None for c in of_class):
+                flat = torch.empty(message.flat_bytes(of_class), dtype=torch.uint8, device=columns[0].source.device)
+                for c, out in zip(of_class, torch.split(flat, message.sizes_of(of_class)), strict=True):
+                    columns[c].write(0, sum(columns[c].sent), out.view(columns[c].wire).view(-1, columns[c].width))
+                parts.append(flat)
+                continue
+            rows = [part.to(columns[c].wire).contiguous() for c in of_class for part in self._sent_rows(c)]
+            parts.append(_as_bytes(rows[0]) if len(rows) == 1 else torch.cat([_as_bytes(part) for part in rows]))
+        return message.pack(parts)
+
+    def _sent_rows(self, c: int) -> list[torch.Tensor]:
+        """Return the rows of a column that travel, one peer after another."""
+        column, own = self._columns[c], self._own[c]
+        if own is None:
+            return [column.rows(0, sum(column.sent))]
+        first = sum(column.sent[: self._me])
+        return [column.rows(0, first), column.rows(first + len(own), sum(column.sent))]
 
     def _aside(self, column: Column) -> torch.Tensor | None:
         """Return the rows that this rank keeps because they do not have the dtype of the wire; None without any."""

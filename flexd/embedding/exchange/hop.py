@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers, TrafficKind
-from flexd.embedding.exchange.column import MAX_JOINED_PARTS, Column, ReceivedRows, UnitColumns, pack, unpack
+from flexd.embedding.exchange.column import Column, ReceivedRows, UnitColumns, pack, unpack
+from flexd.embedding.exchange.unit_message import (
+    MAX_JOINED_PARTS,
+    places_of_units,
+    transposition,
+    with_parts_transposed,
+)
 
-Counts = tuple[tuple[int, ...], ...]
-"""[peers][groups] numbers of rows."""
+Counts = npt.NDArray[np.int64]
+"""int64 [peers, groups] numbers of rows."""
 
 
 _RANK_BITS, _CALL_BITS = 20, 11
@@ -175,7 +182,7 @@ class Hop:
         agreement: Agreement,
         faulty: torch.Tensor | None = None,
         local: torch.Tensor | None = None,
-    ) -> tuple[Counts, Counts, Agreement, list[int]]:
+    ) -> tuple[Counts, Counts, Agreement, npt.NDArray[np.int64]]:
         """Exchange int64 [peers, groups] numbers of rows requested from each peer.
 
         Args:
@@ -188,47 +195,46 @@ class Hop:
         size, groups = sizes.shape
         packed = agreement.pack()
         if faulty is None or agreement.fault:
-            extra = torch.tensor(packed, dtype=torch.int64, device=sizes.device)
+            extra = devices.uploaded(packed, sizes.device)
         else:
             with_fault = replace(agreement, fault=self.peers.rank + 1).pack()
-            both = torch.tensor([packed, with_fault], dtype=torch.int64, device=sizes.device)
+            both = devices.uploaded([packed, with_fault], sizes.device)
             extra = torch.where(faulty, both[1], both[0])
         sent = torch.cat([sizes, extra.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
         width = groups + AGREEMENT_NUMBERS
         received = self.peers.all_to_all(sent, [width] * size, [width] * size)
-        numbers = torch.cat([sent, received] if local is None else [sent, received, local]).tolist()
-        requested, served = (
-            [numbers[first : first + width] for first in range(start, start + size * width, width)]
-            for start in (0, size * width)
-        )
-        combined = Agreement.combined([row[groups:] for row in served])
-        return (
-            as_counts(row[:groups] for row in requested),
-            as_counts(row[:groups] for row in served),
-            combined,
-            numbers[2 * size * width :],
-        )
+        numbers = host_numbers(torch.cat([sent, received] if local is None else [sent, received, local]))
+        requested, served = numbers[: 2 * size * width].reshape(2, size, width)
+        combined = Agreement.combined(served[:, groups:].tolist())
+        return requested[:, :groups], served[:, :groups], combined, numbers[2 * size * width :]
 
     def exchange_ids(
         self, ids: torch.Tensor, requested: Counts, served: Counts, words: PeerWords | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Exchange int64 ids ordered by peer, with ``words`` in the same message.
+        """Exchange int64 ids, with ``words`` in the same message.
+
+        Args:
+            ids: ordered by dim-group and peer.
 
         Returns:
-            (ids requested by each peer, peer after peer; the received words, None without ``words``).
+            (ids requested by each peer, ordered by dim-group and peer; the received words, None without ``words``).
         """
-        sent, received = [sum(row) for row in requested], [sum(row) for row in served]
-        if words is None:
-            return self.peers.all_to_all(ids, sent, received), None
-        pairs = zip(torch.split(ids, sent), torch.split(words.words, list(words.sent)), strict=True)
+        out, back = requested, served
+        if words is not None:
+            out, back = (np.column_stack(both) for both in ((out, words.sent), (back, words.received)))
+            ids = torch.cat([ids, words.words])
+        tables = [transposition(out.T), transposition(back)]
+        known = iter(places_of_units([t for t in tables if t is not None], self._numbers_on(ids.device)))
+        to_send, to_keep = (None if table is None else next(known) for table in tables)
         arrived = self.peers.all_to_all(
-            torch.cat([piece for pair in pairs for piece in pair]),
-            [a + b for a, b in zip(sent, words.sent, strict=True)],
-            [a + b for a, b in zip(received, words.received, strict=True)],
-            sync_counts=words.sent,
+            with_parts_transposed(ids, out.T, to_send),
+            out.sum(axis=1).tolist(),
+            back.sum(axis=1).tolist(),
+            sync_counts=None if words is None else words.sent,
         )
-        pieces = torch.split(arrived, [n for pair in zip(received, words.received, strict=True) for n in pair])
-        return torch.cat(pieces[0::2]), torch.cat(pieces[1::2])
+        ordered = with_parts_transposed(arrived, back, to_keep)
+        total = int(served.sum())
+        return (ordered, None) if words is None else (ordered[:total], ordered[total:])
 
     def exchange_words(self, words: PeerWords) -> torch.Tensor:
         """Send words in a collective of their own and return the received ones."""
@@ -283,5 +289,6 @@ class Hop:
         return found
 
 
-def as_counts(rows: Iterable[Iterable[int]]) -> Counts:
-    return tuple(tuple(row) for row in rows)
+def host_numbers(numbers: torch.Tensor) -> npt.NDArray[np.int64]:
+    """Read int64 [n] numbers of a device. Waits for it."""
+    return np.array(numbers.tolist(), dtype=np.int64)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from flexd.embedding.exchange.hop import Hop, as_counts
-from flexd.embedding.exchange.route import Route, StationRows
-from flexd.embedding.exchange.station_lookup import StationLookup, transposed
+from flexd.embedding import devices
+from flexd.embedding.exchange.hop import Hop, host_numbers
+from flexd.embedding.exchange.route import Route, StationRows, counts_of_group
+from flexd.embedding.exchange.station_lookup import StationLookup
 
 
 def merge_passes(
@@ -37,22 +38,21 @@ def merge_passes(
     for station, hop in enumerate((*hops, None)):
         located = lookup.locate(ids, None, hop, sort=True)
         peers = 1 if hop is None else hop.peers.size
-        sizes: list[int]
         if hop is None:
-            sizes = located.sections.tolist()
+            sizes = host_numbers(located.sections)
         else:
             ids_served, served_sizes = _union_served(lookup, routes, station, peers)
-            both = torch.cat([located.sections, served_sizes]).tolist()
+            both = host_numbers(torch.cat([located.sections, served_sizes]))
             sizes, of_served = both[: len(located.sections)], both[len(located.sections) :]
         away = lookup.split_sections(sizes, peers).away
         stations.append(lookup.stations(located, sizes, peers, numbers))
         all_keys.append(lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, numbers))
         if hop is None:
             break
-        by_group = [of_served[g * peers : (g + 1) * peers] for g in groups]
-        requested.append(as_counts(transposed(away)))
-        served.append(as_counts(transposed(by_group)))
-        ids, numbers = ids_served, [sum(of_group) for of_group in by_group]
+        by_group = of_served.reshape(lookup.groups, peers)
+        requested.append(away.T)
+        served.append(by_group.T)
+        ids, numbers = ids_served, by_group.sum(axis=1).tolist()
     total = []
     for group, (first, dtype) in enumerate(zip(stations[0], wide, strict=True)):
         parts = [grads[group].to(dtype) for _, grads in passes]
@@ -80,9 +80,9 @@ def _union_served(
         for group in range(lookup.groups):
             keys.append(route.keys[station + 1][group])
             sections += [group * peers + peer for peer in range(peers)]
-            sizes += [row[group] for row in route.served[station]]
+            sizes += counts_of_group(group, route.served[station])
     device = keys[0].device
-    both = torch.tensor([sections, sizes], device=device)
+    both = devices.uploaded([sections, sizes], device)
     of_request = both[0].repeat_interleave(both[1], output_size=sum(sizes))
     distinct = torch.unique(of_request * (end - first) + (torch.cat(keys) - first))
     section = torch.div(distinct, end - first, rounding_mode="floor")

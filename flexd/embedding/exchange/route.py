@@ -96,7 +96,8 @@ class Route:
 
 def counts_of_group(group: int, counts: Counts) -> list[int]:
     """Return the counts of one dim-group by peer."""
-    return [row[group] for row in counts]
+    found: list[int] = counts[:, group].tolist()
+    return found
 
 
 def split_by_peer(column: torch.Tensor, counts: Counts, group: int) -> tuple[torch.Tensor, ...]:

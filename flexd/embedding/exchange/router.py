@@ -35,11 +35,11 @@ from flexd.embedding.exchange.column import (
     packed_of,
     whole_columns,
 )
-from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords
+from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords, host_numbers
 from flexd.embedding.exchange.merge import merge_passes
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group
-from flexd.embedding.exchange.station_lookup import StationLookup, regrouped, transposed
+from flexd.embedding.exchange.station_lookup import StationLookup
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.slow.tier import TieredColumn
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
@@ -198,15 +198,17 @@ class Router:
             if piggyback is not None:
                 piggyback.add(located.entries)
             if hop is None:
-                own = torch.cat([located.sections, *by_tier, _flag(None if self.hops else faulty, ids)]).tolist()
-                sizes, accesses, fault = own[: len(located.sections)], own[len(located.sections) : -1], own[-1]
-                home, node, device = (sum(accesses[tier::3]) for tier in range(3))
-                _check_all_held(lookup.split_sections(sizes, 1).away)
+                flags = [] if self.hops or faulty is None else [faulty.to(ids.dtype).view(1)]
+                own = host_numbers(torch.cat([located.sections, *by_tier, *flags]))
+                sizes, rest = own[: len(located.sections)], own[len(located.sections) :]
+                accesses = rest[: len(rest) - len(flags)]
+                home, node, device = accesses.reshape(-1, 3).sum(axis=0).tolist()
+                _check_all_held(int(lookup.split_sections(sizes, 1).away.sum()))
                 stations.append(lookup.stations(located, sizes, 1, numbers))
                 all_keys.append(
-                    lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, numbers)
+                    lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, list(numbers))
                 )
-                if fault and not self.hops:
+                if rest[len(accesses) :].any():
                     agreement = replace(agreement, fault=1)
                 break
             peers = hop.peers.size
@@ -217,20 +219,20 @@ class Router:
                 away_sizes, agreement, faulty if station == 0 else None, located.sections
             )
             stations.append(lookup.stations(located, sizes, peers, numbers))
-            all_keys.append(lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, numbers))
+            all_keys.append(
+                lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, list(numbers))
+            )
             if agreement.diverged:  # the peers of the next hop must detect it too
                 ids, numbers, weights, piggyback = ids[:0], [0] * lookup.groups, None, None
                 continue
-            away = lookup.split_sections(sizes, peers).away
             words = None if piggyback is None else piggyback.up(station)
             arrived, arrived_words = hop.exchange_ids(
-                lookup.requests(located, away), sent, received, None if words is None or words.empty else words
+                lookup.requests(located, sent), sent, received, None if words is None or words.empty else words
             )
             if piggyback is not None and words is not None:
                 piggyback.recv_up(station, words.words if arrived_words is None else arrived_words)
-            by_group = regrouped(arrived, received)
-            ids, weights = by_group & _KEY_MASK, by_group >> COUNT_SHIFT
-            numbers = [sum(of_group) for of_group in transposed(received)]
+            ids, weights = arrived & _KEY_MASK, arrived >> COUNT_SHIFT
+            numbers = received.sum(axis=0).tolist()
             requested.append(sent)
             served.append(received)
         self.traffic.home_accesses += home
@@ -408,10 +410,6 @@ class Router:
         return merge_passes(self._lookup, self.hops, self.wide, passes)
 
 
-def _check_all_held(away: Sequence[Sequence[int]]) -> None:
-    if total := sum(map(sum, away)):
-        raise EmbeddingError(f"{total} rows were requested from a rank that is not their home")
-
-
-def _flag(faulty: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return like.new_zeros(1) if faulty is None else faulty.to(like.dtype).view(1)
+def _check_all_held(away: int) -> None:
+    if away:
+        raise EmbeddingError(f"{away} rows were requested from a rank that is not their home")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.dedup import Dedup
-from flexd.embedding.exchange.hop import Hop
+from flexd.embedding.exchange.hop import Counts, Hop
 from flexd.embedding.exchange.route import COUNT_SHIFT, StationRows
+from flexd.embedding.exchange.unit_message import Int64Array
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import GroupStore
 
@@ -56,16 +57,12 @@ class SectionSizes:
     """Numbers of rows of each section of a station.
 
     Attributes:
-        held: ``[group]`` of plain home rows, of NODE and of DEVICE rows.
-        away: ``[group][peer]``.
+        held: int64 [groups, 3] of plain home rows, of NODE and of DEVICE rows.
+        away: int64 [groups, peers].
     """
 
-    held: list[list[int]]
-    away: list[list[int]]
-
-    @property
-    def plain(self) -> list[int]:
-        return [of_group[0] for of_group in self.held]
+    held: Int64Array
+    away: Int64Array
 
 
 class StationLookup:
@@ -146,7 +143,8 @@ class StationLookup:
         else:
             entries = torch.full_like(keys, listed.entries)
         order, sizes = devices.ordered(section, sections, zeros[0])
-        if hop is not None and expand is not None:  # they travel with the requests
+        # They travel with the requests. Without weights none is above the number of ids.
+        if hop is not None and expand is not None and (weights is not None or len(ids) > _MAX_COUNT):
             accesses = accesses.clamp_(max=_MAX_COUNT)
         held = devices.sum_by_place(section, accesses, sections, zeros[1])[: _HELD * self.groups]
         return LocatedRows(keys, expand, accesses, held, section, slots, entries, order, sizes)
@@ -178,29 +176,27 @@ class StationLookup:
         """Return int64 [peers, groups] numbers of the rows requested from each peer."""
         return located.sections[_HELD * self.groups :].view(self.groups, hop.peers.size).t()
 
-    def split_sections(self, sizes: Sequence[int], peers: int) -> SectionSizes:
-        """Split the numbers of a station's sections."""
+    def split_sections(self, sizes: Int64Array, peers: int) -> SectionSizes:
+        """Split the int64 [sections] numbers of a station's sections."""
         held = _HELD * self.groups
-        return SectionSizes(
-            [list(sizes[first : first + _HELD]) for first in range(0, held, _HELD)],
-            [list(sizes[first : first + peers]) for first in range(held, held + self.groups * peers, peers)],
-        )
+        return SectionSizes(sizes[:held].reshape(-1, _HELD), sizes[held:].reshape(self.groups, peers))
 
     def stations(
-        self, located: LocatedRows, sizes: Sequence[int], peers: int, requests: Sequence[int]
+        self, located: LocatedRows, sizes: Int64Array, peers: int, requests: Sequence[int]
     ) -> tuple[StationRows, ...]:
         """Return the rows by dim-group, numbered in each.
 
         Args:
-            sizes: numbers of the sections.
+            sizes: int64 [sections], their numbers of rows.
             requests: number of requests of each dim-group, which were located.
         """
         split = self.split_sections(sizes, peers)
-        held, plain = list(map(sum, split.held)), split.plain
-        rows = [a + sum(b) for a, b in zip(held, split.away, strict=True)]
-        of_held = located.order[: sum(held)]
-        slots = torch.split(located.slots.index_select(0, of_held), held)
-        entries = torch.split(located.entries.index_select(0, of_held), held)
+        of_held = split.held.sum(axis=1)
+        rows: list[int] = (of_held + split.away.sum(axis=1)).tolist()
+        held, plain = of_held.tolist(), split.held[:, 0].tolist()
+        order = located.order[: sum(held)]
+        slots = torch.split(located.slots.index_select(0, order), held)
+        entries = torch.split(located.entries.index_select(0, order), held)
         expands: Sequence[torch.Tensor | None] = [None] * self.groups
         numbered = _numbered(located, split, self._numbers.first(len(located.order)))
         if numbered is not None:
@@ -219,12 +215,10 @@ class StationLookup:
             order = torch.cat([piece for g in range(self.groups) for piece in pieces[g :: self.groups]])
         return torch.split(located.keys.index_select(0, order), rows)
 
-    def requests(self, located: LocatedRows, away: list[list[int]]) -> torch.Tensor:
-        """Return int64 [rows requested from the next station]: keys with their accesses, peer by peer."""
+    def requests(self, located: LocatedRows, requested: Counts) -> torch.Tensor:
+        """Return int64 [rows requested from the next station]: keys with their accesses, by dim-group and peer."""
         packed = torch.add(located.keys, located.accesses, alpha=1 << COUNT_SHIFT)
-        total = sum(map(sum, away))
-        by_group = packed.index_select(0, located.order[len(located.order) - total :])
-        return regrouped(by_group, away)
+        return packed.index_select(0, located.order[len(located.order) - int(requested.sum()) :])
 
     def _group_of(self, keys: torch.Tensor) -> torch.Tensor:
         return torch.searchsorted(self._inner_keys, keys, right=True)
@@ -237,31 +231,16 @@ def _numbered(located: LocatedRows, sizes: SectionSizes, number: torch.Tensor) -
     Args:
         number: int64 [m] 0, 1, 2 ...
     """
-    sections = [[*a, *b] for a, b in zip(sizes.held, sizes.away, strict=True)]
-    in_order = all(sum(number > 0 for number in of_group) <= 1 for of_group in sections)
-    if in_order and (located.expand is None or len(sections) == 1):
+    groups = len(sizes.held)
+    sections = (sizes.held > 0).sum(axis=1) + (sizes.away > 0).sum(axis=1)
+    if sections.max() <= 1 and (located.expand is None or groups == 1):
         return located.expand
     numbers = torch.empty_like(number).scatter_(0, located.order, number)
-    if len(sections) > 1:
-        held, away = list(map(sum, sizes.held)), list(map(sum, sizes.away))
-        ahead = [0, *accumulate([*held, *away])]
-        shifts = [first - start for first, start in zip([*([0] * len(held)), *held], ahead, strict=False)]
-        widths = [_HELD] * len(held) + [len(of_group) for of_group in sizes.away]
-        of_sections = [[shift] * width for shift, width in zip(shifts, widths, strict=True)]
-        of_section = torch.tensor([shift for some in of_sections for shift in some], device=number.device)
+    if groups > 1:
+        held, away = sizes.held.sum(axis=1), sizes.away.sum(axis=1)
+        both = np.concatenate([held, away])
+        shifts = np.concatenate([np.zeros_like(held), held]) - (np.cumsum(both) - both)
+        widths = np.repeat([_HELD, sizes.away.shape[1]], groups)
+        of_section = devices.uploaded(np.repeat(shifts, widths), number.device)
         numbers += of_section.index_select(0, located.section)
     return numbers if located.expand is None else numbers.index_select(0, located.expand)
-
-
-def regrouped(flat: torch.Tensor, sizes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Transpose the order of the parts of a tensor: those of ``sizes`` [a][b], a by a, become b by b."""
-    if len(sizes) == 1 or len(sizes[0]) == 1:
-        return flat
-    width = len(sizes[0])
-    parts = torch.split(flat, [number for row in sizes for number in row])
-    return torch.cat([part for b in range(width) for part in parts[b::width]])
-
-
-def transposed(counts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """[a][b] -> [b][a]."""
-    return [list(column) for column in zip(*counts, strict=True)]

@@ -24,6 +24,8 @@ from flexd.embedding import devices
 
 Int64Array = npt.NDArray[np.int64]
 
+MAX_JOINED_PARTS = 128
+"""Parts that ``torch.cat`` joins with one kernel on a GPU; with fewer an index does not pay."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CLASS_BYTES = 16
 _TAIL_BYTES = 16
@@ -51,6 +53,8 @@ def places_of_units(tables: Sequence[PartTable], numbers: devices.Numbers) -> li
     Args:
         numbers: of the device.
     """
+    if not tables:
+        return []
     columns = []
     first = 0
     for table in tables:
@@ -63,6 +67,28 @@ def places_of_units(tables: Sequence[PartTable], numbers: devices.Numbers) -> li
     return list(
         torch.split(torch.addcmul(shift, step, numbers.first(first)), [int(table.sizes.sum()) for table in tables])
     )
+
+
+def transposition(sizes: Int64Array) -> PartTable | None:
+    """Return the parts of a flat tensor in the order of ``with_parts_transposed``; None if it needs no table."""
+    if min(sizes.shape) == 1 or sizes.size <= MAX_JOINED_PARTS:
+        return None
+    starts = (np.cumsum(sizes) - sizes.ravel()).reshape(sizes.shape)
+    return PartTable(starts.T.ravel(), sizes.T.ravel())
+
+
+def with_parts_transposed(flat: torch.Tensor, sizes: Int64Array, places: torch.Tensor | None = None) -> torch.Tensor:
+    """Transpose the order of the parts of a flat tensor: those of ``sizes`` [a, b], a by a, become b by b.
+
+    Args:
+        places: those of ``transposition``; None: the parts are joined one by one.
+    """
+    if places is not None:
+        return flat.index_select(0, places)
+    if min(sizes.shape) == 1:
+        return flat
+    parts = torch.split(flat, sizes.ravel().tolist())
+    return torch.cat([part for b in range(sizes.shape[1]) for part in parts[b :: sizes.shape[1]]])
 
 
 @dataclass(frozen=True)
@@ -110,8 +136,9 @@ class UnitMessage:
         wide = [c for c, width in enumerate(widths) if width % _CLASS_BYTES == 0]
         # So that every column begins where its rows may, after those with more factors of two.
         others = sorted(set(range(len(widths))) - set(wide), key=lambda c: -(widths[c] & -widths[c]))
-        self._classes = [columns for columns in (wide, others) if columns]
-        self._units = [gcd(*(widths[c] for c in columns)) for columns in self._classes]
+        self.classes = [columns for columns in (wide, others) if columns]
+        """Columns that move in the same units, in the order of their rows."""
+        self._units = [gcd(*(widths[c] for c in columns)) for columns in self.classes]
         self._cell = gcd(*self._units)
         self._word = gcd(self._cell, 8)
         sent, self._sent_size = _offsets_in_message(widths, geometry.sent)
@@ -119,12 +146,14 @@ class UnitMessage:
         of_ahead, self.room = self._place_ahead()
         self._ahead_places = of_ahead
         tables = self._packing_tables(sent)
-        self._taken: list[tuple[int, int, int]] = [(0, 0, 0)] * len(widths)
-        """Of each column its class, and its first and last unit among those of its class."""
-        for number, (columns, unit) in enumerate(zip(self._classes, self._units, strict=True)):
-            tables.append(self._taking_table(number, columns, unit, received, of_ahead))
+        self._taken = [(0, 0)] * len(widths)
+        """Of each column the first of its units in its class, and their end."""
+        self._known: dict[int, dict[int, torch.Tensor]] = {}
+        """Columns that are taken apart, of each class."""
+        for columns, unit in zip(self.classes, self._units, strict=True):
+            tables.append(self._taking_table(columns, unit, received, of_ahead))
         places = places_of_units(tables, numbers)
-        self._packing, self._taking = places[: -len(self._classes)], places[-len(self._classes) :]
+        self._packing, self._taking = places[: -len(self.classes)], places[-len(self.classes) :]
 
     def _place_ahead(self) -> tuple[list[int], int]:
         """Return the byte behind the message at which the rows ahead of each column begin, and the bytes of all."""
@@ -143,19 +172,17 @@ class UnitMessage:
         sent, widths = self._geometry.sent, np.array(self._geometry.row_bytes)
         sizes = sent * widths[:, None]
         self._flat_sizes: list[int] = sizes.sum(axis=1).tolist()
-        if len(self._classes) == 1:
-            ordered = sizes[self.order]
+        if len(self.classes) == 1:
+            ordered = sizes[self.classes[0]]
             flat = np.empty_like(sizes)
-            flat[self.order] = (np.cumsum(ordered) - ordered.ravel()).reshape(ordered.shape)
+            flat[self.classes[0]] = (np.cumsum(ordered) - ordered.ravel()).reshape(ordered.shape)
             return [PartTable(flat.T.ravel() // self._cell, sizes.T.ravel() // self._cell)]
         return [
             PartTable(offsets[columns].ravel() // self._cell, sizes[columns].ravel() // unit, unit // self._cell)
-            for columns, unit in zip(self._classes, self._units, strict=True)
+            for columns, unit in zip(self.classes, self._units, strict=True)
         ]
 
-    def _taking_table(
-        self, number: int, columns: Sequence[int], unit: int, offsets: Int64Array, ahead: Sequence[int]
-    ) -> PartTable:
+    def _taking_table(self, columns: Sequence[int], unit: int, offsets: Int64Array, ahead: Sequence[int]) -> PartTable:
         geometry, me = self._geometry, self._geometry.me
         peers = geometry.received.shape[1]
         own_last = [*range(me), *range(me + 1, peers), me]
@@ -166,35 +193,34 @@ class UnitMessage:
             starts += [np.array([ahead[c]]), offsets[c, order]]
             rows = np.concatenate([geometry.ahead[c : c + 1], geometry.received[c, order]])
             sizes.append(rows * (geometry.row_bytes[c] // unit))
-            self._taken[c] = number, first, first + int(sizes[-1].sum())
-            first = self._taken[c][2]
+            self._taken[c] = first, first + int(sizes[-1].sum())
+            first = self._taken[c][1]
         return PartTable(np.concatenate(starts) // self._cell, np.concatenate(sizes), unit // self._cell)
 
-    @property
-    def order(self) -> list[int]:
-        """The columns class by class."""
-        return [c for columns in self._classes for c in columns]
+    def flat_bytes(self, columns: Sequence[int]) -> int:
+        """Return the bytes that columns send."""
+        return sum(self._flat_sizes[c] for c in columns)
 
-    def buffers(self, device: torch.device) -> list[torch.Tensor]:
-        """Return of each column uint8 [bytes that it sends], parts of one tensor, to be filled before ``pack``."""
-        self._flat = torch.empty(sum(self._flat_sizes), dtype=torch.uint8, device=device)
-        parts = torch.split(self._flat, [self._flat_sizes[c] for c in self.order])
-        return [part for _, part in sorted(zip(self.order, parts, strict=True), key=lambda pair: pair[0])]
+    def sizes_of(self, columns: Sequence[int]) -> list[int]:
+        """Return the bytes that each of some columns sends."""
+        return [self._flat_sizes[c] for c in columns]
 
-    def pack(self, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the message of what is in ``buffers``, or of uint8 ``flat``: the rows of all columns in ``order``."""
-        flat = self._flat if flat is None else flat
+    def pack(self, flat: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the message.
+
+        Args:
+            flat: of each of ``classes`` uint8 [bytes that it sends], column by column.
+        """
         if self._sent_size == 0:
-            return flat[:0]
-        words = flat.view(_WORDS[self._word])
-        if len(self._classes) == 1:
-            rows = words.view(-1, self._cell // self._word)
+            return flat[0][:0]
+        if len(self.classes) == 1:
+            rows = flat[0].view(_WORDS[self._word]).view(-1, self._cell // self._word)
             return rows.index_select(0, self._packing[0]).view(-1).view(torch.uint8)
-        message = torch.empty(self._sent_size, dtype=torch.uint8, device=flat.device)
-        sizes = [sum(self._flat_sizes[c] for c in columns) // self._word for columns in self._classes]
-        for part, unit, places in zip(torch.split(words, sizes), self._units, self._packing, strict=True):
+        message = torch.empty(self._sent_size, dtype=torch.uint8, device=flat[0].device)
+        for part, unit, places in zip(flat, self._units, self._packing, strict=True):
             if part.shape[0]:
-                self._windows(message, unit).index_copy_(0, places, part.view(-1, unit // self._word))
+                rows = part.view(_WORDS[self._word]).view(-1, unit // self._word)
+                self._windows(message, unit).index_copy_(0, places, rows)
         return message
 
     def take(self, whole: torch.Tensor, columns: Sequence[int]) -> list[torch.Tensor]:
@@ -205,22 +231,29 @@ class UnitMessage:
             columns: any, each once.
         """
         found: dict[int, torch.Tensor] = {}
-        for number, unit in enumerate(self._units):
-            chosen = [c for c in self._classes[number] if c in columns]
-            if not chosen:
+        for number, of_class in enumerate(self.classes):
+            if not any(c in columns for c in of_class):
                 continue
-            spans = [self._taken[c][1:] for c in chosen]
-            adjacent = all(a[1] == b[0] for a, b in pairwise(spans))
-            for together in [chosen] if adjacent else [[c] for c in chosen]:
-                first, end = self._taken[together[0]][1], self._taken[together[-1]][2]
-                sizes = [(self._taken[c][2] - self._taken[c][1]) * unit for c in together]
-                if first == end:
-                    parts = [whole[:0]] * len(together)
-                else:
-                    rows = self._windows(whole, unit).index_select(0, self._taking[number][first:end])
-                    parts = list(torch.split(rows.view(-1).view(torch.uint8), sizes))
-                found |= dict(zip(together, parts, strict=True))
+            if self._geometry.ahead[of_class].any():
+                # Taken when they are used, once: the rows ahead are known then.
+                found |= self._take_class(whole, number, [c for c in of_class if c in columns])
+                continue
+            if number not in self._known:
+                self._known[number] = self._take_class(whole, number, of_class)
+            found |= self._known[number]
         return [found[c] for c in columns]
+
+    def _take_class(self, whole: torch.Tensor, number: int, columns: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Return the bytes of columns of one class, in its order; with one kernel unless others are between them."""
+        spans, unit = [self._taken[c] for c in columns], self._units[number]
+        if any(a[1] != b[0] for a, b in pairwise(spans)):
+            return {c: part for one in columns for c, part in self._take_class(whole, number, [one]).items()}
+        first, end = spans[0][0], spans[-1][1]
+        if first == end:
+            return dict.fromkeys(columns, whole[:0])
+        rows = self._windows(whole, unit).index_select(0, self._taking[number][first:end])
+        sizes = [(last - begin) * unit for begin, last in spans]
+        return dict(zip(columns, torch.split(rows.view(-1).view(torch.uint8), sizes), strict=True))
 
     def rows_ahead(self, whole: torch.Tensor, column: int) -> torch.Tensor:
         """Return uint8 [bytes] of ``whole`` for the rows ahead of a column, to be filled before ``take``."""

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.exchange.hop import Counts, Hop, as_counts
-from flexd.embedding.exchange.route import Route, StationRows
+from flexd.embedding.exchange.hop import Counts, Hop
+from flexd.embedding.exchange.route import Route, StationRows, counts_of_group
 
 Marks = list[list[torch.Tensor]]
 """``[station][group]``: bool [rows] of the station."""
@@ -77,7 +78,7 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
                 *(torch.stack(of_station) for of_station in rows),
                 *(torch.stack([_marked_plain(route.stations[s][g], marks[s][g]) for g in groups]) for s in stations),
                 *(
-                    _sums(bits, [peer[group] for peer in counts])
+                    _sums(bits, counts_of_group(group, counts))
                     for all_bits, all_counts in ((requested_marks, route.requested), (served_marks, route.served))
                     for of_hop, counts in zip(all_bits, all_counts, strict=True)
                     for group, bits in enumerate(of_hop)
@@ -88,7 +89,7 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
     marked_sizes = [[next(sizes) for _ in groups] for _ in stations]
     marked_plain = [[next(sizes) for _ in groups] for _ in stations]
     requested, served = (
-        tuple(_transposed([[next(sizes) for _ in counts] for _ in groups]) for counts in all_counts)
+        tuple(np.array([[next(sizes) for _ in counts] for _ in groups], dtype=np.int64).T for counts in all_counts)
         for all_counts in (route.requested, route.served)
     )
     rest_sizes = [[route.stations[s][g].rows - marked_sizes[s][g] for g in groups] for s in stations]
@@ -100,8 +101,8 @@ def split_route(route: Route, marks: Marks) -> RouteSplit:
         rest_marks,
         rest_sizes,
         rest_plain,
-        tuple(_minus(whole, part) for whole, part in zip(route.requested, requested, strict=True)),
-        tuple(_minus(whole, part) for whole, part in zip(route.served, served, strict=True)),
+        tuple(whole - part for whole, part in zip(route.requested, requested, strict=True)),
+        tuple(whole - part for whole, part in zip(route.served, served, strict=True)),
     )
     places = (
         [_places(mark, size) for mark, size in zip(of_first, of_sizes, strict=True)]
@@ -120,8 +121,8 @@ def _part(
 ) -> Route:
     groups = range(len(route.stations[0]))
     stations = range(len(route.stations))
-    forwarded = [[sum(peer[g] for peer in counts) for g in groups] for counts in requested] + [[0 for _ in groups]]
-    requests = [sizes[0], *([sum(peer[g] for peer in counts) for g in groups] for counts in served)]
+    forwarded = [counts.sum(axis=0).tolist() for counts in requested] + [[0 for _ in groups]]
+    requests = [sizes[0], *(counts.sum(axis=0).tolist() for counts in served)]
     return Route(
         tuple(
             tuple(
@@ -187,16 +188,8 @@ def _sums(bits: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     if sum(counts) == 0:
         return torch.zeros(len(counts), dtype=torch.int64, device=bits.device)
     total = torch.nn.functional.pad(bits.cumsum(0), (1, 0))
-    bounds = torch.tensor([0, *accumulate(counts)], device=bits.device)
+    bounds = devices.uploaded([0, *accumulate(counts)], bits.device)
     return total[bounds].diff()
-
-
-def _transposed(rows: list[list[int]]) -> Counts:
-    return as_counts(zip(*rows, strict=True))
-
-
-def _minus(whole: Counts, part: Counts) -> Counts:
-    return as_counts([a - b for a, b in zip(*rows, strict=True)] for rows in zip(whole, part, strict=True))
 
 
 def _marks_of_served(
@@ -209,25 +202,20 @@ def _marks_of_served(
         for route, of_route in zip(routes, marks, strict=True)
         for rows, mark in zip(route.stations[station + 1], of_route[station + 1], strict=True)
     ]
-    to_send = _beside([route.served[station] for route in routes])
-    to_receive = _beside([route.requested[station] for route in routes])
+    to_send = np.concatenate([route.served[station] for route in routes], axis=1)
+    to_receive = np.concatenate([route.requested[station] for route in routes], axis=1)
     received = _exchange_bits(peers, columns, to_send, to_receive)
     groups = len(routes[0].stations[0])
     return [received[first : first + groups] for first in range(0, len(received), groups)]
-
-
-def _beside(counts: Sequence[Counts]) -> Counts:
-    """Concatenate the counts of several routes: [peers][columns]."""
-    return as_counts([number for row in rows for number in row] for rows in zip(*counts, strict=True))
 
 
 def _exchange_bits(
     peers: Peers, columns: Sequence[torch.Tensor], to_send: Counts, to_receive: Counts
 ) -> list[torch.Tensor]:
     """Exchange bool [n] columns ordered by peer, eight rows a byte; return the received columns."""
-    parts = [torch.split(column, [row[index] for row in to_send]) for index, column in enumerate(columns)]
+    parts = [torch.split(column, counts_of_group(index, to_send)) for index, column in enumerate(columns)]
     ordered = torch.cat([part[peer] for peer in range(peers.size) for part in parts])
-    sent, received = ([sum(row) for row in counts] for counts in (to_send, to_receive))
+    sent, received = (counts.sum(axis=1).tolist() for counts in (to_send, to_receive))
     bytes_sent, bytes_received = ([-(-bits // 8) for bits in sizes] for sizes in (sent, received))
     device = ordered.device
     weights = 2 ** torch.arange(8, dtype=torch.uint8, device=device)
@@ -236,7 +224,7 @@ def _exchange_bits(
     packed = (padded.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
     arrived = peers.all_to_all(packed, bytes_sent, bytes_received)
     bits = (arrived.unsqueeze(1) & weights).ne(0).view(-1)[_without_padding(received, device)]
-    pieces = torch.split(bits, [number for row in to_receive for number in row])
+    pieces = torch.split(bits, to_receive.ravel().tolist())
     width = len(columns)
     return [torch.cat(pieces[index::width]) for index in range(width)]
 
@@ -245,6 +233,6 @@ def _without_padding(sizes: Sequence[int], device: torch.device) -> torch.Tensor
     """Return int64 [sum of sizes] places of the bits of each peer when every peer's part begins at a whole byte."""
     starts = [0, *accumulate(8 * -(-size // 8) for size in sizes)][:-1]
     ends = [0, *accumulate(sizes)]
-    shift = torch.tensor([start - end for start, end in zip(starts, ends, strict=False)], device=device)
-    lengths = torch.tensor([b - a for a, b in pairwise(ends)], device=device)
+    shift = devices.uploaded([start - end for start, end in zip(starts, ends, strict=False)], device)
+    lengths = devices.uploaded([b - a for a, b in pairwise(ends)], device)
     return torch.arange(ends[-1], device=device) + shift.repeat_interleave(lengths, output_size=ends[-1])

@@ -50,11 +50,8 @@ class ReplicaSums:
         self._all_reduced = list(all_reduced)
         self._rows = touched.all_positions()
         bits = [part for hop in range(len(all_reduced)) for part in self._bits(hop)]
-        tier = listed.on_device_tier(self._rows)
-        if self._groups > 1:
-            firsts = torch.tensor(touched.lists.first_entries[1:-1], device=tier.device)
-            tier = torch.add(tier, torch.searchsorted(firsts, self._rows, right=True), alpha=2)
-        tier = tier.to(torch.int64)
+        # NODE rows of a dim-group have entries of their own before its DEVICE rows.
+        tier = torch.searchsorted(devices.uploaded(listed.starts[1:-1], self._rows.device), self._rows, right=True)
         order, sections = devices.ordered(tier, 2 * self._groups)
         if devices.in_host_memory(self._rows):
             entries, counts = lists.touched_in_host_memory(bits)
@@ -85,7 +82,7 @@ class ReplicaSums:
         """
         numbers = torch.empty_like(number).scatter_(0, order, number)
         if self._groups > 1:
-            starts = torch.tensor([start for start in self._starts[:-1] for _ in range(2)], device=order.device)
+            starts = devices.uploaded([start for start in self._starts[:-1] for _ in range(2)], order.device)
             numbers -= starts.index_select(0, tier)
         return numbers
 

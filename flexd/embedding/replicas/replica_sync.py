@@ -205,12 +205,12 @@ class ReplicaSync:
         numbers = [sum(of_group) for of_group in sizes]
         slots = torch.cat([rows.slots[: rows.plain] for g in groups for rows, _ in held[g]])
         if len(groups) > 1:
-            both = torch.tensor([self._first_slots[:-1], numbers], device=slots.device)
+            both = devices.uploaded([self._first_slots[:-1], numbers], slots.device)
             of_slots = torch.repeat_interleave(both[1], output_size=len(slots))
             slots = slots + both[0].index_select(0, of_slots)
         distinct, places = self._dedup.unique(slots)
         if len(groups) > 1:
-            bounds = torch.tensor(self._first_slots, device=slots.device)
+            bounds = devices.uploaded(self._first_slots, slots.device)
             of_distinct = torch.searchsorted(bounds[1:-1], distinct, right=True)
             distinct = distinct - bounds.index_select(0, of_distinct)
             if places is not None:

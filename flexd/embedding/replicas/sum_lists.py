@@ -15,8 +15,6 @@ from flexd.embedding.replicas.row_bits import RowBits, blocks_of, positions_of
 from flexd.embedding.replicas.touched_rows import SyncList, entries_at
 from flexd.embedding.store.entry_pool import BLOCK
 
-_ALL_BYTES, _HIGHEST_BYTE = 0x0101010101010101, 56
-
 Part = list[tuple[torch.Tensor, list[int]]]
 """Of each dim-group: rows, and how many of each peer."""
 
@@ -98,8 +96,7 @@ class SumLists:
         """
         number, _, part = self._ordered
         ordered = torch.cat(list(bits)).view(-1, BLOCK).index_select(0, number)
-        # Eight bytes at once: their sums are below 9, and the product adds them up in its highest byte.
-        ones = ordered.view(torch.int64).sum(dim=1).mul_(_ALL_BYTES).bitwise_right_shift_(_HIGHEST_BYTE)
+        ones = ordered.sum(dim=1)
         return ordered, ones.new_zeros(self.number_of_parts).index_add_(0, part, ones)
 
     def touched_on_device(self, ordered: torch.Tensor, total: int) -> torch.Tensor:

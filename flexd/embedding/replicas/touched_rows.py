@@ -68,6 +68,8 @@ class SyncList:
 
     def gather(self, entries: RowBits) -> RowBits:
         """Return the bits of the listed rows, of bits of all entries."""
+        if not self.index.shape[0]:
+            return entries[:0]
         return blocks_of(entries).index_select(0, self.index).view(-1)
 
     def scatter(self, bits: RowBits, entries: RowBits) -> None:

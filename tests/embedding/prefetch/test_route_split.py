@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,8 +59,8 @@ def test_bits_arrive_unchanged(data: st.DataObject) -> None:
         received[me] = _exchange_bits(
             _Peers(wire, me),  # type: ignore[arg-type]
             [torch.cat([bits[me][peer][c] for peer in range(size)]) for c in range(columns)],
-            counts[me],
-            [counts[peer][me] for peer in range(size)],
+            np.array(counts[me]),
+            np.array([counts[peer][me] for peer in range(size)]),
         )
 
     threads = [threading.Thread(target=run, args=(me,)) for me in range(size)]
@@ -92,7 +93,7 @@ def test_the_halves_of_a_route_carry_its_rows(expanded: bool, seed: int, rows: i
     second = station((first.rows - first.held) // (2 if expanded else 1), False)
     requests = second.rows if second.expand is None else len(second.expand)
     first = replace(first, rows=first.held + requests)
-    counts = (((requests,),),)
+    counts = (np.array([[requests]]),)
     keys = [torch.arange(first.rows) + 500, torch.arange(requests) + 700]
     route = Route(
         ((first,), (second,)),
@@ -120,7 +121,7 @@ def test_the_halves_of_a_route_carry_its_rows(expanded: bool, seed: int, rows: i
         assert torch.equal(half.keys[1][0], keys[1][answered if half is halves.marked else ~answered])
         total[places] += 1
         assert torch.equal(places[: near.held] + 100, near.slots)
-        assert half.requested == half.served == (((near.rows - near.held,),),)
+        assert half.requested[0].tolist() == half.served[0].tolist() == [[near.rows - near.held]]
         sent = values[far.slots - 100]
         sent = sent if far.expand is None else sent[far.expand]
         assert torch.equal(sent, whole[chosen[first.held :]])
