@@ -6,7 +6,7 @@ with the code paths of an accelerator. A dispatch mode counts the operators of f
 * launches: operators that run a kernel or a copy (views and allocations excluded);
 * host waits: operators whose result the host must have (a number read, ``nonzero``, ``unique``, a boolean index, a
   copy to the host);
-* uploads: host lists copied to the device, for which the host does not wait;
+* uploads: host lists copied to the device, from pinned memory, for which the host does not wait;
 * collectives; and the processor time of the step on this machine without that of the mirrors (median).
   (``gc.freeze`` first: the garbage collector does not visit what exists before the steps). It includes the forward
   pass of a function of all features that stands in for a model; "of it model" says how much that is (median).

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 Ranks = Callable[[int], RankPool]
 
 
-def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9, accelerator: bool = False) -> list[dict]:
-    job = ("accelerator_jobs:run", "exactness:train") if accelerator else ("exactness:train",)
+def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9, kernels: str = "") -> list[dict]:
+    """``kernels``: function of ``accelerator_jobs`` that runs the job with those of an accelerator."""
+    job = (f"accelerator_jobs:{kernels}", "exactness:train") if kernels else ("exactness:train",)
     results = ranks(scenario.layout.world_size).run(*job, scenario)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
@@ -70,12 +71,26 @@ def test_tables_of_two_dims_are_exact(ranks: Ranks, nodes: int, local_ranks: int
 )
 def test_kernels_of_an_accelerator_are_exact(ranks: Ranks, scenario: Scenario) -> None:
     """The code paths for tensors that are not in host memory, on tensors of the CPU."""
-    check(scenario, ranks, accelerator=True)
+    check(scenario, ranks, kernels="run")
 
 
-def test_mixed_dtypes_with_the_kernels_of_an_accelerator(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=8),
+        Scenario(2, 2, "adam", exchange="direct", passes=2, two_dims=True, replica_fraction=0.8, seed=9),
+    ],
+    ids=str,
+)
+def test_messages_in_units_are_exact(ranks: Ranks, scenario: Scenario) -> None:
+    """Those of many peers are; here all of them, with copies that migrate in the same messages."""
+    check(scenario, ranks, kernels="run_in_units")
+
+
+@pytest.mark.parametrize("kernels", ["run", "run_in_units"])
+def test_mixed_dtypes_with_the_kernels_of_an_accelerator(ranks: Ranks, kernels: str) -> None:
     scenario = Scenario(2, 2, "sgd", dtype="float32", second_dtype="bfloat16", two_dims=True, steps=6)
-    check(scenario, ranks, tolerance=2e-2, accelerator=True)
+    check(scenario, ranks, tolerance=2e-2, kernels=kernels)
 
 
 def test_several_passes_a_step_are_exact(ranks: Ranks) -> None:

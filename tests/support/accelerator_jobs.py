@@ -14,3 +14,12 @@ def run(rank: int, function: str, *args: Any) -> Any:
     module, name = function.split(":")
     with mock.patch.object(devices, "in_host_memory", return_value=False):
         return getattr(importlib.import_module(f"tests.support.{module}"), name)(rank, *args)
+
+
+def run_in_units(rank: int, function: str, *args: Any) -> Any:
+    """As ``run``, and every message is packed and taken apart in units, however few parts it has."""
+    with (
+        mock.patch("flexd.embedding.exchange.unit_message.MAX_JOINED_PARTS", 0),
+        mock.patch("flexd.embedding.exchange.hop.MAX_JOINED_PARTS", 0),
+    ):
+        return run(rank, function, *args)

@@ -109,3 +109,19 @@ def test_rows_of_several_peers_are_added_in_their_order_and_the_own_ones_last() 
     of_whole = [[Column(torch.full((4, 4), value), None, [1] * 4, [1] * 4, torch.float32)] for value in values]
     (whole,) = whole_columns(received_by(1, of_whole), [torch.float64])
     assert whole[:, 0].tolist() == values
+
+
+def test_rows_ahead_may_be_filled_after_another_column_was_taken() -> None:
+    """Words of bits, and rows of a migration that are written to their slots, are read before the rows ahead."""
+    ones = torch.ones(2, 4)
+    of_ranks = [
+        [
+            Column(ones, None, [1, 1], [1, 1], torch.float32, ahead=1),
+            Column(2 * ones, None, [1, 1], [1, 1], torch.float32),
+        ]
+        for _ in range(2)
+    ]
+    first, second = received_by(0, of_ranks)
+    assert joined_columns([second])[0].tolist() == [[2.0] * 4] * 2
+    first.rows_ahead.fill_(5.0)
+    assert joined_columns([first])[0].tolist() == [[5.0] * 4, [1.0] * 4, [1.0] * 4]
