@@ -1,0 +1,115 @@
+"""Loads of flexd's own exchanges for every home rule and answer (docs/cost-model.md, "Tables").
+
+Rows take the chain: to the rank of the node that has the home's local rank, and over the rail to the home. Sums take
+the rail first and the node second, so that one vector a bag crosses the network for each node that has any of its ids.
+Bytes are those of one optimizer step, with no copies of single rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.layout import RankLayout
+from flexd.planner.model.prices import exposed_share, latencies
+from flexd.planner.model.row_bytes import Exchange, Phase
+from flexd.planner.tables.chain_loads import MESSAGES, kernel_bytes, row_loads, sum_loads
+from flexd.planner.tables.options import Answer, HomeRule, Option, Part, TableOptions
+from flexd.planner.tables.table_work import TableWork
+from flexd.topology.cluster import Cluster, Collective, Link
+
+Float64Array = npt.NDArray[np.float64]
+
+OPTIONS = (
+    Option(HomeRule.ALL, Answer.ROWS),
+    Option(HomeRule.ALL, Answer.SUMS),
+    Option(HomeRule.NODE, Answer.ROWS),
+    Option(HomeRule.NODE, Answer.SUMS),
+    Option(HomeRule.RANK, Answer.ROWS),
+    Option(HomeRule.RANK, Answer.SUMS),
+)
+"""What the runtime can do with a table."""
+PHASES = (
+    *(f"{answer}_{message}_{link}" for answer in Answer for message in MESSAGES for link in Link),
+    "lookup",
+    "update",
+)
+"""Each answer has collectives of its own; look-ups and updates of both run together."""
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What look-ups and updates read and write at: the analytic price of kernels.
+
+    Attributes:
+        bytes_per_second: that gathers of rows reach, of the data sheet's 1,555 GB/s of an A100 40 GB about half
+            (as FBGEMM's table batched embeddings, arXiv 2104.05158, section 5).
+    """
+
+    bytes_per_second: float = 0.8e12
+
+
+def chain_options(
+    work: TableWork,
+    layout: RankLayout,
+    cluster: Cluster,
+    device: DeviceMemory | None = None,
+    options: Sequence[Option] = OPTIONS,
+    micro_batches: int = 1,
+) -> TableOptions:
+    """Return the loads of the options, sent and received bytes in every phase.
+
+    Args:
+        cluster: bandwidths at the message sizes of rows spread over all ranks, and exposed shares.
+        options: the first is what everything is compared with.
+    """
+    device = device or DeviceMemory()
+    exchanges = len(PHASES) - 2
+    axis = np.concatenate([np.repeat(np.arange(exchanges), 2), [exchanges, exchanges + 1]])
+    loads = np.zeros((len(work.names), len(options), len(Part), len(axis)))
+    memory = np.zeros((len(work.names), len(options), len(Part)))
+    allowed = np.ones(loads.shape[:2], bool)
+    for at, option in enumerate(options):
+        sums = option.answer is Answer.SUMS
+        parts = (sum_loads if sums else row_loads)(work, layout, option.rule)
+        first = parts.shape[2] if sums else 0
+        loads[:, at, :, first : first + parts.shape[2]] = parts
+        loads[:, at, :, -2:] = kernel_bytes(work, layout, option.rule, sums=sums)
+        part, ranks = {
+            HomeRule.ALL: (Part.EVERYWHERE, layout.world_size),
+            HomeRule.NODE: (Part.HOME_NODE, layout.local_ranks),
+            HomeRule.RANK: (Part.HOME_RANK, 1),
+        }[option.rule]
+        memory[:, at, part] = work.stored_bytes / ranks
+        allowed[:, at] = (work.bags > 0) | (not sums)
+        if layout.nodes == 1 and option.rule is HomeRule.NODE:
+            allowed[:, at] = False
+    shares = exposed_share(cluster)
+    # Messages are priced at the size that they have when all tables are spread over all ranks and answer by rows.
+    sizes = loads[:, 0, Part.EVERYWHERE].sum(axis=0)
+    seconds = []
+    for _ in Answer:
+        for message, phase in enumerate((Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)):
+            for at, link in enumerate(Link):
+                size = float(sizes[2 * (message * len(Link) + at)]) / micro_batches
+                curve = cluster.curve(link, Collective.ALL_TO_ALL)
+                seconds.append(curve.seconds_per_byte(max(size, 1.0)) * float(shares[phase]))
+    seconds += [1.0 / device.bytes_per_second] * 2
+    fixed = latencies(
+        cluster, layout, Exchange.CHAIN, (), micro_batches=micro_batches, backward_passes=micro_batches
+    ).sum()
+    return TableOptions(
+        work.names,
+        tuple(options),
+        PHASES,
+        axis.astype(np.int64),
+        np.array(seconds),
+        loads,
+        memory,
+        allowed,
+        np.zeros(loads.shape[:2]),
+        ((Answer.SUMS, float(fixed)),),
+    )

@@ -1,0 +1,170 @@
+"""The ways in which a table can be held and answered, and the load that each of them gives to the ranks.
+
+A load has up to four parts: what every rank carries, what the ranks of the home's node carry on top, what the ranks of
+equal local rank (the home's rail) carry on top, and what the home rank carries on top of all three. So one array
+describes a table wherever it is placed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import PlanError
+from flexd.core.layout import RankLayout
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class HomeRule(StrEnum):
+    """Which ranks are the homes of a table's rows."""
+
+    ALL = "all"
+    """Rows are spread over all ranks."""
+    NODE = "node"
+    """Rows are spread over the ranks of one node."""
+    RANK = "rank"
+    """All rows are on one rank."""
+    COLUMNS = "columns"
+    """Columns are cut into pieces, each whole on a rank of its own."""
+    COPIES = "copies"
+    """Every rank has all rows; gradients are summed."""
+
+
+class Answer(StrEnum):
+    """What a home sends back for a pooled feature."""
+
+    ROWS = "rows"
+    """Each distinct row once; it is pooled where it is looked up."""
+    SUMS = "sums"
+    """The sum of the bag's rows that are there."""
+
+
+class Part(IntEnum):
+    """Part of a load, by the ranks that carry it."""
+
+    EVERYWHERE = 0
+    HOME_NODE = 1
+    HOME_RAIL = 2
+    HOME_RANK = 3
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to hold and answer a table.
+
+    Attributes:
+        pieces: pieces of the table that are placed independently of each other: more than 1 for COLUMNS alone.
+    """
+
+    rule: HomeRule
+    answer: Answer
+    pieces: int = 1
+
+    @property
+    def name(self) -> str:
+        """``rule/answer``, with the number of column pieces."""
+        return f"{self.rule}{self.pieces if self.rule is HomeRule.COLUMNS else ''}/{self.answer}"
+
+    def places(self, layout: RankLayout) -> int:
+        """Return how many places a piece can have: ranks, nodes, or the only one."""
+        if self.rule in (HomeRule.ALL, HomeRule.COPIES):
+            return 1
+        return layout.nodes if self.rule is HomeRule.NODE else layout.world_size
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """The loads of T tables under each of O options.
+
+    Attributes:
+        names: of the tables.
+        options: the options, the first of which every table allows: it is the one that is compared with.
+        phases: names of the P phases that a step waits for one after the other.
+        axis_phase: int64[K], the phase of each load axis (a phase has one axis a direction of transfer).
+        seconds_per_unit: float64[P], of the busiest rank's load: of a byte in most phases.
+        loads: float64[T, O, 4, K], of one piece, by ``Part``.
+        memory_bytes: float64[T, O, 4], of one piece, by ``Part``.
+        allowed: bool[T, O].
+        extra_seconds: float64[T, O], of a step, whatever the ranks' loads.
+        answer_seconds: fixed seconds of a step as soon as any table has this answer.
+
+    Raises:
+        PlanError: shapes differ, a table has no option that fits, or a figure is NaN or infinite.
+    """
+
+    names: tuple[str, ...]
+    options: tuple[Option, ...]
+    phases: tuple[str, ...]
+    axis_phase: Int64Array
+    seconds_per_unit: Float64Array
+    loads: Float64Array
+    memory_bytes: Float64Array
+    allowed: BoolArray
+    extra_seconds: Float64Array
+    answer_seconds: tuple[tuple[Answer, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        tables, options, axes = len(self.names), len(self.options), len(self.axis_phase)
+        shapes = {
+            "loads": (self.loads.shape, (tables, options, len(Part), axes)),
+            "memory_bytes": (self.memory_bytes.shape, (tables, options, len(Part))),
+            "allowed": (self.allowed.shape, (tables, options)),
+            "extra_seconds": (self.extra_seconds.shape, (tables, options)),
+            "seconds_per_unit": (self.seconds_per_unit.shape, (len(self.phases),)),
+        }
+        for name, (shape, wanted) in shapes.items():
+            if shape != wanted:
+                raise PlanError(f"table options: {name} has shape {shape}, expected {wanted}", remedy="report this")
+        for name in ("loads", "memory_bytes", "extra_seconds", "seconds_per_unit"):
+            if not np.isfinite(getattr(self, name)).all():
+                raise PlanError(f"table options: {name} has a NaN or an infinity", remedy="check look-ups and sizes")
+        if len(self.axis_phase) == 0 or list(np.unique(self.axis_phase)) != list(range(len(self.phases))):
+            raise PlanError("table options: a phase without an axis", remedy="report this")
+        if (np.diff(self.axis_phase) < 0).any():
+            raise PlanError("table options: axes are not in the order of the phases", remedy="report this")
+        if not self.allowed[:, 0].all():
+            raise PlanError(
+                f"table {self.names[int(np.flatnonzero(~self.allowed[:, 0])[0])]!r}: "
+                f"{self.options[0].name} is not allowed",
+                remedy="allow the first option to every table",
+            )
+
+    @cached_property
+    def axis_seconds(self) -> Float64Array:
+        """float64[K]: seconds of a unit of load on each axis."""
+        return np.asarray(self.seconds_per_unit[self.axis_phase], dtype=np.float64)
+
+    @cached_property
+    def pieces(self) -> Int64Array:
+        """int64[O]."""
+        return np.array([option.pieces for option in self.options], dtype=np.int64)
+
+    def mean(self, values: Float64Array, layout: RankLayout) -> Float64Array:
+        """Return float64[T, O, ...] of float64[T, O, 4, ...]: of all pieces, in the mean over the ranks."""
+        share = np.array([1.0, 1.0 / layout.nodes, 1.0 / layout.local_ranks, 1.0 / layout.world_size])
+        pieces = self.pieces.reshape((1, -1) + (1,) * (values.ndim - 3))
+        return np.asarray(np.einsum("top...,p->to...", values, share) * pieces, dtype=np.float64)
+
+    def extremes(self, values: Float64Array, layout: RankLayout) -> tuple[Float64Array, Float64Array]:
+        """Return (least, most) float64[T, O, ...] of float64[T, O, 4, ...] that some rank has of all pieces.
+
+        The most counts one piece at its busiest rank, the others where they are least.
+        """
+        every, node, rail, rank = (values[:, :, part] for part in Part)
+        at = [every + node + rail + rank]
+        if layout.local_ranks > 1:
+            at.append(every + node)
+        if layout.nodes > 1:
+            at.append(every + rail)
+        if layout.nodes > 1 and layout.local_ranks > 1:
+            at.append(every)
+        least, most = np.minimum.reduce(at), np.maximum.reduce(at)
+        pieces = self.pieces.reshape((1, -1) + (1,) * (values.ndim - 3))
+        return least * pieces, most + (pieces - 1) * least

@@ -1,0 +1,214 @@
+"""Decide home rule and answer of every table: relaxation, rounding, local search, and what the result may miss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import PlanError
+from flexd.core.layout import RankLayout
+from flexd.planner.solver.busiest import missed_share
+from flexd.planner.tables.local_search import LiveTables, LocalSearch
+from flexd.planner.tables.options import Answer, HomeRule, TableOptions
+from flexd.planner.tables.rank_loads import Pieces, RankLoads
+from flexd.planner.tables.relaxation import Relaxation, relax
+from flexd.planner.tables.rounding import pieces_of, round_shares
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+_ROUNDINGS = 4
+EVALUATIONS = 6000
+"""Of the local search around the rounded relaxation."""
+
+
+@dataclass(frozen=True)
+class TablePlacement:
+    """A home rule and an answer for every table.
+
+    Attributes:
+        pieces: of all tables, in their order.
+        seconds: of a step, of the busiest rank phase by phase, with fixed seconds and those of moving tables.
+        bound_seconds: no placement takes less.
+        spread_seconds: of the first option for every table.
+        live_seconds: of the live placement; None if none was given.
+        loads: float64[K, W], by axis.
+        memory_bytes: float64[W].
+    """
+
+    tables: TableOptions
+    layout: RankLayout
+    pieces: Pieces
+    seconds: float
+    bound_seconds: float
+    spread_seconds: float
+    live_seconds: float | None
+    loads: Float64Array
+    memory_bytes: Float64Array
+
+    @property
+    def gap(self) -> float:
+        """Largest share of the largest possible saving, against the first option for all, that this misses: 0 to 1."""
+        return missed_share(self.seconds, self.spread_seconds, self.bound_seconds)
+
+    @property
+    def balance(self) -> float:
+        """Least over most, of the ranks' seconds of all phases together (AutoShard's measure): 0 to 1."""
+        of_rank = self.tables.axis_seconds @ self.loads
+        return float(of_rank.min() / of_rank.max()) if of_rank.max() > 0 else 1.0
+
+    def option_of_tables(self) -> Int64Array:
+        """Return int64[T]."""
+        first = np.searchsorted(self.pieces.table, np.arange(len(self.tables.names)))
+        return self.pieces.option[first]
+
+    def rules(self) -> list[tuple[str, Answer]]:
+        """Return (rule, answer) of each table: "all", "node:3", "rank:12", "columns:4,12", "copies"."""
+        result = []
+        starts = np.searchsorted(self.pieces.table, np.arange(len(self.tables.names) + 1))
+        for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+            option = self.tables.options[int(self.pieces.option[first])]
+            places = ",".join(str(place) for place in self.pieces.place[first:end].tolist())
+            placed = option.rule not in (HomeRule.ALL, HomeRule.COPIES)
+            result.append((f"{option.rule}:{places}" if placed else str(option.rule), option.answer))
+        return result
+
+
+def place_tables(
+    tables: TableOptions,
+    layout: RankLayout,
+    memory_bytes: float | Float64Array,
+    live: LiveTables | None = None,
+    evaluations: int = EVALUATIONS,
+) -> TablePlacement:
+    """Return the placement of the shortest step that was found; deterministic.
+
+    Candidates are the rounded relaxation with all answers and with rows alone, the first option for every table, and
+    the live placement, each but the plain ones improved by moves of single tables.
+
+    Args:
+        memory_bytes: of a rank, or float64[W] of each, for the rows and optimizer state of these tables.
+        live: what the ranks have now.
+        evaluations: of single moves in each local search.
+
+    Raises:
+        PlanError: no placement within the memory was found.
+    """
+    capacity = np.broadcast_to(np.asarray(memory_bytes, dtype=np.float64), (layout.world_size,)).copy()
+    if not (np.isfinite(capacity).all() and (capacity > 0).all()):
+        raise PlanError(f"memory of a rank: {memory_bytes!r}", remedy="give bytes above 0")
+    return _Solver(tables, layout, capacity, live, evaluations).solve()
+
+
+@dataclass
+class _Solver:
+    tables: TableOptions
+    layout: RankLayout
+    capacity: Float64Array
+    live: LiveTables | None
+    evaluations: int
+
+    def solve(self) -> TablePlacement:
+        count = len(self.tables.names)
+        spread = pieces_of(self.tables, np.zeros(count, np.int64))
+        candidates = [spread]
+        if self.live is not None:
+            now = Pieces(np.arange(count), self.live.option, self.live.place)
+            candidates += [now, self._search(now, self.tables, self.evaluations)]
+        even = self._even()
+        if even.any():
+            candidates.append(self._search(pieces_of(self.tables, even), self.tables, self.evaluations))
+        bounds = []
+        for tables, fixed in self._restricted():
+            relaxed = relax(self._with_moves(tables), self.layout, self.capacity)
+            bounds.append(relaxed.bound_seconds + fixed)
+            if relaxed.shares.any() and (relaxed.shares[:, 0] < 1 - 1e-9).any():
+                candidates.append(self._rounded(tables, relaxed))
+        priced = [self.seconds(pieces) for pieces in candidates]
+        best = int(np.argmin(priced))
+        if not np.isfinite(priced[best]):
+            raise PlanError(
+                f"{count} tables of {self._least_memory() / 1e9:.1f} GB find no place within the memory of "
+                f"{self.layout.world_size} ranks, {float(self.capacity.sum()) / 1e9:.1f} GB",
+                remedy="give more memory or more ranks, or allow tables to be spread over all ranks",
+            )
+        loads = RankLoads.of(self.tables, self.layout, self.capacity, candidates[best]).total
+        flat = loads.reshape(len(loads), -1)
+        moving = self.live is not None
+        return TablePlacement(
+            self.tables,
+            self.layout,
+            candidates[best],
+            priced[best],
+            min(min(bounds), priced[best]),
+            self.seconds(spread, check_memory=False),
+            self.seconds(candidates[1], check_memory=False) if moving else None,
+            flat[:-1],
+            flat[-1],
+        )
+
+    def _even(self) -> Int64Array:
+        """int64[T]: of the options that load all ranks alike the one of least time."""
+        tables = self.tables
+        alike = np.array([option.rule is HomeRule.ALL for option in tables.options])
+        alike[0] = True
+        seconds = tables.mean(tables.loads, self.layout) @ tables.axis_seconds + tables.extra_seconds
+        return np.asarray(np.where(tables.allowed & alike, seconds, np.inf).argmin(axis=1), dtype=np.int64)
+
+    def _rounded(self, tables: TableOptions, relaxed: Relaxation) -> Pieces:
+        """Round towards targets that move to what was reached: where no placement reaches the relaxation's, the axes
+        that can still be lowered must decide."""
+        rounded: list[tuple[float, int, Pieces]] = []
+        near = relaxed
+        for number in range(_ROUNDINGS):
+            placed = round_shares(tables, self.layout, self.capacity, near)
+            found = self._search(placed, tables, self.evaluations // _ROUNDINGS)
+            rounded.append((self.seconds(found), number, found))
+            most = RankLoads.of(tables, self.layout, self.capacity, placed).axis_targets()
+            near = replace(near, target=0.5 * (near.target + np.maximum(most, relaxed.target)))
+        return self._search(min(rounded)[2], tables, self.evaluations)
+
+    def seconds(self, pieces: Pieces, *, check_memory: bool = True) -> float:
+        """Return the seconds of a step, inf if memory does not suffice."""
+        loads = RankLoads.of(self.tables, self.layout, self.capacity, pieces)
+        if check_memory and loads.over_memory() > 1e-9 * float(self.capacity.sum()):
+            return float("inf")
+        extra = self.tables.extra_seconds[pieces.table, pieces.option] / self.tables.pieces[pieces.option]
+        moved = 0.0
+        if self.live is not None:
+            at = pieces.table
+            other = (pieces.option != self.live.option[at]) | (pieces.place != self.live.place[at])
+            first = np.append(True, at[1:] != at[:-1])
+            moved = float(self.live.move_seconds[at[other & first]].sum())
+        used = {self.tables.options[option].answer for option in np.unique(pieces.option)}
+        fixed = sum(seconds for answer, seconds in self.tables.answer_seconds if answer in used)
+        return loads.seconds() + float(extra.sum()) + moved + fixed
+
+    def _restricted(self) -> Sequence[tuple[TableOptions, float]]:
+        """(tables with fewer options allowed, fixed seconds of what they allow)."""
+        fixed = {answer: seconds for answer, seconds in self.tables.answer_seconds if seconds > 0}
+        result = [(self.tables, sum(fixed.values()))]
+        for answer in fixed:
+            # A table that is held by every rank has no answer of either kind.
+            other = np.array([option.answer is not answer for option in self.tables.options])
+            allowed = self.tables.allowed & other
+            if allowed[:, 0].all():
+                rest = sum(seconds for name, seconds in fixed.items() if name is not answer)
+                result.append((replace(self.tables, allowed=allowed), rest))
+        return result
+
+    def _with_moves(self, tables: TableOptions) -> TableOptions:
+        if self.live is None:
+            return tables
+        other = np.arange(len(tables.options)) != self.live.option[:, None]
+        return replace(tables, extra_seconds=tables.extra_seconds + other * self.live.move_seconds[:, None])
+
+    def _search(self, pieces: Pieces, tables: TableOptions, evaluations: int) -> Pieces:
+        return LocalSearch(tables, self.layout, self.capacity, pieces, evaluations, self.live).run()
+
+    def _least_memory(self) -> float:
+        memory = self.tables.mean(self.tables.memory_bytes, self.layout) * self.layout.world_size
+        return float(np.where(self.tables.allowed, memory, np.inf).min(axis=1).sum())

@@ -1,0 +1,61 @@
+"""Exact maxima of every place, against loads added up anew."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.layout import RankLayout
+from flexd.planner.tables.rank_loads import Pieces, RankLoads
+from tests.planner.tables.cases import options_of
+
+LAYOUTS = [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(1, 1), RankLayout(2, 3)]
+
+
+def drawn(seed: int, layout: RankLayout) -> tuple[RankLoads, Pieces]:
+    rng = np.random.default_rng(seed)
+    tables = options_of(seed, 6, layout)
+    option = np.array([rng.choice(np.flatnonzero(allowed)) for allowed in tables.allowed])
+    place = np.array([rng.integers(0, tables.options[o].places(layout)) for o in option])
+    pieces = Pieces(np.arange(6), option, place)
+    return RankLoads.of(tables, layout, np.full(layout.world_size, 1.5e6), pieces), pieces
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), layout=st.sampled_from(LAYOUTS))
+def test_adding_and_taking_away_is_what_is_added_up_anew(seed, layout):
+    loads, pieces = drawn(seed, layout)
+    one_by_one = RankLoads(loads.tables, layout, np.full(layout.world_size, 1.5e6))
+    for piece in zip(pieces.table.tolist(), pieces.option.tolist(), pieces.place.tolist(), strict=True):
+        one_by_one.add(*piece)
+    np.testing.assert_allclose(one_by_one.total, loads.total, rtol=1e-9, atol=1e-6)
+    for piece in zip(pieces.table.tolist(), pieces.option.tolist(), pieces.place.tolist(), strict=True):
+        one_by_one.add(*piece, -1.0)
+    np.testing.assert_allclose(one_by_one.total, 0.0, atol=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), layout=st.sampled_from(LAYOUTS))
+def test_seconds_at_every_place_are_those_of_the_placement(seed, layout):
+    loads, _ = drawn(seed, layout)
+    around = loads.surroundings()
+    for option in np.flatnonzero(loads.tables.allowed[0]).tolist():
+        predicted = loads.seconds_at(0, option, around)
+        assert len(predicted) == loads.tables.options[option].places(layout)
+        for place, seconds in enumerate(predicted.tolist()):
+            before = loads.total[-1].copy()
+            loads.add(0, option, place)
+            holds = loads.total[-1] > before
+            fits = bool((loads.total[-1] <= loads.capacity)[holds].all())
+            assert seconds == (pytest.approx(loads.seconds(), rel=1e-9) if fits else np.inf)
+            loads.add(0, option, place, -1.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_what_is_sent_is_received(layout):
+    loads, _ = drawn(1, layout)
+    exchanged = loads.total[:-3].reshape(-1, 2, layout.world_size).sum(axis=2)
+    np.testing.assert_allclose(exchanged[:, 0], exchanged[:, 1], rtol=1e-9, atol=1e-6)
+    assert (loads.total > -1e-6).all()

@@ -1,0 +1,151 @@
+"""Placements of tables against a full MILP, and what every placement must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.errors import PlanError
+from flexd.core.layout import RankLayout
+from flexd.planner.tables.chain_costs import OPTIONS
+from flexd.planner.tables.local_search import LiveTables
+from flexd.planner.tables.options import Answer, HomeRule, Option, TableOptions
+from flexd.planner.tables.rank_loads import RankLoads
+from flexd.planner.tables.relaxation import relax
+from flexd.planner.tables.solve import TablePlacement, place_tables
+from tests.planner.tables.cases import best_by_milp, options_of
+
+ROOMY = 1e12
+
+
+def price_of(placed: TablePlacement) -> float:
+    """The price of a placement, computed from its texts alone."""
+    tables, layout = placed.tables, placed.layout
+    loads = RankLoads(tables, layout, np.full(layout.world_size, ROOMY))
+    seconds, answers = 0.0, set()
+    for table, (rule, answer) in enumerate(placed.rules()):
+        name, _, places = rule.partition(":")
+        numbers = [int(place) for place in places.split(",")] if places else [0]
+        option = next(
+            at for at, one in enumerate(tables.options)
+            if one.rule == name and one.answer is answer and one.pieces == len(numbers)
+        )  # fmt: skip
+        for place in numbers:
+            loads.add(table, option, place)
+        seconds += float(tables.extra_seconds[table, option])
+        answers.add(answer)
+    fixed = sum(of_answer for answer, of_answer in tables.answer_seconds if answer in answers)
+    return loads.seconds() + seconds + fixed
+
+
+def with_sums_for_nothing(tables: TableOptions) -> TableOptions:
+    return replace(tables, answer_seconds=())
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 1)], ids=str)
+def test_near_the_optimum_of_a_milp_and_the_bound_below_it(seed, layout):
+    tables = with_sums_for_nothing(options_of(seed, 6, layout))
+    memory = 1.3 * float(tables.memory_bytes[:, 0, 0].sum()) + 0.2 * float(tables.memory_bytes[:, -1, -1].max())
+    best = best_by_milp(tables, layout, memory)
+    placed = place_tables(tables, layout, memory)
+    assert placed.bound_seconds <= best * (1 + 1e-6)
+    assert best * (1 - 1e-6) <= placed.seconds <= best * 1.05
+    assert placed.seconds <= placed.spread_seconds
+    assert (placed.memory_bytes <= memory * (1 + 1e-9)).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    layout=st.sampled_from([RankLayout(2, 2), RankLayout(1, 3), RankLayout(3, 2), RankLayout(1, 1)]),
+    room=st.floats(1.0, 4.0),
+)
+def test_a_placement_costs_what_it_says_fits_and_is_no_worse_than_spreading(seed, layout, room):
+    tables = options_of(seed, 9, layout)
+    memory = room * float(tables.memory_bytes[:, 0, 0].sum())
+    placed = place_tables(tables, layout, memory, evaluations=400)
+    assert price_of(placed) == pytest.approx(placed.seconds, rel=1e-9)
+    assert placed.bound_seconds <= placed.seconds <= placed.spread_seconds * (1 + 1e-12)
+    assert 0.0 <= placed.gap <= 1.0
+    assert (placed.memory_bytes <= memory * (1 + 1e-9)).all()
+    answers = {answer for (_, answer), bags in zip(placed.rules(), tables.allowed[:, 1], strict=True) if not bags}
+    assert answers <= {Answer.ROWS}
+    again = place_tables(tables, layout, memory, evaluations=400)
+    assert again.rules() == placed.rules()
+
+
+def test_the_bound_holds_for_drawn_placements():
+    layout, rng = RankLayout(3, 2), np.random.default_rng(0)
+    for seed in range(20):
+        tables = with_sums_for_nothing(options_of(seed, 8, layout))
+        bound = relax(tables, layout, np.full(layout.world_size, ROOMY)).bound_seconds
+        for _ in range(30):
+            loads = RankLoads(tables, layout, np.full(layout.world_size, ROOMY))
+            for table in range(8):
+                option = int(rng.choice(np.flatnonzero(tables.allowed[table])))
+                loads.add(table, option, int(rng.integers(0, tables.options[option].places(layout))))
+            assert bound <= loads.seconds() * (1 + 1e-9)
+
+
+def test_sums_only_if_they_pay_for_their_collectives():
+    layout = RankLayout(2, 2)
+    tables = options_of(3, 8, layout)
+    cheap = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 0.0),)), layout, ROOMY)
+    dear = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 10.0),)), layout, ROOMY)
+    assert Answer.SUMS in {answer for _, answer in cheap.rules()}
+    assert {answer for _, answer in dear.rules()} == {Answer.ROWS}
+    assert dear.bound_seconds >= cheap.bound_seconds
+
+
+def test_a_live_placement_stays_where_moving_costs_more_than_it_saves():
+    layout, count = RankLayout(2, 2), 10
+    tables = options_of(5, count, layout)
+    rank = next(at for at, option in enumerate(tables.options) if option.rule is HomeRule.RANK)
+    now = LiveTables(np.full(count, rank), np.arange(count) % 4, np.full(count, 1.0))
+    stays = place_tables(tables, layout, ROOMY, now)
+    assert [rule for rule, _ in stays.rules()] == [f"rank:{at % 4}" for at in range(count)]
+    assert stays.seconds == stays.live_seconds
+    free = place_tables(tables, layout, ROOMY, replace(now, move_seconds=np.zeros(count)))
+    assert free.seconds < stays.seconds
+    assert free.seconds == pytest.approx(place_tables(tables, layout, ROOMY).seconds, rel=0.02)
+
+
+def test_columns_are_on_ranks_of_their_own():
+    layout = RankLayout(2, 2)
+    whole, cut = Option(HomeRule.RANK, Answer.SUMS), Option(HomeRule.COLUMNS, Answer.SUMS, 4)
+    tables = with_sums_for_nothing(options_of(2, 5, layout, (OPTIONS[0], whole), pooled=1.1))
+    # A piece has a quarter of a whole table.
+    tables = replace(
+        tables,
+        options=(whole, cut),
+        loads=np.stack([tables.loads[:, 1], tables.loads[:, 1] / 4], axis=1),
+        memory_bytes=np.stack([tables.memory_bytes[:, 1], tables.memory_bytes[:, 1] / 4], axis=1),
+    )
+    placed = place_tables(tables, layout, ROOMY)
+    ranks = [rule.partition(":")[2].split(",") for rule, _ in placed.rules() if rule.startswith("columns")]
+    assert ranks
+    assert all(sorted(of_table) == ["0", "1", "2", "3"] for of_table in ranks)
+    assert price_of(placed) == pytest.approx(placed.seconds)
+
+
+def test_what_does_not_fit_is_an_error():
+    tables = options_of(0, 4, RankLayout(2, 2))
+    with pytest.raises(PlanError, match=r"4 tables of .* find no place"):
+        place_tables(tables, RankLayout(2, 2), 0.5 * float(tables.memory_bytes[:, 0, 0].sum()))
+    with pytest.raises(PlanError, match="memory of a rank"):
+        place_tables(tables, RankLayout(2, 2), 0.0)
+
+
+def test_ranks_with_less_memory_get_less():
+    layout = RankLayout(2, 2)
+    tables = options_of(4, 12, layout, tuple(o for o in OPTIONS if o.rule is HomeRule.RANK))
+    total = float(tables.memory_bytes[:, 0, 3].sum())
+    largest = float(tables.memory_bytes[:, 0, 3].max())
+    memory = np.array([0.1 * largest, largest + total, largest + total, largest + total])
+    placed = place_tables(tables, layout, memory)
+    assert (placed.memory_bytes <= memory).all()
