@@ -46,20 +46,20 @@ def with_sums_for_nothing(tables: TableOptions) -> TableOptions:
     return replace(tables, answer_seconds=())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 1)], ids=str)
 def test_near_the_optimum_of_a_milp_and_the_bound_below_it(seed, layout):
     tables = with_sums_for_nothing(options_of(seed, 6, layout))
     memory = 1.3 * float(tables.memory_bytes[:, 0, 0].sum()) + 0.2 * float(tables.memory_bytes[:, -1, -1].max())
     best = best_by_milp(tables, layout, memory)
-    placed = place_tables(tables, layout, memory)
+    placed = place_tables(tables, layout, memory, evaluations=1500)
     assert placed.bound_seconds <= best * (1 + 1e-6)
     assert best * (1 - 1e-6) <= placed.seconds <= best * 1.05
     assert placed.seconds <= placed.spread_seconds
     assert (placed.memory_bytes <= memory * (1 + 1e-9)).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     layout=st.sampled_from([RankLayout(2, 2), RankLayout(1, 3), RankLayout(3, 2), RankLayout(1, 1)]),
@@ -95,8 +95,8 @@ def test_the_bound_holds_for_drawn_placements():
 def test_sums_only_if_they_pay_for_their_collectives():
     layout = RankLayout(2, 2)
     tables = options_of(3, 8, layout)
-    cheap = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 0.0),)), layout, ROOMY)
-    dear = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 10.0),)), layout, ROOMY)
+    cheap = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 0.0),)), layout, ROOMY, evaluations=400)
+    dear = place_tables(replace(tables, answer_seconds=((Answer.SUMS, 10.0),)), layout, ROOMY, evaluations=400)
     assert Answer.SUMS in {answer for _, answer in cheap.rules()}
     assert {answer for _, answer in dear.rules()} == {Answer.ROWS}
     assert dear.bound_seconds >= cheap.bound_seconds
@@ -107,12 +107,12 @@ def test_a_live_placement_stays_where_moving_costs_more_than_it_saves():
     tables = options_of(5, count, layout)
     rank = next(at for at, option in enumerate(tables.options) if option.rule is HomeRule.RANK)
     now = LiveTables(np.full(count, rank), np.arange(count) % 4, np.full(count, 1.0))
-    stays = place_tables(tables, layout, ROOMY, now)
+    stays = place_tables(tables, layout, ROOMY, now, 400)
     assert [rule for rule, _ in stays.rules()] == [f"rank:{at % 4}" for at in range(count)]
     assert stays.seconds == stays.live_seconds
-    free = place_tables(tables, layout, ROOMY, replace(now, move_seconds=np.zeros(count)))
+    free = place_tables(tables, layout, ROOMY, replace(now, move_seconds=np.zeros(count)), 1500)
     assert free.seconds < stays.seconds
-    assert free.seconds == pytest.approx(place_tables(tables, layout, ROOMY).seconds, rel=0.02)
+    assert free.seconds == pytest.approx(place_tables(tables, layout, ROOMY, evaluations=1500).seconds, rel=0.02)
 
 
 def test_columns_are_on_ranks_of_their_own():
@@ -126,7 +126,7 @@ def test_columns_are_on_ranks_of_their_own():
         loads=np.stack([tables.loads[:, 1], tables.loads[:, 1] / 4], axis=1),
         memory_bytes=np.stack([tables.memory_bytes[:, 1], tables.memory_bytes[:, 1] / 4], axis=1),
     )
-    placed = place_tables(tables, layout, ROOMY)
+    placed = place_tables(tables, layout, ROOMY, evaluations=400)
     ranks = [rule.partition(":")[2].split(",") for rule, _ in placed.rules() if rule.startswith("columns")]
     assert ranks
     assert all(sorted(of_table) == ["0", "1", "2", "3"] for of_table in ranks)
@@ -147,5 +147,5 @@ def test_ranks_with_less_memory_get_less():
     total = float(tables.memory_bytes[:, 0, 3].sum())
     largest = float(tables.memory_bytes[:, 0, 3].max())
     memory = np.array([0.1 * largest, largest + total, largest + total, largest + total])
-    placed = place_tables(tables, layout, memory)
+    placed = place_tables(tables, layout, memory, evaluations=1500)
     assert (placed.memory_bytes <= memory).all()
