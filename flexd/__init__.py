@@ -95,6 +95,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "affinity":
+        return import_module("flexd.affinity")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'flexd' has no attribute {name!r}")

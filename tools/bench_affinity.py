@@ -1,13 +1,18 @@
 """Rows and bytes between nodes with homes and dealing by affinity, over the chain's on the same global batches.
 
-    python tools/bench_affinity.py [--trace ask_ubuntu.npz] [--trace online_retail.npz] [--quick] [--json]
+    python tools/bench_affinity.py [--trace ask_ubuntu.npz] [--trace online_retail.npz] [--quick] [--no-exchange]
 
-A simulation: what crosses is counted, nothing is exchanged. Homes are learnt on up to 40 global batches before the
-middle of the samples and judged on up to 8 after it. A sample of a trace is a bag (array ``sample``), a user's next 32
-events (``user``), or 32 events of the stream; none overlaps another. Made up: 64 groups of 100 rows, 16 rows of a
-sample of which 95 % are of its group; uniform traffic over 100,000 rows; large batches of a catalogue of 200 rows.
-A row that crosses is 64 float32, its gradient and ids: 520 bytes; a shipped sample 64 bytes and 4 an id. Where the
-choice says "not here" the chain goes on as it is. ``planted`` beside the planted groups is what the planted homes send.
+By real exchange: four gloo processes as 2 nodes of 2 ranks train the same global batches (32 samples a rank) with the
+chain, with ``flexd.prefetch(deal=True)``, and with a loader that deals (``flexd.affinity.NodeSampler``); homes are
+where the rule puts them. Every byte that leaves a node is counted, and losses are compared.
+
+By simulation: what crosses is counted, nothing is exchanged, homes are moved. Homes are learnt on up to 40 global
+batches before the middle of the samples and judged on up to 8 after it. A sample of a trace is a bag (array
+``sample``), a user's next 32 events (``user``), or 32 events of the stream; none overlaps another. Made up: 64 groups
+of 100 rows, 16 rows of a sample of which 95 % are of its group; uniform traffic over 100,000 rows; large batches of a
+catalogue of 200 rows. A row that crosses is 64 float32, its gradient and ids: 520 bytes; a shipped sample 64 bytes and
+4 an id. Where the choice says "not here" the chain goes on as it is. ``planted`` beside the planted groups is what the
+planted homes send.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import affinity_ranks
 import numpy as np
 import numpy.typing as npt
 from bench_report import check, ending
@@ -29,6 +35,7 @@ from flexd.planner.affinity.traffic import WireBytes, choose_affinity, rule_node
 
 Int64Array = npt.NDArray[np.int64]
 LOCAL_RANKS, WINDOW, JUDGED, LENGTH = 8, 40, 8, 32
+PER_RANK = 32
 GROUPS, GROUP_ROWS = 64, 100
 WIRE = WireBytes(row=520.0)
 TARGETS = {"ask_ubuntu": (0.78, 0.70), "online_retail": (0.95, 0.95)}
@@ -115,6 +122,20 @@ def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64A
     return figures
 
 
+def exchanged(samples: SampleRows, batches: int) -> dict[str, Any]:
+    """Return the figures of the real exchange."""
+    return affinity_ranks.run(affinity_ranks.Work.of(samples, RankLayout(2, 2), PER_RANK, batches))
+
+
+def checks_of_exchange(workload: str, of: dict[str, Any]) -> list[dict[str, Any]]:
+    shipped, loader = TARGETS.get(workload, (1 + LOSS, 1 + LOSS))
+    return [
+        check(f"{workload}, exchanged: bytes", of["dealt"], f"<= {shipped}", of["dealt"] <= shipped),
+        check(f"{workload}, exchanged: loader", of["loader"], f"<= {loader}", of["loader"] <= loader),
+        check(f"{workload}, exchanged: losses", of["loss_difference"], "<= 1e-5", of["loss_difference"] <= 1e-5),
+    ]
+
+
 def checks_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     checks = []
     for name, of in figures.items():
@@ -138,6 +159,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE.npz")
     parser.add_argument("--quick", action="store_true", help="2 nodes, 64 samples each")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--no-exchange", action="store_true", help="simulate alone")
     options = parser.parse_args()
     settings = [(2, 64)] if options.quick else [(nodes, each) for nodes in (2, 4, 8) for each in (64, 512)]
     groups, group_of_key = planted(60_000)
@@ -150,6 +172,18 @@ def main() -> int:
         "catalogue": (uniform_samples(200, 60_000, 32), None),
     }
     figures: dict[str, Any] = {}
+    real, checks = {}, []
+    if not options.no_exchange:
+        print(f"{'2 nodes x 2 ranks, exchanged':36s}  dealt loader samples  codes shipped")
+        for workload, (samples, _) in made.items():
+            few = 8 if options.quick else 24
+            real[workload] = of = exchanged(samples, 24 if workload == "catalogue" else few)
+            checks += checks_of_exchange(workload, of)
+            print(
+                f"{workload:36s}{of['dealt']:7.3f}{of['loader']:7.3f}{of['shipped_bytes']:8.3f}{of['id_bytes']:7.3f}"
+                f"{of['shipped']:8.3f}",
+                flush=True,
+            )
     print(f"{'':36s}{'rows':>7s}{'bytes':>7s}{'loader':>7s}{'planted':>8s}{'learn us':>9s}{'deal us':>8s}  says")
     for workload, (samples, groups_of) in made.items():
         for nodes, per_node in settings:
@@ -163,7 +197,8 @@ def main() -> int:
                     f"{of['deal_and_count_us_a_sample']:8.1f}  {'pays' if of['pays'] else 'not here'}",
                     flush=True,
                 )
-    return ending(figures, checks_of(figures), as_json=options.json)
+    checks += checks_of(figures)
+    return ending({"exchanged": real, **figures}, checks, as_json=options.json)
 
 
 if __name__ == "__main__":

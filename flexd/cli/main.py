@@ -10,6 +10,7 @@ import typer
 
 from flexd.cli import (
     advise_command,
+    affinity_command,
     attempt_commands,
     config_commands,
     daemon_commands,
@@ -57,6 +58,7 @@ app.command("replan")(plan_commands.replan)
 app.command("proposals")(plan_commands.proposals)
 app.command("apply")(plan_commands.apply)
 app.command("throttle")(throttle_command.throttle)
+app.add_typer(affinity_command.affinity, name="affinity")
 app.command("history")(migration_commands.history)
 app.command("abort")(migration_commands.abort)
 app.add_typer(migration_commands.app, name="migrations")

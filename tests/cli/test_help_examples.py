@@ -23,6 +23,7 @@ from tests.support.repository import ROOT as REPOSITORY
 SMALLER = {
     "simulate": ["--steps", "8", "--batch", "4", "--history", "2"],
     "advise": ["--steps", "8", "--batch", "4", "--history", "2", "--nodes", "1", "--local-ranks", "2"],
+    "affinity": ["--batch", "8", "--history", "4"],
 }
 """Options that make a long example short."""
 PARSED_ONLY = {
@@ -70,6 +71,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     np.savez(
         tmp_path / "events.npz", row=rows, ts=np.arange(len(rows)) + 1.7e9, table_rows=np.array([100_000]),
         table_names=np.array(["items"]),
+    )  # fmt: skip
+    np.savez(
+        tmp_path / "purchases.npz", row=rows, ts=np.arange(len(rows)) + 1.7e9, user=np.arange(len(rows)) // 10,
+        table_rows=np.array([100_000]), table_names=np.array(["items"]),
     )  # fmt: skip
     config = load_config(Path("configs/laptop.yaml"))
     sketches = SketchSet.of(config.keyspace().tables, sketch_settings(config))

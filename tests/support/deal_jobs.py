@@ -132,3 +132,27 @@ def uneven(rank: int, layout: RankLayout, batches: list[int]) -> tuple[int, str]
     except flexd.core.errors.EmbeddingError as error:
         text = str(error)
     return steps, text
+
+
+def sampled(rank: int, layout: RankLayout, batch_size: int, epochs: int) -> dict[str, Any]:
+    """Return the indices that this rank reads in each epoch, and the bytes a step sends dealt and undealt."""
+    everything = groups_of_rows(0, 0, 200)
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 160, 32)], layout=layout)
+    sampler = flexd.affinity.NodeSampler(everything.features, collection, batch_size, seed=3)
+    indices = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        indices.append(list(sampler))
+    ids = torch.split(everything.features["item"].values, everything.features["item"].lengths.tolist())
+    size = batch_size * layout.world_size
+    order = np.random.default_rng([3, 0]).permutation(200)
+    undealt = [order[at * size : (at + 1) * size][rank :: layout.world_size].tolist() for at in range(len(sampler))]
+    sent = []
+    for batches in (undealt, indices[0]):
+        before = collection.traffic.totals()["all_to_all_inter_bytes"]
+        for chosen in batches:
+            values = torch.cat([ids[at] for at in chosen])
+            collection({"item": Jagged(values, torch.tensor([len(values)]))})["item"].values.sum().backward()
+            collection.optimizer.step()
+        sent.append(collection.traffic.totals()["all_to_all_inter_bytes"] - before)
+    return {"indices": indices, "undealt": undealt, "length": len(sampler), "sent": sent}

@@ -43,11 +43,12 @@ class DealtTotals:
 
 class DealPacing:
     """Judges trials of some dealt batches; one that saves too little is followed by a pause, twice as long each time.
+    A trial ends early where it has cost more than it saved.
 
     Every rank judges the same totals, so all pause at the same batch.
 
     Args:
-        trial: dealt batches that are judged together.
+        trial: dealt batches that are judged together, at most.
         min_saving: share of the bytes of rows between nodes that a trial must save.
         first_pause, longest_pause: batches.
     """
@@ -68,7 +69,7 @@ class DealPacing:
     def judge(self, totals: DealtTotals) -> None:
         """Begin a pause if the last trial is over and did not pay."""
         trial = totals.since(self._judged)
-        if trial.dealt_batches < self._trial:
+        if trial.dealt_batches < self._trial and trial.saved_bytes > 0:
             return
         self._judged = totals.copy()
         if trial.saved_bytes >= self._min_saving * trial.row_bytes_before:

@@ -29,6 +29,7 @@ from flexd.embedding.affinity.deal_pacing import DealPacing, DealtTotals
 from flexd.embedding.affinity.row_codes import RowCodes, SampleKeys
 from flexd.embedding.affinity.sample_blocks import BlockLayout, SampleBlocks
 from flexd.embedding.affinity.sample_parts import SampleParts
+from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.features import FeatureKeys
 from flexd.embedding.jagged import Jagged
@@ -62,11 +63,13 @@ class RowPrices:
     row_bytes: Int64Array
 
     @staticmethod
-    def of(
-        dims: Sequence[int], wire: Sequence[torch.dtype], first_addresses: Sequence[int], end_address: int
-    ) -> RowPrices:
-        each = [2 * dim * dtype.itemsize + _ID_BYTES for dim, dtype in zip(dims, wire, strict=True)]
-        return RowPrices(np.array(first_addresses), end_address, np.array(each))
+    def of_engine(engine: RowEngine) -> RowPrices:
+        """Return the prices of rows and gradients as they travel in this job."""
+        groups = engine.homes.groups
+        each = [
+            2 * group.dim * dtype.itemsize + _ID_BYTES for group, dtype in zip(groups, engine.router.wire, strict=True)
+        ]
+        return RowPrices(np.array([group.first_key for group in groups]), groups[-1].end_key, np.array(each))
 
     def group_of(self, addresses: Int64Array) -> Int64Array:
         return np.searchsorted(self.first_addresses, addresses, side="right") - 1

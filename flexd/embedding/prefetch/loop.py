@@ -117,18 +117,10 @@ class Prefetch(Generic[Batch]):
         return _Ahead(batch, self._next_batch(batch))
 
     def _dealer(self, run_ahead: RunAhead) -> Dealer:
-        engine, layout = self._collection.engine, self._collection.layout
-        groups = engine.homes.groups
-        prices = RowPrices.of(
-            [group.dim for group in groups],
-            engine.router.wire,
-            [group.first_key for group in groups],
-            groups[-1].end_key,
-        )
         dealer = Dealer(
             run_ahead.groups,
-            prices,
-            layout.home_node,
+            RowPrices.of_engine(self._collection.engine),
+            self._collection.layout.home_node,
             lambda batch: self._collection.resolve(self._features(batch)),
             self._collection.device,
         )

@@ -16,7 +16,7 @@ def run(saves: list[bool], pacing: DealPacing) -> list[int]:
         dealt.append(batch)
         totals.dealt_batches += 1
         totals.row_bytes_before += 100
-        totals.row_bytes_after += 80 if pays else 99
+        totals.row_bytes_after += 80 if pays else 98
         totals.id_bytes += 1
         pacing.judge(totals)
     return dealt
@@ -34,3 +34,13 @@ def test_dealing_that_does_not_pay_pauses_ever_longer_and_is_tried_again() -> No
 def test_dealing_goes_on_when_it_begins_to_pay() -> None:
     dealt = run([False] * 10 + [True] * 30, DealPacing(trial=2, first_pause=10))
     assert dealt == [0, 1, *range(12, 40)]
+
+
+def test_a_trial_ends_when_it_has_cost_more_than_it_saved() -> None:
+    totals, pacing = DealtTotals(), DealPacing(trial=4, first_pause=10)
+    totals.batches = totals.dealt_batches = 1
+    totals.row_bytes_before = totals.row_bytes_after = 100
+    pacing.judge(totals)
+    assert not pacing.deals(totals)
+    totals.batches = 11
+    assert pacing.deals(totals)

@@ -1,0 +1,81 @@
+"""The node of each user, as ``flexd affinity learn`` writes it and producers and loaders read it."""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import ConfigError
+
+Int64Array = npt.NDArray[np.int64]
+
+_FORMAT = "flexd node map 1"
+
+
+@dataclass(frozen=True)
+class NodeMap:
+    """Users and the nodes in which their samples are best trained.
+
+    Attributes:
+        ids: int64 [users], ascending.
+        nodes_of: int64 [users].
+        nodes: number of nodes.
+
+    Raises:
+        ConfigError: the arrays do not fit one another, or name a node that there is not.
+    """
+
+    ids: Int64Array
+    nodes_of: Int64Array
+    nodes: int
+
+    def __post_init__(self) -> None:
+        fits = self.ids.ndim == 1 and self.ids.shape == self.nodes_of.shape and self.nodes >= 1
+        if not fits or (np.diff(self.ids) <= 0).any():
+            raise ConfigError(
+                f"a node map of ids {self.ids.shape} and nodes {self.nodes_of.shape}, or ids that do not ascend",
+                remedy="write it with flexd affinity learn",
+            )
+        if len(self.nodes_of) and not 0 <= self.nodes_of.min() <= self.nodes_of.max() < self.nodes:
+            raise ConfigError(
+                f"a node map of {self.nodes} nodes names nodes {self.nodes_of.min()} to {self.nodes_of.max()}",
+                remedy="write it with flexd affinity learn",
+            )
+
+    def node_of(self, ids: npt.ArrayLike) -> Int64Array:
+        """Return int64 [n]: the node of each user of any integers [n]; of an unknown one ``id % nodes``."""
+        wanted = np.asarray(ids).astype(np.int64)
+        unknown = wanted % self.nodes
+        if not len(self.ids):
+            return unknown
+        at = np.minimum(np.searchsorted(self.ids, wanted), len(self.ids) - 1)
+        return np.where(self.ids[at] == wanted, self.nodes_of[at], unknown)
+
+    def save(self, path: str | Path) -> None:
+        """Write an npz file."""
+        with Path(path).open("wb") as file:
+            np.savez_compressed(
+                file, format=np.array(_FORMAT), ids=self.ids, nodes_of=self.nodes_of.astype(np.uint16),
+                nodes=np.array(self.nodes),
+            )  # fmt: skip
+
+    @staticmethod
+    def load(path: str | Path) -> NodeMap:
+        """Read a file of ``save``.
+
+        Raises:
+            ConfigError: it cannot be read, or is another kind of file.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                if str(file["format"]) != _FORMAT:
+                    raise KeyError(str(file["format"]))
+                return NodeMap(file["ids"], file["nodes_of"].astype(np.int64), int(file["nodes"]))
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+            raise ConfigError(
+                f"{path} is no node map: {error}", remedy="write one with flexd affinity learn --users-to FILE"
+            ) from error

@@ -1,0 +1,46 @@
+"""Node maps: saved, read, and looked up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.errors import ConfigError
+from flexd.core.node_map import NodeMap
+
+
+@given(known=st.dictionaries(st.integers(-50, 2**40), st.integers(0, 6)), wanted=st.lists(st.integers(-60, 60)))
+@settings(max_examples=50, deadline=None)
+def test_users_are_in_the_nodes_of_the_map_and_others_by_their_id(known: dict[int, int], wanted: list[int]) -> None:
+    ids = np.array(sorted(known), dtype=np.int64)
+    node_map = NodeMap(ids, np.array([known[one] for one in ids.tolist()], dtype=np.int64), 7)
+    assert node_map.node_of(wanted).tolist() == [known.get(one, one % 7) for one in wanted]
+
+
+def test_a_saved_map_is_read_again(tmp_path: Path) -> None:
+    node_map = NodeMap(np.array([3, 9]), np.array([1, 0]), 2)
+    node_map.save(tmp_path / "nodes.npz")
+    read = NodeMap.load(tmp_path / "nodes.npz")
+    assert (read.ids.tolist(), read.nodes_of.tolist(), read.nodes) == ([3, 9], [1, 0], 2)
+    assert read.nodes_of.dtype == np.int64
+
+
+@pytest.mark.parametrize("kind", ["missing", "text", "arrays"])
+def test_another_file_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "nodes.npz"
+    if kind == "text":
+        path.write_text("nodes")
+    if kind == "arrays":
+        np.savez(path, ids=np.arange(3))
+    with pytest.raises(ConfigError, match=r"nodes\.npz is no node map"):
+        NodeMap.load(path)
+
+
+@pytest.mark.parametrize(("ids", "nodes_of"), [([1, 1], [0, 0]), ([1, 2], [0]), ([1], [2]), ([1], [-1])])
+def test_maps_that_do_not_fit_are_refused(ids: list[int], nodes_of: list[int]) -> None:
+    with pytest.raises(ConfigError, match="a node map of"):
+        NodeMap(np.array(ids), np.array(nodes_of), 2)

@@ -1,0 +1,140 @@
+"""Trains the same global batches with the chain, with dealt samples, and with a loader that deals; counts the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import flexd
+from flexd.affinity import NodeSampler
+from flexd.core.layout import RankLayout
+from flexd.demo.ports import free_ports
+from flexd.embedding.jagged import Jagged
+from flexd.planner.affinity.sample_rows import SampleRows
+
+DENSE = 14
+"""Float32 features of a sample beside its ids, a label and a number: 64 bytes with its length."""
+DIM = 64
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Samples, in the order of the global batches.
+
+    Attributes:
+        offsets, rows: of each sample, as ``SampleRows``.
+        table_rows: rows of the table.
+    """
+
+    offsets: np.ndarray
+    rows: np.ndarray
+    table_rows: int
+    layout: RankLayout
+    per_rank: int
+
+    @staticmethod
+    def of(samples: SampleRows, layout: RankLayout, per_rank: int, batches: int) -> Work:
+        """Take global batches from the middle of the samples on."""
+        size = layout.world_size * per_rank
+        first = len(samples) // size // 2 * size
+        chosen = samples.select(np.arange(first, min(len(samples) // size * size, first + batches * size)))
+        return Work(chosen.offsets, samples.keys[chosen.rows], int(samples.keys.max()) + 1, layout, per_rank)
+
+    @property
+    def batches(self) -> int:
+        return (len(self.offsets) - 1) // (self.layout.world_size * self.per_rank)
+
+    def features(self, chosen: np.ndarray) -> dict[str, Jagged]:
+        lengths = self.offsets[chosen + 1] - self.offsets[chosen]
+        ids = [self.rows[self.offsets[at] : self.offsets[at + 1]] for at in chosen]
+        values = np.concatenate([np.empty(0, dtype=np.int64), *ids])
+        return {"item": Jagged(torch.from_numpy(values.astype(np.int32)), torch.from_numpy(lengths.astype(np.int32)))}
+
+    def batch(self, chosen: np.ndarray) -> Batch:
+        number = torch.from_numpy(np.asarray(chosen))
+        dense = torch.cos(number.unsqueeze(1) * torch.arange(1, DENSE + 1)).float()
+        return {"features": self.features(np.asarray(chosen)), "dense": dense, "number": number.to(torch.int32)}
+
+    def read_by(self, rank: int) -> Iterator[np.ndarray]:
+        """Yield the samples of a rank: each global batch is read by the ranks in turn."""
+        size = self.layout.world_size * self.per_rank
+        for number in range(self.batches):
+            yield np.arange(number * size, (number + 1) * size)[rank :: self.layout.world_size]
+
+
+WAYS = ("chain", "ahead", "dealt", "loader")
+
+
+def train(rank: int, work: Work, way: str) -> dict[str, Any]:
+    """Train; return the bytes this rank sent to other nodes, the mean losses and what dealing counted."""
+    table = flexd.EmbeddingTable("item", work.table_rows, DIM, init_scale=0.1)
+    collection = flexd.EmbeddingCollection([table], layout=work.layout, optimizer=flexd.Adagrad(0.05))
+    if way == "loader":
+        everything = work.features(np.arange(len(work.offsets) - 1))
+        indices: Any = NodeSampler(everything, collection, work.per_rank, shuffle=False)
+    else:
+        indices = work.read_by(rank)
+    loader: Any = (work.batch(np.asarray(chosen)) for chosen in indices)
+    loop = loader
+    if way != "chain":
+        loop = flexd.prefetch(loader, collection, features=lambda batch: batch["features"], deal=way == "dealt")
+    before, losses = collection.traffic.totals(), []
+    for batch in loop:
+        rows = collection(batch["features"])["item"]
+        sample = torch.arange(len(rows.lengths)).repeat_interleave(rows.lengths)
+        sums = rows.values.new_zeros(len(rows.lengths), DIM).index_add(0, sample, rows.values)
+        loss = (sums.mean(1) - batch["dense"].mean(1)).square().mean()
+        loss.backward()
+        collection.optimizer.step()
+        losses.append(float(loss.detach()))
+    after = collection.traffic.totals()
+    sent = sum(after[name] - before[name] for name in after if name.endswith("inter_bytes"))
+    dealt = vars(loop.dealt) if way == "dealt" else {}
+    collection.close()
+    return {"bytes": sent, "losses": losses, "dealt": dealt}
+
+
+def _rank(rank: int, port: int, work: Work, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=work.layout.world_size,
+        timeout=timedelta(seconds=120),
+    )  # fmt: skip
+    mine = {way: train(rank, work, way) for way in WAYS}
+    gathered: list[Any] = [None] * work.layout.world_size
+    dist.all_gather_object(gathered, mine)
+    if rank == 0:
+        answers.put(gathered)
+    dist.destroy_process_group()
+
+
+def run(work: Work) -> dict[str, Any]:
+    """Return bytes between nodes over the chain's, the largest difference of a global loss, and what dealing counted.
+
+    ``dealt`` and ``loader`` are over the chain without prefetch; ``dealt_over_ahead`` over the same loop undealt.
+    """
+    answers = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (free_ports(1)[0], work, answers), nprocs=work.layout.world_size)
+    by_rank = answers.get()
+    sent = {way: sum(of_rank[way]["bytes"] for of_rank in by_rank) for way in WAYS}
+    losses = {way: np.mean([of_rank[way]["losses"] for of_rank in by_rank], axis=0) for way in WAYS}
+    totals = by_rank[0]["dealt"]["dealt"]
+    return {
+        "batches": work.batches,
+        "chain_bytes": sent["chain"],
+        **{way: sent[way] / max(1, sent["chain"]) for way in WAYS[1:]},
+        "dealt_over_ahead": sent["dealt"] / max(1, sent["ahead"]),
+        "loss_difference": max(float(np.abs(losses[way] / losses["chain"] - 1).max()) for way in WAYS[1:]),
+        "shipped": totals["shipped_samples"] / max(1, totals["samples"]),
+        "shipped_bytes": totals["sample_bytes"] / max(1, sent["chain"]),
+        "id_bytes": totals["id_bytes"] / max(1, sent["chain"]),
+        "dealt_batches": totals["dealt_batches"],
+    }
