@@ -14,8 +14,8 @@ the first part 9 of 10 look-ups are of the first table, then of the second. Thre
 
 All ways must end with equal tables, bit for bit.
 
-Checks: equal tables; in the last quarter live misses fewer rows than planned once, and at most 1.05 times the better of
-the other two; so it does before the popularity moves.
+Checks: equal tables; without ``--quick`` live misses in the last quarter fewer rows than planned once, and at most 1.05
+times the better of the other two, there and before the popularity moves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flexd.planner.memory.proposal import LEAST_GAIN
 WAYS = ("by rows", "planned once", "live")
 DIMS = {"first": 64, "second": 128}
 SHARE, ZIPF, POPULAR_SHARE = 0.05, 1.05, 0.9
-EVERY, HALF_LIFE = 20, 20.0
+EVERY, HALF_LIFE = 20, 10.0
 
 
 class NoDaemon:
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     if asked.quick:
         asked.rows, asked.ids, asked.steps = 10_000, 512, 120
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     given = drawn(asked.rows, asked.ids, asked.steps)
     fast_bytes = int(SHARE * asked.rows * sum(4 * dim + 4 + 64 for dim in DIMS.values()))
     results, figures, quarter = {}, {}, asked.steps // 4
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checks.append(check(f"{when}, live / the better of the others", ratio, "<= 1.05", ratio <= 1.05))
     ratio = figures["live"]["misses after"] / figures["planned once"]["misses after"]
     checks.append(check("misses after, live / planned once", ratio, "< 0.8", ratio < 0.8))
-    return ending(figures, checks, as_json=asked.json)
+    return ending(figures, checks[:1] if asked.quick else checks, as_json=asked.json)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -102,11 +104,15 @@ class BlockFile:
 
     def read(self, blocks: Int64Array, out: Bytes) -> int:
         """Read uint8 [n, block_bytes] of ascending blocks into an aligned ``out``; return the number of calls."""
-        return self._batch(blocks, out, writes=False)
+        return self.finish(self._start(blocks, out, writes=False))
+
+    def start_read(self, blocks: Int64Array, out: Bytes) -> BlockBatch:
+        """Begin ``read``, which ``finish`` ends; ``out`` is the reads' until then. Batches end in their order."""
+        return self._start(blocks, out, writes=False)
 
     def write(self, blocks: Int64Array, data: Bytes) -> int:
         """Write uint8 [n, block_bytes], aligned, to ascending blocks; return the number of calls."""
-        return self._batch(blocks, data, writes=True)
+        return self.finish(self._start(blocks, data, writes=True))
 
     def close(self) -> None:
         """Close the file and remove it; twice is fine."""
@@ -118,10 +124,22 @@ class BlockFile:
                 os.close(self._file)
             self._file = -1
 
-    def _batch(self, blocks: Int64Array, data: Bytes, *, writes: bool) -> int:
+    def finish(self, batch: BlockBatch) -> int:
+        """Wait for a batch within the deadline; return the number of its calls."""
+        done, waiting = wait(batch.futures, self._deadline_seconds)
+        late = bool(waiting) or not all(future.result() for future in done if future.exception() is None)
+        if late:
+            # Calls that are still on their way use the caller's buffer: no further batch may.
+            self._late = f"{self.path}: {batch.blocks} blocks took more than {self._deadline_seconds:g} s"
+        for future in done:
+            future.result()
+        if late:
+            raise SlowMemoryError(self._late, remedy=_SLOW_DISK)
+        return batch.calls
+
+    def _start(self, blocks: Int64Array, data: Bytes, *, writes: bool) -> BlockBatch:
         firsts, counts = _runs(blocks, max(1, MAX_CALL_BYTES // self.block_bytes))
         starts = np.concatenate([[0], np.cumsum(counts)])
-        futures: list[Future[bool]]
         lane = self._writes if writes else self._reads
         if lane.queue is not None:
             futures = [lane.pool.submit(self._queued, lane.queue, firsts, starts, counts, data, writes)]
@@ -129,16 +147,7 @@ class BlockFile:
             calls = list(zip(firsts.tolist(), starts[:-1].tolist(), counts.tolist(), strict=True))
             shares = [calls[number :: self._threads] for number in range(min(self._threads, len(calls)))]
             futures = [lane.pool.submit(self._one_by_one, share, data, writes) for share in shares]
-        done, waiting = wait(futures, self._deadline_seconds)
-        late = bool(waiting) or not all(future.result() for future in done if future.exception() is None)
-        if late:
-            # Calls that are still on their way use the caller's buffer: no further batch may.
-            self._late = f"{self.path}: {len(blocks)} blocks took more than {self._deadline_seconds:g} s"
-        for future in done:
-            future.result()
-        if late:
-            raise SlowMemoryError(self._late, remedy=_SLOW_DISK)
-        return len(firsts)
+        return BlockBatch(futures, len(blocks), len(firsts))
 
     def _one_by_one(self, calls: list[tuple[int, int, int]], data: Bytes, writes: bool) -> bool:
         """Make (first block, place in ``data``, blocks) calls, and return True: all have ended."""
@@ -186,6 +195,15 @@ class BlockFile:
             f"{self.path}: {what}: {error.strerror}",
             remedy="make room on its disk and start again from the checkpoint" if full else "look at its disk",
         )
+
+
+@dataclass(frozen=True)
+class BlockBatch:
+    """Calls under way."""
+
+    futures: Sequence[Future[bool]]
+    blocks: int
+    calls: int
 
 
 class _Lane:

@@ -8,16 +8,19 @@ rows move (Rosenblum, Ousterhout: The design and implementation of a log-structu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockBatch, BlockFile, Bytes, Int64Array, aligned_bytes
 from flexd.embedding.store.slow.block_space import BlockSpace
 from flexd.embedding.store.slow.block_sums import BlockSums
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
@@ -27,7 +30,7 @@ INDEX_BYTES = 5
 _SPACE = 2
 """Blocks of the file over those that all rows fill: with more, cleaning moves fewer rows."""
 _MAX_ROWS_PER_BLOCK = 255
-_READ_BYTES, _WRITE_BYTES = 8 << 20, 4 << 20
+_READ_BYTES, _WRITE_BYTES = 4 << 20, 4 << 20
 _BEHIND = 2
 """Buffers of ``_WRITE_BYTES`` that are written while training goes on."""
 _SUM_BYTES, _SLOT_BYTES = 8, 8
@@ -46,6 +49,22 @@ class _Staged:
     buffer: Bytes
     blocks: Int64Array = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     written: Future[int] | None = None
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """Blocks that are read.
+
+    Attributes:
+        on_disk: bool [n], which of ``blocks`` are read from the file, into the first of ``buffer``.
+        from_memory: places in ``blocks`` of the others, and these.
+    """
+
+    blocks: Int64Array
+    on_disk: npt.NDArray[np.bool_]
+    from_memory: list[tuple[Int64Array, Bytes]]
+    buffer: Bytes
+    batch: BlockBatch | None
 
 
 class LogRows:
@@ -74,6 +93,7 @@ class LogRows:
         deadline_seconds: float = 60.0,
     ) -> None:
         self._rows, self._row_bytes, self._fresh = rows, row_bytes, fresh
+        self._deadline_seconds = deadline_seconds
         self._per_block, block_bytes = log_rows_per_block(row_bytes)
         blocks = _SPACE * -(-rows // self._per_block) + 1
         self._file = BlockFile(path, blocks, block_bytes, threads=threads, deadline_seconds=deadline_seconds)
@@ -82,7 +102,8 @@ class LogRows:
         self._places = np.zeros(rows, dtype=np.int32 if blocks * self._per_block < 2**31 - 1 else np.int64)
         self._sums = BlockSums(block_bytes)
         self._traffic = SlowTraffic()
-        self._buffer = _blocks_of(max(1, min(blocks, _READ_BYTES // block_bytes)), block_bytes)
+        self._buffers = [_blocks_of(max(1, min(blocks, _READ_BYTES // block_bytes)), block_bytes) for _ in range(2)]
+        """One is read into while what is in the other is used."""
         self._staged = [
             _Staged(_blocks_of(max(1, min(blocks, _WRITE_BYTES // block_bytes)), block_bytes)) for _ in range(_BEHIND)
         ]
@@ -99,8 +120,8 @@ class LogRows:
 
     @property
     def fast_nbytes(self) -> int:
-        buffers = self._buffer.nbytes + sum(staged.buffer.nbytes for staged in self._staged)
-        return self._places.nbytes + self._space.nbytes + buffers
+        buffers = [*self._buffers, *(staged.buffer for staged in self._staged)]
+        return self._places.nbytes + self._space.nbytes + sum(buffer.nbytes for buffer in buffers)
 
     @property
     def traffic(self) -> SlowTraffic:
@@ -114,11 +135,12 @@ class LogRows:
         written = np.flatnonzero(places >= 0)
         order = written[np.argsort(places[written], kind="stable")]
         of_rows, within = np.divmod(places[order], self._per_block)
-        for blocks, first, last, at in _windows(of_rows, len(self._buffer)):
-            buffer = self._fetch(blocks)
-            if (self._slots(buffer)[at, within[first:last]] != wanted[order[first:last]]).any():
-                raise self._not_what_was_written(blocks)
-            packed[order[first:last]] = self._payload(buffer)[at, within[first:last]]
+        windows = list(_windows(of_rows, len(self._buffers[0])))
+        with closing(self._fetched([window[0] for window in windows])) as fetched:
+            for (blocks, first, last, at), buffer in zip(windows, fetched, strict=True):
+                if (self._slots(buffer)[at, within[first:last]] != wanted[order[first:last]]).any():
+                    raise self._not_what_was_written(blocks)
+                packed[order[first:last]] = self._payload(buffer)[at, within[first:last]]
         result = torch.from_numpy(packed)
         unwritten = torch.from_numpy(np.flatnonzero(places < 0))
         if len(unwritten):
@@ -203,23 +225,41 @@ class LogRows:
         """Free so many blocks by packing rows of others together."""
         cleaned = self._space.to_clean(gain)
         slots, rows = [], []
-        for first in range(0, len(cleaned), len(self._buffer)):
-            blocks = cleaned[first : first + len(self._buffer)]
-            buffer = self._fetch(blocks)
-            of_blocks = self._slots(buffer)
-            places = blocks[:, None] * self._per_block + np.arange(self._per_block) + 1
-            at, within = np.nonzero((of_blocks >= 0) & (self._places[np.maximum(of_blocks, 0)] == places))
-            slots.append(of_blocks[at, within])
-            rows.append(self._payload(buffer)[at, within])
+        at_a_time = len(self._buffers[0])
+        windows = [cleaned[first : first + at_a_time] for first in range(0, len(cleaned), at_a_time)]
+        with closing(self._fetched(windows)) as fetched:
+            for blocks, buffer in zip(windows, fetched, strict=True):
+                of_blocks = self._slots(buffer)
+                places = blocks[:, None] * self._per_block + np.arange(self._per_block) + 1
+                at, within = np.nonzero((of_blocks >= 0) & (self._places[np.maximum(of_blocks, 0)] == places))
+                slots.append(of_blocks[at, within])
+                rows.append(self._payload(buffer)[at, within])
         moved, data = np.concatenate(slots), np.concatenate(rows)
         self._forget(moved)
         at_once = len(self._staged[0].buffer) * self._per_block
         for first in range(0, len(moved), at_once):
             self._append(moved[first : first + at_once], data[first : first + at_once])
 
-    def _fetch(self, blocks: Int64Array) -> Bytes:
-        """Return uint8 [n, block_bytes] of ascending blocks, in the buffer."""
-        buffer, on_disk = self._buffer[: len(blocks)], np.ones(len(blocks), dtype=np.bool_)
+    def _fetched(self, windows: Sequence[Int64Array]) -> Generator[Bytes, None, None]:
+        """Yield uint8 [n, block_bytes] of the ascending blocks of each window; the next ones are read meanwhile.
+
+        What is yielded is valid until the one after it.
+        """
+        started: deque[_Fetch] = deque()
+        try:
+            for number, blocks in enumerate(windows):
+                started.append(self._start_fetch(blocks, self._buffers[number % 2]))
+                if number:
+                    yield self._end_fetch(started)
+            if started:
+                yield self._end_fetch(started)
+        finally:
+            for fetch in started:  # an error: the buffer must not be read into behind it
+                if fetch.batch is not None:
+                    wait(fetch.batch.futures, self._deadline_seconds)
+
+    def _start_fetch(self, blocks: Int64Array, buffer: Bytes) -> _Fetch:
+        on_disk = np.ones(len(blocks), dtype=np.bool_)
         from_memory: list[tuple[Int64Array, Bytes]] = []
         for staged in reversed(self._staged):  # the newest first: a block may have been freed and filled again
             if staged.written is None:
@@ -232,17 +272,25 @@ class LogRows:
             from_memory.append((mine, staged.buffer[at[mine]]))
             on_disk[mine] = False
         count = int(on_disk.sum())
-        if count:
-            read = self._buffer[:count]
-            self._traffic.operations += self._file.read(blocks[on_disk], read)
+        batch = self._file.start_read(blocks[on_disk], buffer[:count]) if count else None
+        return _Fetch(blocks, on_disk, from_memory, buffer, batch)
+
+    def _end_fetch(self, started: deque[_Fetch]) -> Bytes:
+        """Return the blocks of the first of these, and take it away."""
+        fetch = started[0]
+        buffer = fetch.buffer[: len(fetch.blocks)]
+        if fetch.batch is not None:
+            self._traffic.operations += self._file.finish(fetch.batch)
+            read = fetch.buffer[: fetch.batch.blocks]
             self._traffic.bytes_read += read.nbytes
             wrong = self._sums.wrong(read.view(np.uint64))
             if len(wrong):
-                raise self._not_what_was_written(blocks[on_disk][wrong])
-            if count < len(blocks):
-                buffer[on_disk] = read.copy()
-        for mine, data in from_memory:
+                raise self._not_what_was_written(fetch.blocks[fetch.on_disk][wrong])
+            if len(read) < len(buffer):
+                buffer[fetch.on_disk] = read.copy()
+        for mine, data in fetch.from_memory:
             buffer[mine] = data
+        started.popleft()
         return buffer
 
     def _not_what_was_written(self, blocks: Int64Array) -> SlowMemoryError:
