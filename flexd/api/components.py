@@ -89,7 +89,11 @@ class Components:
                 "training": training_status(self.training.totals(), self.training.ranks(), self.training.phases()),
                 "slow_memory": slow_memory_status(self.slow_memory.totals(), self.keyspace.tables),
                 "prices": prices_status(planning.prices),
-                "last_plan": None if last is None else plan_report(last, planning.last_live),
+                "last_plan": None
+                if last is None
+                else plan_report(
+                    last, planning.last_live, None if planning.affinity is None else planning.affinity.outlook
+                ),
                 "migration": None if execution is None else self._migration(execution),
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
                 "planning": planning_status(planning, self.auto),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -63,6 +63,10 @@ class RowReport(Model):
     """Rank of the authoritative copy."""
     source_node_share: tuple[float, ...] | None = None
     """Shares of its accesses by the node they come from; null if not known."""
+    affinity_node: int | None = None
+    """The node in which it would live by affinity, of the newest plan; null if it is not among the sampled rows."""
+    affinity_share: FiniteOrNone = None
+    """Share of its touches that would come from that node, with samples dealt."""
 
 
 class ThresholdReport(Model):
@@ -111,23 +115,28 @@ class Explanation(Model):
     """Gates of a plan that is made now."""
 
 
-def explanation(made: TableExplanation, gates: Sequence[Gate]) -> Explanation:
+def explanation(
+    made: TableExplanation,
+    gates: Sequence[Gate],
+    home_of: Callable[[int], tuple[int, float] | None] = lambda key: None,
+) -> Explanation:
     """Return the planner's explanation.
 
     Args:
         gates: of the profile that it was made from.
+        home_of: returns the node of a key by affinity, and the share of its touches from there; None if not known.
     """
     return Explanation.from_object(
         made,
         live_rows=dict(zip(TIERS, made.live_rows.tolist(), strict=True)),
         planned_rows=dict(zip(TIERS, made.planned_rows.tolist(), strict=True)),
         thresholds=tuple(ThresholdReport.from_object(each, tier=each.tier.name) for each in made.thresholds),
-        explained=tuple(_row(row) for row in made.explained),
+        explained=tuple(_row(row, home_of(row.key)) for row in made.explained),
         gates=tuple(gate_report(gate) for gate in gates),
     )
 
 
-def _row(row: RowExplanation) -> RowReport:
+def _row(row: RowExplanation, affinity: tuple[int, float] | None) -> RowReport:
     share = row.source_node_share
     return RowReport.from_object(
         row,
@@ -136,4 +145,6 @@ def _row(row: RowExplanation) -> RowReport:
         planned=row.planned.name,
         reason=row.reason.value,
         source_node_share=None if share is None else tuple(float(node) for node in share),
+        affinity_node=None if affinity is None else affinity[0],
+        affinity_share=None if affinity is None else affinity[1],
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from flexd.api.affinity import AffinityReport, affinity_metrics, affinity_report
 from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
 from flexd.api.families import gauge, gauges
 from flexd.api.fast_memory import FastMemoryReport
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from flexd.core.placement import Placement
     from flexd.operations.proposals import Proposal
+    from flexd.planner.affinity.outlook import AffinityOutlook
     from flexd.planner.plan import Plan
 
 LinkName = Literal["intra_node", "inter_node"]
@@ -253,6 +255,8 @@ class PlanReport(Model):
     """Answers of pooled tables, by table: those of ``planner.pooled_tables`` that were looked up."""
     fast_memory: FastMemoryReport | None = None
     """Its division of fast memory; null where all home rows are in it."""
+    affinity: AffinityReport | None = None
+    """What homes and dealing by affinity would win; null if rows that occur together are not sampled."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
     """Other strategies under the same profile, by name."""
     replication: ReplicationReport = ReplicationReport()
@@ -292,18 +296,20 @@ def plan_metrics(newest: PlanReport | None) -> Iterator[Metric]:
         "Of a step's measured wall time, by the newest plan, 0-1; NaN if either is not known.",
         None if newest is None else newest.saved_share,
     )
+    yield from affinity_metrics(None if newest is None else newest.affinity)
     created = None if newest is None else newest.created_unix_seconds
     yield gauge("flexd_plan_age_seconds", "Since the newest plan.", None if created is None else time.time() - created)
 
 
-def plan_report(plan: Plan, live: Placement) -> PlanReport:
+def plan_report(plan: Plan, live: Placement, affinity: AffinityOutlook | None = None) -> PlanReport:
     """Return a plan against the placement that it starts from."""
-    return PlanReport.from_summary(plan.summary(), rows_above_home(live))
+    report = PlanReport.from_summary(plan.summary(), rows_above_home(live))
+    return report if affinity is None else report.model_copy(update={"affinity": affinity_report(affinity)})
 
 
 def proposal_report(proposal: Proposal) -> PlanReport:
     """Return a kept plan with its trigger and the gates of its profile."""
     trigger, gates = proposal.trigger, tuple(gate_report(gate) for gate in proposal.gates)
-    return plan_report(proposal.plan, proposal.live).model_copy(
+    return plan_report(proposal.plan, proposal.live, proposal.affinity).model_copy(
         update={"trigger": trigger.kind.value, "who": trigger.who, "gates": gates}
     )

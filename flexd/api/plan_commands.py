@@ -73,7 +73,9 @@ class PlanCommands:
         rows = self._keyspace.tables[index].rows
         if row is not None and not 0 <= row < rows:
             raise ApiError(f"no row {row} in table {table!r}", status=404, remedy=f"0 to {rows - 1}")
-        return explanation(*self._planning.explain(table, row, hottest))
+        made, gates = self._planning.explain(table, row, hottest)
+        affinity = self._planning.affinity
+        return explanation(made, gates) if affinity is None else explanation(made, gates, affinity.home_of)
 
     def proposals(self) -> ProposalList:
         """Return the kept plans."""

@@ -144,6 +144,7 @@ def advise(
     from flexd.simulate.accesses import RowFormat
     from flexd.simulate.advice import NOW
     from flexd.simulate.advice import advise as advise_on
+    from flexd.simulate.affinity import affinity_outlook
     from flexd.simulate.miss_curves import miss_curves
     from flexd.simulate.simulation import SimulationSettings
 
@@ -165,6 +166,10 @@ def advise(
         now=NOW[now.value], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
     )  # fmt: skip
     answer, blocks = document(found), advice_blocks(found)
+    affinity = affinity_outlook(accesses, layout)
+    if affinity is not None:
+        answer["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
+        blocks.append(Sentences("affinity", affinity.words))
     if slow_row_us is not None:
         points = memory_points(miss_curves(accesses, layout), slow_row_us / 1e6)
         answer["memory"] = [asdict(point) for point in points]

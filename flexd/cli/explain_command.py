@@ -89,6 +89,14 @@ def _row_facts(answer: Explanation, row: RowReport) -> Facts:
     if row.source_node_share is not None:
         shown = ", ".join(f"node {node} {units.share(share)}" for node, share in enumerate(row.source_node_share[:16]))
         facts.append(("comes from", shown))
+    if row.affinity_node is not None:
+        facts.append(
+            (
+                "by affinity",
+                f"would live in node {row.affinity_node}: {units.share(row.affinity_share)} of its touches would come "
+                "from there, with samples dealt (not moved yet)",
+            )
+        )
     return Facts("", tuple(facts))
 
 

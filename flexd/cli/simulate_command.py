@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -129,6 +130,7 @@ def simulate(
         _check_matplotlib()
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
+    from flexd.simulate.affinity import affinity_outlook
     from flexd.simulate.simulation import SimulationSettings, simulate
     from flexd.simulate.summary import COMPARED_SHARE, summarise
 
@@ -154,6 +156,9 @@ def simulate(
         )
     simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
     summary = summarise(simulation)
+    affinity = affinity_outlook(accesses, layout)
+    if affinity is not None:
+        summary["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
     blocks = simulate_blocks(summary)
     if html is not None:
         from flexd.simulate.html_report import ReportTable, write_html_report
@@ -277,6 +282,8 @@ def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = [_facts(summary), _strategies(summary)]
     if summary["budget_sweep"]:
         blocks.append(_sweep(summary))
+    if "affinity" in summary:
+        blocks.append(Sentences("affinity", tuple(summary["affinity"]["words"])))
     return [*blocks, Sentences("in words", tuple(summary["words"]))]
 
 

@@ -42,6 +42,7 @@ from flexd.daemon.state_lock import StateLock
 from flexd.ha.leadership import FencedSnapshotStore, Leadership, without_lease
 from flexd.ingest import Ingestor
 from flexd.ingest.dead_letters import DeadLetterFile
+from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.drift import DriftMonitor
@@ -166,6 +167,7 @@ class Daemon:
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
             self._drift.planned, self._operator.record_withheld, self._ingestor.sequence_length_quantiles,
             self._slow_memory,
+            AffinityMonitor(keyspace, self._ingestor.coaccess) if config.sketch.coaccess_memory_bytes else None,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)

@@ -15,6 +15,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
+from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
@@ -25,6 +26,7 @@ from flexd.operations.proposals import Proposal, Proposals, outdated, require_cu
 from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
+from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
 from flexd.planner.explain import explain
 from flexd.planner.explanation_types import TableExplanation
@@ -46,6 +48,7 @@ class Planning:
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
         bag_lengths: as in ``make_live_plan``.
         slow_memory: what the ranks report of slow memory, if the plans divide their fast memory.
+        affinity: learns homes from rows that occur together with every plan; None where they are not sampled.
 
     Attributes:
         withheld: why the newest plan was withheld; empty if it was not.
@@ -64,7 +67,9 @@ class Planning:
         on_withheld: Callable[[str, str], None] = lambda who, reason: None,
         bag_lengths: LengthQuantiles | None = None,
         slow_memory: SlowMemoryMonitor | None = None,
+        affinity: AffinityMonitor | None = None,
     ) -> None:
+        self.affinity = affinity
         self._slow_memory = slow_memory
         self._config = config
         self._bag_lengths = bag_lengths
@@ -133,7 +138,8 @@ class Planning:
         with self._making:
             started = time.monotonic()
             try:
-                plan, profile, live, _ = self._make(trigger.reason, checked=not (dry_run or force))
+                plan, profile, live, layout = self._make(trigger.reason, checked=not (dry_run or force))
+                affinity = self._refresh_affinity(plan, layout)
             except PlanError:
                 self.outcomes["refused"] += not dry_run
                 raise
@@ -141,7 +147,7 @@ class Planning:
                 if not dry_run:
                     self.seconds += time.monotonic() - started
             self.last_profile = profile
-            proposal = Proposal(plan, live, self.last_gates, trigger, dry_run)
+            proposal = Proposal(plan, live, self.last_gates, trigger, dry_run, affinity)
             self.proposals.add(proposal)
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
@@ -213,6 +219,12 @@ class Planning:
             shape=training_shape(settings),
         )  # fmt: skip
         return explained, measured
+
+    def _refresh_affinity(self, plan: Plan, layout: RankLayout) -> AffinityOutlook | None:
+        per_step = self.accesses_per_step(layout.world_size)
+        if self.affinity is None or not per_step:
+            return None
+        return self.affinity.refresh(plan, layout, per_step, self._config.planner.horizon_steps)
 
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known yet."""

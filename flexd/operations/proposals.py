@@ -11,6 +11,7 @@ from flexd.core.errors import ApiError, PlanError
 from flexd.core.placement import Placement
 from flexd.operations.gates import SAVING, Gate
 from flexd.operations.triggers import Trigger
+from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.plan import Plan
 
 LATEST = "latest"
@@ -27,6 +28,7 @@ class Proposal:
         gates: the gates of its profile.
         trigger: why it was made.
         dry_run: whether it was made for display only.
+        affinity: what homes and dealing by affinity would win; None if rows that occur together are not sampled.
     """
 
     plan: Plan
@@ -34,6 +36,7 @@ class Proposal:
     gates: tuple[Gate, ...]
     trigger: Trigger
     dry_run: bool = False
+    affinity: AffinityOutlook | None = None
 
     @property
     def closed_gates(self) -> tuple[Gate, ...]:

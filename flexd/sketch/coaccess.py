@@ -199,7 +199,7 @@ class CoAccessSample:
             tables: their names.
         """
         count = kernels.count_parts(self._words, self._used)
-        places, sizes = kernels.parts(self._words, self._used, count)
+        places, sizes = kernels.locate_parts(self._words, self._used, count)
         keys = self._word_pairs(places, np.uint64)
         times = self._word_pairs(places + 2, np.float64)
         users = self._word_pairs(places + 4, np.int64)
@@ -254,7 +254,7 @@ class CoAccessSample:
         count = kernels.count_parts(words, len(words))
         if count < 0:
             raise SketchError("saved co-access sample is damaged", remedy="use an earlier snapshot")
-        places, sizes = kernels.parts(words, len(words), count)
+        places, sizes = kernels.locate_parts(words, len(words), count)
         saved = words[places + 6].astype(np.int64)
         index = np.arange(len(self._table_rows)) if tables is None else np.array(tables, dtype=np.int64)
         if count and int(saved.max()) >= len(index):

@@ -155,7 +155,7 @@ def trim(words: Any, used: int, weight_per_second: float, limit: Any, keep: int)
 
 
 @numba.njit(cache=True, nogil=True)
-def parts(words: Any, used: int, count: int) -> tuple[Any, Any]:
+def locate_parts(words: Any, used: int, count: int) -> tuple[Any, Any]:
     """Return int64 [count] places of the parts and int64 [count] their numbers of rows."""
     places = np.empty(count, dtype=np.int64)
     sizes = np.empty(count, dtype=np.int64)
@@ -205,7 +205,7 @@ def warm_up() -> None:
                 counts,
             )  # fmt: skip
     trim(words, used, 0.0, np.inf, 64)
-    places, sizes = parts(words, used, count_parts(words, used))
+    places, sizes = locate_parts(words, used, count_parts(words, used))
     gather_rows(words, places, sizes, np.empty(int(sizes.sum()), dtype=np.int64))
 
 

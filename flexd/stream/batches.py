@@ -127,6 +127,22 @@ class Batches:
             other_steps=in_samples - used - user_in_batch,
         )
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of a global batch, of all ranks and micro-batches."""
+        return int(self.micro_batches * self.batch_size * self.world_size)
+
+    def samples_of(self, first_step: int, end_step: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Return (sample, table, row) of each look-up of these steps, each int64; samples are numbered from 0, step by
+        step."""
+        steps = slice(first_step, end_step)
+        first, lengths = self._first[steps].reshape(-1), self._length[steps].reshape(-1)
+        ends = np.cumsum(lengths)
+        total = int(ends[-1]) if len(ends) else 0
+        events = self._samples.events[np.repeat(first - (ends - lengths), lengths) + np.arange(total)]
+        numbers = np.repeat(np.arange(len(lengths)), lengths)
+        return numbers, self.trace.table[events].astype(np.int64), self.trace.row[events].astype(np.int64)
+
     def batch(self, step: int, rank: int, micro_batch: int = 0) -> Batch:
         first, lengths = self._first[step, micro_batch, :, rank], self._length[step, micro_batch, :, rank]
         ends = np.cumsum(lengths)

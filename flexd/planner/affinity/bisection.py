@@ -24,32 +24,42 @@ _SETTLED = 0.002
 """Share of the samples that changes sides in a round below which it ends."""
 
 
-def bisect(matrix: csr_matrix, nodes: int, probability: float, seed: int = 0) -> Int64Array:
+def bisect(
+    matrix: csr_matrix, nodes: int, probability: float, seed: int = 0, weight: Float32Array | None = None
+) -> Int64Array:
     """Return int64 [samples]: nodes of the samples, in equal numbers, such that few rows are used in several.
 
     Args:
         matrix: float32 [samples, rows], a one for each row of a sample.
         probability: of one use of a row to count, 0 to 1.
+        weight: float32 [rows], what a row costs where it is used; None: all alike.
     """
     to = np.zeros(matrix.shape[0], dtype=np.int64)
-    _divide(matrix, np.arange(matrix.shape[0]), 0, nodes, probability, np.random.default_rng(seed), to)
+    # A row of one sample costs the same wherever that is trained.
+    shared = np.flatnonzero(np.bincount(matrix.indices, minlength=matrix.shape[1]) > 1)
+    if len(shared) < matrix.shape[1]:
+        matrix = matrix[:, shared]
+        weight = None if weight is None else weight[shared]
+    _divide(matrix, weight, np.arange(matrix.shape[0]), 0, nodes, probability, np.random.default_rng(seed), to)
     return to
 
 
 def _divide(
-    matrix: csr_matrix, samples: Int64Array, first: int, nodes: int, probability: float, rng: np.random.Generator,
-    to: Int64Array,
+    matrix: csr_matrix, weight: Float32Array | None, samples: Int64Array, first: int, nodes: int, probability: float,
+    rng: np.random.Generator, to: Int64Array,
 ) -> None:  # fmt: skip
     if nodes == 1 or not len(samples):
         to[samples] = first
         return
     right = nodes // 2
-    side = _bisect(matrix[samples], right / nodes, probability, rng)
-    _divide(matrix, samples[~side], first, nodes - right, probability, rng, to)
-    _divide(matrix, samples[side], first + nodes - right, right, probability, rng, to)
+    side = _bisect(matrix[samples], weight, right / nodes, probability, rng)
+    _divide(matrix, weight, samples[~side], first, nodes - right, probability, rng, to)
+    _divide(matrix, weight, samples[side], first + nodes - right, right, probability, rng, to)
 
 
-def _bisect(matrix: csr_matrix, share: float, probability: float, rng: np.random.Generator) -> npt.NDArray[np.bool_]:
+def _bisect(
+    matrix: csr_matrix, weight: Float32Array | None, share: float, probability: float, rng: np.random.Generator
+) -> npt.NDArray[np.bool_]:
     count = matrix.shape[0]
     side = np.zeros(count, dtype=np.bool_)
     side[rng.permutation(count)[: round(share * count)]] = True
@@ -61,6 +71,8 @@ def _bisect(matrix: csr_matrix, share: float, probability: float, rng: np.random
         # What leaving one side wins, and arriving on the other costs; of the sample's own use there is one less.
         left_log, right_log = stays ** (uses - on_right), stays**on_right
         gains = np.stack([left_log / stays - right_log, right_log / stays - left_log], axis=1)
+        if weight is not None:
+            gains *= weight[:, None]
         gain_left, gain_right = (matrix @ gains.astype(np.float32)).T
         gain = np.where(side, gain_right, gain_left)
         order_left = np.flatnonzero(~side)

@@ -28,13 +28,14 @@ def equal_shares(sizes: Int64Array, nodes: int) -> Int64Array:
     return shares
 
 
-def deal(costs: Float32Array, groups: Int64Array | None = None) -> Int64Array:
+def deal(costs: Float32Array, groups: Int64Array | None = None, sweeps: int = _SWEEPS) -> Int64Array:
     """Return int64 [samples]: the node of each sample.
 
     Args:
         costs: float32 [samples, nodes] of training a sample in a node.
         groups: int64 [samples], from 0: samples of each group are dealt in equal numbers (``equal_shares``), as a
             rank deals its own; None: all are one group.
+        sweeps: of exchanging pairs, at most.
 
     Raises:
         ValueError: a cost is not finite, or groups and costs differ in length.
@@ -47,7 +48,7 @@ def deal(costs: Float32Array, groups: Int64Array | None = None) -> Int64Array:
         raise ValueError("costs of dealing must be finite")
     shares = equal_shares(np.bincount(mine, minlength=1), nodes)
     to = _by_regret(costs, mine, shares.copy())
-    exchange_pairs(costs, mine, to)
+    exchange_pairs(costs, mine, to, sweeps)
     return to
 
 

@@ -11,28 +11,38 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def choose_homes(
-    touches: Float32Array, current: Int64Array, *, min_gain: float, row_slack: float, load_slack: float
+    touches: Float32Array,
+    current: Int64Array,
+    *,
+    min_gain: float | Float32Array,
+    row_slack: float,
+    load_slack: float,
+    row_bytes: Float32Array | None = None,
 ) -> Int64Array:
     """Return int64 [rows]: the node of each row's home: the one that touches it most, within the limits.
 
     A row moves if its touches by the new node are ``min_gain`` more than those by its node of now. A node that then has
-    too many rows, or too much load (touches by any node of its rows), gives up those that lose least, a row to its next
-    best node with room.
+    too many rows, too many of their bytes, or too much load (touches by any node of its rows), gives up those that lose
+    least, a row to its next best node with room.
 
     Args:
         touches: float32 [rows, nodes], expected touches a batch of each row by each node.
         current: int64 [rows], nodes of the homes now.
-        min_gain: touches a batch that a move must win.
-        row_slack, load_slack: how far above the mean a node's rows and load may be, as shares of the mean; no limit is
-            below what the node has now.
+        min_gain: touches a batch that a move must win; float32 [rows] or one number.
+        row_slack, load_slack: how far above the mean a node's rows (and their bytes) and load may be, as shares of the
+            mean; no limit is below what the node has now.
+        row_bytes: float32 [rows], of a row with its optimizer state, where they differ.
     """
     rows, nodes = touches.shape
     each = np.arange(rows)
     best = touches.argmax(axis=1)
     pays = touches[each, best] - touches[each, current] > min_gain
     home = np.where(pays, best, current)
-    load = touches.sum(axis=1, dtype=np.float64)
-    for weight, slack in ((np.ones(rows), row_slack), (load, load_slack), (np.ones(rows), row_slack)):
+    load, ones = touches.sum(axis=1, dtype=np.float64), np.ones(rows)
+    weights = [(ones, row_slack), (load, load_slack), (ones, row_slack)]
+    if row_bytes is not None:
+        weights.append((row_bytes.astype(np.float64), row_slack))
+    for weight, slack in weights:
         now = np.bincount(current, weights=weight, minlength=nodes)
         limit = np.maximum((1 + slack) * weight.sum() / nodes, now)
         level(touches, home, weight, limit)

@@ -27,10 +27,12 @@ class AffinityLimits:
     Attributes:
         row_slack: rows of a node above the mean, as share of it.
         load_slack: touches of a node's rows above the mean, as share of it.
-        min_gain: touches a batch that a moved row must win: what a move costs in rows over the batches it will serve.
+        min_gain: touches a batch that a moved row must win: what a move costs in rows over the batches it will serve
+            (``RowCosts.min_gain`` where rows differ).
         rounds: of alternating between dealing and homes, at most; it ends where a round wins nothing.
         probability: of a use to count in the bisection; None: one over the number of batches, what a batch touches.
         seed: of the bisection. Equal inputs give equal homes.
+        sweeps: of exchanging pairs of samples in each dealing, at most.
     """
 
     row_slack: float = 0.05
@@ -39,10 +41,30 @@ class AffinityLimits:
     rounds: int = 4
     probability: float | None = None
     seed: int = 0
+    sweeps: int = 3
 
     def __post_init__(self) -> None:
         if min(self.row_slack, self.load_slack, self.min_gain) < 0 or self.rounds < 0:
             raise ValueError(f"limits must not be negative: {self}")
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """What rows cost, by row of a window.
+
+    Attributes:
+        weight: float32 [rows], bytes of a row that crosses, over ``WireBytes.row``.
+        min_gain: float32 [rows], weighted touches a batch that a move must win.
+        stored_bytes: float32 [rows], memory of a row with its optimizer state.
+    """
+
+    weight: Float32Array
+    min_gain: Float32Array
+    stored_bytes: Float32Array
+
+    def of(self, chosen: Int64Array) -> RowCosts:
+        """Return the costs of the chosen rows, in that order."""
+        return RowCosts(self.weight[chosen], self.min_gain[chosen], self.stored_bytes[chosen])
 
 
 @dataclass(frozen=True)
@@ -53,7 +75,7 @@ class NodeHomes:
         keys: int64 [rows], ascending.
         home: int64 [rows], the node of each row's home.
         absent: float32 [rows, nodes], probability that no other sample of a node's share of a batch uses the row.
-        crossing: expected rows a batch that cross between nodes, in the window.
+        crossing: expected rows a batch that cross between nodes, in the window, by their weights.
         moved: rows whose home is not where it was.
     """
 
@@ -88,7 +110,7 @@ class NodeHomes:
 
 def learn_homes(
     window: SampleRows, batch: Int64Array, current: Int64Array, nodes: int, limits: AffinityLimits | None = None,
-    start: NodeHomes | None = None,
+    start: NodeHomes | None = None, rows: RowCosts | None = None,
 ) -> NodeHomes:  # fmt: skip
     """Return homes for a window of samples, by alternating: samples to nodes by the rows they use, rows to the node
     that touches them most.
@@ -98,6 +120,7 @@ def learn_homes(
         batch: int64 [samples], from 0, the global batch of each sample.
         current: int64 [rows], nodes of the homes now.
         start: homes learnt before, from which to go on; None: begin with a bisection of the window.
+        rows: what rows cost where they differ; None: all alike.
 
     Raises:
         ValueError: the arrays do not fit one another, or a home is in no node.
@@ -110,17 +133,18 @@ def learn_homes(
     if len(current) and not 0 <= current.min() <= current.max() < nodes:
         raise ValueError(f"homes are in nodes {current.min()} to {current.max()}, of {nodes}")
     matrix = window.matrix()
-    alternating = _Alternating(matrix, batch, current, nodes, limits)
+    if rows is not None and len(rows.weight) != len(window.keys):
+        raise ValueError(f"costs of {len(rows.weight)} rows for {len(window.keys)}")
+    alternating = _Alternating(matrix, batch, current, nodes, limits, rows)
+    weight = None if rows is None else rows.weight
     if start is None:
-        to = named_as_homes(
-            bisect(matrix, nodes, limits.probability or 1 / (int(batch.max(initial=0)) + 1), limits.seed),
-            matrix,
-            current,
-            nodes,
-        )
+        probability = limits.probability or 1 / (int(batch.max(initial=0)) + 1)
+        to = named_as_homes(bisect(matrix, nodes, probability, limits.seed, weight), matrix, current, nodes)
     else:
         costs = start.row_costs(window.keys, current)
-        to = deal(np.asarray(matrix @ costs, dtype=np.float32), batch)
+        if weight is not None:
+            costs *= weight[:, None]
+        to = deal(np.asarray(matrix @ costs, dtype=np.float32), batch, limits.sweeps)
     return alternating.run(window.keys, to)
 
 
@@ -128,8 +152,10 @@ class _Alternating:
     """Samples are dealt by homes, and homes chosen by what nodes then touch; the best of all rounds counts."""
 
     def __init__(
-        self, matrix: csr_matrix, batch: Int64Array, current: Int64Array, nodes: int, limits: AffinityLimits
-    ) -> None:
+        self, matrix: csr_matrix, batch: Int64Array, current: Int64Array, nodes: int, limits: AffinityLimits,
+        rows: RowCosts | None = None,
+    ) -> None:  # fmt: skip
+        self.rows = rows
         self.matrix, self.batch, self.current, self.nodes, self.limits = matrix, batch, current, nodes, limits
         self.transposed = matrix.T
         # Of one use: not in a given batch. A window of one batch has all its uses in it.
@@ -140,10 +166,12 @@ class _Alternating:
         for _ in range(self.limits.rounds):
             row_costs = learnt.absent.copy()
             row_costs[np.arange(len(keys)), learnt.home] = 0
+            if self.rows is not None:
+                row_costs *= self.rows.weight[:, None]
             costs = np.asarray(self.matrix @ row_costs, dtype=np.float32)
             # The sample's own use is in what its node was found to touch.
             costs[np.arange(len(to)), to] /= self.other_batch
-            to = deal(costs, self.batch)
+            to = deal(costs, self.batch, self.limits.sweeps)
             learnt = self._homes(keys, to)
             if learnt.crossing >= best.crossing:
                 break
@@ -154,9 +182,16 @@ class _Alternating:
         chosen = np.zeros((len(to), self.nodes), dtype=np.float32)
         chosen[np.arange(len(to)), to] = 1
         absent = self.other_batch ** np.asarray(self.transposed @ chosen, dtype=np.float32)
-        touches, limits = 1 - absent, self.limits
+        touches, limits, rows = 1 - absent, self.limits, self.rows
+        if rows is not None:
+            touches *= rows.weight[:, None]
         home = choose_homes(
-            touches, self.current, min_gain=limits.min_gain, row_slack=limits.row_slack, load_slack=limits.load_slack
+            touches,
+            self.current,
+            min_gain=limits.min_gain if rows is None else rows.min_gain,
+            row_slack=limits.row_slack,
+            load_slack=limits.load_slack,
+            row_bytes=None if rows is None else rows.stored_bytes,
         )
         at_home = touches[np.arange(len(home)), home].sum(dtype=np.float64)
         crossing = float(touches.sum(dtype=np.float64) - at_home)

@@ -15,6 +15,28 @@ Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
 
+_DENSE = 8
+"""Keys of a range up to so many times their number are numbered by a table of the range instead of by sorting."""
+
+
+def sorted_distinct(values: Int64Array) -> Int64Array:
+    """Return the distinct values, ascending. ``numpy.unique`` hashes, which takes several times as long."""
+    ordered = np.sort(values)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+
+
+def _numbered(keys: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return (distinct keys ascending, place of each key among them)."""
+    least, most = int(keys.min(initial=0)), int(keys.max(initial=-1))
+    if least < 0 or most > _DENSE * len(keys):
+        distinct, places = np.unique(keys, return_inverse=True)
+        return distinct.astype(np.int64), places.reshape(-1).astype(np.int64)
+    there = np.zeros(most + 1, dtype=np.bool_)
+    there[keys] = True
+    number = np.cumsum(there, dtype=np.int64) - 1
+    return np.flatnonzero(there), number[keys]
+
+
 @dataclass(frozen=True)
 class SampleRows:
     """Rows that occur together.
@@ -47,12 +69,12 @@ class SampleRows:
         total = largest + 1 if count is None else count
         if largest >= total or samples.min(initial=0) < 0:
             raise ValueError(f"samples are {samples.min()} to {largest}, of {total}")
-        distinct, rows = np.unique(keys, return_inverse=True)
-        codes = np.unique(samples * np.int64(max(1, len(distinct))) + rows.reshape(-1))
+        distinct, rows = _numbered(keys)
+        codes = sorted_distinct(samples * np.int64(max(1, len(distinct))) + rows)
         sample, row = np.divmod(codes, max(1, len(distinct)))
         offsets = np.zeros(total + 1, dtype=np.int64)
         np.cumsum(np.bincount(sample, minlength=total), out=offsets[1:])
-        return cls(distinct.astype(np.int64), offsets, row.astype(np.int32))
+        return cls(distinct, offsets, row.astype(np.int32))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -76,8 +98,8 @@ class SampleRows:
 
     def compact(self) -> SampleRows:
         """Return the same samples with no keys but those that occur."""
-        used, rows = np.unique(self.rows, return_inverse=True)
-        return SampleRows(self.keys[used], self.offsets, rows.reshape(-1).astype(np.int32))
+        used, rows = _numbered(self.rows.astype(np.int64))
+        return SampleRows(self.keys[used], self.offsets, rows.astype(np.int32))
 
     def matrix(self) -> csr_matrix:
         """Return float32 [samples, rows] with a one for each row of each sample."""

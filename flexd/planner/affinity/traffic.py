@@ -10,9 +10,10 @@ import numpy.typing as npt
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.dealing import deal
 from flexd.planner.affinity.partition import AffinityLimits, NodeHomes, learn_homes
-from flexd.planner.affinity.sample_rows import SampleRows
+from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 
 MIN_SAVING = 0.02
 """Share of the chain's bytes between nodes below which affinity does not pay."""
@@ -52,9 +53,9 @@ class AffinityTraffic:
     """
 
     batches: int
-    chain_rows: int
-    loader_rows: int
-    rows: int
+    chain_rows: float
+    loader_rows: float
+    rows: float
     shipped_samples: int
     shipped_bytes: float
     wire: WireBytes
@@ -81,24 +82,38 @@ def rule_nodes(keys: Int64Array, layout: RankLayout) -> Int64Array:
     return nodes
 
 
-def crossing_rows(samples: SampleRows, batch: Int64Array, to: Int64Array, home: Int64Array, nodes: int) -> int:
+def crossing_rows(
+    samples: SampleRows,
+    batch: Int64Array,
+    to: Int64Array,
+    home: Int64Array,
+    nodes: int,
+    weight: Float32Array | None = None,
+) -> float:
     """Return the rows that cross: of each batch, the distinct rows of each node that are not at home there.
 
     Args:
         batch: int64 [samples], the global batch of each sample.
         to: int64 [samples], the node that trains it.
         home: int64 [rows], the node of the home of each of ``samples.keys``.
+        weight: float32 [rows], of a row that crosses; None: 1.
     """
     share = (batch * nodes + to)[samples.samples]
-    row = np.unique(share * np.int64(len(samples.keys)) + samples.rows)
+    row = sorted_distinct(share * np.int64(len(samples.keys)) + samples.rows)
     share, row = np.divmod(row, len(samples.keys))
-    return int(np.count_nonzero(home[row] != share % nodes))
+    away = home[row] != share % nodes
+    return float(np.count_nonzero(away) if weight is None else weight[row[away]].sum(dtype=np.float64))
 
 
 def traffic(
-    samples: SampleRows, batch: Int64Array, homes: NodeHomes, layout: RankLayout, wire: WireBytes
+    samples: SampleRows,
+    batch: Int64Array,
+    homes: NodeHomes,
+    layout: RankLayout,
+    wire: WireBytes,
+    weight: Float32Array | None = None,
 ) -> AffinityTraffic:
-    """Return what crosses between nodes in these batches, counted.
+    """Return what crosses between nodes in these batches, counted; rows by their weights.
 
     Samples of a batch are read by the ranks in turn. Dealing knows the rows of a sample and what was learnt of them,
     not the rest of the batch.
@@ -108,7 +123,10 @@ def traffic(
     reader = _position_in_batch(batch) % layout.world_size
     read_in = reader // layout.local_ranks
     home = homes.home_of(samples.keys, by_rule)
-    costs = np.asarray(samples.matrix() @ homes.row_costs(samples.keys, by_rule), dtype=np.float32)
+    row_costs = homes.row_costs(samples.keys, by_rule)
+    if weight is not None:
+        row_costs = row_costs * weight[:, None]
+    costs = np.asarray(samples.matrix() @ row_costs, dtype=np.float32)
     by_loader = deal(costs, batch)
     ship = (wire.sample_id * samples.lengths + wire.sample) / wire.row
     away = np.arange(nodes)[None, :] != read_in[:, None]
@@ -116,9 +134,9 @@ def traffic(
     shipped = by_ranks != read_in
     return AffinityTraffic(
         batches=len(np.unique(batch)),
-        chain_rows=crossing_rows(samples, batch, read_in, by_rule, nodes),
-        loader_rows=crossing_rows(samples, batch, by_loader, home, nodes),
-        rows=crossing_rows(samples, batch, by_ranks, home, nodes),
+        chain_rows=crossing_rows(samples, batch, read_in, by_rule, nodes, weight),
+        loader_rows=crossing_rows(samples, batch, by_loader, home, nodes, weight),
+        rows=crossing_rows(samples, batch, by_ranks, home, nodes, weight),
         shipped_samples=int(np.count_nonzero(shipped)),
         shipped_bytes=float(ship[shipped].sum() * wire.row),
         wire=wire,

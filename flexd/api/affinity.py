@@ -1,0 +1,89 @@
+"""What homes and dealing by affinity would win."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flexd.api.base import FiniteOrNone, Model
+from flexd.api.families import gauge, gauges
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.planner.affinity.outlook import AffinityOutlook
+
+
+class ShareRangeReport(Model):
+    """A predicted share, and the 5th to the 95th percentile over batches."""
+
+    expected: FiniteOrNone = None
+    """Of all judged batches together."""
+    low: FiniteOrNone = None
+    """5th percentile."""
+    high: FiniteOrNone = None
+    """95th percentile."""
+
+
+class AffinityReport(Model):
+    """Bytes between nodes with rows in the node that uses them most and samples dealt to it; nothing is moved yet."""
+
+    words: tuple[str, ...] = ()
+    """The answer in sentences, the verdict first."""
+    samples: int = 0
+    """Sampled training samples held."""
+    batches: int = 0
+    """Whole global batches among them."""
+    batch_samples: int = 0
+    """Samples of a global batch, from the accesses of a step and the mean length."""
+    moved_rows: int = 0
+    """Rows that would live in another node than by their rule."""
+    move_bytes: FiniteOrNone = None
+    """Of moving them once, with optimizer state."""
+    ranks: ShareRangeReport | None = None
+    """Share of the chain's bytes left with samples dealt and shipped by the ranks; null if not known."""
+    loader: ShareRangeReport | None = None
+    """Share left with a loader that deals; null if not known."""
+    dealing: ShareRangeReport | None = None
+    """Share left with samples dealt and shipped by the ranks and rows where their rule puts them, as
+    ``flexd.prefetch(deal=True)`` does; null if not known."""
+    dealing_loader: ShareRangeReport | None = None
+    """Share left with a loader that deals and rows where their rule puts them; null if not known."""
+    chain_bytes: FiniteOrNone = None
+    """Bytes between nodes of a step of the whole job without affinity, of the sampled tables."""
+    saved_seconds_ranks: FiniteOrNone = None
+    """Transfer time of a rank's step that dealing by ranks saves, hidden or not."""
+    saved_seconds_loader: FiniteOrNone = None
+    """Transfer time of a rank's step that a loader saves, hidden or not."""
+    pays_ranks: bool = False
+    """Whether dealing by ranks pays."""
+    pays_loader: bool = False
+    """Whether a loader that deals pays."""
+    users: int = 0
+    """Users whose node is known."""
+
+
+SHARES = ("ranks", "loader", "dealing", "dealing_loader")
+
+
+def affinity_report(outlook: AffinityOutlook) -> AffinityReport:
+    """Return the report of an outlook."""
+    found = {name: getattr(outlook, name) for name in SHARES}
+    return AffinityReport.from_object(
+        outlook, **{name: None if each is None else ShareRangeReport.from_object(each) for name, each in found.items()}
+    )
+
+
+def affinity_metrics(report: AffinityReport | None) -> Iterator[Metric]:
+    """Yield the metric families of the newest outlook."""
+    found = {name: None if report is None else getattr(report, name) for name in SHARES}
+    shares = {name: None if each is None else each.expected for name, each in found.items()}
+    yield gauges(
+        "flexd_affinity_bytes_ratio",
+        "Bytes between nodes that homes and dealing by affinity would leave, over the chain's; NaN if unknown.",
+        "dealing",
+        shares,
+    )
+    yield gauge(
+        "flexd_affinity_samples", "Sampled training samples behind it.", None if report is None else report.samples
+    )

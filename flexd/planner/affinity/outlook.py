@@ -1,0 +1,114 @@
+"""What homes and dealing by affinity would win, in numbers and words, and what can be used of it today."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexd.core import units
+from flexd.planner.affinity.streaming import MIN_BATCHES, AffinityPlan, ShareRange
+from flexd.planner.affinity.traffic import MIN_SAVING
+
+USABLE_TODAY = (
+    "Rows cannot move their home by affinity yet. Usable today is dealing, with rows where they are: "
+    "flexd.prefetch(loader, collection, deal=True) would leave {ranks} of the bytes, a loader that deals {loader}."
+)
+
+
+@dataclass(frozen=True)
+class AffinityOutlook:
+    """Affinity of one window of sampled accesses. Bytes and seconds are between nodes, of one step.
+
+    Attributes:
+        samples: sampled.
+        batches, batch_samples: whole batches among them, and the samples of one.
+        moved_rows, move_bytes: rows that would live elsewhere than by rule, and the bytes of moving them once.
+        ranks, loader: share of the chain's bytes that would be left, with samples dealt by ranks (shipped bytes
+            counted) or by the loader; None if there are too few samples.
+        dealing, dealing_loader: the same two with rows where their rule puts them: what can be used today.
+        chain_bytes: of the whole job, rows and gradients by the sampled tables.
+        saved_seconds_ranks, saved_seconds_loader: transfer time of a rank less, hidden or not; None if no prices are
+            known.
+        pays_ranks, pays_loader: whether it saves at least ``MIN_SAVING`` and something in the worst twentieth.
+        users: users whose node is known.
+    """
+
+    samples: int
+    batches: int
+    batch_samples: int
+    moved_rows: int
+    move_bytes: float
+    ranks: ShareRange | None
+    loader: ShareRange | None
+    dealing: ShareRange | None
+    dealing_loader: ShareRange | None
+    chain_bytes: float | None
+    saved_seconds_ranks: float | None
+    saved_seconds_loader: float | None
+    pays_ranks: bool
+    pays_loader: bool
+    users: int
+
+    @classmethod
+    def of(cls, plan: AffinityPlan, samples: int, chain_seconds: float | None = None) -> AffinityOutlook:
+        """Return the outlook of a plan.
+
+        Args:
+            samples: sampled ones.
+            chain_seconds: transfer time between nodes of a rank's exchange in a step of the chain, by the prices.
+        """
+        chain, _ = plan.bytes_per_step()
+        return cls(
+            samples, plan.batches, plan.batch_samples, plan.moved_rows, plan.move_bytes, plan.ranks, plan.loader,
+            plan.dealing, plan.dealing_loader,
+            None if plan.traffic is None else chain, _saved(plan.ranks, chain_seconds),
+            _saved(plan.loader, chain_seconds), plan.pays(), plan.pays(loader_deals=True),
+            0 if plan.user_ids is None else len(plan.user_ids),
+        )  # fmt: skip
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The outlook in sentences, the verdict first."""
+        if self.ranks is None or self.loader is None or self.dealing is None or self.dealing_loader is None:
+            needed = MIN_BATCHES * self.batch_samples
+            return (
+                f"Affinity is not known: {units.count(self.samples)} samples are held, at least {units.count(needed)} "
+                f"({MIN_BATCHES} global batches) are needed. Send sequence_lengths, or raise "
+                "sketch.coaccess_memory_bytes.",
+            )
+        if not (self.pays_ranks or self.pays_loader):
+            return (
+                f"Not here: with homes and dealing by affinity {_share(self.ranks)} of the bytes between nodes would "
+                f"be left ({_share(self.loader)} with a loader that deals); at least {units.share(MIN_SAVING)} less "
+                "are asked for.",
+            )
+        said = [
+            f"With homes and dealing by affinity {_share(self.ranks)} of the bytes between nodes would be left, "
+            f"samples shipped by the ranks counted, and {_share(self.loader)} with a loader that deals."
+        ]
+        if not self.pays_ranks:
+            said.append("Shipping samples takes what it saves: only a loader that deals wins here.")
+        if self.saved_seconds_loader is not None and self.saved_seconds_ranks is not None:
+            said.append(
+                f"By the prices that is {units.seconds(max(0.0, self.saved_seconds_ranks))} or "
+                f"{units.seconds(max(0.0, self.saved_seconds_loader))} of transfer a step less, of which compute may "
+                "hide a part."
+            )
+        today = USABLE_TODAY.format(ranks=_share(self.dealing), loader=_share(self.dealing_loader))
+        if (
+            min(self.dealing.expected, self.dealing_loader.expected) - min(self.ranks.expected, self.loader.expected)
+            < MIN_SAVING
+        ):
+            return (*said, "Moving homes wins nothing beside dealing here.", today)
+        said.append(
+            f"{units.count(self.moved_rows)} rows would live in another node than by their rule; moving them sends "
+            f"{units.size(self.move_bytes)} once."
+        )
+        return (*said, today)
+
+
+def _saved(share: ShareRange | None, chain_seconds: float | None) -> float | None:
+    return None if share is None or chain_seconds is None else (1 - share.expected) * chain_seconds
+
+
+def _share(found: ShareRange) -> str:
+    return f"{units.share(found.expected)} ({units.share(found.low)} to {units.share(found.high)})"

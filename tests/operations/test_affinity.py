@@ -1,0 +1,105 @@
+"""Homes by affinity beside the daemon's plans: learnt when a plan is made, shown, explained, and never carried out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexd.api.affinity import AffinityReport
+from flexd.api.explanation import explanation
+from flexd.api.plan import plan_metrics, proposal_report
+from flexd.cli.explain_command import explain_blocks
+from flexd.cli.plan_view import plan_blocks
+from flexd.cli.view import OutputFormat, emit
+from flexd.config.checks import check_config
+from flexd.config.load import parse_config
+from flexd.core.errors import ConfigError
+from flexd.operations.affinity import AffinityMonitor
+from flexd.sketch.sketch_set import SketchSet
+from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
+
+LENGTH, SAMPLES = 10, 50
+
+
+def with_samples(directory: Path, batches: int = 20) -> PlanningHarness:
+    """Return a harness whose sketches hold samples of ten groups of rows; a step has ``SAMPLES`` of them."""
+    harness = PlanningHarness(directory)
+    harness.see(50_000)
+    keyspace = harness.config.keyspace()
+    sketches = SketchSet(keyspace.tables, half_life_seconds=None, coaccess_memory_bytes=1 << 20)
+    random = np.random.default_rng(0)
+    for batch in range(batches):
+        group = random.integers(0, 10, SAMPLES)
+        rows = (group[:, None] + 10 * random.integers(0, ROWS // 10, (SAMPLES, LENGTH))).reshape(-1)
+        sketches.ingest("item", rows, 0, float(batch), np.full(SAMPLES, LENGTH, np.int32), step=batch)
+    harness.planning.affinity = AffinityMonitor(keyspace, sketches.coaccess)
+    harness.report(SAMPLES * LENGTH // 4)
+    return harness
+
+
+def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness = with_samples(tmp_path)
+    per_step = harness.planning.accesses_per_step(4)
+    assert per_step
+    proposal = harness.propose("why not", dry_run=True)
+    report = proposal_report(proposal)
+    shown = report.affinity
+    assert shown is not None
+    assert shown.samples == 20 * SAMPLES
+    assert shown.batch_samples == round(per_step / LENGTH)
+    assert shown.loader is not None
+    assert shown.dealing is not None
+    assert shown.loader.expected < 0.9
+    assert shown.saved_seconds_loader > 0
+    assert shown.moved_rows > 0
+    assert shown == AffinityReport.model_validate(json.loads(shown.model_dump_json()))
+    emit(report, plan_blocks(report), OutputFormat.TABLE)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "With homes and dealing by affinity" in text
+    assert "Usable today is dealing" in text
+    families = {family.name: family for family in plan_metrics(report)}
+    shares = {sample.labels["dealing"]: sample.value for sample in families["flexd_affinity_bytes_ratio"].samples}
+    assert shares["loader"] == pytest.approx(shown.loader.expected)
+    assert families["flexd_affinity_samples"].samples[0].value == 20 * SAMPLES
+    assert set(proposal.plan.delta.keys) <= set(proposal.plan.target.keys) | set(proposal.live.keys)
+
+
+def test_explain_names_the_node_by_affinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harness = with_samples(tmp_path)
+    harness.propose("first", dry_run=True)
+    monitor = harness.planning.affinity
+    assert monitor is not None
+    made, gates = harness.planning.explain("item", None, 20)
+    answer = explanation(made, gates, monitor.home_of)
+    known = [row for row in answer.explained if row.affinity_node is not None]
+    assert known
+    for row in known:
+        assert row.affinity_node in (0, 1)
+        assert 0 < row.affinity_share <= 1
+    single = answer.model_copy(update={"explained": (known[0],)})
+    emit(single, explain_blocks(single, single=True), OutputFormat.TABLE)
+    assert f"would live in node {known[0].affinity_node}" in " ".join(capsys.readouterr().out.split())
+    assert monitor.home_of(10**9) is None
+
+
+def test_without_samples_plans_say_nothing_or_what_is_missing(tmp_path: Path) -> None:
+    assert proposal_report(filled_harness(tmp_path / "off").propose("x", dry_run=True)).affinity is None
+    few = with_samples(tmp_path / "few", batches=1)
+    shown = proposal_report(few.propose("x", dry_run=True)).affinity
+    assert shown is not None
+    assert shown.ranks is None
+    assert "sequence_lengths" in shown.words[0]
+
+
+def test_too_little_memory_for_the_sample_is_refused_by_its_key() -> None:
+    document = {
+        "job": "j", "tables": [{"name": "item", "rows": 9, "dim": 4}], "stream": {"source": {"kind": "synthetic"}},
+        "sketch": {"coaccess_memory_bytes": 100},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"sketch\.coaccess_memory_bytes"):
+        check_config(parse_config(document))

@@ -1,0 +1,189 @@
+"""Homes learnt live from the co-access sample: groups are found, moves pay, and the outlook says what it knows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.planner.affinity.outlook import AffinityOutlook
+from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
+from flexd.planner.affinity.sampled_window import SampledWindow, row_costs, sampled_window
+from flexd.planner.affinity.streaming import FORGOTTEN_AFTER, plan_affinity
+from flexd.planner.affinity.traffic import rule_nodes
+from flexd.sketch.coaccess import NO_USER, CoAccess, CoAccessSample
+
+LAYOUT = RankLayout(2, 4)
+GROUPS, GROUP_ROWS, SIZE = 16, 40, 64
+KEYSPACE = KeySpace(
+    [TableSpec("items", GROUPS * GROUP_ROWS, 16), TableSpec("users", GROUPS, 16), TableSpec("wide", 50, 128)]
+)
+
+
+def sampled(batches: int, seed: int = 0, first_group: int = 0, memory: int = 1 << 22) -> CoAccess:
+    """Samples of twelve items and a user of one group each, after their id; batch by batch."""
+    random = np.random.default_rng(seed)
+    sample = CoAccessSample([spec.rows for spec in KEYSPACE.tables], memory, None)
+    for batch in range(batches):
+        ids = np.arange(SIZE) + batch * SIZE + seed * 100_000
+        group = first_group + random.integers(0, GROUPS - first_group, SIZE)
+        mixed = np.random.default_rng(5).permutation(GROUPS * GROUP_ROWS)
+        rows = mixed[group[:, None] * GROUP_ROWS + random.integers(0, GROUP_ROWS, (SIZE, 12))].reshape(-1)
+        time = float(batch + seed * 100)
+        sample.add(0, rows, np.full(SIZE, 12, dtype=np.int32), 0, time, None, ids)
+        sample.add(1, group, np.ones(SIZE, dtype=np.int32), 1, time, None, ids, group + 1_000)
+    return sample.read([spec.name for spec in KEYSPACE.tables])
+
+
+def window_of(batches: int, horizon: float = 100.0, **options: int) -> SampledWindow:
+    return sampled_window(sampled(batches, **options), KEYSPACE, horizon_steps=horizon, batch_samples=SIZE)
+
+
+def test_tables_of_a_sample_are_joined_and_the_newest_batches_are_whole() -> None:
+    read = sampled(5)
+    window = sampled_window(read, KEYSPACE, horizon_steps=100.0, accesses_per_step=13.0 * 50)
+    assert window.batch_samples == 50
+    assert window.batches == 6
+    assert np.bincount(window.batch).tolist() == [50] * 6
+    table = KEYSPACE.table_of(window.rows.keys[window.rows.rows])
+    of_users = np.bincount(window.rows.samples[table == 1], minlength=len(window.rows))
+    assert (of_users == 1).all()
+    assert window.users_known
+
+
+def test_a_window_needs_the_size_of_a_batch() -> None:
+    for options in ({}, {"batch_samples": 0}, {"accesses_per_step": 0.0}):
+        with pytest.raises(ValueError, match="batch"):
+            sampled_window(sampled(1), KEYSPACE, horizon_steps=1.0, **options)
+
+
+def test_tables_with_a_home_rule_of_their_own_stay_out() -> None:
+    tables = [
+        dataclasses.replace(spec, homes="rank:0" if spec.name == "users" else spec.homes) for spec in KEYSPACE.tables
+    ]
+    window = sampled_window(sampled(2), KeySpace(tables), horizon_steps=1.0, batch_samples=SIZE)
+    assert set(KeySpace(tables).table_of(window.rows.keys).tolist()) == {0}
+
+
+def test_planted_groups_are_found_and_priced() -> None:
+    plan = plan_affinity(window_of(40), LAYOUT)
+    assert plan.ranks is not None
+    assert plan.loader is not None
+    assert plan.dealing is not None
+    assert plan.loader.low <= plan.loader.expected <= plan.loader.high
+    assert plan.loader.expected < 0.25
+    assert plan.dealing.expected > plan.ranks.expected + 0.1, "moved homes win beside dealing"
+    assert plan.pays(loader_deals=True)
+    rule = rule_nodes(plan.homes.keys, LAYOUT)
+    assert np.array_equal(plan.moves, plan.homes.keys[plan.homes.home != rule])
+    stored = np.array([spec.row_bytes + spec.state_bytes for spec in KEYSPACE.tables])
+    assert plan.move_bytes == stored[KEYSPACE.table_of(plan.moves)].sum()
+    # Users of a group are where its items are, and both nodes have as many samples.
+    assert plan.user_ids is not None
+    assert plan.user_ids.tolist() == list(range(1_000, 1_000 + GROUPS))
+    chain, left = plan.bytes_per_step(loader_deals=True)
+    assert left == pytest.approx(plan.loader.expected * chain)
+
+
+def test_equal_inputs_give_equal_plans() -> None:
+    first, second = (plan_affinity(window_of(20), LAYOUT) for _ in range(2))
+    assert np.array_equal(first.homes.home, second.homes.home)
+    assert first.ranks == second.ranks
+    assert np.array_equal(first.user_nodes, second.user_nodes)
+
+
+def test_learnt_on_homes_stay_and_only_what_pays_moves() -> None:
+    first = plan_affinity(window_of(40), LAYOUT)
+    again = plan_affinity(window_of(40, seed=1, horizon=1.0), LAYOUT, first, in_place=True)
+    assert again.continued
+    assert len(again.moves) < 0.1 * len(first.moves)
+    # A new division that wins more than its moves over a long horizon.
+    assert not plan_affinity(window_of(40, seed=1, horizon=1e6), LAYOUT, first, in_place=True).continued
+    # A horizon too short for any move.
+    dear = plan_affinity(window_of(40, seed=1, horizon=1e-3), LAYOUT, first, in_place=True)
+    assert len(dear.moves) == 0
+    assert dear.move_bytes == 0
+
+
+def test_moved_rows_that_are_not_seen_any_more_stay_for_a_while() -> None:
+    plan = first = plan_affinity(window_of(40), LAYOUT)
+    gone = np.setdiff1d(first.homes.keys, window_of(40, seed=2, first_group=GROUPS // 2).rows.keys)
+    moved = gone[first.homes.home_of(gone, rule_nodes(gone, LAYOUT)) != rule_nodes(gone, LAYOUT)]
+    assert len(moved)
+    for _ in range(FORGOTTEN_AFTER - 1):
+        plan = plan_affinity(window_of(40, seed=2, first_group=GROUPS // 2), LAYOUT, plan, in_place=True)
+        before = first.homes.home_of(moved, rule_nodes(moved, LAYOUT))
+        assert np.array_equal(plan.homes.home_of(moved, rule_nodes(moved, LAYOUT)), before)
+        assert (np.diff(plan.homes.keys) > 0).all()
+    plan = plan_affinity(window_of(40, seed=2, first_group=GROUPS // 2), LAYOUT, plan, in_place=True)
+    assert not np.isin(moved, plan.homes.keys).any()
+
+
+def test_nodes_are_level_in_rows_bytes_and_load() -> None:
+    random = np.random.default_rng(3)
+    rows = SampleRows.of(np.repeat(np.arange(2_000), 8), np.minimum(random.zipf(1.3, 16_000), 700) - 1)
+    keys = KeySpace([TableSpec("narrow", 600, 4), TableSpec("wide", 200, 256)])
+    keyed = dataclasses.replace(rows, keys=np.sort(random.permutation(800)[: len(rows.keys)]))
+    wire, costs = row_costs(keys, keyed.keys, 1e6)
+    window = SampledWindow(keyed, np.full(2_000, NO_USER), np.arange(2_000) // 100, 100, 8.0, wire, costs)
+    homes = plan_affinity(window, LAYOUT).homes
+    rule = rule_nodes(homes.keys, LAYOUT)
+    for weight in (np.ones(len(homes.keys)), costs.stored_bytes.astype(np.float64)):
+        now, was = (np.bincount(of, weight, 2) for of in (homes.home, rule))
+        assert (now <= np.maximum(1.05 * weight.sum() / 2, was) + weight.max()).all()
+
+
+def test_rows_weigh_by_their_bytes() -> None:
+    wire, costs = row_costs(KEYSPACE, np.array([0, *KEYSPACE.keys(2, np.array([0]))]), 10.0)
+    assert wire.row == 2 * 128 * 4 + 8
+    assert costs.weight.tolist() == pytest.approx([(2 * 64 + 8) / wire.row, 1.0])
+    assert costs.min_gain.tolist() == pytest.approx([64 / wire.row / 10, 512 / wire.row / 10])
+
+
+def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None:
+    random = np.random.default_rng(1)
+    sample = CoAccessSample([GROUPS * GROUP_ROWS, GROUPS, 50], 1 << 22, None)
+    for batch in range(20):
+        rows = random.integers(0, 12, 256 * 16)
+        sample.add(2, rows, np.full(256, 16, dtype=np.int32), 0, float(batch), batch)
+    read = sample.read([spec.name for spec in KEYSPACE.tables])
+    window = sampled_window(read, KEYSPACE, horizon_steps=100.0, batch_samples=256)
+    plan = plan_affinity(window, LAYOUT)
+    assert not plan.pays()
+    assert not plan.pays(loader_deals=True)
+    words = AffinityOutlook.of(plan, read.samples).words
+    assert words[0].startswith("Not here")
+    few = plan_affinity(window_of(3), LAYOUT)
+    assert few.ranks is None
+    assert not few.pays()
+    assert AffinityOutlook.of(few, 192).words[0].startswith("Affinity is not known: 192 samples are held, at least 256")
+
+
+def test_the_outlook_names_saving_moves_and_what_is_usable_today() -> None:
+    plan = plan_affinity(window_of(40), LAYOUT)
+    words = " ".join(AffinityOutlook.of(plan, 2_560, 1e-3).words)
+    assert "With homes and dealing by affinity" in words
+    assert "of transfer a step less" in words
+    assert "rows would live in another node" in words
+    assert "Usable today is dealing" in words
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10**12)), max_size=60))
+def test_samples_of_any_keys_are_numbered_alike(accesses: list[tuple[int, int]]) -> None:
+    samples = np.array([sample for sample, _ in accesses], dtype=np.int64)
+    for keys in (
+        np.array([key for _, key in accesses], dtype=np.int64),
+        np.array([key % 50 for _, key in accesses], dtype=np.int64),
+    ):
+        made = SampleRows.of(samples, keys, 10)
+        assert np.array_equal(made.keys, np.unique(keys))
+        assert np.array_equal(sorted_distinct(keys), np.unique(keys))
+        for sample in range(10):
+            rows = made.keys[made.rows[made.offsets[sample] : made.offsets[sample + 1]]]
+            assert rows.tolist() == sorted(set(keys[samples == sample].tolist()))
