@@ -196,10 +196,10 @@ def _of_profile(
         name, found = path.stem, read_profile(path)
         tables = [row_format.table(table.table, table.rows) for table in found.tables]
     else:
-        from flexd.config.load import load_config
+        from flexd.config.tables_file import load_with_known_tables
         from flexd.daemon.stream_sample import read_profile as read_configured
 
-        loaded = load_config(config)
+        loaded = load_with_known_tables(config)
         name, found = loaded.job, read_configured(loaded, seconds)
         tables = list(loaded.keyspace().tables)
     return ProfileAccesses(

@@ -62,7 +62,10 @@ def diff(
     """
     from flexd.config.load import load_config
 
-    found = differences(connect(url, socket).config().config, load_config(config).document())
+    running, document = connect(url, socket).config().config, load_config(config).document()
+    if not document["tables"]:  # the daemon takes them from the ranks
+        document["tables"] = running["tables"]
+    found = differences(running, document)
     rows = tuple((each.path, each.daemon, each.file) for each in found)
     shown = Table("", ("key", "daemon", "file"), rows) if rows else Sentences("", ("the same",))
     emit({"differences": [vars(each) for each in found]}, [shown], output)

@@ -133,7 +133,10 @@ def _summary(file: Path, config: Config) -> Facts:
         (
             (str(file), "ok"),
             ("job", config.job),
-            ("tables", f"{len(config.tables)} with {units.count(rows)} rows"),
+            (
+                "tables",
+                f"{len(config.tables)} with {units.count(rows)} rows" if config.tables else "those of the ranks",
+            ),
             ("source", config.stream.source.kind),
             ("api", _api(config)),
             ("metrics", config.server.metrics_listen or "with the api"),

@@ -55,11 +55,11 @@ def examine(file: Path, timeout_seconds: float, url: str | None, socket: Path | 
 
     The address of the daemon is ``url`` or ``socket``, else that of the environment, else that of the file.
     """
-    from flexd.config.load import load_config
+    from flexd.config.tables_file import load_with_known_tables
     from flexd.doctor import host, stream
 
     try:
-        config = load_config(file)
+        config = load_with_known_tables(file)
     except ConfigError as error:
         return [
             finding.fault("configuration", line, error.remedy or "docs/configuration.md lists every key")

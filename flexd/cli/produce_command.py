@@ -117,9 +117,9 @@ def produce(
     target = _Target(log=log) if log is not None else _Target(kafka=kafka or "", topic=topic)
     max_future_seconds = MAX_FUTURE_SECONDS
     if config is not None:
-        from flexd.config.load import load_config
+        from flexd.config.tables_file import load_with_known_tables
 
-        checked = load_config(config)
+        checked = load_with_known_tables(config)
         _check_tables(events, checked, trace)
         target = _of_config(config, checked)
         max_future_seconds = checked.sketch.max_future_seconds

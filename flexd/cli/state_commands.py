@@ -35,11 +35,11 @@ NamesArgument = Annotated[
 
 
 def _load(config: Path) -> Config:
-    from flexd.config.load import load_config
+    from flexd.config.tables_file import load_with_known_tables
     from flexd.core import fault_points
 
     fault_points.arm()
-    return load_config(config)
+    return load_with_known_tables(config)
 
 
 @app.command("show")

@@ -27,7 +27,9 @@ def check_config(config: Config, origin: str = "config") -> None:
     Raises:
         ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
     """
-    faults = [*_table_faults(config), *_memory_faults(config), *_topology_faults(config), *_kafka_faults(config)]
+    faults = [*_topology_faults(config), *_kafka_faults(config)]
+    if config.tables:  # else they are checked when the ranks have said theirs
+        faults = [*_table_faults(config), *_memory_faults(config), *faults]
     _raise(faults, origin)
 
 
@@ -37,7 +39,8 @@ def check_tables(config: Config, origin: str = "config") -> None:
     Raises:
         ConfigError: the text lists every fault as ``origin: key.path: what is wrong``.
     """
-    _raise(list(_table_faults(config)), origin)
+    if config.tables:
+        _raise(list(_table_faults(config)), origin)
 
 
 def _raise(faults: list[str], origin: str) -> None:

@@ -21,7 +21,7 @@ from flexd.core.keyspace import DTYPE_BYTES, OPTIMIZERS, KeySpace, TableSpec
 
 
 class TableConfig(Section):
-    """One embedding table. The list must equal the trainer's, in the same order."""
+    """One embedding table. The list, if there is one, must equal the trainer's, in the same order."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     """Name of the table in the stream's messages and in the trainer."""
@@ -94,8 +94,9 @@ class Config(Section):
 
     job: Name
     """Name of the training job; daemon and ranks must agree."""
-    tables: Annotated[list[TableConfig], Field(min_length=1)]
-    """The embedding tables, as the trainer has them."""
+    tables: list[TableConfig] = []
+    """The embedding tables, as the trainer has them. Without a list the daemon takes them from the ranks and keeps them
+    in its state; nothing is read from the stream before they are known."""
     stream: StreamConfig
     """The stream of accesses."""
     sketch: SketchConfig = SketchConfig()
@@ -137,6 +138,13 @@ class Config(Section):
             )
         return value
 
+    @field_validator("scale_out")
+    @classmethod
+    def _several_daemons_list_tables(cls, value: ScaleOutConfig, info: ValidationInfo) -> ScaleOutConfig:
+        if value.role != "standalone" and info.data.get("tables") == []:
+            raise ValueError(f"scale_out.role {value.role} needs a list of tables: ranks are known to the leader alone")
+        return value
+
     @field_validator("high_availability")
     @classmethod
     def _alone_on_the_stream(cls, value: HighAvailabilityConfig, info: ValidationInfo) -> HighAvailabilityConfig:
@@ -146,6 +154,12 @@ class Config(Section):
         return value
 
     def keyspace(self) -> KeySpace:
+        """Return the key space of the tables. Raises ConfigError if there are none."""
+        if not self.tables:
+            raise ConfigError(
+                "tables: the file lists none, and the state has none of the ranks",
+                remedy="list them, or start the training once with a daemon that runs",
+            )
         return KeySpace([TableSpec(t.name, t.rows, t.dim, t.dtype, t.optimizer, t.homes) for t in self.tables])
 
     def document(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from flexd.config.checks import check_tables
 from flexd.config.load import load_config
 from flexd.config.model import Config
 from flexd.config.reload import Merged, merge
+from flexd.config.tables_file import with_tables
 from flexd.config.text import describe_faults
 from flexd.core.errors import ConfigError, FlexdError
+from flexd.core.keyspace import TableSpec
 from flexd.daemon.logs import set_up_logging
 
 logger = logging.getLogger("flexd")
@@ -35,10 +37,12 @@ class ConfigFile:
 
     Attributes:
         config: the configuration in effect.
+        tables_of_ranks: the tables in effect if the file lists none; None if it does, or none are known.
     """
 
     def __init__(self, config: Config, path: Path | None = None, environ: Mapping[str, str] = os.environ) -> None:
         self.config = config
+        self.tables_of_ranks: Sequence[TableSpec] | None = None
         self._path = path
         self._environ = environ
         self._lock = threading.Lock()
@@ -103,6 +107,8 @@ class ConfigFile:
         if self._path is None:
             raise ConfigError("this daemon was not started from a file", remedy="start it with flexd run -c FILE")
         wanted = load_config(self._path, self._environ)
+        if not wanted.tables and self.tables_of_ranks is not None:
+            wanted = with_tables(wanted, self.tables_of_ranks)
         try:
             merged = merge(self.config, wanted)
         except ValidationError as error:

@@ -37,6 +37,7 @@ from flexd.daemon.service import HEALTHY_TICK_SECONDS, TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.standby import Standby
 from flexd.daemon.state_files import check_import_ended
+from flexd.daemon.tables_from_ranks import TablesFromRanks
 from flexd.ha.file_store import FileLeaseStore
 from flexd.ha.kubernetes_store import KubernetesLeaseStore
 from flexd.ha.leadership import Leadership
@@ -82,7 +83,7 @@ class HighAvailabilityDaemon(ActiveDaemon):
         lease = Lease(self._store, identity, settings.duration_seconds, lambda: highest_term(self._state_dir))
         self._renewer = LeaseRenewer(lease, settings.renew_seconds, self.supervisor)
         self._standby = Standby(config, self._renewer, self._started, self.supervisor)
-        self._leading: Daemon | None = None
+        self._leading: Daemon | TablesFromRanks | None = None
         self._starting = threading.Lock()
         """Held while a leadership starts, so that no settings are applied meanwhile."""
         self._term = self._failed_term = 0
@@ -166,7 +167,8 @@ class HighAvailabilityDaemon(ActiveDaemon):
         try:
             leadership = Leadership(open_term_directory(self._state_dir, term), term, partial(lease.holds, term))
             with self._starting:
-                daemon = Daemon(self._config, leadership, supervisor=self.supervisor)
+                make = Daemon if self._config.tables else TablesFromRanks
+                daemon = make(self._config, leadership, self._file, self.supervisor)
                 daemon.start()
                 self._term, self._leading = term, daemon
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from flexd.daemon.follower_service import FollowerDaemon
     from flexd.daemon.high_availability import HighAvailabilityDaemon
     from flexd.daemon.state_waiting import WaitingDaemon
+    from flexd.daemon.tables_from_ranks import TablesFromRanks
 
 
 def run_daemon(config: Config, path: Path | None = None) -> int:
@@ -43,7 +45,9 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     return 0 if in_time else 1
 
 
-def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDaemon | FollowerDaemon | WaitingDaemon:
+def _daemon_of(
+    config: Config, file: ConfigFile
+) -> Daemon | HighAvailabilityDaemon | FollowerDaemon | WaitingDaemon | TablesFromRanks:
     # Each role imports only what it needs, so that a start takes less than two seconds.
     if config.scale_out.role == "follower":
         from flexd.daemon.follower_service import FollowerDaemon
@@ -53,12 +57,17 @@ def _daemon_of(config: Config, file: ConfigFile) -> Daemon | HighAvailabilityDae
         from flexd.daemon.high_availability import HighAvailabilityDaemon
 
         return HighAvailabilityDaemon(config, file)
+    make: Callable[..., Daemon | TablesFromRanks] = Daemon
+    if not config.tables:
+        from flexd.daemon.tables_from_ranks import TablesFromRanks
+
+        make = TablesFromRanks
     try:
-        return Daemon(config, file=file)
+        return make(config, file=file)
     except (UnusableStateError, StateVersionError) as error:
         if config.state.on_unusable != "wait":
             raise
         problem = str(error)
     from flexd.daemon.state_waiting import WaitingDaemon
 
-    return WaitingDaemon(config, file, problem)
+    return WaitingDaemon(config, file, problem, make)

@@ -26,6 +26,7 @@ from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import FlexdError
@@ -81,6 +82,7 @@ class Daemon:
         leadership: leadership of one term. The owner then serves the API and calls ``tick`` and ``stop``.
         file: the file that the configuration was read from, for reloads.
         supervisor: of the process; records the faults of every thread.
+        takes_tables: the tables of ``config`` are those of ranks, see ``flexd.daemon.tables_from_ranks``.
 
     Raises:
         FlexdError: a part cannot be created from the configuration; nothing is left running.
@@ -92,8 +94,11 @@ class Daemon:
         leadership: Leadership | None = None,
         file: ConfigFile | None = None,
         supervisor: Supervisor | None = None,
+        *,
+        takes_tables: bool = False,
     ) -> None:
         self._config = config
+        self._takes_tables = takes_tables
         self._file = file or ConfigFile(config)
         self._started = ProcessStart()
         self.supervisor = supervisor = supervisor or Supervisor()
@@ -114,7 +119,7 @@ class Daemon:
         start_empty = config.state.on_unusable == "reset"
         check_files(state, start_empty=start_empty)
         cluster = factory.make_cluster(config)
-        control = replace(factory.control_options(config), term=self._leadership.term)
+        control = replace(factory.control_options(config), term=self._leadership.term, takes_tables=self._takes_tables)
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._slow_memory = SlowMemoryMonitor(len(keyspace.tables))
@@ -226,6 +231,10 @@ class Daemon:
     @property
     def control_port(self) -> int:
         return self._coordinator.port
+
+    def proposed_tables(self) -> ProposedTables | None:
+        """Return the tables that the ranks of a new attempt have, if they are not the daemon's."""
+        return self._coordinator.proposed_tables()
 
     def request_stop(self) -> None:
         """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 import flexd
 from flexd.config.model import Config
+from flexd.config.tables_file import load_tables
 from flexd.core.durable import replace_file, sync_directory
 from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
 from flexd.core.fault_points import fault_point
@@ -289,9 +290,8 @@ def _save(path: Path, data: Any) -> tuple[int, str]:
 def _check(config: Config, made: Path) -> None:
     """Raises UnusableStateError if a daemon of this configuration would not start from the files."""
     problems = list(newer_files(made).values())
-    found = preview(
-        SnapshotStore(made / "snapshots", 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config)
-    )
+    tables = config.keyspace().tables if config.tables else load_tables(made)  # those of the ranks are in the archive
+    found = preview(SnapshotStore(made / "snapshots", 1, read_only=True), tables, factory.sketch_settings(config))
     if problems or not found.starts or found.path is None:
         raise UnusableStateError(
             "the archive cannot be continued from: " + "; ".join([*problems, *found.refused] or ["it has no snapshot"]),

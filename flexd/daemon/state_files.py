@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flexd.config import tables_file
 from flexd.control.daemon import journal
 from flexd.core.durable import sync_directory
 from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
@@ -48,6 +49,7 @@ FILES = (
     StateFile("migrations.sqlite", history.check_version, ("-wal", "-shm")),
     StateFile("decisions.json", decisions.check_version),
     StateFile("plans.jsonl", plan_log.check_version),
+    StateFile(tables_file.NAME, tables_file.check_version),
     StateFile(offsets_in_work.RECORD_NAME, offsets_in_work.check_version),
 )
 

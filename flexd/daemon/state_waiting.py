@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from flexd.api.errors import ProbeResult
@@ -20,6 +21,7 @@ from flexd.core.supervision import Supervisor
 from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import TICK_SECONDS, Daemon
+from flexd.daemon.tables_from_ranks import TablesFromRanks
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 
@@ -33,9 +35,19 @@ class WaitingDaemon(InactiveDaemon):
     """Implements ``DaemonApi``: the status and the probes. Becomes a ``Daemon`` once the state can be used.
 
     Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
+
+    Args:
+        make: makes the daemon.
     """
 
-    def __init__(self, config: Config, file: ConfigFile, problem: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        file: ConfigFile,
+        problem: str,
+        make: Callable[..., Daemon | TablesFromRanks] = Daemon,
+    ) -> None:
+        self._make = make
         self._config = config
         self._file = file
         self._problem = problem
@@ -43,7 +55,7 @@ class WaitingDaemon(InactiveDaemon):
         self.supervisor = Supervisor()
         self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
         self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
-        self._daemon: Daemon | None = None
+        self._daemon: Daemon | TablesFromRanks | None = None
 
     def start(self) -> None:
         """Serve the API. Raises ApiError if an address is taken."""
@@ -77,15 +89,15 @@ class WaitingDaemon(InactiveDaemon):
                     return self._run(daemon)
         return self._server.stop(self._config.shutdown_seconds)
 
-    def _try(self) -> Daemon | None:
+    def _try(self) -> Daemon | TablesFromRanks | None:
         try:
-            return Daemon(self._config, file=self._file, supervisor=self.supervisor)
+            return self._make(self._config, file=self._file, supervisor=self.supervisor)
         except (*UNUSABLE, StateLockedError) as error:
             self._problem = str(error)
             logger.error("flexd waits: %s", self._problem)
             return None
 
-    def _run(self, daemon: Daemon) -> bool:
+    def _run(self, daemon: Daemon | TablesFromRanks) -> bool:
         # The addresses of the API must be free for the daemon.
         self._server.stop(self._config.shutdown_seconds)
         daemon.start()

@@ -93,6 +93,12 @@ def messages(config: Config, sample: Sample) -> Iterator[Finding]:
     unknown: Counter[str] = Counter()
     outside: Counter[str] = Counter()
     known = {table.name: table.rows for table in config.tables}
+    if not known:
+        yield warning(
+            "messages", "no tables are known yet: tables and rows of messages are not checked",
+            "start the training once, or list its tables in the configuration",
+        )  # fmt: skip
+        return
     accesses, newest = 0, -np.inf
     for payload in sample.payloads:
         try:

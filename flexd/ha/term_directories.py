@@ -36,6 +36,12 @@ def highest_term(state_dir: Path) -> int:
     return max((number for number, _ in _terms(state_dir)), default=0)
 
 
+def newest_directory(state_dir: Path) -> Path:
+    """Return the directory of the newest term, else ``state_dir``. Raises SnapshotError as ``highest_term``."""
+    term = highest_term(state_dir)
+    return state_dir / f"term-{term:010d}" if term else state_dir
+
+
 def open_term_directory(state_dir: Path, term: int) -> Path:
     """Create this term's directory from the newest earlier one and remove old ones.
 

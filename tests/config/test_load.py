@@ -59,7 +59,6 @@ def test_minimal_file_and_defaults(tmp_path):
     [
         ("job", "a b", "job: String should match pattern"),
         ("job", None, "job: Input should be a valid string (got None)"),
-        ("tables", [], "tables: List should have at least 1 item"),
         ("tables.0.rows", 0, "tables[0].rows: Input should be greater than or equal to 1 (got 0)"),
         ("tables.0.rows", "1e6", "tables[0].rows: Input should be a valid integer"),
         ("tables.0.rows", True, "tables[0].rows: must be a number, not a truth value (got True)"),

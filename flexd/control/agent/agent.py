@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 from flexd.control.agent.agent_context import AgentContext, PlacementLists
 from flexd.control.agent.inbox import ChunkInbox
@@ -23,6 +24,8 @@ from flexd.core.secrets import Secret
 
 logger = logging.getLogger(__name__)
 
+QUIET_SECONDS = 30.0
+"""A daemon that a rank was connected to may be away for so long (a restart, an upgrade) without a warning."""
 REFUSED_RETRY_SECONDS = 2.0
 """Time after which a rank that was refused, or whose secret differs, registers again."""
 
@@ -120,13 +123,29 @@ class Agent:
         self._context.state = "stopped"
 
     def _record_failure(self, state: str, error: Exception) -> None:
-        text = first_line(error)
-        self._context.count("stale" if isinstance(error, StaleMessageError) else _error_kind(error))
-        self._context.state = f"{state}: {text}"
+        context, text = self._context, first_line(error)
+        context.count("stale" if isinstance(error, StaleMessageError) else _error_kind(error))
+        context.state = f"{state}: {text}"
+        if state == "connecting" and context.counters["connects"] and isinstance(error, CHANNEL_ERRORS):
+            self._log_lost(text)
+            return
         # The same failure is logged once, not at every retry.
-        level = logging.DEBUG if text == self._context.last_logged else logging.WARNING
-        self._context.last_logged = text
-        logger.log(level, "rank %d: control channel: %s", self._context.identity.rank, text)
+        level = logging.DEBUG if text == context.last_logged else logging.WARNING
+        context.last_logged = text
+        logger.log(level, "rank %d: control channel: %s", context.identity.rank, text)
+
+    def _log_lost(self, text: str) -> None:
+        """Log that the daemon is away: what a restart causes is no fault of this rank, and needs no advice."""
+        context, now = self._context, time.monotonic()
+        if context.lost_at is None:
+            context.lost_at = now
+            logger.info("rank %d: the daemon is away (%s); training goes on", context.identity.rank, text)
+        elif now - context.lost_at > QUIET_SECONDS and not context.warned_of_loss:
+            context.warned_of_loss = True
+            logger.warning(
+                "rank %d: control channel: no daemon for %.0f s: %s; training goes on, with the placement that it has",
+                context.identity.rank, now - context.lost_at, text,
+            )  # fmt: skip
 
 
 def _error_kind(error: Exception) -> str:

@@ -30,6 +30,8 @@ class AgentContext:
         state: the present activity or problem, in words.
         last_logged: the newest failure, which is not logged twice.
         client: the connection in use, if any.
+        lost_at: when the daemon was lost that this rank was connected to; None while there is one.
+        warned_of_loss: a warning of it was logged.
     """
 
     inbox: ChunkInbox
@@ -46,6 +48,8 @@ class AgentContext:
     state: str = "not started"
     last_logged: str = ""
     client: ChannelClient | None = None
+    lost_at: float | None = None
+    warned_of_loss: bool = False
 
     def count(self, what: str, by: int = 1) -> None:
         self.counters[what] += by

@@ -39,13 +39,14 @@ from flexd.control.protocol.messages import (
     Message,
     Progress,
     Settled,
+    TableList,
     TapState,
     decode,
     encode,
 )
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly
-from flexd.control.protocol.table_lists import table_entries
+from flexd.control.protocol.table_lists import table_entries, tables_body
 from flexd.core.errors import (
     AuthenticationError,
     ChunkRefusedError,
@@ -205,8 +206,15 @@ class RankConnection:
         self._notice = notice
         self._tables = () if notice.table_digest == self._me.table_digest else table_entries(self._me.tables)
         context.count("connects")
+        if context.lost_at is not None:
+            level = logging.WARNING if context.warned_of_loss else logging.INFO
+            away = time.monotonic() - context.lost_at
+            logger.log(level, "rank %d: the daemon is back after %.0f s", self._me.rank, away)
+            context.lost_at, context.warned_of_loss = None, False
         context.state = "waiting for the other ranks"
         self._settle()
+        if notice.takes_tables and self._me.rank == 0 and notice.table_digest != self._me.table_digest:
+            self._send(TableList(self._me.job, self._instance, self._me.table_digest), tables_body(self._me.tables))
         self._hello()
 
     def _settle(self) -> None:

@@ -23,6 +23,7 @@ from flexd.control.daemon.journal_frames import JournalledMigration
 from flexd.control.daemon.migration import ChunkSource, Migration, MigrationMetadata
 from flexd.control.daemon.migration_events import MigrationEventDispatcher, OnMigration
 from flexd.control.daemon.rank_channels import RankChannels
+from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.credentials import ChannelCredentials
@@ -131,6 +132,12 @@ class Coordinator:
         elif server is not None:
             server.wake()
         return self._thread.join(timeout_seconds)
+
+    def proposed_tables(self) -> ProposedTables | None:
+        """Return the tables of an attempt whose ranks have all registered with others than the daemon has, while no
+        other attempt holds the job. None where the daemon takes no tables from ranks."""
+        proposals = self._epochs.proposals
+        return None if proposals is None else proposals.proposed(time.monotonic())
 
     @property
     def failure(self) -> str:
@@ -255,7 +262,9 @@ class Coordinator:
     def _host(self) -> RankChannels:
         options, server = self._options, self._server
         assert server is not None  # noqa: S101
-        notice = DaemonNotice(options.job, self._instance, self._keyspace.digest, options.term)
+        notice = DaemonNotice(
+            options.job, self._instance, self._keyspace.digest, options.term, takes_tables=options.takes_tables
+        )
         channels = RankChannels(server, notice, options.timeout_seconds)
         server.start()
         self._epochs.open(Hosted(channels, TapReceiver(channels, self._tap, self._events)))

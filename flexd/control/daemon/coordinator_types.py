@@ -25,6 +25,8 @@ class ControlOptions:
         tick_seconds: longest time between two ticks while ranks are registered.
         term: the term of the daemon's lease; 0 without one.
         max_ranks: of a job; also the largest number of connections that have proven themselves.
+        takes_tables: the tables are those of the ranks, not of the configuration: ranks that have others may propose
+            theirs (``Coordinator.proposed_tables``).
     """
 
     job: str
@@ -38,6 +40,7 @@ class ControlOptions:
     tick_seconds: float = 0.02
     term: int = 0
     max_ranks: int = 4096
+    takes_tables: bool = False
 
 
 @dataclass(frozen=True)

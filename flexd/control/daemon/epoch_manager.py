@@ -31,6 +31,7 @@ from flexd.control.daemon.membership import Membership, RankPresence, RefusedRan
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher
 from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected, Received
+from flexd.control.daemon.table_proposals import TableProposals
 from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.messages import (
@@ -104,10 +105,13 @@ class EpochManager:
         self._may_act = may_act
         self._on_report = on_report
         self._events = events
+        self.proposals = TableProposals(options.timeout_seconds) if options.takes_tables else None
+        """The tables of ranks that have others than the daemon, where it takes them from ranks."""
         self.members = Membership(
-            options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks
-        )
-        self._receiver = MessageReceiver(options.job, instance, self.members, events.emit)
+            options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks,
+            proposals=self.proposals,
+        )  # fmt: skip
+        self._receiver = MessageReceiver(options.job, instance, self.members, events.emit, self.proposals)
         self._hosted: Hosted | None = None
         self._received: deque[Received | RankDisconnected] = deque()
         self._backoff = Backoff()

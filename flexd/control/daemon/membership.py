@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flexd.control.daemon.attempts import MAX_NAME_CHARACTERS, Attempt, Attempts, AttemptState
+from flexd.control.daemon.table_proposals import TableProposals
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.table_lists import table_differences
 from flexd.core.errors import ReplayedMessageError, TopologyError
@@ -98,6 +99,7 @@ class Membership:
         replace_seconds: a new process may replace a rank that has sent nothing for so long.
         wall_clock: Unix seconds.
         max_ranks: of a job; a rank of a larger one is refused.
+        proposals: receives the hellos of ranks that have other tables, where these may replace the daemon's.
 
     Attributes:
         refusal_is_known: the rank that ``accept`` refused last had been refused shortly before.
@@ -111,7 +113,9 @@ class Membership:
         replace_seconds: float = 3.0,
         wall_clock: Callable[[], float] = time.time,
         max_ranks: int = MAX_RANKS,
+        proposals: TableProposals | None = None,
     ) -> None:
+        self._proposals = proposals
         self._lock = threading.RLock()
         self._register = Attempts(job, silent_seconds, wall_clock)
         self.refusal_is_known = False
@@ -140,7 +144,7 @@ class Membership:
 
     def _accept(self, hello: Hello, now: float) -> bool:
         try:
-            self._check(hello)
+            self._check(hello, now)
             members = self._attempts.get(hello.attempt, {})
             old = members.get(hello.rank)
             newest = self._newest.get(hello.session, -1)
@@ -308,7 +312,7 @@ class Membership:
         if len(self._refused) > MAX_REFUSALS:
             del self._refused[next(iter(self._refused))]
 
-    def _check(self, hello: Hello) -> None:
+    def _check(self, hello: Hello, now: float) -> None:
         remedy = "make job name and world size equal on daemon and all ranks"
         fault = ""
         if hello.job != self._job:
@@ -318,6 +322,11 @@ class Membership:
             digests = f"digest {hello.table_digest} here, {self._keyspace.digest} at the daemon"
             fault = f"the tables differ: {differences or digests}"
             remedy = "list the same tables, in the same order, in the trainer and in the daemon's configuration"
+            if self._proposals is not None:
+                fault = fault.replace("the daemon's configuration", "the daemon's state")
+                remedy = "nothing, if the job has new tables: the daemon takes them once all ranks have registered"
+                self._register.check(hello, now)  # refused if another attempt holds the job
+                self._proposals.record_hello(hello, now)
         elif len(hello.replica_slots) != len(self._keyspace.groups):
             fault = f"{len(hello.replica_slots)} replica slot counts for {len(self._keyspace.groups)} dim-groups"
         elif not 0 < hello.world_size <= MAX_RANKS or not 0 <= hello.rank < hello.world_size:

@@ -38,13 +38,16 @@ class DaemonNotice(Message):
 
     Attributes:
         instance: new for every start of the daemon.
+        table_digest: of its tables; empty if it has none yet.
         term: of its lease, 0 without one. A rank follows the highest term it has received.
+        takes_tables: it takes the tables of the job from the ranks: rank 0 sends its own if their digest differs.
     """
 
     kind: ClassVar[str] = "daemon"
     instance: str
     table_digest: str
     term: int
+    takes_tables: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,19 @@ class Hello(Message):
     tables: tuple[str, ...] = ()
     table_count: int = 0
     address: str = ""
+
+
+@dataclass(frozen=True)
+class TableList(Message):
+    """All tables of the job, in the body (``table_lists.tables_body``), before the hello of the rank that sends them.
+
+    Attributes:
+        digest: ``KeySpace.digest`` of the tables.
+    """
+
+    kind: ClassVar[str] = "tables"
+    instance: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -308,9 +324,9 @@ class TapPiece(EpochMessage):
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        DaemonNotice, Hello, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd, FrameWeights, Settled,
-        Progress, ChunkRefused, Listing, ListingPiece, ChunkHeader, ChunkPiece, ListRequest, TapOffer, TapState,
-        TapPiece,
+        DaemonNotice, Hello, TableList, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd, FrameWeights,
+        Settled, Progress, ChunkRefused, Listing, ListingPiece, ChunkHeader, ChunkPiece, ListRequest, TapOffer,
+        TapState, TapPiece,
     )
 }  # fmt: skip
 

@@ -7,14 +7,18 @@ as many as fit into ``MAX_LIST_BYTES``, and the daemon names the tables and fiel
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import fields
 
+from flexd.core.errors import ConfigError, ControlError
 from flexd.core.home_rules import SPREAD
-from flexd.core.keyspace import TableSpec
+from flexd.core.keyspace import TableSpec, digest_of
 
 MAX_LIST_BYTES = 32 * 1024
 """Bytes of all entries of a list, as they travel: about 500 tables."""
+MAX_TABLES_BYTES = 2**25
+"""Bytes of a list of tables as JSON."""
 MAX_DIFFERENCES = 8
 """Named in one refusal."""
 _MAX_NAME_CHARACTERS = 200
@@ -34,6 +38,47 @@ def table_entries(tables: Sequence[TableSpec]) -> tuple[str, ...]:
             break
         entries.append(entry)
     return tuple(entries)
+
+
+def tables_body(tables: Sequence[TableSpec]) -> bytes:
+    """Encode all tables of a job for a ``TableList``: compressed JSON, some 20 bytes a table."""
+    values = [[getattr(table, name) for name in _FIELDS] for table in tables]
+    return zlib.compress(json.dumps({"fields": _FIELDS, "tables": values}, separators=(",", ":")).encode())
+
+
+def tables_of_body(body: bytes | memoryview, digest: str) -> tuple[TableSpec, ...]:
+    """Decode ``tables_body``. Fields that this version does not know are ignored.
+
+    Raises:
+        ControlError: it cannot be read, is longer than ``MAX_TABLES_BYTES``, or the tables have another digest.
+    """
+    try:
+        unpack = zlib.decompressobj()
+        data = unpack.decompress(bytes(body), MAX_TABLES_BYTES)
+        if unpack.unconsumed_tail or not unpack.eof:
+            raise ValueError(f"more than {MAX_TABLES_BYTES} bytes, or cut")
+        document = json.loads(data)
+        names = document["fields"]
+        tables = tuple(
+            TableSpec(**{name: value for name, value in zip(names, values, strict=True) if name in _FIELDS})
+            for values in document["tables"]
+        )
+        found = digest_of(tables)
+    except (zlib.error, ValueError, TypeError, KeyError, RecursionError, ConfigError) as error:
+        raise ControlError(f"a list of tables that cannot be read: {error}") from error
+    if not tables or found != digest:
+        raise ControlError(f"{len(tables)} tables of digest {found}, announced as {digest}")
+    return tables
+
+
+def tables_of_entries(entries: Sequence[str], table_count: int, digest: str) -> tuple[TableSpec, ...]:
+    """Return the tables of ``table_entries`` if all of them are there; else none."""
+    try:
+        values = [each for each in map(_values, entries) if each is not None]
+        tables = tuple(TableSpec(**dict(zip(_FIELDS, each, strict=True))) for each in values)  # type: ignore[arg-type]
+    except (TypeError, ValueError, ConfigError):
+        return ()
+    return tables if tables and len(tables) == table_count and digest_of(tables) == digest else ()
 
 
 def table_differences(entries: Sequence[str], table_count: int, daemon: Sequence[TableSpec]) -> str:

@@ -43,6 +43,7 @@ EVERY_KIND: list[m.Message] = [
         3,
         "127.0.0.1",
     ),
+    m.TableList("job", "i", "0123456789abcdef"),
     m.HelloRefused("job", "i", "n", "reason", "remedy"),
     m.Heartbeat("job"),
     m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", 3, "n0", 0.5),

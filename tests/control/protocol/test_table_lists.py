@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import replace
 
 import pytest
 
 from flexd.control.protocol.messages import MAX_MESSAGE_BYTES, Hello, encode
-from flexd.control.protocol.table_lists import MAX_DIFFERENCES, MAX_LIST_BYTES, table_differences, table_entries
-from flexd.core.keyspace import TableSpec
+from flexd.control.protocol.table_lists import (
+    MAX_DIFFERENCES,
+    MAX_LIST_BYTES,
+    table_differences,
+    table_entries,
+    tables_body,
+    tables_of_body,
+    tables_of_entries,
+)
+from flexd.core.errors import ControlError
+from flexd.core.keyspace import TableSpec, digest_of
 
 DAEMON = (TableSpec("items", 2_000, 8), TableSpec("users", 500, 16, "float16", "adam"), TableSpec("tags", 70, 8))
 
@@ -101,3 +111,31 @@ def test_a_malformed_entry_is_ignored(entry: str) -> None:
 def test_a_long_name_is_shortened_and_control_characters_are_escaped() -> None:
     assert len(differences(TableSpec("x" * 10_000, 1, 4))) < 2_000
     assert "'a\\nb' is in the trainer" in differences(TableSpec("a\nb", 1, 4))
+
+
+def test_a_list_of_all_tables_travels_whole() -> None:
+    tables = tuple(TableSpec(f"table-{number}", 10 + number, 8) for number in range(3000))
+    body = tables_body(tables)
+    assert len(body) < 2**20, "one frame"
+    assert tables_of_body(body, digest_of(tables)) == tables
+    with pytest.raises(ControlError, match="announced as wrong"):
+        tables_of_body(body, "wrong")
+    for broken in (
+        b"",
+        body[:-9],
+        b"no zlib",
+        zlib.compress(b"[]"),
+        zlib.compress(b'{"fields": ["name"], "tables": [[1, 2]]}'),
+    ):
+        with pytest.raises(ControlError, match="cannot be read"):
+            tables_of_body(broken, digest_of(tables))
+    # A later version may know more of a table.
+    later = {"fields": ["name", "rows", "dim", "colour"], "tables": [["a", 3, 2, "red"]]}
+    assert tables_of_body(zlib.compress(json.dumps(later).encode()), digest_of([TableSpec("a", 3, 2)]))[0].rows == 3
+
+
+def test_entries_of_a_hello_are_all_tables_or_none() -> None:
+    few = [TableSpec("a", 3, 2), TableSpec("b", 4, 2, "float16", "adam")]
+    assert tables_of_entries(table_entries(few), 2, digest_of(few)) == tuple(few)
+    assert tables_of_entries(table_entries(few)[:1], 2, digest_of(few)) == ()
+    assert tables_of_entries(("[]",), 1, digest_of(few)) == ()
