@@ -87,6 +87,15 @@ def test_messages_in_units_are_exact(ranks: Ranks, scenario: Scenario) -> None:
     check(scenario, ranks, kernels="run_in_units")
 
 
+def test_a_narrow_wire_rounds_alike_in_units(ranks: Ranks) -> None:
+    """A rank's own gradients, which the wire does not round, are kept aside of the message."""
+    scenario = Scenario(2, 2, "sgd", dtype="float32", two_dims=True, steps=6, comm_dtype="bfloat16")
+    joined, units = (
+        ranks(4).run(f"accelerator_jobs:{kernels}", "exactness:train", scenario) for kernels in ("run", "run_in_units")
+    )
+    assert [result["losses"] for result in units] == [result["losses"] for result in joined]
+
+
 @pytest.mark.parametrize("kernels", ["run", "run_in_units"])
 def test_mixed_dtypes_with_the_kernels_of_an_accelerator(ranks: Ranks, kernels: str) -> None:
     scenario = Scenario(2, 2, "sgd", dtype="float32", second_dtype="bfloat16", two_dims=True, steps=6)

@@ -106,10 +106,6 @@ class Directory:
         places = self._places.index_select(0, entries).to(torch.int64)
         return places ^ (places >> 63)  # -1 - place where it is negative
 
-    def on_device_tier(self, entries: torch.Tensor) -> torch.Tensor:
-        """int64 [m] entries -> bool [m]: DEVICE rows; the others are NODE rows."""
-        return self._places.index_select(0, entries) < 0
-
     def read(self, keys: Int64Array) -> tuple[UInt8Array, Int32Array]:
         """int64 [n] keys -> (uint8 [n] tiers, HOME for a row that is not listed; int32 [n] slots). Any thread."""
         tiers, slots = np.zeros(len(keys), dtype=np.uint8), np.full(len(keys), -1, dtype=np.int32)

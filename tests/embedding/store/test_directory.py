@@ -46,7 +46,7 @@ def check(directory: Directory, expected: Rows, groups: int) -> dict[int, int]:
     found = entries[listed]
     assert len(set(found.tolist())) == len(expected)
     assert directory.slots_at(found).tolist() == [expected[key][1] for key in listed.tolist()]
-    assert directory.on_device_tier(found).tolist() == [expected[key][0] == Tier.DEVICE for key in listed.tolist()]
+    assert (directory.places_at(found) < 0).tolist() == [expected[key][0] == Tier.DEVICE for key in listed.tolist()]
     numbers = {}
     for key, entry in zip(listed.tolist(), found.tolist(), strict=True):
         pool = 2 * group_of(key) + (expected[key][0] == Tier.DEVICE)
@@ -132,7 +132,7 @@ def test_the_last_rows_of_large_groups(first: int, rows: int) -> None:
     entries = directory.find(torch.tensor([*keys, keys[1] - 1]))
     assert (entries == directory.entries).tolist() == [False, False, False, False, True]
     assert directory.slots_at(entries[:4]).tolist() == [2**31 - 1 - at for at in range(4)]
-    assert directory.on_device_tier(entries[:4]).tolist() == [True, False, True, False]
+    assert (directory.places_at(entries[:4]) < 0).tolist() == [True, False, True, False]
 
 
 def test_an_empty_directory_finds_nothing() -> None:
