@@ -100,7 +100,7 @@ def test_secrets_are_left_out(flexd_command):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("job: x\n", "tables: is required"),
+        ("job: x\n", "stream: is required"),
         ("job: [\n", "no valid YAML at line"),
         ("", "top level must be a mapping"),
     ],
