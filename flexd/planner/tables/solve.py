@@ -120,7 +120,8 @@ class _Solver:
             candidates += [now, self._search(now, self.tables, self.evaluations)]
         even = self._even()
         if even.any():
-            candidates.append(self._search(pieces_of(self.tables, even), self.tables, self.evaluations))
+            even_pieces = pieces_of(self.tables, even)
+            candidates += [even_pieces, self._search(even_pieces, self.tables, self.evaluations // _ROUNDINGS)]
         bounds = []
         for tables, fixed in self._restricted():
             relaxed = relax(self._with_moves(tables), self.layout, self.capacity)
