@@ -30,7 +30,7 @@ def produce(producer: Any, topic: str, user: int, sample: bytes, node_map: NodeM
     return producer.send(topic, sample, partition=int(partition_of([user], node_map, local_ranks)[0]))
 
 
-def consume(consumer: Any, topic: str, rank: int) -> None:
+def assign_partition(consumer: Any, topic: str, rank: int) -> None:
     """Let a ``kafka.KafkaConsumer`` read the samples of a rank."""
     from kafka import TopicPartition
 

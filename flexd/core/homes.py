@@ -115,7 +115,7 @@ class Homes:
                 f"{end // world} rows on one of {world} ranks are more than addresses of 44 bits have room for",
                 remedy="spread the largest tables over more ranks",
             )
-        self.parts = tuple(sorted(parts, key=lambda part: int(keyspace.first_key[part.table]) + part.first_row))
+        self.home_parts = tuple(sorted(parts, key=lambda part: int(keyspace.first_key[part.table]) + part.first_row))
         """In the order of their keys."""
         self.groups = tuple(groups)
         """The dim-groups, with ranges of addresses in place of ranges of keys."""
@@ -222,28 +222,28 @@ class Homes:
     @cached_property
     def first_keys(self) -> Int64Array:
         """int64 [parts], ascending: the first key of each part."""
-        firsts = [int(self.keyspace.first_key[part.table]) + part.first_row for part in self.parts]
+        firsts = [int(self.keyspace.first_key[part.table]) + part.first_row for part in self.home_parts]
         return np.array(firsts, dtype=np.int64)
 
     @cached_property
     def end_keys(self) -> Int64Array:
         """int64 [parts]: the key after the last of each part."""
-        ends = [int(self.keyspace.first_key[part.table]) + part.end_row for part in self.parts]
+        ends = [int(self.keyspace.first_key[part.table]) + part.end_row for part in self.home_parts]
         return np.array(ends, dtype=np.int64)
 
     @cached_property
     def factors(self) -> Int64Array:
         """int64 [2, parts]: shift and span of ``address = key + shift + key // span * (world_size - span)``."""
         world = self.layout.world_size
-        both = [[part.turns * world + part.first_rank for part in self.parts], [part.span for part in self.parts]]
+        both = [[part.turns * world + part.first_rank for part in self.home_parts], [part.span for part in self.home_parts]]
         return np.array(both, dtype=np.int64)
 
     @cached_property
     def finder(self) -> AddressFinder:
         world = self.layout.world_size
         wide, narrow = [(-1, 0)], [(-1, -1, 0)]
-        starts = self._address(np.arange(len(self.parts)), self.first_keys).tolist()
-        for number, part in enumerate(self.parts):
+        starts = self._address(np.arange(len(self.home_parts)), self.first_keys).tolist()
+        for number, part in enumerate(self.home_parts):
             if part.span == world:
                 wide.append((starts[number], number))
                 continue
@@ -264,7 +264,7 @@ class Homes:
     @cached_property
     def _parts_of(self) -> dict[int, list[HomePart]]:
         found: dict[int, list[HomePart]] = {}
-        for part in self.parts:
+        for part in self.home_parts:
             found.setdefault(part.table, []).append(part)
         return found
 

@@ -80,7 +80,7 @@ class _Read:
     """A batch of this rank, taken apart."""
 
     batch: Any
-    parts: SampleParts
+    batch_parts: SampleParts
     layout: BlockLayout
     blocks: SampleBlocks
     keys: SampleKeys
@@ -175,8 +175,8 @@ class Dealer:
         if read is None:
             mine = [0, 0, _State.FAILED if failed else _State.KEEP, 0]
         else:
-            digest = zlib.crc32(read.parts.structure.encode())
-            mine = [read.parts.samples, len(read.keys.keys), _State.READY, digest]
+            digest = zlib.crc32(read.batch_parts.structure.encode())
+            mine = [read.batch_parts.samples, len(read.keys.keys), _State.READY, digest]
         header = torch.tensor(mine, dtype=torch.int64, device=self._device)
         of_rail = self._groups.rail.all_gather(header)
         headers = self._groups.node.all_gather(of_rail.view(self._nodes, _HEADER))
@@ -188,7 +188,7 @@ class Dealer:
         if len(odd):
             raise EmbeddingError(
                 f"the batch of rank {odd[0]} has other parts than that of rank 0; rank {self._groups.rank}: "
-                f"{read.parts.structure}",
+                f"{read.batch_parts.structure}",
                 remedy="give every rank batches of the same names, dtypes and shapes; a part may have no values",
             )
 

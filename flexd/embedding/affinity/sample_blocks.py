@@ -62,7 +62,7 @@ class SampleBlocks:
         """Return the blocks of another rank's message, which are laid out like these."""
         at = 0
 
-        def take(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        def next_part(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
             nonlocal at
             count = like.element_size()
             for size in shape:
@@ -71,10 +71,10 @@ class SampleBlocks:
             at += count
             return part.view(like.dtype).view(shape)
 
-        dense = [take(one, (samples, one.shape[1])) for one in self.dense]
-        lengths = [take(one, (one.shape[0], samples)) for one in self.lengths]
+        dense = [next_part(one, (samples, one.shape[1])) for one in self.dense]
+        lengths = [next_part(one, (one.shape[0], samples)) for one in self.lengths]
         sums = torch.stack([one.sum(dtype=torch.int64) for one in lengths]).tolist() if lengths else []
-        values = [take(one, (total, one.shape[1])) for one, total in zip(self.values, sums, strict=True)]
+        values = [next_part(one, (total, one.shape[1])) for one, total in zip(self.values, sums, strict=True)]
         return SampleBlocks(dense, lengths, values, samples, self.device)
 
     @staticmethod
@@ -121,7 +121,7 @@ class BlockLayout:
 
     def __init__(self, parts: SampleParts, device: torch.device) -> None:
         self._parts, self._device = parts, device
-        for name, part in zip(parts.names, parts.parts, strict=True):
+        for name, part in zip(parts.names, parts.values, strict=True):
             of_part = {one.device for one in ((part.values, part.lengths) if isinstance(part, Jagged) else (part,))}
             if of_part != {device}:
                 raise EmbeddingError(
@@ -131,8 +131,8 @@ class BlockLayout:
         self._dense: dict[torch.dtype, list[int]] = {}
         self._jagged: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
         # In an order that all ranks share: a mapping may have its names in another order on each.
-        for at in sorted(range(len(parts.parts)), key=lambda at: parts.names[at]):
-            part = parts.parts[at]
+        for at in sorted(range(len(parts.values)), key=lambda at: parts.names[at]):
+            part = parts.values[at]
             if isinstance(part, Jagged):
                 self._jagged.setdefault((part.values.dtype, part.values.shape[1:]), []).append(at)
             else:
@@ -144,7 +144,7 @@ class BlockLayout:
         Raises:
             EmbeddingError: lengths of a part do not fit its values.
         """
-        parts, samples = self._parts.parts, self._parts.samples
+        parts, samples = self._parts.values, self._parts.samples
         dense, lengths, values = [], [], []
         for of_dtype in self._dense.values():
             dense.append(torch.cat([_flat(parts[at]) for at in of_dtype], dim=1))
@@ -165,21 +165,21 @@ class BlockLayout:
 
     def batch(self, blocks: SampleBlocks) -> Any:
         """Return the batch of these samples."""
-        made: list[Part | None] = [None] * len(self._parts.parts)
+        made: list[Part | None] = [None] * len(self._parts.values)
         for at, part in self._divided(blocks):
             made[at] = part
         return self._parts.build([part for part in made if part is not None])
 
     def _divided(self, blocks: SampleBlocks) -> Iterator[tuple[int, Part]]:
         for of_dtype, block in zip(self._dense.values(), blocks.dense, strict=True):
-            widths = [_flat(self._parts.parts[at]).shape[1] for at in of_dtype]
+            widths = [_flat(self._parts.values[at]).shape[1] for at in of_dtype]
             for at, part in zip(of_dtype, torch.split(block, widths, dim=1), strict=True):
-                shape = self._parts.parts[at].shape[1:]  # type: ignore[union-attr]
+                shape = self._parts.values[at].shape[1:]  # type: ignore[union-attr]
                 yield at, part.contiguous().view(blocks.samples, *shape)
         for of_kind, lengths, values in zip(self._jagged.values(), blocks.lengths, blocks.values, strict=True):
             sizes = lengths.sum(1, dtype=torch.int64).tolist()
             for row, (at, part) in enumerate(zip(of_kind, torch.split(values, sizes), strict=True)):
-                given = self._parts.parts[at]
+                given = self._parts.values[at]
                 assert isinstance(given, Jagged)  # noqa: S101
                 shaped = part.reshape(len(part), *given.values.shape[1:])
                 yield at, Jagged.checked(shaped, lengths[row].to(given.lengths.dtype))

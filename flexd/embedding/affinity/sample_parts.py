@@ -29,11 +29,11 @@ class BatchType(NamedTuple):
     """How a class of batches is taken apart.
 
     Attributes:
-        parts: returns the parts of a batch, by name.
+        split: returns the parts of a batch, by name.
         build: makes a batch like the given one of other parts, in the same order.
     """
 
-    parts: Callable[[Any], Mapping[str, Part]]
+    split: Callable[[Any], Mapping[str, Part]]
     build: Callable[[Any, Sequence[Part]], Any]
 
 
@@ -51,13 +51,13 @@ class SampleParts:
 
     Attributes:
         names: where each part is in the batch, for errors.
-        parts: each object once, even if the batch has it in several places.
+        values: each object once, even if the batch has it in several places.
         samples: number of samples.
         build: makes the batch of parts of other samples, in the same order; once.
     """
 
     names: tuple[str, ...]
-    parts: tuple[Part, ...]
+    values: tuple[Part, ...]
     samples: int
     build: Callable[[Sequence[Part]], Any]
 
@@ -65,7 +65,7 @@ class SampleParts:
     def structure(self) -> str:
         """Names, dtypes and shapes of the parts: equal on all ranks, or their samples cannot be mixed."""
         return "; ".join(
-            f"{name}: {_described(part)}" for name, part in sorted(zip(self.names, self.parts, strict=True))
+            f"{name}: {_described(part)}" for name, part in sorted(zip(self.names, self.values, strict=True))
         )
 
     @staticmethod
@@ -77,7 +77,7 @@ class SampleParts:
         """
         walk = _Walk()
         rebuild = walk.visit(batch, "batch")
-        sizes = [_samples(part) for part in walk.parts]
+        sizes = [_samples(part) for part in walk.values]
         odd = next((at for at, size in enumerate(sizes) if size != sizes[0]), None)
         if odd is not None:
             raise EmbeddingError(
@@ -86,7 +86,7 @@ class SampleParts:
                 "...], or Jagged with one length a sample",
             )
 
-        return SampleParts(tuple(walk.names), tuple(walk.parts), sizes[0] if sizes else 0, rebuild)
+        return SampleParts(tuple(walk.names), tuple(walk.values), sizes[0] if sizes else 0, rebuild)
 
 
 Rebuild = Callable[[Sequence[Part]], Any]
@@ -95,7 +95,7 @@ Rebuild = Callable[[Sequence[Part]], Any]
 class _Walk:
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.parts: list[Part] = []
+        self.values: list[Part] = []
         self._known: dict[int, Rebuild] = {}
 
     def visit(self, given: Any, name: str) -> Rebuild:
@@ -114,7 +114,7 @@ class _Walk:
             return self._tensor(given, name)
         how = next((how for kind, how in _types.items() if isinstance(given, kind)), None)
         if how is not None:
-            adds = [self._add(f"{name}[{key!r}]", part) for key, part in how.parts(given).items()]
+            adds = [self._add(f"{name}[{key!r}]", part) for key, part in how.split(given).items()]
             return lambda parts: how.build(given, [part(parts) for part in adds])
         return self._container(given, name)
 
@@ -147,9 +147,9 @@ class _Walk:
         return self._add(name, given)
 
     def _add(self, name: str, part: Part) -> Rebuild:
-        number = len(self.parts)
+        number = len(self.values)
         self.names.append(name)
-        self.parts.append(part)
+        self.values.append(part)
         return lambda parts: parts[number]
 
 

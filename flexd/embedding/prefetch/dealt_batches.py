@@ -75,6 +75,6 @@ def _deal(dealer: Dealer, batch: Any) -> _Dealt:
 
 def _record_stream(batch: Any) -> None:
     """Keep memory of tensors that the stream of the jobs made until the work of this stream is done."""
-    for part in SampleParts.of(batch).parts:
+    for part in SampleParts.of(batch).values:
         for tensor in (part.values, part.lengths) if isinstance(part, Jagged) else (part,):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

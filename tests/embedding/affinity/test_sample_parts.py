@@ -78,7 +78,7 @@ def test_samples_that_leave_and_arrive_keep_their_parts(here: int, there: int, s
     assert rows_of(made) == rows_of(mine) + [rows_of(other)[at] for at in picked]
     assert list(made.sparse) == list(mine.sparse)
     assert made.note == "note"
-    for new, old in zip(SampleParts.of(made).parts, parts.parts, strict=True):
+    for new, old in zip(SampleParts.of(made).values, parts.values, strict=True):
         assert type(new) is type(old)
         of_new, of_old = (
             (one.values.dtype, one.lengths.dtype, one.values.shape[1:])
@@ -93,7 +93,7 @@ def test_nested_tensors_stay_nested_and_shared_objects_shared() -> None:
     nested = torch.nested.nested_tensor([torch.arange(2), torch.arange(0), torch.arange(3)], layout=torch.jagged)
     label = torch.arange(3)
     parts = SampleParts.of({"ids": nested, "label": label, "again": [label]})
-    assert len(parts.parts) == 2
+    assert len(parts.values) == 2
     layout = BlockLayout(parts, CPU)
     made = layout.batch(layout.blocks().select(torch.tensor([2, 0])))
     assert [one.tolist() for one in made["ids"].unbind()] == [[0, 1, 2], [0, 1]]
