@@ -235,7 +235,10 @@ class Homes:
     def factors(self) -> Int64Array:
         """int64 [2, parts]: shift and span of ``address = key + shift + key // span * (world_size - span)``."""
         world = self.layout.world_size
-        both = [[part.turns * world + part.first_rank for part in self.home_parts], [part.span for part in self.home_parts]]
+        both = [
+            [part.turns * world + part.first_rank for part in self.home_parts],
+            [part.span for part in self.home_parts],
+        ]
         return np.array(both, dtype=np.int64)
 
     @cached_property

@@ -65,7 +65,7 @@ def join_collections(*collections: EmbeddingCollection) -> JoinedCollections:
                 for first_row, rows in table_blocks(member, table.name):
                     joined.load_rows(table.name, first_row, rows.to(joined.device), source=0)
             member.engine.close(orderly=True)
-    joined.adopt()
+    joined.share_tables()
     return joined
 
 
@@ -107,7 +107,7 @@ class JoinedCollections(EmbeddingCollection):
         )
         self._shared: SharedLookUp | None = None
 
-    def adopt(self) -> None:
+    def share_tables(self) -> None:
         """Local. Let the members read these tables."""
         first_table = 0
         for number, member in enumerate(self.members):
@@ -161,7 +161,7 @@ class JoinedCollections(EmbeddingCollection):
             if not is_same_input(given, announced[number]):
                 return None
             shared = self._begin(announced, member.training)
-        part = shared.take(number)
+        part = shared.share_of(number)
         if shared.all_taken:
             self._shared = None
         return part

@@ -61,7 +61,7 @@ class SharedLookUp:
         """Return whether a collection may take its part for this input."""
         return number not in self._taken and mode == self._mode and is_same_input(given, self._inputs[number])
 
-    def take(self, number: int) -> RoutedInput:
+    def share_of(self, number: int) -> RoutedInput:
         """Local. Return the part of one collection."""
         self._taken.add(number)
         own = {there: here for here, there in self._names[number].items()}

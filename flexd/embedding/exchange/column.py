@@ -187,7 +187,7 @@ class UnitRows(PackedRows):
 
 def _joined_units(arrived: Sequence[UnitRows], *, own_last: bool) -> list[torch.Tensor]:
     """As ``joined_columns``, after the rows ahead."""
-    parts = arrived[0].message.take(arrived[0].bytes, [rows.column for rows in arrived])
+    parts = arrived[0].message.read_columns(arrived[0].bytes, [rows.column for rows in arrived])
     joined = []
     for rows, part in zip(arrived, parts, strict=True):
         together = part.view(rows.wire).view(-1, rows.width)

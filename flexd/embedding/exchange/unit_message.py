@@ -223,7 +223,7 @@ class UnitMessage:
                 self._windows(message, unit).index_copy_(0, places, rows)
         return message
 
-    def take(self, whole: torch.Tensor, columns: Sequence[int]) -> list[torch.Tensor]:
+    def read_columns(self, whole: torch.Tensor, columns: Sequence[int]) -> list[torch.Tensor]:
         """Return uint8 [bytes] of each column: its rows ahead, then its received rows. One kernel a class of columns.
 
         Args:
@@ -236,18 +236,18 @@ class UnitMessage:
                 continue
             if self._geometry.ahead[of_class].any():
                 # Taken when they are used, once: the rows ahead are known then.
-                found |= self._take_class(whole, number, [c for c in of_class if c in columns])
+                found |= self._read_class(whole, number, [c for c in of_class if c in columns])
                 continue
             if number not in self._known:
-                self._known[number] = self._take_class(whole, number, of_class)
+                self._known[number] = self._read_class(whole, number, of_class)
             found |= self._known[number]
         return [found[c] for c in columns]
 
-    def _take_class(self, whole: torch.Tensor, number: int, columns: Sequence[int]) -> dict[int, torch.Tensor]:
+    def _read_class(self, whole: torch.Tensor, number: int, columns: Sequence[int]) -> dict[int, torch.Tensor]:
         """Return the bytes of columns of one class, in its order; with one kernel unless others are between them."""
         spans, unit = [self._taken[c] for c in columns], self._units[number]
         if any(a[1] != b[0] for a, b in pairwise(spans)):
-            return {c: part for one in columns for c, part in self._take_class(whole, number, [one]).items()}
+            return {c: part for one in columns for c, part in self._read_class(whole, number, [one]).items()}
         first, end = spans[0][0], spans[-1][1]
         if first == end:
             return dict.fromkeys(columns, whole[:0])

@@ -203,7 +203,7 @@ class LocalSearch:
     def _on_rank(self, rank: int, axis: int) -> list[int]:
         """The pieces that load a rank most on an axis, beyond what they give to all ranks."""
         node, local = divmod(rank, self.layout.local_ranks)
-        parts = self.loads.parts[self.table, self.option, :, axis]
+        parts = self.loads.option_loads[self.table, self.option, :, axis]
         rules = np.array([option.rule.value for option in self.tables.options])[self.option]
         on_rank = (rules == HomeRule.RANK) | (rules == HomeRule.COLUMNS)
         home = np.where(on_rank, self.place // self.layout.local_ranks, self.place)
@@ -293,7 +293,7 @@ class LocalSearch:
         same = np.array([o.rule is rule or {o.rule, rule} == {HomeRule.RANK, HomeRule.COLUMNS}
                          for o in self.tables.options])[self.option]  # fmt: skip
         there = np.flatnonzero(same & (self.place == other))
-        size = self.loads.parts[self.table, self.option, 1:, axis].sum(axis=1)
+        size = self.loads.option_loads[self.table, self.option, 1:, axis].sum(axis=1)
         there = there[size[there] < size[at]]
         excess = 0.5 * float(load.max() - load.min())
         order = np.argsort(np.abs(size[at] - size[there] - excess), kind="stable")[:_PARTNERS]

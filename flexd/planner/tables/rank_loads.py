@@ -39,15 +39,15 @@ class RankLoads:
         self.tables, self.layout = tables, layout
         self.capacity = capacity.reshape(layout.nodes, layout.local_ranks)
         # float64[T, O, 4, K + 1]
-        self.parts = np.concatenate([tables.loads, tables.memory_bytes[..., None]], axis=3)
-        self.total = np.zeros((self.parts.shape[3], layout.nodes, layout.local_ranks))
+        self.option_loads = np.concatenate([tables.loads, tables.memory_bytes[..., None]], axis=3)
+        self.total = np.zeros((self.option_loads.shape[3], layout.nodes, layout.local_ranks))
         self._starts = np.flatnonzero(np.diff(tables.axis_phase, prepend=-1))
 
     @classmethod
     def of(cls, tables: TableOptions, layout: RankLayout, capacity: Float64Array, pieces: Pieces) -> RankLoads:
         """Return the loads of these pieces."""
         result = cls(tables, layout, capacity)
-        every = result.parts[pieces.table, pieces.option]
+        every = result.option_loads[pieces.table, pieces.option]
         result.total += every[:, Part.EVERYWHERE].sum(axis=0)[:, None, None]
         axes, ranks = result.total.shape[0], layout.world_size
         flat = result.total.reshape(axes, ranks)
@@ -70,7 +70,7 @@ class RankLoads:
 
     def add(self, table: int, option: int, place: int, sign: float = 1.0) -> None:
         """Add a piece to its place, or take it away with ``sign`` -1."""
-        parts = sign * self.parts[table, option]
+        parts = sign * self.option_loads[table, option]
         rule = self.tables.options[option].rule
         self.total += parts[Part.EVERYWHERE][:, None, None]
         if rule is HomeRule.NODE:
@@ -104,7 +104,7 @@ class RankLoads:
     def seconds_at(self, table: int, option: int, around: Surroundings) -> Float64Array:
         """Return float64[places]: seconds of a step with one more piece at each place, inf where the ranks that would
         hold it have no memory for it."""
-        parts, rule = self.parts[table, option], self.tables.options[option].rule
+        parts, rule = self.option_loads[table, option], self.tables.options[option].rule
         every = parts[Part.EVERYWHERE]
         total = self.total
         if rule in (HomeRule.ALL, HomeRule.COPIES):
