@@ -11,6 +11,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.affinity.deal_pacing import DealtTotals
 from flexd.embedding.affinity.dealer import Dealer, RowPrices
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.prefetch.batch_mover import BatchMover
 from flexd.embedding.prefetch.dealt_batches import END, DealtBatches, LoaderFailure
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.prefetch.run_ahead_job import NextBatch
@@ -28,9 +29,10 @@ class _Ahead:
     announced: NextBatch
 
 
-def _following(batches: Iterator[Any]) -> Any:
+def _following(batches: Iterator[Any], mover: BatchMover | None) -> Any:
     try:
-        return next(batches, END)
+        batch = next(batches, END)
+        return batch if mover is None or batch is END else mover.move(batch)
     except Exception as error:
         return LoaderFailure(error)
 
@@ -56,6 +58,7 @@ class Prefetch(Generic[Batch]):
         one_thread: bool | None,
         depth: int,
         deal: bool,
+        to_device: bool,
     ) -> None:
         if passes_per_step < 1 or depth < 1 or not timeout_seconds > 0:
             raise EmbeddingError(
@@ -71,6 +74,7 @@ class Prefetch(Generic[Batch]):
         self._one_thread = one_thread
         self._depth = depth
         self._deal = deal
+        self._to_device = to_device
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -103,15 +107,16 @@ class Prefetch(Generic[Batch]):
     def _read(self) -> Iterator[Any]:
         """Yield the loader's batches, and what ended it without end. An exception of the loader is one of these."""
         batch: Any
+        mover = BatchMover(self._collection.device) if self._to_device else None
         try:
             batches = iter(self._loader)
-            batch = _following(batches)
+            batch = _following(batches, mover)
         except Exception as error:
             batch = LoaderFailure(error)
         while True:
             yield batch
             if batch is not END and not isinstance(batch, LoaderFailure):
-                batch = _following(batches)
+                batch = _following(batches, mover)
 
     def _ahead(self, batch: Any) -> _Ahead:
         return _Ahead(batch, self._next_batch(batch))
@@ -143,6 +148,7 @@ def prefetch(
     one_thread: bool | None = None,
     depth: int = 1,
     deal: bool = False,
+    to_device: bool = False,
 ) -> Prefetch[Batch]:
     """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
 
@@ -157,7 +163,8 @@ def prefetch(
     ``gather_table``, evaluation on other batches) is collective too, since a step may have deferred gradients.
 
     Args:
-        loader: batches whose ids are on the device of the tables. ``depth`` batches more than usual are held.
+        loader: batches whose ids are on the device of the tables, or anywhere with ``to_device``. ``depth`` batches
+            more than usual are held.
         features: returns the part of a batch that the collection is called with: the same object, or a mapping of the
             same ones, each time. Default: the batch itself.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
@@ -175,6 +182,9 @@ def prefetch(
             more bytes between nodes than it costs. The whole batch must be on the device of the tables, and consist of
             dense tensors [samples, ...], ``Jagged``, nested tensors or types of TorchRec, in mappings, sequences,
             named tuples and dataclasses. With one node nothing happens.
+        to_device: whether each batch is moved to the device of the tables when it is read, a step before its own:
+            tensors, ``Jagged``, nested tensors and types of TorchRec, in mappings, sequences, named tuples and
+            dataclasses. On an accelerator the copies run beside training if the loader pins its memory.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.
@@ -184,4 +194,4 @@ def prefetch(
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
         deadline. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth, deal)
+    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth, deal, to_device)
