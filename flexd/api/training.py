@@ -60,6 +60,8 @@ class TrainingStatus(Model):
     """Step time spent in applying chunks."""
     newest_step: int = 0
     """The newest step that any rank reported."""
+    unused_prefetches: int = 0
+    """Batches whose rows ``flexd.prefetch`` located ahead for nothing, because the forward pass got other objects."""
     exchange: str = ""
     """The exchange that the ranks use; several while it changes, empty until a rank has reported."""
     exchange_reason: str = ""
@@ -93,6 +95,11 @@ class TrainingStatus(Model):
             "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", self.apply_seconds
         )
         yield gauge("flexd_training_step", "The newest step that any rank reported.", self.newest_step)
+        yield counter(
+            "flexd_training_unused_prefetches",
+            "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop copied their ids.",
+            self.unused_prefetches,
+        )
         yield gauges_by(
             "flexd_training_exchange", "1 for the exchange that the ranks use, and why they do.",
             ("exchange", "reason"), {(self.exchange, self.exchange_reason): 1.0} if self.exchange else {},

@@ -204,7 +204,16 @@ def _topology(status: Status) -> Facts:
         facts.append(("refused", f"rank {newest.rank} of attempt {newest.attempt}: {newest.reason}"))
     if refusals := topology.refusals():
         facts.append(("refused", f"connections before they proved themselves: {refusals}"))
-    return Facts("topology", tuple(facts), PROBLEM | {"missing", "refused"})
+    if unused := status.training.unused_prefetches:
+        share = units.share(unused / status.training.steps) if status.training.steps else units.UNKNOWN
+        facts.append(
+            (
+                "not used ahead",
+                f"{units.count(unused)} prefetched batches ({share} of the ranks' steps): the loop copies or moves ids "
+                "after features= of flexd.prefetch returned them; do it in the loader",
+            )
+        )
+    return Facts("topology", tuple(facts), PROBLEM | {"missing", "refused", "not used ahead"})
 
 
 def _placement(status: Status) -> Facts:

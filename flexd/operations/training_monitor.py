@@ -100,6 +100,7 @@ class TrainingTotals:
         step_seconds: their wall time.
         apply_seconds: of which spent in applying chunks.
         newest_step: the newest step that any rank reported.
+        unused_prefetches: batches that were located ahead and located again.
     """
 
     accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
@@ -108,6 +109,7 @@ class TrainingTotals:
     step_seconds: float = 0.0
     apply_seconds: float = 0.0
     newest_step: int = 0
+    unused_prefetches: int = 0
 
 
 class TrainingMonitor:
@@ -147,6 +149,7 @@ class TrainingMonitor:
                 step_seconds=old.step_seconds + report.step_seconds,
                 apply_seconds=old.apply_seconds + report.apply_seconds,
                 newest_step=max(old.newest_step, report.step),
+                unused_prefetches=old.unused_prefetches + report.unused_prefetches,
             )
 
     def new_generation(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flexd.control.protocol.report import StepReport
@@ -35,6 +37,13 @@ def test_a_report_of_several_steps_counts_each_of_them() -> None:
     monitor = TrainingMonitor()
     monitor.add(0, report(10, steps=10, accesses=(700, 200, 100)))
     assert monitor.accesses_per_step(1) == 100
+
+
+def test_batches_located_for_nothing_are_summed_over_ranks_and_reports() -> None:
+    monitor = TrainingMonitor()
+    for rank, unused in ((0, 2), (1, 3), (0, 4)):
+        monitor.add(rank, replace(report(1), unused_prefetches=unused))
+    assert monitor.totals().unused_prefetches == 9
 
 
 def test_the_average_follows_a_change_within_some_tens_of_steps() -> None:
