@@ -29,7 +29,7 @@ from flexd.core.layout import RankLayout
 from flexd.planner.baselines.whole_tables import place_greedily
 from flexd.planner.model.workload import ACCESSES, STATISTICS
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
-from flexd.planner.tables.options import HomeRule, TableOptions
+from flexd.planner.tables.options import HomeKind, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
 from flexd.planner.tables.table_work import TableWork
@@ -121,7 +121,7 @@ def compare(title: str, tables: Sequence[ListedTable], layout: RankLayout, evalu
             return None if rank is None else whole(work, rank)
 
         add(f"{name} greedy", greedy)
-    whole_only = tuple(o for o in OPTIONS if o.rule is HomeRule.RANK)
+    whole_only = tuple(o for o in OPTIONS if o.rule is HomeKind.RANK)
     started = time.process_time()
     try:
         alone = place_tables(

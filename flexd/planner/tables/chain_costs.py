@@ -17,19 +17,19 @@ from flexd.core.layout import RankLayout
 from flexd.planner.model.prices import exposed_share, latencies
 from flexd.planner.model.row_bytes import Exchange, Phase
 from flexd.planner.tables.chain_loads import MESSAGES, kernel_bytes, row_loads, sum_loads
-from flexd.planner.tables.options import Answer, HomeRule, Option, Part, TableOptions
+from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions
 from flexd.planner.tables.table_work import TableWork
 from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]
 
 OPTIONS = (
-    Option(HomeRule.ALL, Answer.ROWS),
-    Option(HomeRule.ALL, Answer.SUMS),
-    Option(HomeRule.NODE, Answer.ROWS),
-    Option(HomeRule.NODE, Answer.SUMS),
-    Option(HomeRule.RANK, Answer.ROWS),
-    Option(HomeRule.RANK, Answer.SUMS),
+    Option(HomeKind.ALL, Answer.ROWS),
+    Option(HomeKind.ALL, Answer.SUMS),
+    Option(HomeKind.NODE, Answer.ROWS),
+    Option(HomeKind.NODE, Answer.SUMS),
+    Option(HomeKind.RANK, Answer.ROWS),
+    Option(HomeKind.RANK, Answer.SUMS),
 )
 """What the runtime can do with a table."""
 PHASES = (
@@ -79,13 +79,13 @@ def chain_options(
         loads[:, at, :, first : first + parts.shape[2]] = parts
         loads[:, at, :, -2:] = kernel_bytes(work, layout, option.rule, sums=sums)
         part, ranks = {
-            HomeRule.ALL: (Part.EVERYWHERE, layout.world_size),
-            HomeRule.NODE: (Part.HOME_NODE, layout.local_ranks),
-            HomeRule.RANK: (Part.HOME_RANK, 1),
+            HomeKind.ALL: (Part.EVERYWHERE, layout.world_size),
+            HomeKind.NODE: (Part.HOME_NODE, layout.local_ranks),
+            HomeKind.RANK: (Part.HOME_RANK, 1),
         }[option.rule]
         memory[:, at, part] = work.stored_bytes / ranks
         allowed[:, at] = (work.bags > 0) | (not sums)
-        if layout.nodes == 1 and option.rule is HomeRule.NODE:
+        if layout.nodes == 1 and option.rule is HomeKind.NODE:
             allowed[:, at] = False
     shares = exposed_share(cluster)
     # Messages are priced at the size that they have when all tables are spread over all ranks and answer by rows.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from flexd.core.layout import RankLayout
 from flexd.planner.model.row_bytes import ID_BYTES
 from flexd.planner.model.workload import ACCESSES, ANYWHERE, BACK_PER_NODE, BACK_PER_RANK, PER_NODE, PER_RANK
-from flexd.planner.tables.options import HomeRule, Part
+from flexd.planner.tables.options import HomeKind, Part
 from flexd.planner.tables.table_work import TableWork
 
 Float64Array = npt.NDArray[np.float64]
@@ -55,7 +55,7 @@ class _Bytes:
         self.of[:, home, message, link, asks[1]] += senders * size
 
 
-def row_loads(work: TableWork, layout: RankLayout, rule: HomeRule) -> Float64Array:
+def row_loads(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Array:
     """Return the loads of tables that answer by rows: each distinct row once a hop."""
     nodes, local = layout.nodes, layout.local_ranks
     loads = _Bytes(np.zeros((len(work.names), len(Part), len(MESSAGES), LINKS, 2)))
@@ -66,20 +66,20 @@ def row_loads(work: TableWork, layout: RankLayout, rule: HomeRule) -> Float64Arr
         (_GRADIENTS, work.wire_bytes, BACK_PER_RANK, BACK_PER_NODE),
     ):
         rank, node = statistics[of_rank] * size, statistics[of_node] * size
-        if rule is HomeRule.RANK:
+        if rule is HomeKind.RANK:
             # The rank of a node that has the home's local rank stands between.
             loads.to(message, _INTRA, (_EVERY, _RAIL), local - 1, rank)
             loads.to(message, _INTER, (_RAIL, _RANK), nodes - 1, node)
             continue
         loads.even(message, _INTRA, rank * (local - 1) / local)
-        if rule is HomeRule.NODE:
+        if rule is HomeKind.NODE:
             loads.to(message, _INTER, (_EVERY, _NODE), nodes - 1, node / local)
         else:
             loads.even(message, _INTER, node * (nodes - 1) / (nodes * local))
     return loads.of.reshape(len(work.names), len(Part), -1)
 
 
-def sum_loads(work: TableWork, layout: RankLayout, rule: HomeRule) -> Float64Array:
+def sum_loads(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Array:
     """Return the loads of tables that answer by sums: every id of a bag, and one vector a bag and place."""
     nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
     loads = _Bytes(np.zeros((len(work.names), len(Part), len(MESSAGES), LINKS, 2)))
@@ -91,12 +91,12 @@ def sum_loads(work: TableWork, layout: RankLayout, rule: HomeRule) -> Float64Arr
             """Bytes of a rank's bags whose ids are among so many places."""
             return accesses * work.id_bytes if of == _IDS else vector * parts_of_bags(length, places)
 
-        if rule is HomeRule.ALL:
+        if rule is HomeKind.ALL:
             loads.even(message, _INTER, size(nodes) * (nodes - 1) / nodes)
             loads.even(message, _INTRA, size(world) * (local - 1) / local)
             continue
         loads.to(message, _INTER, (_EVERY, _NODE), nodes - 1, size(1))
-        if rule is HomeRule.RANK:
+        if rule is HomeKind.RANK:
             loads.to(message, _INTRA, (_NODE, _RANK), local - 1, nodes * size(1))
         else:
             loads.of[:, _NODE, message, _INTRA] += (nodes * size(local) * (local - 1) / local)[:, None]
@@ -112,13 +112,13 @@ def parts_of_bags(length: Float64Array, places: int) -> Float64Array:
     return found * np.minimum(length, 1.0)
 
 
-def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeRule, *, sums: bool) -> Float64Array:
+def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind, *, sums: bool) -> Float64Array:
     """Return float64[T, 4, 2]: bytes that look-up and update read and write in a rank's memory."""
     nodes, world = layout.nodes, layout.world_size
     loads = np.zeros((len(work.names), len(Part), 2))
     statistics, size = work.statistics.T, work.row_bytes
     part, ranks = {
-        HomeRule.ALL: (_EVERY, world), HomeRule.NODE: (_NODE, layout.local_ranks), HomeRule.RANK: (_RANK, 1),
+        HomeKind.ALL: (_EVERY, world), HomeKind.NODE: (_NODE, layout.local_ranks), HomeKind.RANK: (_RANK, 1),
     }[rule]  # fmt: skip
     stored = 2 * statistics[ANYWHERE] * (size + work.state_bytes)
     accesses = statistics[ACCESSES] * size
@@ -131,7 +131,7 @@ def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeRule, *, sums: b
     loads[:, _EVERY, 0] = accesses + out
     loads[:, _EVERY, 1] = (accesses + statistics[BACK_PER_RANK] * size) * work.trained
     # The station between, and the home.
-    station, share = (_RAIL, layout.local_ranks) if rule is HomeRule.RANK else (_EVERY, 1)
+    station, share = (_RAIL, layout.local_ranks) if rule is HomeKind.RANK else (_EVERY, 1)
     loads[:, station, 0] += statistics[PER_RANK] * size * share
     loads[:, station, 1] += statistics[BACK_PER_RANK] * size * share
     loads[:, part, 0] += nodes * statistics[PER_NODE] * size / ranks

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import HomeRule, Part, TableOptions
+from flexd.planner.tables.options import HomeKind, Part, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads, Surroundings
 
 Float64Array = npt.NDArray[np.float64]
@@ -130,7 +130,7 @@ class LocalSearch:
             self.evaluations -= 1
             seconds = self._seconds_at(at, option, around)
             rule = self.tables.options[option].rule
-            if rule is HomeRule.NODE:
+            if rule is HomeKind.NODE:
                 seconds = seconds + tie.max(axis=1)
             elif len(seconds) > 1:
                 seconds = seconds + tie.ravel()
@@ -205,9 +205,9 @@ class LocalSearch:
         node, local = divmod(rank, self.layout.local_ranks)
         parts = self.loads.option_loads[self.table, self.option, :, axis]
         rules = np.array([option.rule.value for option in self.tables.options])[self.option]
-        on_rank = (rules == HomeRule.RANK) | (rules == HomeRule.COLUMNS)
+        on_rank = (rules == HomeKind.RANK) | (rules == HomeKind.COLUMNS)
         home = np.where(on_rank, self.place // self.layout.local_ranks, self.place)
-        load = np.where((on_rank | (rules == HomeRule.NODE)) & (home == node), parts[:, Part.HOME_NODE], 0.0)
+        load = np.where((on_rank | (rules == HomeKind.NODE)) & (home == node), parts[:, Part.HOME_NODE], 0.0)
         load += np.where(on_rank & (self.place % self.layout.local_ranks == local), parts[:, Part.HOME_RAIL], 0.0)
         load += np.where(on_rank & (self.place == rank), parts[:, Part.HOME_RANK], 0.0)
         # Loads of all ranks count too: another option may have less of them.
@@ -283,14 +283,14 @@ class LocalSearch:
         """Exchange a piece with a smaller one of the rank that has least on this axis, if that shortens the step."""
         option = int(self.option[at])
         rule = self.tables.options[option].rule
-        if rule in (HomeRule.ALL, HomeRule.COPIES):
+        if rule in (HomeKind.ALL, HomeKind.COPIES):
             return False
         load = self.loads.total[axis]
-        other = int((load.max(axis=1) if rule is HomeRule.NODE else load.ravel()).argmin())
+        other = int((load.max(axis=1) if rule is HomeKind.NODE else load.ravel()).argmin())
         place = int(self.place[at])
         if other == place:
             return False
-        same = np.array([o.rule is rule or {o.rule, rule} == {HomeRule.RANK, HomeRule.COLUMNS}
+        same = np.array([o.rule is rule or {o.rule, rule} == {HomeKind.RANK, HomeKind.COLUMNS}
                          for o in self.tables.options])[self.option]  # fmt: skip
         there = np.flatnonzero(same & (self.place == other))
         size = self.loads.option_loads[self.table, self.option, 1:, axis].sum(axis=1)

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlanError
+from flexd.core.home_rules import COPIED, SPREAD
 from flexd.core.layout import RankLayout
 
 Float64Array = npt.NDArray[np.float64]
@@ -22,10 +23,10 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-class HomeRule(StrEnum):
-    """Which ranks are the homes of a table's rows."""
+class HomeKind(StrEnum):
+    """Kinds of home rules (``flexd.core.home_rules``); columns are planned only."""
 
-    ALL = "all"
+    ALL = SPREAD
     """Rows are spread over all ranks."""
     NODE = "node"
     """Rows are spread over the ranks of one node."""
@@ -33,7 +34,7 @@ class HomeRule(StrEnum):
     """All rows are on one rank."""
     COLUMNS = "columns"
     """Columns are cut into pieces, each whole on a rank of its own."""
-    COPIES = "copies"
+    COPIES = COPIED
     """Every rank has all rows; gradients are summed."""
 
 
@@ -63,20 +64,20 @@ class Option:
         pieces: pieces of the table that are placed independently of each other: more than 1 for COLUMNS alone.
     """
 
-    rule: HomeRule
+    rule: HomeKind
     answer: Answer
     pieces: int = 1
 
     @property
     def name(self) -> str:
         """``rule/answer``, with the number of column pieces."""
-        return f"{self.rule}{self.pieces if self.rule is HomeRule.COLUMNS else ''}/{self.answer}"
+        return f"{self.rule}{self.pieces if self.rule is HomeKind.COLUMNS else ''}/{self.answer}"
 
     def places(self, layout: RankLayout) -> int:
         """Return how many places a piece can have: ranks, nodes, or the only one."""
-        if self.rule in (HomeRule.ALL, HomeRule.COPIES):
+        if self.rule in (HomeKind.ALL, HomeKind.COPIES):
             return 1
-        return layout.nodes if self.rule is HomeRule.NODE else layout.world_size
+        return layout.nodes if self.rule is HomeKind.NODE else layout.world_size
 
 
 @dataclass(frozen=True)

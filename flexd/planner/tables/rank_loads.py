@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import HomeRule, Part, TableOptions
+from flexd.planner.tables.options import HomeKind, Part, TableOptions
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -53,14 +53,14 @@ class RankLoads:
         flat = result.total.reshape(axes, ranks)
         for at, option in enumerate(tables.options):
             mine = pieces.option == at
-            if option.rule in (HomeRule.ALL, HomeRule.COPIES) or not mine.any():
+            if option.rule in (HomeKind.ALL, HomeKind.COPIES) or not mine.any():
                 continue
             parts, place = every[mine], pieces.place[mine]
-            node = place if option.rule is HomeRule.NODE else place // layout.local_ranks
+            node = place if option.rule is HomeKind.NODE else place // layout.local_ranks
             for axis in range(axes):
                 by_node = np.bincount(node, weights=parts[:, Part.HOME_NODE, axis], minlength=layout.nodes)
                 result.total[axis] += by_node[:, None]
-                if option.rule is HomeRule.NODE:
+                if option.rule is HomeKind.NODE:
                     continue
                 rail = place % layout.local_ranks
                 by_rail = np.bincount(rail, weights=parts[:, Part.HOME_RAIL, axis], minlength=layout.local_ranks)
@@ -73,9 +73,9 @@ class RankLoads:
         parts = sign * self.option_loads[table, option]
         rule = self.tables.options[option].rule
         self.total += parts[Part.EVERYWHERE][:, None, None]
-        if rule is HomeRule.NODE:
+        if rule is HomeKind.NODE:
             self.total[:, place] += parts[Part.HOME_NODE][:, None]
-        elif rule in (HomeRule.RANK, HomeRule.COLUMNS):
+        elif rule in (HomeKind.RANK, HomeKind.COLUMNS):
             node, local = divmod(place, self.layout.local_ranks)
             self.total[:, node] += parts[Part.HOME_NODE][:, None]
             self.total[:, :, local] += parts[Part.HOME_RAIL][:, None]
@@ -107,12 +107,12 @@ class RankLoads:
         parts, rule = self.option_loads[table, option], self.tables.options[option].rule
         every = parts[Part.EVERYWHERE]
         total = self.total
-        if rule in (HomeRule.ALL, HomeRule.COPIES):
+        if rule in (HomeKind.ALL, HomeKind.COPIES):
             most = total[:-1].max(axis=(1, 2)) + every[:-1]
             fits = bool((total[-1] + every[-1] <= self.capacity).all())
             return self.tables.seconds_per_unit @ self._by_phase(most[:, None]) if fits else np.full(1, np.inf)
         node = every + parts[Part.HOME_NODE]
-        if rule is HomeRule.NODE:
+        if rule is HomeKind.NODE:
             most = np.maximum(around.other_nodes + every[:-1, None], around.node + node[:-1, None])
             short = around.short_node + node[-1]
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.options import HomeRule, Part, TableOptions
+from flexd.planner.tables.options import HomeKind, Part, TableOptions
 from flexd.planner.tables.rank_loads import Pieces
 from flexd.planner.tables.relaxation import Relaxation
 
@@ -76,7 +76,7 @@ class _Rounding:
         chosen = np.where(self.relaxed.shares.max(axis=1) > 0, self.relaxed.shares.argmax(axis=1), order[:, 0])
         near = prices <= (best + _REGRET * np.abs(best))[:, None]
         near[np.arange(count), chosen] = True
-        even = np.array([rule in (HomeRule.ALL, HomeRule.COPIES) for rule in self.rules])
+        even = np.array([rule in (HomeKind.ALL, HomeKind.COPIES) for rule in self.rules])
         plain = even[chosen] & (self.relaxed.shares[np.arange(count), chosen] > _WHOLE)
         # What is known from the start: tables that every rank has a part of.
         for table in np.flatnonzero(plain).tolist():
@@ -147,11 +147,11 @@ class _Rounding:
         # All ranks carry this part wherever the piece is.
         grown = _power(self.load + every[:, None, None]) - self.power if every.any() else np.zeros(1)
         total = float(self.weight @ grown.sum(axis=(1, 2))) if every.any() else 0.0
-        if rule in (HomeRule.ALL, HomeRule.COPIES):
+        if rule in (HomeKind.ALL, HomeKind.COPIES):
             return total, 0 if (memory + every[-1] <= 0).all() else None
         here = every + node
         of_node = _power(self.load + here[:, None, None]) - self.power - grown if node.any() else np.zeros((1, 1, 1))
-        if rule is HomeRule.NODE:
+        if rule is HomeKind.NODE:
             worse = self.weight @ of_node.sum(axis=2) if node.any() else np.zeros(self.layout.nodes)
             fits = (memory + here[-1] <= 0).all(axis=1)
         else:
@@ -176,9 +176,9 @@ class _Rounding:
         rule = self.rules[option]
         if every.any():
             self.load += every[:, None, None]
-        if rule is HomeRule.NODE:
+        if rule is HomeKind.NODE:
             self.load[:, place] += node[:, None]
-        elif rule not in (HomeRule.ALL, HomeRule.COPIES):
+        elif rule not in (HomeKind.ALL, HomeKind.COPIES):
             at, local = divmod(place, self.layout.local_ranks)
             self.load[:, at] += node[:, None]
             self.load[:, :, local] += rail[:, None]

@@ -12,7 +12,7 @@ from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.solver.busiest import missed_share
 from flexd.planner.tables.local_search import LiveTables, LocalSearch
-from flexd.planner.tables.options import Answer, HomeRule, TableOptions
+from flexd.planner.tables.options import Answer, HomeKind, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.relaxation import Relaxation, relax
 from flexd.planner.tables.rounding import pieces_of, round_shares
@@ -66,13 +66,13 @@ class TablePlacement:
         return self.pieces.option[first]
 
     def rules(self) -> list[tuple[str, Answer]]:
-        """Return (rule, answer) of each table: "all", "node:3", "rank:12", "columns:4,12", "copies"."""
+        """Return (rule, answer) of each table: "all", "node:3", "rank:12", "columns:4,12", "every rank"."""
         result = []
         starts = np.searchsorted(self.pieces.table, np.arange(len(self.tables.names) + 1))
         for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
             option = self.tables.options[int(self.pieces.option[first])]
             places = ",".join(str(place) for place in self.pieces.place[first:end].tolist())
-            placed = option.rule not in (HomeRule.ALL, HomeRule.COPIES)
+            placed = option.rule not in (HomeKind.ALL, HomeKind.COPIES)
             result.append((f"{option.rule}:{places}" if placed else str(option.rule), option.answer))
         return result
 
@@ -154,7 +154,7 @@ class _Solver:
     def _even(self) -> Int64Array:
         """int64[T]: of the options that load all ranks alike the one of least time."""
         tables = self.tables
-        alike = np.array([option.rule is HomeRule.ALL for option in tables.options])
+        alike = np.array([option.rule is HomeKind.ALL for option in tables.options])
         alike[0] = True
         seconds = tables.mean(tables.loads, self.layout) @ tables.axis_seconds + tables.extra_seconds
         return np.asarray(np.where(tables.allowed & alike, seconds, np.inf).argmin(axis=1), dtype=np.int64)

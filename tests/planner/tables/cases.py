@@ -17,7 +17,7 @@ from flexd.planner.model.workload import (
     STATISTICS,
 )
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
-from flexd.planner.tables.options import HomeRule, Option, TableOptions
+from flexd.planner.tables.options import HomeKind, Option, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads
 from flexd.planner.tables.table_work import TableWork
 from tests.support.planner_cases import cluster
@@ -102,4 +102,4 @@ def best_by_milp(tables: TableOptions, layout: RankLayout, memory: float) -> flo
 
 
 def whole_tables_only(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    return tuple(option for option in options if option.rule is HomeRule.RANK)
+    return tuple(option for option in options if option.rule is HomeKind.RANK)

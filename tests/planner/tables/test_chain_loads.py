@@ -19,7 +19,7 @@ from flexd.planner.model.workload import (
     STATISTICS,
 )
 from flexd.planner.tables.chain_loads import kernel_bytes, parts_of_bags, row_loads, sum_loads
-from flexd.planner.tables.options import HomeRule
+from flexd.planner.tables.options import HomeKind
 from flexd.planner.tables.table_work import TableWork
 from tests.planner.tables.cases import work_of
 
@@ -42,15 +42,15 @@ def drawn(layout: RankLayout) -> tuple[TableWork, list[np.ndarray]]:
     return TableWork(("t",), statistics, BAGS * one, 2 * DIM * one, 4 * DIM * one, 4 * one, ROWS * one, one, 4), bags
 
 
-def home_of(rows: np.ndarray, rule: HomeRule, place: int, layout: RankLayout) -> np.ndarray:
-    if rule is HomeRule.ALL:
+def home_of(rows: np.ndarray, rule: HomeKind, place: int, layout: RankLayout) -> np.ndarray:
+    if rule is HomeKind.ALL:
         return rows % layout.world_size
-    if rule is HomeRule.NODE:
+    if rule is HomeKind.NODE:
         return place * layout.local_ranks + rows % layout.local_ranks
     return np.full_like(rows, place)
 
 
-def walked(bags: list[np.ndarray], rule: HomeRule, place: int, layout: RankLayout, *, sums: bool) -> np.ndarray:
+def walked(bags: list[np.ndarray], rule: HomeKind, place: int, layout: RankLayout, *, sums: bool) -> np.ndarray:
     """float64[message, link, direction, W] of one table of rows with 2 DIM bytes."""
     result = np.zeros((3, 2, 2, layout.world_size))
 
@@ -89,25 +89,25 @@ def walked(bags: list[np.ndarray], rule: HomeRule, place: int, layout: RankLayou
     return result
 
 
-def placed(parts: np.ndarray, rule: HomeRule, place: int, layout: RankLayout) -> np.ndarray:
+def placed(parts: np.ndarray, rule: HomeKind, place: int, layout: RankLayout) -> np.ndarray:
     """float64[axes, W] of float64[4, axes]."""
     rank = np.arange(layout.world_size)
     node, rail = rank // layout.local_ranks, rank % layout.local_ranks
     total = np.repeat(parts[0][:, None], layout.world_size, axis=1)
-    if rule is HomeRule.NODE:
+    if rule is HomeKind.NODE:
         total += parts[1][:, None] * (node == place)
-    elif rule is HomeRule.RANK:
+    elif rule is HomeKind.RANK:
         total += parts[1][:, None] * (node == place // layout.local_ranks)
         total += parts[2][:, None] * (rail == place % layout.local_ranks) + parts[3][:, None] * (rank == place)
     return total
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("rule", [HomeRule.ALL, HomeRule.NODE, HomeRule.RANK], ids=str)
+@pytest.mark.parametrize("rule", [HomeKind.ALL, HomeKind.NODE, HomeKind.RANK], ids=str)
 @pytest.mark.parametrize("sums", [False, True], ids=["rows", "sums"])
 def test_loads_are_those_of_drawn_ids(layout, rule, sums):
     work, bags = drawn(layout)
-    place = 0 if rule is HomeRule.ALL else 1 % layout.nodes if rule is HomeRule.NODE else layout.world_size - 1
+    place = 0 if rule is HomeKind.ALL else 1 % layout.nodes if rule is HomeKind.NODE else layout.world_size - 1
     predicted = placed((sum_loads if sums else row_loads)(work, layout, rule)[0], rule, place, layout)
     counted = walked(bags, rule, place, layout, sums=sums).reshape(12, -1)
     scale = counted.max(axis=1, keepdims=True)
@@ -119,7 +119,7 @@ def test_loads_are_those_of_drawn_ids(layout, rule, sums):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_rows_spread_over_all_ranks_cost_what_plans_say(layout):
     work = work_of(0, 4, layout)
-    loads = row_loads(work, layout, HomeRule.ALL).reshape(4, 4, 3, 2, 2)
+    loads = row_loads(work, layout, HomeKind.ALL).reshape(4, 4, 3, 2, 2)
     for table in range(4):
         factors = chain_byte_factors(layout, int(work.wire_bytes[table]))[Tier.HOME]
         bytes_ = factors @ work.statistics[table]
@@ -134,7 +134,7 @@ def test_frozen_tables_have_no_gradients():
     statistics = work.statistics.copy()
     statistics[:, [BACK_PER_RANK, BACK_PER_NODE, ANYWHERE]] = 0.0
     frozen = replace(work, statistics=statistics, trained=np.zeros(4))
-    for rule in (HomeRule.ALL, HomeRule.NODE, HomeRule.RANK):
+    for rule in (HomeKind.ALL, HomeKind.NODE, HomeKind.RANK):
         for of in (row_loads, sum_loads):
             assert not of(frozen, layout, rule).reshape(4, 4, 3, 4)[:, :, 2].any()
         for sums in (False, True):

@@ -13,7 +13,7 @@ from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.chain_costs import OPTIONS
 from flexd.planner.tables.local_search import LiveTables
-from flexd.planner.tables.options import Answer, HomeRule, Option, TableOptions
+from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads
 from flexd.planner.tables.relaxation import relax
 from flexd.planner.tables.solve import TablePlacement, place_tables
@@ -105,7 +105,7 @@ def test_sums_only_if_they_pay_for_their_collectives():
 def test_a_live_placement_stays_where_moving_costs_more_than_it_saves():
     layout, count = RankLayout(2, 2), 10
     tables = options_of(5, count, layout)
-    rank = next(at for at, option in enumerate(tables.options) if option.rule is HomeRule.RANK)
+    rank = next(at for at, option in enumerate(tables.options) if option.rule is HomeKind.RANK)
     now = LiveTables(np.full(count, rank), np.arange(count) % 4, np.full(count, 1.0))
     stays = place_tables(tables, layout, ROOMY, now, 400)
     assert [rule for rule, _ in stays.rules()] == [f"rank:{at % 4}" for at in range(count)]
@@ -117,7 +117,7 @@ def test_a_live_placement_stays_where_moving_costs_more_than_it_saves():
 
 def test_columns_are_on_ranks_of_their_own():
     layout = RankLayout(2, 2)
-    whole, cut = Option(HomeRule.RANK, Answer.SUMS), Option(HomeRule.COLUMNS, Answer.SUMS, 4)
+    whole, cut = Option(HomeKind.RANK, Answer.SUMS), Option(HomeKind.COLUMNS, Answer.SUMS, 4)
     tables = with_sums_for_nothing(options_of(2, 5, layout, (OPTIONS[0], whole), pooled=1.1))
     # A piece has a quarter of a whole table.
     tables = replace(
@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_an_error():
 
 def test_ranks_with_less_memory_get_less():
     layout = RankLayout(2, 2)
-    tables = options_of(4, 12, layout, tuple(o for o in OPTIONS if o.rule is HomeRule.RANK))
+    tables = options_of(4, 12, layout, tuple(o for o in OPTIONS if o.rule is HomeKind.RANK))
     total = float(tables.memory_bytes[:, 0, 3].sum())
     largest = float(tables.memory_bytes[:, 0, 3].max())
     memory = np.array([0.1 * largest, largest + total, largest + total, largest + total])
