@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexd.config.tables_file import load_tables
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import StateVersionError, UnusableStateError
 from flexd.core.keyspace import TableSpec
@@ -168,6 +169,10 @@ def _newer_offsets(state: Path) -> None:
     (state / "poison-offsets.json").write_text(json.dumps({"format": 2, "ranges": []}))
 
 
+def _newer_tables(state: Path) -> None:
+    (state / "tables-of-ranks.json").write_text(json.dumps({"format": 2, "tables": [], "columns": {}}))
+
+
 OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
     "migrations.sqlite": (
@@ -176,6 +181,7 @@ OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "decisions.json": (_newer_decisions, lambda state: DecisionFile(state / "decisions.json")),
     "plans.jsonl": (_newer_plans, lambda state: PlanLog(state / "plans.jsonl")),
     "poison-offsets.json": (_newer_offsets, OffsetsInWork),
+    "tables-of-ranks.json": (_newer_tables, load_tables),
 }  # fmt: skip
 
 
