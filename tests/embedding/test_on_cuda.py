@@ -108,10 +108,8 @@ def test_a_step_mixes_no_devices_and_waits_within_the_budget(layout: RankLayout,
         assert made.collection.placement_version == (1 if settings.get("copies", 1) else 0)
 
 
-@pytest.mark.parametrize(
-    ("layout", "pooled", "comm_dtype"),
-    [(SMALL, True, "bfloat16"), pytest.param(LARGE, False, None, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "pooled", "comm_dtype"), [(SMALL, True, "bfloat16"), (LARGE, False, None)])
 def test_run_ahead_mixes_no_devices_and_waits_within_the_budget(
     layout: RankLayout, pooled: bool, comm_dtype: str | None
 ) -> None:

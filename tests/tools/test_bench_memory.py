@@ -59,6 +59,7 @@ def test_misses_are_those_of_ordered_policies() -> None:
     assert figures["static"] < figures["LRU"]
 
 
+@pytest.mark.long
 def test_quick_skips_or_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     ways = ["flexd, run-ahead", "all fast", "flexd"]
     code = main(["--quick", "--counted-steps", "0", "--directory", str(tmp_path), "--only", *ways])
