@@ -1,7 +1,7 @@
 """Resident memory of this process, and its peak, as Linux reports them in ``/proc/self/status``.
 
-``resource.getrusage`` reports another peak: one that outlives ``exec`` and cannot be reset, so that a process which a
-large one has started, or a part of a long run, is given a peak that it never reached.
+The peak of ``resource.getrusage`` is not used: it cannot be reset, and a child inherits that of its parent through
+``exec``. So it can be larger than anything that the measured part ever held.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def test_messages_in_units_are_exact(ranks: Ranks, scenario: Scenario) -> None:
 
 
 def test_a_narrow_wire_rounds_alike_in_units(ranks: Ranks) -> None:
-    """A rank's own gradients, which the wire does not round, are kept aside of the message."""
+    """Messages in units and joined ones train equally. That the wire leaves a rank's own gradients unrounded is not
+    shown by this."""
     scenario = Scenario(2, 2, "sgd", dtype="float32", two_dims=True, steps=6, comm_dtype="bfloat16")
     joined, units = (
         ranks(4).run(f"accelerator_jobs:{kernels}", "exactness:train", scenario) for kernels in ("run", "run_in_units")

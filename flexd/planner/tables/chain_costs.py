@@ -45,8 +45,8 @@ class DeviceMemory:
     """What look-ups and updates read and write at: the analytic price of kernels.
 
     Attributes:
-        bytes_per_second: that gathers of rows reach, of the data sheet's 1,555 GB/s of an A100 40 GB about half
-            (as FBGEMM's table batched embeddings, arXiv 2104.05158, section 5).
+        bytes_per_second: of gathers of rows. The default is an assumption, not a measurement: half of the 1,555 GB/s
+            in the data sheet of an A100 with 40 GB.
     """
 
     bytes_per_second: float = 0.8e12
