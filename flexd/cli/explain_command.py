@@ -1,4 +1,4 @@
-"""``explain``: the reason for a row's tier."""
+"""``explain``: the reason for a row's tier, and the memory that it is in."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from flexd.api.base import TierName
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
 from flexd.cli.blocks import Block, Facts, Sentences, Table
+from flexd.cli.fast_memory_blocks import row_memory_fact, table_memory_blocks
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.plan_view import gate_sentences
 from flexd.cli.view import OutputFormat, emit
@@ -24,9 +25,10 @@ def explain(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Explain the tier of a row, or the hottest rows of a table.
+    """Explain the tier and the memory of a row, or the hottest rows of a table.
 
-    Of a row: estimated look-ups, price in each tier, thresholds. Of a table: thresholds and the hottest rows.
+    Of a row: estimated look-ups, price in each tier, thresholds. Of a table: thresholds and the hottest rows. Where
+    home rows are in two memories, also what the frames of fast memory hold.
 
     Example: flexd explain items:1234
     """
@@ -55,13 +57,18 @@ def explain_blocks(answer: Explanation, *, single: bool) -> list[Block]:
             _row_facts(answer, row),
             _prices(answer, row),
             _thresholds(answer),
+            *_memory(answer),
             _sentence(answer, row),
             *_thin(answer),
         ]
-    blocks: list[Block] = [_table_facts(answer), _tiers(answer), _thresholds(answer)]
+    blocks: list[Block] = [_table_facts(answer), _tiers(answer), _thresholds(answer), *_memory(answer)]
     if answer.explained:
         blocks.append(_hottest(answer))
     return [*blocks, *_thin(answer)]
+
+
+def _memory(answer: Explanation) -> list[Block]:
+    return [] if answer.fast_memory is None else table_memory_blocks(answer.fast_memory)
 
 
 def _thin(answer: Explanation) -> list[Block]:
@@ -86,6 +93,8 @@ def _row_facts(answer: Explanation, row: RowReport) -> Facts:
         ),
         ("home", f"rank {row.home_rank} (key {row.key})"),
     ]
+    if answer.fast_memory is not None:
+        facts.append(row_memory_fact(row, answer.fast_memory))
     if row.source_node_share is not None:
         shown = ", ".join(f"node {node} {units.share(share)}" for node, share in enumerate(row.source_node_share[:16]))
         facts.append(("comes from", shown))

@@ -317,3 +317,18 @@ def test_fast_memory_is_divided_by_plans_where_that_is_configured(
     assert harness.coordinator.frame_weights == ()
     harness.propose("better")
     assert harness.coordinator.frame_weights == ((4.0,) if divides else ())
+
+
+def test_explain_shows_the_fast_memory_that_ranks_report(tmp_path: Path) -> None:
+    harness = filled_harness(tmp_path)
+    monitor = SlowMemoryMonitor(1)
+    harness.planning._slow_memory = monitor
+    table = harness.planning._keyspace.tables[0].name
+    assert explanation(*harness.planning.explain(table, None, 1)).fast_memory is None
+    slow = SlowMemoryReport((SlowTableReport(0, 9, 6),), 0, 0, 0.25, (7,))
+    monitor.add(StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0), slow_memory=slow))
+    shown = explanation(*harness.planning.explain(table, None, 1))
+    assert shown.fast_memory is not None
+    assert shown.fast_memory.now.frames == 7
+    assert shown.fast_memory.miss_seconds == pytest.approx(0.25 / 6)
+    assert shown.explained[0].in_frame == 1, "the hottest row"
