@@ -149,7 +149,7 @@ def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dic
         keys = torch.cat([device_rows, rail_rows])
         tiers = torch.full((len(keys),), int(Tier.NODE), dtype=torch.uint8)
         tiers[: len(device_rows)] = int(Tier.DEVICE)
-        made = Directory([group], layout, hot_rows, device)
+        made = Directory([group], layout, 0, hot_rows, device)
         none = np.empty(0, dtype=np.int64)
         slots = np.arange(len(keys), dtype=np.int32)
         made.change(none, keys.numpy(), slots, tiers.numpy())

@@ -11,6 +11,13 @@ import numpy.typing as npt
 from flexd.core.errors import TopologyError
 
 Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+MOVED = 3
+"""``MOVED + n`` in place of a tier: the row's one copy is in node n, on the node owner of its rail there, and not in
+the node of its home rank."""
+MAX_MOVED_NODES = 256 - MOVED
+"""Nodes that such numbers have room for in a byte."""
 
 
 class Tier(IntEnum):
@@ -22,6 +29,22 @@ class Tier(IntEnum):
     """One copy in every node, on the node owner."""
     DEVICE = 2
     """A copy on every rank."""
+
+
+def is_moved(tiers: UInt8Array) -> npt.NDArray[np.bool_]:
+    """Map uint8 [n] tiers to bool [n]: true for rows that live in another node than their home."""
+    moved: npt.NDArray[np.bool_] = tiers >= MOVED
+    return moved
+
+
+def nodes_of_moved(tiers: UInt8Array) -> Int64Array:
+    """Map uint8 [n] tiers to the int64 [n] nodes in which the moved rows among them live; below 0 for all others."""
+    return tiers.astype(np.int64) - MOVED
+
+
+def without_moves(tiers: UInt8Array) -> UInt8Array:
+    """Return uint8 [n] tiers with moved rows at HOME."""
+    return np.where(is_moved(tiers), np.uint8(Tier.HOME), tiers).astype(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -73,14 +96,20 @@ class RankLayout:
         return (addresses % self.world_size) // self.local_ranks
 
     def holds_replica(self, rank: int, addresses: Int64Array, tiers: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-        """Return bool[n]: true where ``rank`` holds a replica (a copy beside the home copy) of the row at its tier."""
+        """Return bool[n]: true where ``rank`` has a copy of the row in a replica slot at its tier: beside the home
+        copy, or, of a moved row, in its place."""
         home = self.home_rank(addresses)
         node = (
             (tiers == Tier.NODE)
             & (addresses % self.local_ranks == self.local_rank_of(rank))
             & (home // self.local_ranks != self.node_of(rank))
         )
-        held: npt.NDArray[np.bool_] = node | ((tiers == Tier.DEVICE) & (home != rank))
+        moved = (
+            (nodes_of_moved(tiers) == self.node_of(rank))
+            & (addresses % self.local_ranks == self.local_rank_of(rank))
+            & (home != rank)
+        )
+        held: npt.NDArray[np.bool_] = node | moved | ((tiers == Tier.DEVICE) & (home != rank))
         return held
 
     def replica_slots_used(self, addresses: Int64Array, tiers: npt.NDArray[np.uint8]) -> Int64Array:
@@ -90,5 +119,8 @@ class RankLayout:
         device_by_home = np.bincount(home[tiers == Tier.DEVICE], minlength=world)
         node_by_home = np.bincount(home[tiers == Tier.NODE], minlength=world).reshape(self.nodes, self.local_ranks)
         node = node_by_home.sum(axis=0, keepdims=True) - node_by_home
-        used: Int64Array = (device_by_home.sum() - device_by_home + node.reshape(world)).astype(np.int64)
+        nodes = nodes_of_moved(tiers)
+        ranks = nodes * self.local_ranks + addresses % self.local_ranks
+        moved = np.bincount(ranks[(nodes >= 0) & (ranks != home)], minlength=world)
+        used: Int64Array = (device_by_home.sum() - device_by_home + node.reshape(world) + moved).astype(np.int64)
         return used

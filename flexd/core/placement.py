@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlacementError
-from flexd.core.layout import Tier
+from flexd.core.layout import Tier, is_moved
 
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
@@ -19,7 +19,9 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 def _row_hash(keys: Int64Array, tiers: UInt8Array) -> npt.NDArray[np.uint64]:
     """Return splitmix64 of (key, tier). A HOME row hashes to 0, so that only listed rows count."""
-    x = (keys.astype(np.uint64) << np.uint64(2)) + tiers + np.uint64(0x9E3779B97F4A7C15)
+    # Two bits of a tier beside the key; what is above them, of moved rows, is mixed in.
+    x = (keys.astype(np.uint64) << np.uint64(2)) + (tiers & np.uint8(3)) + np.uint64(0x9E3779B97F4A7C15)
+    x ^= (tiers >> np.uint8(2)).astype(np.uint64) * _MIX[1]
     x = (x ^ (x >> np.uint64(30))) * _MIX[0]
     x = (x ^ (x >> np.uint64(27))) * _MIX[1]
     x ^= x >> np.uint64(31)
@@ -60,7 +62,9 @@ class Delta:
 
 @dataclass(frozen=True)
 class Placement:
-    """Hot rows (tier above HOME) as sorted int64[n] ``keys`` with uint8[n] ``tiers``; every other row is HOME.
+    """Listed rows (with copies, or moved) as sorted int64[n] ``keys`` with uint8[n] ``tiers``; every other row is HOME.
+
+    A tier of ``MOVED`` or more states the node in which a moved row lives.
 
     ``version`` counts the applied chunks. Immutable: ``apply`` returns the next placement.
     """
@@ -119,11 +123,13 @@ class Placement:
         )
 
     def delta_to(self, target: Placement) -> Delta:
-        """Return the rows whose tier differs, by key, demotions first: they free the slots that promotions need."""
+        """Return the rows whose tier differs, by key, demotions first: they free the slots that promotions need. Rows
+        that leave a slot in one node for one in another come between."""
         keys = np.sort(np.concatenate([self.keys, target.keys]))
         keys = keys[np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]])]
         old, new = self.tiers_of(keys), target.tiers_of(keys)
         changed = old != new
         keys, old, new = keys[changed], old[changed], new[changed]
-        order = np.lexsort((keys, new > old))
+        between = (is_moved(old) | is_moved(new)) & (old != Tier.HOME) & (new != Tier.HOME)
+        order = np.lexsort((keys, np.where(between, 1, 2 * (new > old))))
         return Delta(keys[order], old[order], new[order])

@@ -15,6 +15,7 @@ from flexd.control.protocol.report import ExchangeReason, StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
+from flexd.core.layout import is_moved
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.checkpoint.lone_saves import LoneSaves
@@ -103,13 +104,16 @@ class RowEngine:
         self._replica_sums = replica_sums
         self._sums = sums
         self.router, self.sync = self.new_exchange(groups, traffic)
-        self.migrator = Migrator(groups, self.stores, self.homes, traffic, max_migration_bytes_per_step)
-        self.inbox = ChunkInbox(
-            self.homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
+        self.migrator = Migrator(
+            groups, self.stores, self.homes, traffic, max_migration_bytes_per_step, self.changed_rows.add
         )
+        self.inbox = ChunkInbox(
+            self.homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk,
+            moves_rows=automatic or exchange == "chain",
+        )  # fmt: skip
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
-        self.steps = self.row_changes = 0
+        self.steps = self.row_changes = self._changes_at_home = 0
         self.settings = ""
         """Settings of the optimizer in the last update, and their digest (``SETTINGS_BITS``)."""
         self.settings_digest = 0
@@ -163,7 +167,7 @@ class RowEngine:
             self._prepare()
 
     def _prepare(self) -> None:
-        self.settle()
+        self.hooks.settle()
         if self._stale_replicas:
             self.migrator.refresh()
             self._stale_replicas = False
@@ -391,13 +395,14 @@ class RowEngine:
         )  # fmt: skip
 
     def before_rows_load(self, rows: tuple[int, torch.Tensor] | None = None) -> None:
-        """Collective with run-ahead. Call it before home rows or their state are replaced from outside: replicas are
-        refreshed before the next pass, and rows that were fetched early are fetched again.
+        """Collective with run-ahead or moved rows. Call it before home rows or their state are replaced from outside:
+        replicas are refreshed before the next pass, and rows that were fetched early are fetched again.
 
         Args:
             rows: dim-group and int64 [n] home slots of this rank that are replaced; None: any.
         """
         self.hooks.discard()
+        self._bring_home()
         self.changed_rows.add_all() if rows is None else self.changed_rows.add([rows])
         self._stale_replicas, self.row_changes = True, self.row_changes + 1
 
@@ -413,9 +418,23 @@ class RowEngine:
         self.groups.close(destroy=orderly and ended)
 
     def settle(self) -> None:
-        """Collective with run-ahead. Bring the rows to the state in which every step pushed all of its gradients."""
+        """Collective with run-ahead or moved rows. Bring the home rows to the state in which every step pushed all of
+        its gradients and no row has moved."""
         with self._calling():
             self.hooks.settle()
+            self._bring_home()
+
+    @property
+    def settles_with_others(self) -> bool:
+        """True if ``settle`` is collective now. Equal on all ranks."""
+        return self.hooks.deferred is not None or self.migrator.moved_rows > 0
+
+    @torch.no_grad()
+    def _bring_home(self) -> None:
+        """Collective with moved rows. Make their home slots current, unless new values wait there."""
+        if self.migrator.moved_rows and not self._stale_replicas and self._changes_at_home != self.row_changes:
+            self.migrator.bring_home()
+            self._changes_at_home = self.row_changes
 
     def _calling(self) -> AbstractContextManager[None]:
         return self.guard.call(in_step=bool(self.passes))
@@ -430,11 +449,15 @@ class RowEngine:
         chunks = self.inbox.poll_agreed(self._max_migration_bytes, self.migrator.copied_bytes)
         if not chunks:
             return
+        if not self.exchange.needs_chain and any(is_moved(delta.new_tiers).any() for _, delta in chunks):
+            self.exchange.needs_chain = True  # of all exchanges it alone finds rows that have moved
+            self._change_exchange()
         with torch.no_grad():
             self.migrator.apply(
                 [self.inbox.prepared(version) for version, _ in chunks],
                 fetch_follows=self.exchange.name == "chain" and not self.hooks.fetches_early,
             )
+        self.exchange.needs_chain = self.migrator.moved_rows > 0
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
 

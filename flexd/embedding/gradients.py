@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,11 @@ class StepGradients:
         self._finite = self._gate = None
         # A sum of two numbers a row does not depend on the order in which a holder has them.
         self._parts = [
-            RowGradients(old.group, *sum_by_index(torch.cat([old.slots, new.slots]), torch.cat([old.grads, new.grads])))
+            RowGradients(
+                old.group,
+                *sum_by_index(torch.cat([old.slots, new.slots]), torch.cat([old.grads, new.grads])),
+                sole=old.sole,
+            )
             for old, new in zip(self._parts, parts, strict=True)
         ]
 
@@ -46,7 +51,7 @@ class StepGradients:
         """Return the gradients multiplied by ``factor``, whose value the caller has read from the property."""
         if factor == 1.0:
             return self._parts
-        return [RowGradients(part.group, part.slots, part.grads * factor) for part in self._parts]
+        return [replace(part, grads=part.grads * factor) for part in self._parts]
 
     def gate(self) -> torch.Tensor:
         """Collective at the first call. Return float32 []: 1, or inf if gradients of any row are not finite.
@@ -98,9 +103,11 @@ class StepGradients:
         return float(total.item()) if largest else float(total.item()) ** (1.0 / norm_type)
 
     def _home_norm(self, part: RowGradients, norm_type: float) -> torch.Tensor:
-        """Return float64 [] norm of the rows whose home is here, so that a replicated row counts once."""
-        home = part.slots < self._stores[part.group].home_rows
-        grads = part.grads[home].double()
+        """Return float64 [] norm of the rows whose home is here, so that a replicated row counts once, and of those
+        that have moved here."""
+        grads = part.grads.double()
+        if not part.sole:
+            grads = grads[part.slots < self._stores[part.group].home_rows]
         if grads.numel() == 0:  # torch has no maximum of an empty tensor
             return grads.new_zeros(())
         norm: torch.Tensor = torch.linalg.vector_norm(grads, norm_type)

@@ -59,6 +59,7 @@ scenarios = st.builds(
     second_optimizer=st.sampled_from(["", "", "sgd", "rowwise_adagrad", "adam", "dense_adam"]),
     joined=st.booleans(),
     dealt=st.sampled_from([False, False, True]),
+    moved=st.booleans(),
 )
 three_nodes = st.builds(
     Scenario,
@@ -75,6 +76,7 @@ three_nodes = st.builds(
     homes=homes,
     joined=st.booleans(),
     dealt=st.booleans(),
+    moved=st.booleans(),
 )
 
 

@@ -14,7 +14,7 @@ from flexd.core.errors import ChunkRefusedError
 from flexd.core.home_rules import SPREAD, HomeRule
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.layout import MOVED, RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -65,6 +65,8 @@ class Scenario:
     """Optimizer of the second table, if it differs."""
     joined: bool = False
     """The tables are in two collections that are joined; features of the first are not pooled then."""
+    moved: bool = False
+    """Rows also move to other nodes than those of their homes."""
     dealt: bool = False
     """Losses are sums over samples, and batches have every feature of each sample, so that any rank may train it."""
 
@@ -264,7 +266,12 @@ def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]
         if scenario.only_rail >= 0:
             keys = keys[homes.rail(keys) == scenario.only_rail]
         old = placement.tiers_of(keys)
-        new = rng.integers(0, 3 if scenario.only_rail < 0 else 2, size=len(keys)).astype(np.uint8)
+        tiers = 3 if scenario.only_rail < 0 else 2
+        new = rng.integers(0, tiers, size=len(keys)).astype(np.uint8)
+        if scenario.moved and scenario.nodes > 1 and scenario.exchange in ("chain", "auto"):
+            moves = rng.random(len(keys)) < 0.6
+            to = (homes.home_node(keys) + rng.integers(1, scenario.nodes, size=len(keys))) % scenario.nodes
+            new = np.where(moves, MOVED + to, new).astype(np.uint8)
         changed = new != old
         delta = Delta(keys[changed], old[changed], new[changed])
         after = placement.apply(delta)

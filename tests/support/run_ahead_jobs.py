@@ -146,7 +146,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses: list[float] = []
     trained: list[float] = []
-    versions, errors, unequal, deferred = [], [], 0, 0
+    versions, errors, unequal, deferred, most_moved = [], [], 0, 0, 0
     saved: list[dict[str, Any]] = []
     exchanges: list[str] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
@@ -186,7 +186,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         return what > 0 and (index + 1) % scenario.passes == 0 and step % what == 0
 
     def on(batches: Any) -> None:
-        nonlocal unequal, deferred
+        nonlocal unequal, deferred, most_moved
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
             due = min(len(chunks), step // scenario.migrate_every)
@@ -213,6 +213,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             schedule.step()
             versions.append(collection.placement_version)
             unequal += not collection.replicas_bit_equal()
+            most_moved = max(most_moved, collection.engine.migrator.moved_rows)
             hooks = collection.engine.hooks
             deferred += isinstance(hooks, RunAhead) and hooks.deferred is not None
             if each(index, step, loop.between_every):
@@ -262,6 +263,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(), "shipped": dealt,
+        "most_moved": most_moved,
     }  # fmt: skip
 
 

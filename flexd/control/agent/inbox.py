@@ -36,7 +36,7 @@ import numpy.typing as npt
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ChunkRefusedError, ControlError
 from flexd.core.homes import Homes
-from flexd.core.layout import Tier
+from flexd.core.layout import MOVED, is_moved, nodes_of_moved
 from flexd.core.placement import Delta
 
 Int64Array = npt.NDArray[np.int64]
@@ -91,6 +91,7 @@ class ChunkInbox:
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
             applied placement. Called from the agent's thread. Without it the tiers are not checked.
+        moves_rows: rows may move to other nodes than their homes'.
     """
 
     def __init__(
@@ -100,7 +101,10 @@ class ChunkInbox:
         replica_slots: tuple[int, ...],
         matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
         prepare: Prepare | None = None,
+        *,
+        moves_rows: bool = True,
     ) -> None:
+        self._max_tier = MOVED + homes.layout.nodes - 1 if moves_rows and homes.layout.nodes > 1 else MOVED - 1
         self._homes = homes
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
@@ -348,8 +352,18 @@ class ChunkInbox:
             )
         if len(np.unique(keys)) != len(keys):
             raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names a row twice")
-        if len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > Tier.DEVICE:
-            raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names an unknown tier")
+        if len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > self._max_tier:
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} names an unknown tier, or moves rows to nodes that this job "
+                "does not have or with an exchange that cannot find them",
+                remedy='exchange="chain" or "auto"',
+            )
+        moved = is_moved(delta.new_tiers)
+        if bool((self._homes.home_node(keys[moved]) == nodes_of_moved(delta.new_tiers[moved])).any()):
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version} moves rows to the nodes of their homes",
+                remedy="a fault of the daemon: please report it with the daemon's journal",
+            )
         groups = self._homes.keyspace.group_of(keys)
         before = self._homes.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
         after = self._homes.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)

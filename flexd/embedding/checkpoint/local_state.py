@@ -16,12 +16,13 @@ from flexd.embedding.engine import RowEngine
 
 
 def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> None:
-    """Collective while run-ahead is active. Store copies of this rank's home rows, their state and the step.
+    """Collective while run-ahead is active or rows have moved. Store copies of this rank's home rows, their state and
+    the step.
 
     The copies are in host memory: an accelerator has no room for its tables twice.
     """
     engine.lone_saves.called(engine.steps)
-    if engine.hooks.deferred is not None:
+    if engine.settles_with_others:
         engine.lone_saves.wait_for_others()
     engine.settle()
     own = _own(engine, prefix)
@@ -39,8 +40,8 @@ def load_local(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """Collective while run-ahead is active. Load what ``save_local`` stored, and add differences to the lists like
-    ``nn.Module._load_from_state_dict``."""
+    """Collective while run-ahead is active or rows have moved. Load what ``save_local`` stored, and add differences to
+    the lists like ``nn.Module._load_from_state_dict``."""
     engine.before_rows_load()
     own, mine = _own(engine, prefix), _shard(engine)
     shards = [f"{own}shard", *(key for key in state if key.startswith(prefix) and key.endswith(".shard"))]

@@ -85,9 +85,9 @@ class LoneSaves:
         while place and (missing := self._missing(place)):
             waited = clock() - began
             text = (
-                f"rank {self._rank}: state_dict() in a loop of flexd.prefetch finishes the exchange of the step "
-                f"before, with all ranks (all_to_all), and ranks {missing} have not called it after {waited:.0f} s; "
-                f"{self._text}"
+                f"rank {self._rank}: state_dict() in a loop of flexd.prefetch, or with rows in other nodes than their "
+                f"home, exchanges rows with all ranks (all_to_all), and ranks {missing} have not called it after "
+                f"{waited:.0f} s; {self._text}"
             )
             if waited >= self._timeout_seconds:
                 raise CollectiveError(text, remedy=REMEDY)

@@ -14,6 +14,7 @@ from flexd.embedding.exchange.hop import Counts, Hop
 from flexd.embedding.exchange.route import COUNT_SHIFT, StationRows
 from flexd.embedding.exchange.unit_message import Int64Array
 from flexd.embedding.store.directory import Directory
+from flexd.embedding.store.moved_rows import NOT_MOVED
 from flexd.embedding.store.store import GroupStore
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1
@@ -27,8 +28,8 @@ _HELD = 3
 class LocatedRows:
     """Distinct rows requested at a station, dim-group by dim-group. The host has not read any number of them.
 
-    A *section* holds rows of one kind: of each dim-group its plain home rows, its NODE and its DEVICE rows that are
-    listed here; then of each dim-group and peer the rows requested from the peer.
+    A *section* holds rows of one kind: of each dim-group its plain home rows (with those that have moved here), its
+    NODE and its DEVICE rows that are listed here; then of each dim-group and peer the rows requested from the peer.
 
     Attributes:
         keys: int64 [m].
@@ -80,7 +81,9 @@ class StationLookup:
         device = stores[0].rows.device
         self._numbers = devices.Numbers(device)
         self._dedup = Dedup(first, end - first, device, self._numbers)
-        self._world_size, self._rank = stores[0].world_size, stores[0].rank
+        layout = self.listed.layout
+        self._world_size, self._rank = layout.world_size, stores[0].rank
+        self._local_ranks, self._local_rank = layout.local_ranks, layout.local_rank_of(self._rank)
         self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
         self._first_turns = [(store.first_home_address - self._rank) // self._world_size for store in stores]
         self._cells: dict[Hop | None, torch.Tensor] = {}
@@ -127,11 +130,19 @@ class StationLookup:
             accesses = devices.sum_by_place(expand, weights, len(keys), zeros[2])
         turns = torch.div(keys, self._world_size, rounding_mode="floor")
         cells = torch.sub(keys, turns, alpha=self._world_size)
+        moved = places_here = None
+        if len(self.listed.moved):
+            moved = self.listed.moved.find(keys)
+            places_here = (moved >= 0) & (moved != NOT_MOVED)
+            elsewhere = (-1 - moved.to(torch.int64)).mul_(self._local_ranks).add_(self._local_rank)
+            cells = torch.where(moved < 0, elsewhere, cells.masked_fill_(places_here, self._rank))
         groups = None if self.groups == 1 else self._group_of(keys)
         if groups is not None:
             cells = torch.add(cells, groups, alpha=self._world_size)
         section, shifts, of_listed = self._of_cells(hop).index_select(1, cells)
         slots = turns + shifts
+        if moved is not None and places_here is not None:
+            slots = torch.where(places_here, moved, slots)
         listed = self.listed
         if len(listed):
             entries = listed.find(keys)

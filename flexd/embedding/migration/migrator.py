@@ -1,7 +1,8 @@
 """Applies chunks: copies promoted rows from their homes, frees the slots of demoted ones, changes the directory.
 
 The values of promoted rows travel with the next fetch over the chain (``RowCarrier``), so they add no collective; where
-none can carry them, collectives of their own copy them at once.
+none can carry them, collectives of their own copy them at once. Rows that move to another node travel over the rail,
+at once (``RowMover``): what serves them next must have them already.
 
 Chunks name keys. Directory, slots and messages go by addresses (``flexd.core.homes``), to which keys are mapped here.
 
@@ -23,13 +24,14 @@ import torch
 from flexd.control.agent.inbox import Prepared
 from flexd.core.errors import PlacementError
 from flexd.core.homes import Homes
-from flexd.core.layout import Tier
+from flexd.core.layout import Tier, is_moved, without_moves
 from flexd.core.placement import Delta
-from flexd.embedding.exchange.collectives import Peers, Traffic, TrafficKind
+from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.migration.row_carrier import RowCarrier, SlotsByPeer
+from flexd.embedding.migration.row_copies import copy_rows
+from flexd.embedding.migration.row_mover import ChangesHomeRows, RowMover
 from flexd.embedding.side_stream import SideStream, receive
-from flexd.embedding.store.slow.tier import RowColumn
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
 Int32Array = npt.NDArray[np.int32]
@@ -111,11 +113,19 @@ class Migrator:
     Args:
         buffer_bytes: limit on rows and state that are copied at once; more are copied block by block, so that the
             buffers do not grow with the chunk. A block has at least one row.
+        changes_home_rows: called with the home slots that rows which moved away have come back to.
     """
 
     def __init__(
-        self, groups: ChainGroups, stores: Sequence[GroupStore], homes: Homes, traffic: Traffic, buffer_bytes: int
+        self,
+        groups: ChainGroups,
+        stores: Sequence[GroupStore],
+        homes: Homes,
+        traffic: Traffic,
+        buffer_bytes: int,
+        changes_home_rows: ChangesHomeRows | None = None,
     ) -> None:
+        self._mover = RowMover(groups, stores, buffer_bytes, changes_home_rows)
         self._groups = groups
         self._homes = homes
         self._layout = groups.layout
@@ -133,10 +143,17 @@ class Migrator:
         """``Placement.digest`` of the applied placement."""
         self.max_chunk_rows = 0
         """Most rows of a chunk so far."""
+        self.moved_rows = 0
+        """Rows of all ranks that live in another node than their home; equal on every rank."""
 
     def copied_bytes(self, delta: Delta) -> int:
         """Return the row and state bytes that the busiest link copies for a chunk; equal on every rank."""
-        return int(self._bytes_by_row(self._by_address(delta)).sum())
+        by_address = self._by_address(delta)
+        moves = is_moved(delta.old_tiers).astype(np.int64) + is_moved(delta.new_tiers)
+        moved = sum(
+            store.row_bytes * int(moves[self._in_group(store, by_address.keys)].sum()) for store in self._stores
+        )
+        return int(self._bytes_by_row(by_address).sum()) + moved
 
     def rows_at_tiers(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
         """Return bool [n]: False for rows that are not at these tiers in the applied placement. Any thread.
@@ -186,6 +203,7 @@ class Migrator:
                 f"rank {self._groups.rank}: chunks were prepared for another placement than the one that is applied",
                 remedy="a fault of flexd: please report it",
             )
+        self._bring_back([one.delta.keys for one in prepared])
         for one in prepared:
             stays = one.tiers != Tier.HOME
             directory.change(one.addresses[one.was_listed], one.addresses[stays], one.slots[stays], one.tiers[stays])
@@ -202,14 +220,35 @@ class Migrator:
                 store.record_addresses(torch.from_numpy(changed).to(self._device))
         blocks = last.blocks
         if len(prepared) > 1:
-            blocks = tuple(self._blocks(merge_deltas(deltas), self._applied_slots))
+            blocks = tuple(self._blocks(merge_deltas([_of_copies(delta) for delta in deltas]), self._applied_slots))
         if fetch_follows and len(blocks) == 1:
             self.carrier = RowCarrier(self._groups, self._stores, blocks[0].over_rail, blocks[0].in_node)
         else:
             for block in blocks:
                 self._copy(block)
+        self._send_away(np.unique(np.concatenate([delta.keys for delta in deltas])))
+        for delta in deltas:
+            self.moved_rows += int(is_moved(delta.new_tiers).sum()) - int(is_moved(delta.old_tiers).sum())
         for one in prepared:
             self.digest = (self.digest + one.digest_change) % 2**64
+
+    def _bring_back(self, addresses: Sequence[Int64Array]) -> None:
+        """Collective. Copy those of these rows that have moved to their home slots."""
+        if len(self._directory.moved):
+            keys = np.unique(np.concatenate(addresses))
+            tiers, slots = self._directory.read(keys)
+            self._mover.bring_home(keys, slots, tiers)
+
+    def _send_away(self, addresses: Int64Array) -> None:
+        """Collective. Copy those of these rows that have moved from their home slots to where they live."""
+        if len(self._directory.moved):
+            tiers, slots = self._directory.read(addresses)
+            self._mover.send_away(addresses, slots, tiers)
+
+    def bring_home(self) -> None:
+        """Collective. Make the home slots of all moved rows current. They go on living where they are."""
+        if len(self._directory.moved):
+            self._bring_back([self._directory.moved.addresses()])
 
     def list_copied_tables(self) -> bool:
         """List the rows of tables that have copies on every rank by their home rule; return whether there are any.
@@ -239,12 +278,13 @@ class Migrator:
         if self.carrier is not None:
             carrier, self.carrier = self.carrier, None
             with self._traffic.kind(TrafficKind.MIGRATION):
-                _copy_rows(self._groups.rail, self._stores, carrier.over_rail)
-                _copy_rows(self._groups.node, self._stores, carrier.in_node)
+                copy_rows(self._groups.rail, self._stores, carrier.over_rail)
+                copy_rows(self._groups.node, self._stores, carrier.in_node)
 
     def refresh(self) -> None:
-        """Collective. Refresh every replica from its home, after the home rows were loaded."""
+        """Collective. Refresh every replica, and every moved row, from its home, after the home rows were loaded."""
         addresses, tiers, _ = self._directory.rows()
+        self._send_away(addresses[is_moved(tiers)])
         for store in self._stores:
             for tier in (Tier.NODE, Tier.DEVICE):
                 # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.
@@ -274,16 +314,15 @@ class Migrator:
     def _bytes_by_row(self, delta: Delta) -> Int64Array:
         """Return int64 [n] bytes of each row and state that is copied; equal on every rank."""
         cost = np.zeros(len(delta), dtype=np.int64)
-        promoted = delta.new_tiers > delta.old_tiers
+        promoted = without_moves(delta.new_tiers) > without_moves(delta.old_tiers)
         for store in self._stores:
             cost[promoted & self._in_group(store, delta.keys)] = store.row_bytes
         return cost
 
     def _listed(self, addresses: Int64Array, tiers: UInt8Array) -> BoolArray:
         """Return bool [n]: rows that this rank's directory lists. With one node NODE rows have no copies."""
-        on_rail = (
-            (tiers == Tier.NODE) & (addresses % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
-        )
+        by_rail = (tiers == Tier.NODE) | is_moved(tiers)
+        on_rail = by_rail & (addresses % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
         listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 
@@ -344,6 +383,7 @@ class Migrator:
 
     def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[_Block]:
         """Divide the promoted rows of a delta into blocks that fit the buffer."""
+        delta = _of_copies(delta)
         travels = self._bytes_by_row(delta)
         before = np.cumsum(travels) - travels
         widest = max((store.row_bytes for store in self._stores), default=1)
@@ -373,8 +413,13 @@ class Migrator:
 
     def _copy(self, block: _Block) -> None:
         with self._traffic.kind(TrafficKind.MIGRATION):
-            _copy_rows(self._groups.rail, self._stores, block.over_rail)
-            _copy_rows(self._groups.node, self._stores, block.in_node)
+            copy_rows(self._groups.rail, self._stores, block.over_rail)
+            copy_rows(self._groups.node, self._stores, block.in_node)
+
+
+def _of_copies(delta: Delta) -> Delta:
+    """Return a delta with moved rows at HOME: where they get copies these are made from the home slots."""
+    return Delta(delta.keys, without_moves(delta.old_tiers), without_moves(delta.new_tiers))
 
 
 def merge_deltas(deltas: Sequence[Delta]) -> Delta:
@@ -392,57 +437,3 @@ def merge_deltas(deltas: Sequence[Delta]) -> Delta:
     old = np.concatenate([delta.old_tiers for delta in deltas])[order]
     new = np.concatenate([delta.new_tiers for delta in deltas])[order]
     return Delta(keys[first], np.minimum.reduceat(old, first), new[last])
-
-
-def _copy_rows(peers: Peers, stores: Sequence[GroupStore], slots: SlotsByPeer) -> None:
-    """Collective over ``peers``. Send every member the rows that others have, in one all-gather for all dim-groups.
-
-    A member's part of the buffer has a section for the values and one for the state of each dim-group, as long as the
-    member with most rows needs it. Every member can compute the rows of each one, so only rows travel, copied directly
-    between the stores and the buffer.
-    """
-    most = [max(len(of_peer) for of_peer in of_peers) for of_peers in slots]
-    if peers.size == 1 or not any(most):
-        return
-    sections: list[_Section] = []
-    end = 0
-    for store, count in zip(stores, most, strict=True):
-        for column in (store.rows, store.state):
-            sections.append(_Section(column, end))
-            end += -(-count * column.shape[1] * column.element_size() // _ALIGNMENT) * _ALIGNMENT
-    mine = torch.zeros(end, dtype=torch.uint8, device=stores[0].rows.device)
-    for section, of_peers in zip(sections, _by_section(slots), strict=True):
-        held = of_peers[peers.index]
-        if section.column.shape[1] and len(held):
-            if isinstance(section.column, torch.Tensor):
-                torch.index_select(section.column, 0, held, out=section.rows(mine, len(held)))
-            else:
-                section.rows(mine, len(held)).copy_(section.column.index_select(0, held))
-    gathered = peers.all_gather(mine)
-    for section, of_peers in zip(sections, _by_section(slots), strict=True):
-        for peer, here in enumerate(of_peers):
-            if peer != peers.index and section.column.shape[1] and len(here):
-                section.column.index_copy_(0, here, section.rows(gathered[peer], len(here)))
-
-
-_ALIGNMENT = 16
-"""Bytes to which sections are aligned, so that they can be viewed as numbers of any width."""
-
-
-@dataclass(frozen=True)
-class _Section:
-    """The place of rows of ``column`` [slots, width] in a member's part of a buffer, from byte ``start``."""
-
-    column: RowColumn
-    start: int
-
-    def rows(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """Return [count, width], a view of uint8 ``part``."""
-        width = self.column.shape[1]
-        end = self.start + count * width * self.column.element_size()
-        return part[self.start : end].view(self.column.dtype).view(count, width)
-
-
-def _by_section(slots: Sequence[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-    """Repeat the slots for the two sections of each dim-group."""
-    return [of_peers for of_peers in slots for _ in range(2)]

@@ -45,11 +45,13 @@ class RowGradients:
         group: the dim-group.
         slots: int64 [n], unique.
         grads: [n, dim], in the dtype in which gradients are added (``Router.wide``).
+        sole: no other rank holds any of the rows.
     """
 
     group: int
     slots: torch.Tensor
     grads: torch.Tensor
+    sole: bool = False
 
 
 def sum_by_index(index: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,8 +74,8 @@ class ReplicaSync:
         self._changed_rows = changed_rows
         self._router = router
         self._layout = layout
-        self._first_slots = [0, *accumulate(store.home_rows for store in self._stores)]
-        """Number of home rows of the dim-groups before each, and of all."""
+        self._first_slots = [0, *accumulate(store.home_rows + store.replica_slots for store in self._stores)]
+        """Number of slots of the dim-groups before each, and of all."""
         self._numbers = devices.Numbers(self._stores[0].rows.device)
         self._dedup = Dedup(0, self._first_slots[-1], self._stores[0].rows.device, self._numbers)
         self._lists: SyncLists | None = None
@@ -196,7 +198,7 @@ class ReplicaSync:
         return self._sum_lists[1]
 
     def _sum_plain(self, held: Sequence[Sequence[tuple[StationRows, torch.Tensor]]]) -> list[RowGradients]:
-        """Sum the gradients of plain home rows over the stations, by dim-group.
+        """Sum the gradients of plain home rows, and of those that have moved here, over the stations, by dim-group.
 
         Gradients of this rank arrive at the first station, those of other ranks at later ones.
         """
@@ -243,7 +245,7 @@ class ReplicaSync:
                     for place, grad in zip(torch.split(at, sizes[g]), grads, strict=True):
                         total.index_add_(0, place, grad)
             # Rounded like the sum that copies of a replicated row receive: training must not depend on the placement.
-            summed.append(RowGradients(g, own_slots, total.to(self._router.wire[g]).to(total.dtype)))
+            summed.append(RowGradients(g, own_slots, total.to(self._router.wire[g]).to(total.dtype), sole=True))
         return summed
 
     def _joined(

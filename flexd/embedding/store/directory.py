@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.keyspace import DimGroup
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.layout import MOVED, RankLayout, Tier, is_moved, nodes_of_moved
 from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
 from flexd.embedding.store.entry_pool import BLOCK, EntryPool
+from flexd.embedding.store.moved_rows import MovedRows
 
 _TIERS = (Tier.NODE, Tier.DEVICE)
 _GROWTH = 8
@@ -25,7 +26,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Directory:
-    """The NODE rows of a rank's rail and all DEVICE rows, of all dim-groups, home copies included.
+    """The NODE rows of a rank's rail and all DEVICE rows, of all dim-groups, home copies included; and, beside them,
+    the rows of the rail that have moved.
 
     A row's *entry* is the number of a place in arrays over all listed rows: each dim-group has a range of entries, its
     NODE rows before its DEVICE rows. Each of these is an ``EntryPool``, so ranks that list the same rows have them in
@@ -35,11 +37,17 @@ class Directory:
 
     Args:
         groups: the dim-groups, in the order of their keys.
+        rank: the rank whose directory it is.
         max_rows: rows for which memory is allocated at once; with more it grows, which takes long.
     """
 
-    def __init__(self, groups: Sequence[DimGroup], layout: RankLayout, max_rows: int, device: torch.device) -> None:
+    def __init__(
+        self, groups: Sequence[DimGroup], layout: RankLayout, rank: int, max_rows: int, device: torch.device
+    ) -> None:
         self.layout = layout
+        self.moved = MovedRows(groups[-1].end_key, device)
+        """Not counted by ``len``, and no entries."""
+        self._node = layout.node_of(rank)
         self.groups = len(groups)
         self.device = device
         self._first_keys = np.array([group.first_key for group in groups], dtype=np.int64)
@@ -71,7 +79,8 @@ class Directory:
     @property
     def nbytes(self) -> int:
         """Bytes held between steps."""
-        return self._table.nbytes + self._places.nbytes + self._nowhere.nbytes + sum(p.nbytes for p in self.pools)
+        of_pools = sum(pool.nbytes for pool in self.pools)
+        return self._table.nbytes + self._places.nbytes + self._nowhere.nbytes + of_pools + self.moved.nbytes
 
     @property
     def first_entries(self) -> list[int]:
@@ -107,13 +116,20 @@ class Directory:
         return places ^ (places >> 63)  # -1 - place where it is negative
 
     def read(self, keys: Int64Array) -> tuple[UInt8Array, Int32Array]:
-        """int64 [n] keys -> (uint8 [n] tiers, HOME for a row that is not listed; int32 [n] slots). Any thread."""
+        """int64 [n] keys -> (uint8 [n] tiers, HOME for a row that is not listed; int32 [n] slots, -1 of a row that is
+        not here). Any thread."""
         tiers, slots = np.zeros(len(keys), dtype=np.uint8), np.full(len(keys), -1, dtype=np.int32)
         with self._lock:
-            if len(self) == 0 or len(keys) == 0:
+            if len(self) + len(self.moved) == 0 or len(keys) == 0:
                 return tiers, slots
             if self._changed is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
+            if len(self.moved):
+                nodes, slots = self.moved.read(keys)
+                nodes[nodes == -1] = self._node
+                tiers[nodes >= 0] = MOVED + nodes[nodes >= 0]
+            if len(self) == 0:
+                return tiers, slots
             entries = self.find(torch.from_numpy(keys).to(self.device))
             # On the host before the lock is released: the training thread must not change what is still read.
             places = self.places_at(entries).cpu().numpy()
@@ -123,12 +139,12 @@ class Directory:
         return tiers, slots
 
     def rows(self) -> tuple[Int64Array, UInt8Array, Int32Array]:
-        """Return all rows: int64 [n] keys, ascending, uint8 [n] tiers and int32 [n] slots. Any thread.
+        """Return all rows, moved ones too: int64 [n] keys, ascending, uint8 [n] tiers and int32 [n] slots. Any thread.
         Linear in the directory."""
         with self._lock:
             if self._changed is not None:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
-            keys = self._table.items()[0].cpu().numpy()
+            keys = np.concatenate([self._table.items()[0].cpu().numpy(), self.moved.addresses()])
             keys.sort()
             return keys, *self.read(keys)
 
@@ -150,10 +166,11 @@ class Directory:
             removed: int64 [r] keys, each once, all of them listed.
             keys: int64 [m], each once, not listed unless removed.
             slots: int32 [m].
-            tiers: uint8 [m], NODE or DEVICE.
+            tiers: uint8 [m], NODE, DEVICE, or of moved rows.
         """
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             self.version += 1
+            removed, keys, slots, tiers = self._change_moved(removed, keys, slots, tiers)
             self._unlist(removed)
             groups = self._groups_of(keys)
             of_pools = 2 * groups + (tiers == Tier.DEVICE)
@@ -172,6 +189,19 @@ class Directory:
             if self.device.type == "cuda":
                 self._changed = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._changed.record()
+
+    def _change_moved(
+        self, removed: Int64Array, keys: Int64Array, slots: Int32Array, tiers: UInt8Array
+    ) -> tuple[Int64Array, Int64Array, Int32Array, UInt8Array]:
+        """Change the moved rows, and return the arguments of ``change`` without them."""
+        mine = is_moved(tiers)
+        were_moved = self.moved.read(removed)[0] >= -1 if len(self.moved) else np.zeros(len(removed), np.bool_)
+        if not mine.any() and not were_moved.any():
+            return removed, keys, slots, tiers
+        nodes = nodes_of_moved(tiers[mine])
+        here = np.where(nodes == self._node, slots[mine], np.int32(-1)).astype(np.int32)
+        self.moved.change(removed[were_moved], keys[mine], here, nodes)
+        return removed[~were_moved], keys[~mine], slots[~mine], tiers[~mine]
 
     def _unlist(self, removed: Int64Array) -> None:
         if len(removed) == 0:

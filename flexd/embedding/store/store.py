@@ -18,6 +18,7 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.rounding import HALF_DTYPES
 from flexd.embedding.store.device_homes import DeviceHomes
 from flexd.embedding.store.directory import Directory, max_listed_rows
+from flexd.embedding.store.moved_rows import NOT_MOVED
 from flexd.embedding.store.slow.tier import RowColumn, Tier, TieredColumn
 
 TORCH_DTYPES = {
@@ -114,7 +115,7 @@ class GroupStore:
             self.tier = Tier(rows, state, fast_home_rows, self.home_rows)
             self.rows, self.state = TieredColumn(self.tier, rows), TieredColumn(self.tier, state)
         if directory is None:
-            directory = Directory([group], layout, max_listed_rows(group, layout, replica_slots), device)
+            directory = Directory([group], layout, rank, max_listed_rows(group, layout, replica_slots), device)
         self.directory = directory
         self.replica_addresses = torch.zeros(
             replica_slots if keep_keys or self.dtype in HALF_DTYPES else 0, dtype=torch.int64, device=device
@@ -166,11 +167,15 @@ class GroupStore:
         """Map int64 [n] addresses of the group to (bool [n] held here, int64 [n] slot, int64 [n] directory entry or
         -1).
 
-        The slot is undefined where the row is not held.
+        The slot is undefined where the row is not held. A moved row is held where it lives, and nowhere else.
         """
         home = addresses % self.world_size == self.rank
         slots = self.home_slots(addresses)
         directory = self.directory
+        if len(directory.moved):
+            places = directory.moved.find(addresses)
+            here = (places >= 0) & (places != NOT_MOVED)
+            home, slots = torch.where(places < 0, False, home | here), torch.where(here, places, slots)
         if len(directory) == 0:
             return home, slots, torch.full_like(addresses, -1)
         at = directory.find(addresses)
@@ -217,7 +222,7 @@ def make_stores(
         homes: None: addresses are keys.
     """
     max_rows = sum(max_listed_rows(group, layout, slots) for group, slots in zip(groups, replica_slots, strict=True))
-    directory = Directory(groups, layout, max_rows, device)
+    directory = Directory(groups, layout, rank, max_rows, device)
     of_device = None if homes is None else DeviceHomes(homes, device)
     return [
         GroupStore(

@@ -70,7 +70,7 @@ def blocks_of(directory: Directory) -> tuple[list[int], list[list[int]]]:
 
 
 def test_rows_with_numbers_of_blocks_that_exist_leave_the_blocks_as_they_are() -> None:
-    directory = Directory(GROUPS[:1], RankLayout(2, 2), 600, CPU)
+    directory = Directory(GROUPS[:1], RankLayout(2, 2), 0, 600, CPU)
     change(directory, [], {key: (Tier.DEVICE, key) for key in range(8)})
     version, before = directory.blocks_version, blocks_of(directory)
     change(directory, [1, 2], {key: (Tier.DEVICE, key) for key in range(8, 200)})
@@ -88,8 +88,8 @@ def test_rows_with_numbers_of_blocks_that_exist_leave_the_blocks_as_they_are() -
 def test_a_directory_equals_a_dict(layout: RankLayout, groups: int, seed: int, chunks: int) -> None:
     """Another one, which lists further NODE rows, gives the common DEVICE rows the same numbers."""
     rng = np.random.default_rng(seed)
-    made, other = (Directory(GROUPS[:groups], layout, 1240, CPU) for _ in range(2))
-    more = Directory(GROUPS[:groups], layout, 0, CPU)
+    made, other = (Directory(GROUPS[:groups], layout, 0, 1240, CPU) for _ in range(2))
+    more = Directory(GROUPS[:groups], layout, 0, 0, CPU)
     expected: Rows = {}
     numbers: dict[int, int] = {}
     for _ in range(chunks):
@@ -126,7 +126,7 @@ def test_a_directory_equals_a_dict(layout: RankLayout, groups: int, seed: int, c
 
 @pytest.mark.parametrize(("first", "rows"), [(2**40, 2**31 - 4), (2**40 + 3, 2**33)])
 def test_the_last_rows_of_large_groups(first: int, rows: int) -> None:
-    directory = Directory([DimGroup(2, "float32", "sgd", first, rows, (0,))], RankLayout(2, 2), 10, CPU)
+    directory = Directory([DimGroup(2, "float32", "sgd", first, rows, (0,))], RankLayout(2, 2), 0, 10, CPU)
     keys = [first, first + rows - 3, first + rows - 2, first + rows - 1]
     change(directory, [], {key: (2 - at % 2, 2**31 - 1 - at) for at, key in enumerate(keys)})
     entries = directory.find(torch.tensor([*keys, keys[1] - 1]))
@@ -136,6 +136,6 @@ def test_the_last_rows_of_large_groups(first: int, rows: int) -> None:
 
 
 def test_an_empty_directory_finds_nothing() -> None:
-    directory = Directory(GROUPS, RankLayout(2, 2), 10, CPU)
+    directory = Directory(GROUPS, RankLayout(2, 2), 0, 10, CPU)
     assert directory.read(np.array([3]))[0].tolist() == [Tier.HOME]
     assert len(directory.rows()[0]) == directory.entries == 0

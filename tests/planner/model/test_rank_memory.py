@@ -75,7 +75,7 @@ def test_a_directory_takes_what_is_said() -> None:
     slots = len(keys)
     memory = placement_memory(keyspace, LAYOUT, [np.full(6, slots)], placement, np.zeros((4, 6)))
     (group,) = keyspace.groups
-    directory = Directory([group], LAYOUT, max_listed_rows(group, LAYOUT, slots), torch.device("cpu"))
+    directory = Directory([group], LAYOUT, 0, max_listed_rows(group, LAYOUT, slots), torch.device("cpu"))
     for part in np.array_split(np.flatnonzero(listed), 20):
         at = placement.keys[part], np.zeros(len(part), np.int32), placement.tiers[part]
         directory.change(np.empty(0, np.int64), *at)

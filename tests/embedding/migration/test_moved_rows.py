@@ -1,0 +1,60 @@
+"""Rows that live in other nodes than their homes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.support.exactness import Scenario, train_alone
+from tests.support.rank_pool import RankPool
+from tests.support.run_ahead_jobs import Loop
+
+Ranks = Callable[[int], RankPool]
+MOVED = Scenario(2, 2, "adam", moved=True, replica_fraction=1.0, two_dims=True, passes=3)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        MOVED,
+        Scenario(2, 1, "rowwise_adagrad", moved=True, replica_fraction=1.0, migrate_every=1, seed=1),
+        Scenario(3, 2, "sgd", moved=True, replica_fraction=1.0, migrate_every=1, seed=2),
+    ],
+    ids=["2x2", "2x1", "3x2"],
+)
+def test_training_with_moved_rows_equals_one_process(ranks: Ranks, scenario: Scenario, ahead: bool) -> None:
+    results = ranks(scenario.layout.world_size).run("run_ahead_jobs:train", scenario, Loop(ahead=ahead))
+    losses, tables = train_alone(scenario)
+    for rank, result in enumerate(results):
+        assert result["most_moved"] > 5
+        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
+        assert result["unequal"] == 0
+        for name, table in tables.items():
+            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        Loop(ahead=True, read_every=2, max_norm=0.05),
+        Loop(ahead=False, save_every=3),
+        Loop(ahead=True, save_every=2, evaluate_every=2),
+    ],
+    ids=["gathered and clipped", "saved and loaded", "saved and loaded ahead"],
+)
+def test_moved_rows_are_read_clipped_saved_and_loaded_as_all_others(ranks: Ranks, loop: Loop) -> None:
+    """Losses hold what is read: norms, tables and evaluations too."""
+    scenario = replace(MOVED, passes=1)
+    pool = ranks(4)
+    moved = pool.run("run_ahead_jobs:train", scenario, loop)
+    still = pool.run("run_ahead_jobs:train", replace(scenario, moved=False, replica_fraction=0.0), loop)
+    for one, other in zip(moved, still, strict=True):
+        assert one["most_moved"] > 5
+        assert other["most_moved"] == 0
+        np.testing.assert_allclose(one["losses"], other["losses"], rtol=0, atol=1e-9)
+        for name, table in other["tables"].items():
+            np.testing.assert_allclose(one["tables"][name], table, rtol=0, atol=1e-9)
