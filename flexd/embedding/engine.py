@@ -15,7 +15,6 @@ from flexd.control.protocol.report import ExchangeReason, StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import is_moved
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.checkpoint.lone_saves import LoneSaves
@@ -108,9 +107,8 @@ class RowEngine:
             groups, self.stores, self.homes, traffic, max_migration_bytes_per_step, self.changed_rows.add
         )
         self.inbox = ChunkInbox(
-            self.homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk,
-            moves_rows=automatic or exchange == "chain",
-        )  # fmt: skip
+            self.homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
+        )
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = self.row_changes = self._changes_at_home = 0
@@ -449,15 +447,11 @@ class RowEngine:
         chunks = self.inbox.poll_agreed(self._max_migration_bytes, self.migrator.copied_bytes)
         if not chunks:
             return
-        if not self.exchange.needs_chain and any(is_moved(delta.new_tiers).any() for _, delta in chunks):
-            self.exchange.needs_chain = True  # of all exchanges it alone finds rows that have moved
-            self._change_exchange()
         with torch.no_grad():
             self.migrator.apply(
                 [self.inbox.prepared(version) for version, _ in chunks],
                 fetch_follows=self.exchange.name == "chain" and not self.hooks.fetches_early,
             )
-        self.exchange.needs_chain = self.migrator.moved_rows > 0
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
 

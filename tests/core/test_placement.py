@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexd.core.errors import PlacementError
+from flexd.core.layout import MOVED
 from flexd.core.placement import Delta, Placement
 
-TIERS = st.dictionaries(st.integers(0, 2**40), st.integers(0, 2), max_size=30)
+TIERS = st.dictionaries(st.integers(0, 2**40), st.one_of(st.integers(0, 2), st.integers(0, 255)), max_size=30)
+"""With moved rows."""
 
 
 def placement_of(tiers: dict[int, int], version: int = 0) -> Placement:
@@ -32,8 +34,10 @@ def test_the_chunks_of_a_delta_lead_from_one_placement_to_the_other(
 ) -> None:
     start, target = placement_of(before, 3), placement_of(after)
     delta = start.delta_to(target)
-    ups = delta.new_tiers > delta.old_tiers
-    assert (np.diff(ups.astype(int)) >= 0).all(), "demotions come first"
+    old, new = delta.old_tiers, delta.new_tiers
+    frees = (new == 0) | ((new < old) & (old < MOVED))
+    needs = (old == 0) | ((new > old) & (new < MOVED))
+    assert (np.diff(np.where(frees, 0, np.where(needs, 2, 1))) >= 0).all(), "what frees slots comes first"
     placement, digest = start, start.digest()
     for number, chunk in enumerate(delta.chunks(rows_per_chunk), start=1):
         assert 1 <= len(chunk) <= rows_per_chunk
@@ -42,6 +46,11 @@ def test_the_chunks_of_a_delta_lead_from_one_placement_to_the_other(
         assert placement.digest() == digest
     assert np.array_equal(placement.keys, target.keys)
     assert np.array_equal(placement.tiers, target.tiers)
+
+
+def test_digests_tell_rows_and_their_nodes_apart() -> None:
+    digests = {placement_of({key: tier}).digest() for key in range(64) for tier in range(1, 256)}
+    assert len(digests) == 64 * 255
 
 
 def test_repeated_rows_and_deltas_of_another_placement_are_refused() -> None:

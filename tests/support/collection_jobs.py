@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from flexd.core.errors import EmbeddingError, FlexdError, TopologyError
-from flexd.core.layout import RankLayout
+from flexd.core.layout import MOVED, RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.connect import connect
@@ -198,7 +198,12 @@ def listed_by(layout: RankLayout, rank: int, placement: Placement) -> Placement:
     return Placement(keys[mine], tiers[mine], placement.version)
 
 
-def random_placement(seed: int, rows: int = 50) -> Placement:
+def random_placement(seed: int, rows: int = 50, moves_on: RankLayout | None = None) -> Placement:
+    """Return a placement with copies of some rows; with ``moves_on`` a part of them are in other nodes instead."""
     rng = np.random.default_rng(seed)
     keys = rng.choice(sum(ROWS.values()), size=rows, replace=False).astype(np.int64)
-    return Placement.of(keys, rng.integers(1, 3, size=rows).astype(np.uint8))
+    tiers = rng.integers(1, 3, size=rows).astype(np.uint8)
+    if moves_on is not None and moves_on.nodes > 1:
+        to = (moves_on.home_node(keys) + rng.integers(1, moves_on.nodes, size=rows)) % moves_on.nodes
+        tiers = np.where(rng.random(rows) < 0.5, MOVED + to, tiers).astype(np.uint8)
+    return Placement.of(keys, tiers)

@@ -268,7 +268,7 @@ def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]
         old = placement.tiers_of(keys)
         tiers = 3 if scenario.only_rail < 0 else 2
         new = rng.integers(0, tiers, size=len(keys)).astype(np.uint8)
-        if scenario.moved and scenario.nodes > 1 and scenario.exchange in ("chain", "auto"):
+        if scenario.moved and scenario.nodes > 1:
             moves = rng.random(len(keys)) < 0.6
             to = (homes.home_node(keys) + rng.integers(1, scenario.nodes, size=len(keys))) % scenario.nodes
             new = np.where(moves, MOVED + to, new).astype(np.uint8)

@@ -32,10 +32,10 @@ def _collection(layout: RankLayout, slots: list[int], cap_bytes: int) -> Embeddi
 
 
 def listed_slots(store: GroupStore) -> list[int]:
-    """Slots of the listed rows of a dim-group."""
+    """Slots of the listed rows of a dim-group that are here."""
     keys, _, slots = store.directory.rows()
     inside = (keys >= store.group.first_key) & (keys < store.group.end_key)
-    return list(slots[inside].tolist())
+    return list(slots[inside & (slots >= 0)].tolist())
 
 
 def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int], cap: int, seed: int) -> Any:

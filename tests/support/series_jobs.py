@@ -62,7 +62,7 @@ def run(
             train_steps(collection, step, value)
             step += value
         elif event == "move":
-            following = random_placement(value, 40)
+            following = random_placement(value, 40, layout)
             offer(collection, placement.delta_to(following))
             placement = following
         elif event == "ahead":

@@ -91,7 +91,6 @@ class ChunkInbox:
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
             applied placement. Called from the agent's thread. Without it the tiers are not checked.
-        moves_rows: rows may move to other nodes than their homes'.
     """
 
     def __init__(
@@ -101,10 +100,8 @@ class ChunkInbox:
         replica_slots: tuple[int, ...],
         matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
         prepare: Prepare | None = None,
-        *,
-        moves_rows: bool = True,
     ) -> None:
-        self._max_tier = MOVED + homes.layout.nodes - 1 if moves_rows and homes.layout.nodes > 1 else MOVED - 1
+        self._max_tier = MOVED + homes.layout.nodes - 1 if homes.layout.nodes > 1 else MOVED - 1
         self._homes = homes
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
@@ -354,9 +351,9 @@ class ChunkInbox:
             raise ChunkRefusedError(f"rank {self._rank}: chunk {version} names a row twice")
         if len(keys) and max(int(delta.old_tiers.max()), int(delta.new_tiers.max())) > self._max_tier:
             raise ChunkRefusedError(
-                f"rank {self._rank}: chunk {version} names an unknown tier, or moves rows to nodes that this job "
-                "does not have or with an exchange that cannot find them",
-                remedy='exchange="chain" or "auto"',
+                f"rank {self._rank}: chunk {version} names an unknown tier, or moves rows to a node that this job does "
+                "not have",
+                remedy="a fault of the daemon: please report it with the daemon's journal",
             )
         moved = is_moved(delta.new_tiers)
         if bool((self._homes.home_node(keys[moved]) == nodes_of_moved(delta.new_tiers[moved])).any()):

@@ -25,8 +25,6 @@ class ExchangeChoice:
         self.reason = reason
         """Why it is used; None on a rank that follows the proposals of others."""
         self._proposed = self._agreed = 0
-        self.needs_chain = False
-        """Rows have moved, which the chain alone finds: it is used whatever is agreed. Equal on all ranks."""
 
     @property
     def proposed(self) -> int:
@@ -47,13 +45,11 @@ class ExchangeChoice:
     @property
     def due(self) -> bool:
         """True if ranks have agreed on another exchange than the one in use. Equal on all ranks."""
-        return self.next != self.name
+        return self._agreed > 0 and self.next != self.name
 
     @property
     def next(self) -> str:
         """The agreed exchange."""
-        if self.needs_chain:
-            return "chain"
         return _NAMES[self._agreed % len(_NAMES)] if self._agreed else self.name
 
 
@@ -102,9 +98,6 @@ class ExchangeTrial:
 
     def step(self) -> None:
         """Count a step; call it after each one."""
-        if self._choice.needs_chain:
-            self._waits, self._times, self._before = 3, [], None
-            return
         now, last = self._clock(), self._last
         self._last = now
         if self._choice.due or self._choice.proposed % len(_NAMES) != _NAMES.index(self._choice.next):

@@ -83,7 +83,7 @@ class StationLookup:
         self._dedup = Dedup(first, end - first, device, self._numbers)
         layout = self.listed.layout
         self._world_size, self._rank = layout.world_size, stores[0].rank
-        self._local_ranks, self._local_rank = layout.local_ranks, layout.local_rank_of(self._rank)
+        self._local_ranks = layout.local_ranks
         self._inner_keys = torch.tensor([store.group.first_key for store in stores[1:]], device=device)
         self._first_turns = [(store.first_home_address - self._rank) // self._world_size for store in stores]
         self._cells: dict[Hop | None, torch.Tensor] = {}
@@ -134,7 +134,7 @@ class StationLookup:
         if len(self.listed.moved):
             moved = self.listed.moved.find(keys)
             places_here = (moved >= 0) & (moved != NOT_MOVED)
-            elsewhere = (-1 - moved.to(torch.int64)).mul_(self._local_ranks).add_(self._local_rank)
+            elsewhere = (-1 - moved.to(torch.int64)).mul_(self._local_ranks).add_(cells.remainder(self._local_ranks))
             cells = torch.where(moved < 0, elsewhere, cells.masked_fill_(places_here, self._rank))
         groups = None if self.groups == 1 else self._group_of(keys)
         if groups is not None:

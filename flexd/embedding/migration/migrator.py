@@ -155,6 +155,11 @@ class Migrator:
         )
         return int(self._bytes_by_row(by_address).sum()) + moved
 
+    def nodes_of(self, addresses: Int64Array) -> Int64Array:
+        """Return int64 [n], the nodes in which rows live, in the applied placement; not while it changes."""
+        homes = self._layout.home_node(addresses)
+        return self._directory.moved.nodes_of(addresses, homes, self._layout.node_of(self._groups.rank))
+
     def rows_at_tiers(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
         """Return bool [n]: False for rows that are not at these tiers in the applied placement. Any thread.
 
@@ -294,10 +299,12 @@ class Migrator:
                     self._copy(block)
 
     def placement(self) -> tuple[Int64Array, UInt8Array]:
-        """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows
-        and all DEVICE rows that chunks have listed. Any thread."""
+        """Return this rank's part of the placement: (int64 keys, ascending, and uint8 tiers) of its rail's NODE rows,
+        all DEVICE rows that chunks have listed, and the moved rows of its rail. Any thread."""
         with self._side_stream.work():
             addresses, tiers, _ = self._directory.rows()
+        mine = ~is_moved(tiers) | (addresses % self._layout.local_ranks == self._local)
+        addresses, tiers = addresses[mine], tiers[mine]
         keys = self._homes.keys(addresses)
         order = np.argsort(keys)
         order = order[~np.isin(keys[order], self._homes.copied_keys, assume_unique=True)]
@@ -321,8 +328,8 @@ class Migrator:
 
     def _listed(self, addresses: Int64Array, tiers: UInt8Array) -> BoolArray:
         """Return bool [n]: rows that this rank's directory lists. With one node NODE rows have no copies."""
-        by_rail = (tiers == Tier.NODE) | is_moved(tiers)
-        on_rail = by_rail & (addresses % self._layout.local_ranks == self._local) & (self._layout.nodes > 1)
+        on_rail = (tiers == Tier.NODE) & (addresses % self._layout.local_ranks == self._local)
+        on_rail = (on_rail | is_moved(tiers)) & (self._layout.nodes > 1)
         listed: BoolArray = on_rail | ((tiers == Tier.DEVICE) & (self._layout.world_size > 1))
         return listed
 

@@ -26,7 +26,7 @@ ChangesHomeRows = Callable[[Sequence[tuple[int, torch.Tensor]]], None]
 class RowMover:
     """Copies moved rows one way or the other, in one collective over the rail for all dim-groups.
 
-    Both ends of a message know its rows, since all ranks of a rail list the same moved rows: no size is exchanged.
+    Both ends of a message know its rows, since all ranks list the same moved rows: no size is exchanged.
 
     Args:
         buffer_bytes: limit on the rows and state of one collective; at least a row travels.

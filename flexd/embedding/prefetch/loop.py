@@ -125,7 +125,7 @@ class Prefetch(Generic[Batch]):
         dealer = Dealer(
             run_ahead.groups,
             RowPrices.of_engine(self._collection.engine),
-            self._collection.layout.home_node,
+            self._collection.engine.migrator.nodes_of,
             lambda batch: self._collection.resolve(self._features(batch)),
             self._collection.device,
         )

@@ -27,7 +27,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 class Directory:
     """The NODE rows of a rank's rail and all DEVICE rows, of all dim-groups, home copies included; and, beside them,
-    the rows of the rail that have moved.
+    all rows that have moved.
 
     A row's *entry* is the number of a place in arrays over all listed rows: each dim-group has a range of entries, its
     NODE rows before its DEVICE rows. Each of these is an ``EntryPool``, so ranks that list the same rows have them in
@@ -47,7 +47,7 @@ class Directory:
         self.layout = layout
         self.moved = MovedRows(groups[-1].end_key, device)
         """Not counted by ``len``, and no entries."""
-        self._node = layout.node_of(rank)
+        self._rank, self._node = rank, layout.node_of(rank)
         self.groups = len(groups)
         self.device = device
         self._first_keys = np.array([group.first_key for group in groups], dtype=np.int64)
@@ -199,7 +199,9 @@ class Directory:
         if not mine.any() and not were_moved.any():
             return removed, keys, slots, tiers
         nodes = nodes_of_moved(tiers[mine])
-        here = np.where(nodes == self._node, slots[mine], np.int32(-1)).astype(np.int32)
+        local_ranks = self.layout.local_ranks
+        is_here = nodes * local_ranks + keys[mine] % local_ranks == self._rank
+        here = np.where(is_here, slots[mine], np.int32(-1)).astype(np.int32)
         self.moved.change(removed[were_moved], keys[mine], here, nodes)
         return removed[~were_moved], keys[~mine], slots[~mine], tiers[~mine]
 

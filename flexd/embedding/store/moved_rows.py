@@ -1,4 +1,4 @@
-"""The rows of a rank's rail that live in another node than their home: where each of them is."""
+"""The rows that live in another node than their home: where each of them is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NOT_MOVED = 2**31 - 1
 class MovedRows:
     """Places of moved rows: the slot of one that lives here, -1 - its node of one that lives elsewhere.
 
-    Every rank of a rail has the same rows. They are no entries of the ``Directory``: nothing of them is synchronised.
+    Every rank has the same rows: node owners look them up, and samples are dealt by where rows are. They are no entries
+    of the ``Directory``: nothing of them is synchronised.
 
     Args:
         max_address: no address is above it.
@@ -49,6 +50,13 @@ class MovedRows:
         here = (places >= 0) & (places != NOT_MOVED)
         nodes = np.where(places < 0, -1 - places.astype(np.int64), np.where(here, -1, -2))
         return nodes, np.where(here, places, np.int32(-1)).astype(np.int32)
+
+    def nodes_of(self, addresses: Int64Array, homes: Int64Array, here: int) -> Int64Array:
+        """Return int64 [n], the nodes in which rows live, given those of their ``homes``; ``here`` is this rank's."""
+        if not len(self):
+            return homes
+        nodes, _ = self.read(addresses)
+        return np.where(nodes >= 0, nodes, np.where(nodes == -1, here, homes))
 
     def addresses(self) -> Int64Array:
         """Return int64 [n] addresses of all rows, ascending. Linear in the table."""

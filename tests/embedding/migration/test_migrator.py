@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.layout import MOVED, RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.migration.migrator import merge_deltas
 from flexd.planner.model.rank_memory import placement_memory
@@ -37,13 +37,18 @@ def used_slots(layout: RankLayout, placement: dict[int, int]) -> np.ndarray:
 
 
 def random_chunks(layout: RankLayout, seed: int, count: int) -> tuple[list[Delta], dict[int, int]]:
-    """Make chunks in every direction of the same few rows, each fitting the slots, and the dict they lead to."""
+    """Make chunks in every direction of the same few rows, each fitting the slots, and the dict they lead to. Every
+    other chunk moves rows to other nodes, too."""
     rng = np.random.default_rng(seed)
     placement: dict[int, int] = {}
     chunks: list[Delta] = []
     while len(chunks) < count:
         keys = rng.choice(ROWS, size=int(rng.integers(1, 30)), replace=False).tolist()
-        moves = {key: int(rng.integers(0, 3)) for key in keys}
+        kinds = 3 if len(chunks) % 2 == 0 or layout.nodes == 1 else 4
+        moves = {key: int(rng.integers(0, kinds)) for key in keys}
+        for key in [key for key, tier in moves.items() if tier == MOVED]:
+            home = key % layout.world_size // layout.local_ranks
+            moves[key] = MOVED + (home + int(rng.integers(1, layout.nodes))) % layout.nodes
         after = {key: tier for key, tier in (placement | moves).items() if tier}
         if (used_slots(layout, after) <= np.array(SLOTS)[:, None]).all():
             chunks.append(chunk(moves, placement))
@@ -79,7 +84,7 @@ def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[i
             key: tier
             for key, tier in expected.items()
             if (tier == Tier.DEVICE and layout.world_size > 1)
-            or (tier == Tier.NODE and layout.nodes > 1 and key % layout.local_ranks == local)
+            or (tier in (Tier.NODE, *range(MOVED, 10)) and layout.nodes > 1 and key % layout.local_ranks == local)
         }
         assert dict(zip(result["keys"].tolist(), result["tiers"].tolist(), strict=True)) == listed
         assert result["digest"] == whole.digest()

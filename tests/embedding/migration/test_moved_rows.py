@@ -58,3 +58,19 @@ def test_moved_rows_are_read_clipped_saved_and_loaded_as_all_others(ranks: Ranks
         np.testing.assert_allclose(one["losses"], other["losses"], rtol=0, atol=1e-9)
         for name, table in other["tables"].items():
             np.testing.assert_allclose(one["tables"][name], table, rtol=0, atol=1e-9)
+
+
+def test_what_is_loaded_replaces_moved_rows_and_no_others(ranks: Ranks) -> None:
+    for first, set_rows, trained, loaded, looked_up in ranks(2).run("moved_jobs:load"):
+        assert not set_rows["shop"].any()
+        assert not np.equal(set_rows["item"], first["item"]).any(), "moved rows keep what they learnt"
+        assert not np.equal(trained["item"], set_rows["item"]).any()
+        for name, table in first.items():
+            np.testing.assert_array_equal(loaded[name], table)
+            np.testing.assert_array_equal(looked_up[name], table)
+
+
+def test_samples_are_dealt_by_where_rows_are(ranks: Ranks) -> None:
+    pool = ranks(2)
+    assert all(pool.run("moved_jobs:crossing_bytes", False))
+    assert pool.run("moved_jobs:crossing_bytes", True) == [0, 0]

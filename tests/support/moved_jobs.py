@@ -1,0 +1,88 @@
+"""Rows that live in other nodes than their homes, on ranks of a real job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+import flexd
+from flexd.core.layout import MOVED, RankLayout
+from flexd.core.placement import Placement
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.jagged import Jagged
+from tests.support import deal_jobs
+from tests.support.collection_jobs import offer
+
+LAYOUT = RankLayout(2, 1)
+ROWS = 40
+
+
+def made() -> EmbeddingCollection:
+    tables = [flexd.EmbeddingTable(name, ROWS, 4, dtype="float64", init_scale=0.5) for name in ("item", "shop")]
+    return EmbeddingCollection(
+        tables, layout=LAYOUT, optimizer=flexd.Adagrad(lr=0.5), replica_slots=[2 * ROWS], average_gradients=False
+    )
+
+
+def move_to_the_other_node(collection: EmbeddingCollection, keys: np.ndarray) -> None:
+    tiers = (MOVED + 1 - LAYOUT.home_node(keys)).astype(np.uint8)
+    offer(collection, Placement.empty().delta_to(Placement.of(keys, tiers)))
+    for _ in range(2):  # to agree on the chunk, and to apply it
+        look_up(collection)
+    assert collection.engine.migrator.moved_rows == len(keys)
+
+
+def look_up(collection: EmbeddingCollection) -> dict[str, Any]:
+    every = Jagged(torch.arange(ROWS), torch.tensor([ROWS]))
+    with torch.no_grad():
+        return {name: part.values.numpy() for name, part in collection({"item": every, "shop": every}).items()}
+
+
+def whole_tables(collection: EmbeddingCollection) -> dict[str, Any]:
+    return {name: collection.gather_table(name).numpy() for name in ("item", "shop")}
+
+
+def train(collection: EmbeddingCollection) -> None:
+    every = Jagged(torch.arange(ROWS), torch.tensor([ROWS]))
+    sum((rows.values.sin()).sum() for rows in collection({"item": every, "shop": every}).values()).backward()
+    collection.optimizer.step()
+
+
+def load(rank: int) -> list[dict[str, Any]]:
+    """Return all tables after training with moved rows, after rows of one table were set, after a state was loaded, and
+    after a look-up that follows."""
+    collection = made()
+    kept = collection.state_dict()
+    found = [whole_tables(collection)]
+    move_to_the_other_node(collection, np.arange(0, 2 * ROWS, 3))
+    train(collection)
+    collection.set_rows("shop", 0, torch.zeros(ROWS, 4, dtype=torch.float64))
+    found.append(whole_tables(collection))
+    train(collection)
+    found.append(whole_tables(collection))
+    collection.load_state_dict(kept)
+    found.append(whole_tables(collection))
+    found.append(look_up(collection))
+    collection.close()
+    return found
+
+
+def crossing_bytes(rank: int, moves: bool) -> int:
+    """Return the bytes between nodes that dealing counts before it deals. Each node's samples use the rows whose homes
+    are in the other node."""
+    collection = made()
+    if moves:
+        move_to_the_other_node(collection, np.arange(2 * ROWS))
+    deal_jobs.deal_always(at_random=False)
+    ids = torch.arange(1 - rank, ROWS, 2)
+    batches = [{"item": Jagged(ids, torch.ones(len(ids), dtype=torch.int64))} for _ in range(3)]
+    loop = flexd.prefetch(batches, collection, deal=True)
+    for batch in loop:
+        collection(batch)["item"].values.sum().backward()
+        collection.optimizer.step()
+    totals = loop.dealt
+    collection.close()
+    assert totals.dealt_batches > 0
+    return totals.row_bytes_before
