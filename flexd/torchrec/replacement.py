@@ -88,8 +88,9 @@ def replace(
     device = _device(weights, device, loaded)
     rule, modules = _with_optimizers(modules, weights) if optimizer is None else (optimizer, modules)
     tables = ReplacedTables(modules, optimizer=rule, one_lookup=one_lookup, device=device, loaded=loaded, **arguments)
-    for name in loaded:
-        _load(tables, name, weights[name])
+    for name, weight in weights.items():  # collective: in the same order on every rank, which a set has not
+        if name in loaded:
+            _load(tables, name, weight)
     _swap(model, places, tables, dict(zip(found, modules, strict=True)))
     return tables
 

@@ -56,7 +56,7 @@ def before() -> Losses:
 @pytest.mark.long
 def test_losses_with_flexd_equal_those_without_and_the_daemon_counts_look_ups(before: Losses, tmp_path: Path) -> None:
     settings = yaml.safe_load((EXAMPLES / "sasrec.yaml").read_text())
-    config = {name: settings[name] for name in ("job", "tables", "stream", "sketch")}
+    config = {name: settings[name] for name in ("job", "stream", "sketch")}
     with RunningDaemon(tmp_path, config) as daemon:
         address = f"127.0.0.1:{daemon.config.control.listen_port}"
         assert torchrun("sasrec.py", FLEXD_CONTROL=address) == pytest.approx(before, abs=2e-4)

@@ -86,6 +86,14 @@ def test_names_values_and_modes_stay() -> None:
         _ = model.tags.embedding_bags
 
 
+def test_values_are_loaded_in_the_order_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each load is collective, and ranks order sets of names differently."""
+    loaded: list[str] = []
+    monkeypatch.setattr("flexd.torchrec.replacement._load", lambda _, name, __: loaded.append(name))
+    replace(make("sgd"))
+    assert loaded == ["user", "shop", "tag", "item", "word"]
+
+
 def test_the_models_state_dict_has_the_tables_once() -> None:
     model, other = make("sgd"), make("sgd")
     tables, others = replace(model, seed=1), replace(other, seed=1)
