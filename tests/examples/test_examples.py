@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flexd.config.tables_file import with_known_tables
 from flexd.demo.ports import free_ports
 from flexd.demo.runner import PRESET
 from flexd.topology.cluster import Collective
@@ -61,7 +62,9 @@ def test_losses_with_flexd_equal_those_without_and_the_daemon_counts_look_ups(be
         address = f"127.0.0.1:{daemon.config.control.listen_port}"
         assert torchrun("sasrec.py", FLEXD_CONTROL=address) == pytest.approx(before, abs=2e-4)
         daemon.process.stop()
-        assert saved_sketches(daemon.config).samples > 0, "look-ups were counted"
+        known = with_known_tables(daemon.config)
+        assert [table.name for table in known.tables] == ["items"], "taken from the ranks"
+        assert saved_sketches(known).samples > 0, "look-ups were counted"
 
 
 @pytest.mark.long
