@@ -331,4 +331,6 @@ def test_explain_shows_the_fast_memory_that_ranks_report(tmp_path: Path) -> None
     assert shown.fast_memory is not None
     assert shown.fast_memory.now.frames == 7
     assert shown.fast_memory.miss_seconds == pytest.approx(0.25 / 6)
-    assert shown.explained[0].in_frame == 1, "the hottest row"
+    in_frame = shown.explained[0].in_frame
+    assert in_frame is not None
+    assert 0 < in_frame < 1, "nearly all rows are used in every step: each is as likely to be held"
