@@ -1,4 +1,6 @@
-"""Trains the same global batches with the chain, with dealt samples, and with a loader that deals; counts the bytes."""
+"""Trains the same global batches with the chain, with dealt samples, and with a loader that deals; counts the bytes.
+
+The last two also with rows in the nodes that homes learnt from the batches before name."""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ import torch.multiprocessing as mp
 import flexd
 from flexd.affinity import NodeSampler
 from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
 from flexd.demo.ports import free_ports
 from flexd.embedding.jagged import Jagged
 from flexd.planner.affinity.sample_rows import SampleRows
+from flexd.planner.affinity.traffic import WireBytes, choose_affinity
+from flexd.planner.moves import moved_placement
 
 DENSE = 14
 """Float32 features of a sample beside its ids, a label and a number: 64 bytes with its length."""
@@ -32,6 +37,7 @@ class Work:
     Attributes:
         offsets, rows: of each sample, as ``SampleRows``.
         table_rows: rows of the table.
+        moved: rows that live in other nodes, in the ways that move them.
     """
 
     offsets: np.ndarray
@@ -39,14 +45,22 @@ class Work:
     table_rows: int
     layout: RankLayout
     per_rank: int
+    moved: Placement
 
     @staticmethod
-    def of(samples: SampleRows, layout: RankLayout, per_rank: int, batches: int) -> Work:
-        """Take global batches from the middle of the samples on."""
+    def of(samples: SampleRows, layout: RankLayout, per_rank: int, batches: int, window: int) -> Work:
+        """Take global batches from the middle of the samples on; homes are learnt on up to ``window`` before it."""
         size = layout.world_size * per_rank
         first = len(samples) // size // 2 * size
+        before = np.arange(max(0, first - window * size), first)
+        choice = choose_affinity(
+            samples.select(before).compact(), (before - before[0]) // size, layout, WireBytes(row=8.0 * DIM + 8)
+        )
         chosen = samples.select(np.arange(first, min(len(samples) // size * size, first + batches * size)))
-        return Work(chosen.offsets, samples.keys[chosen.rows], int(samples.keys.max()) + 1, layout, per_rank)
+        return Work(
+            chosen.offsets, samples.keys[chosen.rows], int(samples.keys.max()) + 1, layout, per_rank,
+            moved_placement(choice.homes, layout),
+        )  # fmt: skip
 
     @property
     def batches(self) -> int:
@@ -70,14 +84,39 @@ class Work:
             yield np.arange(number * size, (number + 1) * size)[rank :: self.layout.world_size]
 
 
-WAYS = ("chain", "ahead", "dealt", "loader")
+WAYS = ("chain", "ahead", "dealt", "loader", "moved", "moved_loader")
+
+
+SHIPS = ("dealt", "moved")
+
+
+def move(collection: flexd.EmbeddingCollection, moved: Placement) -> int:
+    """Collective. Move the rows as the daemon does; return the bytes that this sends between nodes by this rank."""
+    before = collection.traffic.totals()
+    inbox = collection.engine.inbox
+    for number, chunk in enumerate(Placement.empty().delta_to(moved).chunks(4_000)):
+        inbox.offer(number + 1, chunk)
+        for _ in range(2):  # to agree on it, and to apply it
+            with torch.no_grad():
+                collection({})
+    assert collection.engine.migrator.moved_rows == len(moved)
+    return inter_bytes(collection, before)
+
+
+def inter_bytes(collection: flexd.EmbeddingCollection, before: dict[str, int]) -> int:
+    after = collection.traffic.totals()
+    return sum(after[name] - before[name] for name in after if name.endswith("inter_bytes"))
 
 
 def train(rank: int, work: Work, way: str) -> dict[str, Any]:
     """Train; return the bytes this rank sent to other nodes, the mean losses and what dealing counted."""
     table = flexd.EmbeddingTable("item", work.table_rows, DIM, init_scale=0.1)
-    collection = flexd.EmbeddingCollection([table], layout=work.layout, optimizer=flexd.Adagrad(0.05))
-    if way == "loader":
+    slots = int(work.layout.replica_slots_used(work.moved.keys, work.moved.tiers).max(initial=0))
+    collection = flexd.EmbeddingCollection(
+        [table], layout=work.layout, optimizer=flexd.Adagrad(0.05), replica_slots=[slots]
+    )
+    moving = move(collection, work.moved) if way.startswith("moved") else 0
+    if way.endswith("loader"):
         everything = work.features(np.arange(len(work.offsets) - 1))
         indices: Any = NodeSampler(everything, collection, work.per_rank, shuffle=False)
     else:
@@ -85,7 +124,7 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
     loader: Any = (work.batch(np.asarray(chosen)) for chosen in indices)
     loop = loader
     if way != "chain":
-        loop = flexd.prefetch(loader, collection, features=lambda batch: batch["features"], deal=way == "dealt")
+        loop = flexd.prefetch(loader, collection, features=lambda batch: batch["features"], deal=way in SHIPS)
     before, losses = collection.traffic.totals(), []
     for batch in loop:
         rows = collection(batch["features"])["item"]
@@ -95,11 +134,10 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
         loss.backward()
         collection.optimizer.step()
         losses.append(float(loss.detach()))
-    after = collection.traffic.totals()
-    sent = sum(after[name] - before[name] for name in after if name.endswith("inter_bytes"))
-    dealt = vars(loop.dealt) if way == "dealt" else {}
+    sent = inter_bytes(collection, before)
+    dealt = vars(loop.dealt) if way in SHIPS else {}
     collection.close()
-    return {"bytes": sent, "losses": losses, "dealt": dealt}
+    return {"bytes": sent, "losses": losses, "dealt": dealt, "moving": moving}
 
 
 def _rank(rank: int, port: int, work: Work, answers: Any) -> None:
@@ -119,7 +157,8 @@ def _rank(rank: int, port: int, work: Work, answers: Any) -> None:
 def run(work: Work) -> dict[str, Any]:
     """Return bytes between nodes over the chain's, the largest difference of a global loss, and what dealing counted.
 
-    ``dealt`` and ``loader`` are over the chain without prefetch; ``dealt_over_ahead`` over the same loop undealt.
+    ``dealt``, ``loader``, ``moved`` and ``moved_loader`` are over the chain without prefetch; ``dealt_over_ahead`` over
+    the same loop undealt. ``moving_bytes`` are sent once, when rows move, and counted in none of them.
     """
     answers = mp.get_context("spawn").SimpleQueue()
     mp.spawn(_rank, (free_ports(1)[0], work, answers), nprocs=work.layout.world_size)
@@ -137,4 +176,6 @@ def run(work: Work) -> dict[str, Any]:
         "shipped_bytes": totals["sample_bytes"] / max(1, sent["chain"]),
         "id_bytes": totals["id_bytes"] / max(1, sent["chain"]),
         "dealt_batches": totals["dealt_batches"],
+        "moved_rows": len(work.moved),
+        "moving_bytes": sum(of_rank["moved"]["moving"] for of_rank in by_rank),
     }

@@ -3,8 +3,10 @@
     python tools/bench_affinity.py [--trace ask_ubuntu.npz] [--trace online_retail.npz] [--quick] [--no-exchange]
 
 By real exchange: four gloo processes as 2 nodes of 2 ranks train the same global batches (32 samples a rank) with the
-chain, with ``flexd.prefetch(deal=True)``, and with a loader that deals (``flexd.affinity.NodeSampler``); homes are
-where the rule puts them. Every byte that leaves a node is counted, and losses are compared.
+chain, with ``flexd.prefetch(deal=True)``, and with a loader that deals (``flexd.affinity.NodeSampler``): with homes
+where the rule puts them, and with rows moved by chunks to homes learnt on up to 40 global batches before. Every byte
+that leaves a node is counted, and losses are compared; "moving" are the bytes of the chunks, sent once, over those of a
+step of the chain.
 
 By simulation: what crosses is counted, nothing is exchanged, homes are moved. Homes are learnt on up to 40 global
 batches before the middle of the samples and judged on up to 8 after it. A sample of a trace is a bag (array
@@ -124,7 +126,7 @@ def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64A
 
 def exchanged(samples: SampleRows, batches: int) -> dict[str, Any]:
     """Return the figures of the real exchange."""
-    return affinity_ranks.run(affinity_ranks.Work.of(samples, RankLayout(2, 2), PER_RANK, batches))
+    return affinity_ranks.run(affinity_ranks.Work.of(samples, RankLayout(2, 2), PER_RANK, batches, WINDOW))
 
 
 def checks_of_exchange(workload: str, of: dict[str, Any]) -> list[dict[str, Any]]:
@@ -132,6 +134,10 @@ def checks_of_exchange(workload: str, of: dict[str, Any]) -> list[dict[str, Any]
     return [
         check(f"{workload}, exchanged: bytes", of["dealt"], f"<= {shipped}", of["dealt"] <= shipped),
         check(f"{workload}, exchanged: loader", of["loader"], f"<= {loader}", of["loader"] <= loader),
+        check(f"{workload}, exchanged: moved", of["moved"], f"<= {shipped}", of["moved"] <= shipped),
+        check(
+            f"{workload}, exchanged: moved, loader", of["moved_loader"], f"<= {loader}", of["moved_loader"] <= loader
+        ),
         check(f"{workload}, exchanged: losses", of["loss_difference"], "<= 1e-5", of["loss_difference"] <= 1e-5),
     ]
 
@@ -174,14 +180,15 @@ def main() -> int:
     figures: dict[str, Any] = {}
     real, checks = {}, []
     if not options.no_exchange:
-        print(f"{'2 nodes x 2 ranks, exchanged':36s}  dealt loader samples  codes shipped")
+        print(f"{'2 nodes x 2 ranks, exchanged':36s}  dealt loader samples  codes shipped  moved loader moving")
         for workload, (samples, _) in made.items():
             few = 8 if options.quick else 24
             real[workload] = of = exchanged(samples, 24 if workload == "catalogue" else few)
             checks += checks_of_exchange(workload, of)
             print(
                 f"{workload:36s}{of['dealt']:7.3f}{of['loader']:7.3f}{of['shipped_bytes']:8.3f}{of['id_bytes']:7.3f}"
-                f"{of['shipped']:8.3f}",
+                f"{of['shipped']:8.3f}{of['moved']:7.3f}{of['moved_loader']:7.3f}"
+                f"{of['moving_bytes'] / (of['chain_bytes'] / of['batches']):7.2f}",
                 flush=True,
             )
     print(f"{'':36s}{'rows':>7s}{'bytes':>7s}{'loader':>7s}{'planted':>8s}{'learn us':>9s}{'deal us':>8s}  says")

@@ -26,7 +26,7 @@ class ShareRangeReport(Model):
 
 
 class AffinityReport(Model):
-    """Bytes between nodes with rows in the node that uses them most and samples dealt to it; nothing is moved yet."""
+    """Bytes between nodes with rows in the node that uses them most, as far as they may move, and samples dealt."""
 
     words: tuple[str, ...] = ()
     """The answer in sentences, the verdict first."""
@@ -37,7 +37,7 @@ class AffinityReport(Model):
     batch_samples: int = 0
     """Samples of a global batch, from the accesses of a step and the mean length."""
     moved_rows: int = 0
-    """Rows that would live in another node than by their rule."""
+    """Rows that would live in another node than by their rule, or do."""
     move_bytes: FiniteOrNone = None
     """Of moving them once, with optimizer state."""
     ranks: ShareRangeReport | None = None

@@ -61,7 +61,9 @@ class RowReport(Model):
     reason: ReasonName = "saves"
     """Reason for the planned tier."""
     home_rank: int = 0
-    """Rank of the authoritative copy."""
+    """Rank of the authoritative copy; of a row that has moved, the rank to which it can come back."""
+    moved_to: int | None = None
+    """The node in which the row lives instead of that of its home rank; null if it has not moved."""
     source_node_share: tuple[float, ...] | None = None
     """Shares of its accesses by the node they come from; null if not known."""
     affinity_node: int | None = None

@@ -23,6 +23,8 @@ class PlacementStatus(Model):
     """Counts the applied chunks."""
     rows: RowsByTier = Field(default_factory=dict)
     """Rows in each tier."""
+    moved_rows: int = 0
+    """Rows at HOME that live in another node than that of their home rank."""
     digest: str = "0" * 16
     """Order-free digest of the hot rows, 16 hexadecimal digits."""
     digest_mismatches: int = 0
@@ -32,6 +34,11 @@ class PlacementStatus(Model):
         """Yield the metric families of the placement."""
         yield gauge("flexd_placement_version", "Chunks applied by every rank.", self.version)
         yield gauges("flexd_placement_rows", "Rows in each tier.", "tier", by_metric_tier(self.rows))
+        yield gauge(
+            "flexd_placement_moved_rows",
+            "Rows that live in another node than that of their home rank.",
+            self.moved_rows,
+        )
         yield counter(
             "flexd_placement_digest_mismatches",
             "Reports whose placement digest was not the daemon's.",
@@ -58,7 +65,8 @@ def placement_status(placement: Placement, total_rows: int, digest_mismatches: i
     """Return the placement over ``total_rows`` rows of all tables."""
     return PlacementStatus(
         version=placement.version,
-        rows={**rows_above_home(placement), "HOME": total_rows - len(placement)},
+        rows={**rows_above_home(placement), "HOME": total_rows - len(placement.copies)},
+        moved_rows=len(placement.moved),
         digest=f"{placement.digest():016x}",
         digest_mismatches=digest_mismatches,
     )

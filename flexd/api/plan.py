@@ -235,6 +235,10 @@ class PlanReport(Model):
     """The gap of the busiest ranks: 0 is proven best."""
     saved_seconds: FiniteOrNone = None
     """Predicted saving of a step against the live placement, exposed seconds in the mean over the ranks."""
+    moved_rows: int = 0
+    """Rows that live in another node than that of their home rank."""
+    moves_save_seconds: FiniteOrNone = None
+    """The part of the saving that comes from rows which move to other nodes or back."""
     saved_busiest_seconds: FiniteOrNone = None
     """The same saving if every collective takes as long as its busiest rank."""
     saved_share: FiniteOrNone = None

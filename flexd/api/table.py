@@ -193,7 +193,7 @@ def hot_row_page(
     spec, profile = keyspace.tables[index], ingestor.table_profile(table)
     rows = profile.hot_rows[offset : offset + limit]
     keys = keyspace.keys(index, rows)
-    tiers = _tiers_of(placement, keys)
+    tiers = _tiers_of(placement.copies, keys)
     ranks = None if live is None else homes_of(keyspace, live.layout).home_rank(keys)
     shown = tuple(
         HotRow(
@@ -225,7 +225,7 @@ def _placed_rows(keyspace: KeySpace, placement: Placement) -> Int64Array:
 
     from flexd.core.layout import Tier
 
-    tables = len(keyspace.tables)
+    tables, placement = len(keyspace.tables), placement.copies
     cells = keyspace.table_of(placement.keys) * 2 + (placement.tiers.astype(np.int64) - int(Tier.NODE))
     return np.bincount(cells, minlength=2 * tables).astype(np.int64).reshape(tables, 2)
 

@@ -93,6 +93,8 @@ def _row_facts(answer: Explanation, row: RowReport) -> Facts:
         ),
         ("home", f"rank {row.home_rank} (key {row.key})"),
     ]
+    if row.moved_to is not None:
+        facts.append(("lives", f"in node {row.moved_to}: it has moved there, and rank {row.home_rank} keeps its place"))
     if answer.fast_memory is not None:
         facts.append(row_memory_fact(row, answer.fast_memory))
     if row.source_node_share is not None:
@@ -102,8 +104,9 @@ def _row_facts(answer: Explanation, row: RowReport) -> Facts:
         facts.append(
             (
                 "by affinity",
-                f"would live in node {row.affinity_node}: {units.share(row.affinity_share)} of its touches would come "
-                "from there, with samples dealt (not moved yet)",
+                f"belongs in node {row.affinity_node}: {units.share(row.affinity_share)} of its touches would come "
+                "from there, with samples dealt"
+                + ("" if row.moved_to is not None else " (planner.moved_slots_share lets rows move)"),
             )
         )
     return Facts("", tuple(facts))

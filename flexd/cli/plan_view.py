@@ -50,6 +50,8 @@ def saving_fact(plan: PlanReport) -> list[tuple[str, str]]:
     if plan.saved_seconds is None:
         return []
     text = f"{units.seconds(plan.saved_seconds)} a step"
+    if plan.moves_save_seconds:
+        text += f" ({units.seconds(plan.moves_save_seconds)} of it by rows that move)"
     if plan.saved_share is not None:
         text += f", {units.share(plan.saved_share)} of {units.seconds(plan.step_seconds)}"
     return [("saves", text)]

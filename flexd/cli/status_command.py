@@ -222,7 +222,11 @@ def _placement(status: Status) -> Facts:
         "placement",
         (
             ("version", f"{placement.version}, digest {placement.digest}"),
-            ("rows", units.by_tier(placement.rows) or "all at HOME"),
+            (
+                "rows",
+                (units.by_tier(placement.rows) or "all at HOME")
+                + (f", {units.count(placement.moved_rows)} moved to other nodes" if placement.moved_rows else ""),
+            ),
         ),
     )
 

@@ -177,6 +177,11 @@ class PlannerConfig(Section):
     divide_fast_memory: bool = False
     """Let ranks with rows in two memories divide their fast memory between dim-groups as plans do, while they train,
     where that saves 5 % of the predicted misses. With false plans only show it."""
+    moved_slots_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
+    """Share of each rank's replica slots for rows that live in the node whose samples use them most, instead of in that
+    of their home; copies have the others. It wins where samples are dealt to nodes (``flexd.prefetch(deal=True)``, or a
+    loader that does), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that have moved come
+    home."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
     """The trainers' ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan names a cheaper
     exchange if there is one."""

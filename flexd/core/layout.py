@@ -47,6 +47,12 @@ def without_moves(tiers: UInt8Array) -> UInt8Array:
     return np.where(is_moved(tiers), np.uint8(Tier.HOME), tiers).astype(np.uint8)
 
 
+def by_slots(tiers: UInt8Array) -> UInt8Array:
+    """Map uint8 [n] tiers to numbers that grow with the replica slots that a row takes: HOME, moved, NODE, DEVICE."""
+    order = np.array([0, 2, 3, 1], dtype=np.uint8)
+    return order[np.minimum(tiers, MOVED)]
+
+
 @dataclass(frozen=True)
 class RankLayout:
     """``nodes`` x ``local_ranks`` ranks, numbered node by node as torchrun does.

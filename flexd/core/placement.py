@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +91,18 @@ class Placement:
         if len(keys) > 1 and bool((keys[1:] == keys[:-1]).any()):
             raise PlacementError("a row is listed twice in a placement", remedy="list every row once")
         return Placement(keys.astype(np.int64), tiers.astype(np.uint8), version)
+
+    @cached_property
+    def copies(self) -> Placement:
+        """The placement with moved rows at HOME."""
+        kept = ~is_moved(self.tiers)
+        return self if kept.all() else Placement(self.keys[kept], self.tiers[kept], self.version)
+
+    @cached_property
+    def moved(self) -> Placement:
+        """The moved rows alone."""
+        kept = is_moved(self.tiers)
+        return Placement(self.keys[kept], self.tiers[kept], self.version)
 
     def tiers_of(self, keys: Int64Array) -> UInt8Array:
         """Map int64[n] keys in any order to uint8[n] tiers."""

@@ -50,7 +50,7 @@ def make_live_plan(
     """
     shape = training_shape(settings)
     plan = make_plan(
-        profile, keyspace, topology.layout, cluster, topology.replica_slots, live, plan_id=plan_id,
+        profile, keyspace, topology.layout, cluster, slots_of_copies(topology, settings), live, plan_id=plan_id,
         parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
         now_unix_seconds=time.time(), reason=reason, shape=shape, limits=plan_limits(settings),
         exchange=running_exchange(settings), step_seconds=step_seconds,
@@ -62,3 +62,15 @@ def make_live_plan(
     of_tables = answer_bytes(profile, keyspace, topology.layout, lengths, shape)
     chosen = choose_answers(of_tables, settings.pooled_tables, cluster, plan.after.bytes, topology.layout, shape)
     return replace(plan, pooled_tables=chosen)
+
+
+def slots_of_copies(topology: LiveTopology, settings: PlannerConfig) -> list[int]:
+    """Return the replica slots of each dim-group that are not kept for rows that move."""
+    kept = slots_of_moves(topology, settings)
+    return [slots - of_moves for slots, of_moves in zip(topology.replica_slots, kept, strict=True)]
+
+
+def slots_of_moves(topology: LiveTopology, settings: PlannerConfig) -> list[int]:
+    """Return the replica slots of each dim-group that are kept for rows that move."""
+    share = settings.moved_slots_share if topology.layout.nodes > 1 else 0.0
+    return [int(share * slots) for slots in topology.replica_slots]

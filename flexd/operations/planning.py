@@ -21,6 +21,7 @@ from flexd.operations.executions import Execution, Executions
 from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
 from flexd.operations.live_plan import LengthQuantiles, make_live_plan
 from flexd.operations.live_prices import LivePrices
+from flexd.operations.moved_rows import plan_moves
 from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
@@ -138,8 +139,8 @@ class Planning:
         with self._making:
             started = time.monotonic()
             try:
-                plan, profile, live, layout = self._make(trigger.reason, checked=not (dry_run or force))
-                affinity = self._refresh_affinity(plan, layout)
+                checked = not (dry_run or force)
+                plan, profile, live, _, affinity = self._make(trigger.reason, checked=checked, moves=True)
             except PlanError:
                 self.outcomes["refused"] += not dry_run
                 raise
@@ -189,7 +190,7 @@ class Planning:
         threshold = self._config.planner.drift_threshold
         if threshold is None:
             return ""
-        plan, profile, _, layout = self._make("apply", checked=False)
+        plan, profile, _, layout, _ = self._make("apply", checked=False)
         prices = (self._price(profile, placement, layout) for placement in (plan.target, proposal.plan.target))
         beyond = Drift(*prices).reason_to_plan(threshold)
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
@@ -210,7 +211,7 @@ class Planning:
             PlanError: no plan can be made, or the table was not looked up yet.
         """
         with self._making:
-            plan, profile, live, layout = self._make("explain", checked=False)
+            plan, profile, live, layout, _ = self._make("explain", checked=False)
             measured = self.last_gates
         settings = self._config.planner
         explained = explain(
@@ -220,12 +221,6 @@ class Planning:
         )  # fmt: skip
         return explained, measured
 
-    def _refresh_affinity(self, plan: Plan, layout: RankLayout) -> AffinityOutlook | None:
-        per_step = self.accesses_per_step(layout.world_size)
-        if self.affinity is None or not per_step:
-            return None
-        return self.affinity.refresh(plan, layout, per_step, self._config.planner.horizon_steps)
-
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known yet."""
         return self._training.accesses_per_step(world_size) or self._config.planner.batch_accesses_per_step
@@ -234,7 +229,10 @@ class Planning:
         """Return whether the ranks are moving to another placement."""
         return self.executions.migrating
 
-    def _make(self, reason: str, *, checked: bool) -> tuple[Plan, Profile, Placement, RankLayout]:
+    def _make(
+        self, reason: str, *, checked: bool, moves: bool = False
+    ) -> tuple[Plan, Profile, Placement, RankLayout, AffinityOutlook | None]:
+        """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
         topology = self.live_topology()
         settings = self._config.planner
         per_step = self.accesses_per_step(topology.layout.world_size)
@@ -256,8 +254,11 @@ class Planning:
             reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
             fast_memory=None if self._slow_memory is None else fast_memory_now(self._slow_memory, self._keyspace),
         )  # fmt: skip
+        affinity = None
+        if moves:
+            plan, affinity = plan_moves(plan, live, self._keyspace, topology, settings, self.affinity, per_step)
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
-        return plan, profile, live, topology.layout
+        return plan, profile, live, topology.layout, affinity
 
     def execute(self, proposal: Proposal, trigger: Trigger | None = None, *, force: bool = False) -> Execution | None:
         """Start the plan's migration, which supersedes a running one.

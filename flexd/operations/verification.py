@@ -33,7 +33,7 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import Tier
+from flexd.core.layout import MOVED, Tier, by_slots
 from flexd.core.placement import Delta, Placement
 from flexd.operations.decisions import DecisionFile, RunningVerification
 from flexd.operations.executions import ROLLBACK, Execution, Executions, rollback_trigger
@@ -228,10 +228,9 @@ class Verifier:
         return run
 
     def _without(self, base: Placement, placement: Placement, live: LiveTopology) -> tuple[Placement, float]:
-        """Return the placement without (a random part of) the rows that the plan promoted, and the part."""
+        """Return the placement without (a random part of) the rows that the plan promoted or moved, and the part."""
         changes = placement.delta_to(base)
-        copies = np.array([1, live.layout.nodes, live.layout.world_size])
-        dropped = changes.select(np.flatnonzero(copies[changes.new_tiers] < copies[changes.old_tiers]))
+        dropped = changes.select(np.flatnonzero(by_slots(changes.new_tiers) < by_slots(changes.old_tiers)))
         if len(dropped) == 0:
             return placement, 0.0
         back = Delta(dropped.keys, dropped.new_tiers, dropped.old_tiers)
@@ -393,6 +392,8 @@ def _finite(value: float) -> float | None:
 
 
 def plan_kind(plan: Plan) -> str:
-    """Return the tiers to which a plan promotes rows, such as ``NODE+DEVICE``; empty if it promotes none."""
-    promoted = plan.delta.new_tiers[plan.delta.new_tiers > plan.delta.old_tiers]
-    return "+".join(Tier(tier).name for tier in np.unique(promoted))
+    """Return the tiers to which a plan promotes rows, such as ``NODE+DEVICE``, with ``MOVED`` if it moves some to other
+    nodes; empty if neither."""
+    delta = plan.delta
+    promoted = delta.new_tiers[by_slots(delta.new_tiers) > by_slots(delta.old_tiers)]
+    return "+".join("MOVED" if tier == MOVED else Tier(tier).name for tier in np.unique(np.minimum(promoted, MOVED)))

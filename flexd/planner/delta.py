@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.layout import RankLayout, Tier, by_slots, is_moved, without_moves
 from flexd.core.placement import Delta, Placement
 from flexd.planner.solver.limits import SlotBudgets
 
@@ -22,7 +22,8 @@ _MAX_BLOCKS = 512
 
 
 def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
-    """Return int64[n]: bytes of values and optimizer state that each change moves; 0 if it only drops copies."""
+    """Return int64[n]: bytes of values and optimizer state that each change moves; 0 if it only drops copies. A row
+    that leaves a node to which it moved goes by way of its home."""
     copies = np.array([1, layout.nodes, layout.world_size])
     payload = np.array(
         [
@@ -31,8 +32,10 @@ def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Ar
         ],
         dtype=np.int64,
     )
-    promoted = copies[delta.new_tiers] > copies[delta.old_tiers]
-    return np.where(promoted, payload[keyspace.group_of(delta.keys)], 0)
+    promoted = copies[without_moves(delta.new_tiers)] > copies[without_moves(delta.old_tiers)]
+    times = promoted.astype(np.int64) + is_moved(delta.old_tiers) + is_moved(delta.new_tiers)
+    moved: Int64Array = times * payload[keyspace.group_of(delta.keys)]
+    return moved
 
 
 def plan_delta(
@@ -45,9 +48,9 @@ def plan_delta(
 ) -> Delta:
     """Return the changes from ``live`` to ``target``, the most useful first.
 
-    Promotions come by gain per byte; demotions come as late as the slots that promotions need allow. Every prefix
-    leaves every rank, and every table with a budget, within its slots (unless ``live`` does not: then demotions come
-    first until it does).
+    Promotions, and rows that move to other nodes, come by gain per byte; demotions, and rows that come home, as late
+    as the slots that those need allow. Every prefix leaves every rank, and every table with a budget, within its slots
+    (unless ``live`` does not: then demotions come first until it does).
 
     Args:
         gains: float64[len(target)], of each row of ``target`` at its tier.
@@ -61,7 +64,7 @@ def plan_delta(
     if bool((budgets.used(target.keys, target.tiers) > slots).any()):
         raise PlanError("the plan takes more replica slots than the ranks have", remedy="plan again with these slots")
     changes = live.delta_to(target)
-    up = changes.new_tiers > changes.old_tiers
+    up = by_slots(changes.new_tiers) > by_slots(changes.old_tiers)
     demotions, promotions = changes.select(np.flatnonzero(~up)), changes.select(np.flatnonzero(up))
     order = _by_gain(promotions, target, gains, keyspace, layout)
     promotions = promotions.select(order)

@@ -127,12 +127,13 @@ def placement_communication(
 ) -> PlacementCommunication:
     """Price a placement, in total and by table, as ``make_plan`` does with the same shape and exchange.
 
-    A replicated row that the profile no longer lists counts as a mean unlisted row of its table.
+    A replicated row that the profile no longer lists counts as a mean unlisted row of its table. Moved rows count as if
+    they were at home: what moves save is known of samples, not of rows.
 
     Raises:
         PlanError: as ``make_loads``.
     """
-    shape = shape or TrainingShape()
+    shape, placement = shape or TrainingShape(), placement.copies
     loads = make_loads(profile, keyspace, layout, shape)
     total = _communication(placement_cost(loads, placement, keyspace, layout, cluster, exchange), latency=True)
     table_of = keyspace.table_of(placement.keys)

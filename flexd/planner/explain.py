@@ -17,7 +17,7 @@ import numpy.typing as npt
 from flexd.core.errors import PlanError
 from flexd.core.homes import Homes, homes_of
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.layout import RankLayout, Tier, nodes_of_moved
 from flexd.core.placement import Placement
 from flexd.planner.explanation_types import RowExplanation, TableExplanation, TierReason, TierThreshold
 from flexd.planner.memory.miss_curve import MissCurve
@@ -112,6 +112,7 @@ def explain(
 
 def _by_tier(placement: Placement, first: int, end: int) -> Int64Array:
     """Return int64[3]: rows with keys in [first, end), by tier."""
+    placement = placement.copies
     start, stop = np.searchsorted(placement.keys, [first, end])
     counts = np.bincount(placement.tiers[start:stop], minlength=len(Tier)).astype(np.int64)
     counts[Tier.HOME] = end - first - counts.sum()
@@ -292,7 +293,8 @@ class _GroupPricing:
         seconds = self.factors @ statistics
         gains = self.gains(statistics)
         low = np.minimum(self.gains_at(load.accesses_lower[at]), gains)
-        live_tiers, planned = live.tiers_of(keys), self.plan.target.tiers_of(keys)
+        live_tiers, planned = live.copies.tiers_of(keys), self.plan.target.copies.tiers_of(keys)
+        moved_to = nodes_of_moved(live.tiers_of(keys))
         order = np.argsort(seen.hot_rows, kind="stable")
         spot = np.minimum(np.searchsorted(seen.hot_rows[order], rows), max(0, len(order) - 1))
         listed = seen.hot_rows[order[spot]] == rows if len(order) else np.zeros(len(rows), np.bool_)
@@ -322,6 +324,7 @@ class _GroupPricing:
                     planned=Tier(int(planned[i])),
                     reason=self._reason(int(planned[i]), gains[:, i], low[:, i], pinned, excluded),
                     home_rank=int(homes[i]),
+                    moved_to=int(moved_to[i]) if moved_to[i] >= 0 else None,
                     source_node_share=shares[i] if shares is not None and listed[i] else None,
                     in_pass=float(in_pass[i]),
                     in_frame=None if memories is None else float(memories[0][i]),

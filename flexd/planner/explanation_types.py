@@ -47,6 +47,7 @@ class RowExplanation:
         seconds: float64[3], by tier.
         live, planned: tiers now and if a plan were made now.
         home_rank: of the authoritative copy.
+        moved_to: the node in which it lives instead; None if it has not moved.
         source_node_share: float32[nodes], or None if not known.
         in_pass: probability that any rank looks it up in one forward pass, trained or not.
         in_frame, planned_in_frame: probability that its home holds it in fast memory, with the frames that ranks have
@@ -68,6 +69,7 @@ class RowExplanation:
     planned: Tier
     reason: TierReason
     home_rank: int
+    moved_to: int | None
     source_node_share: npt.NDArray[np.float32] | None
     in_pass: float
     in_frame: float | None = None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout, Tier
+from flexd.core.layout import RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
 from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
@@ -68,6 +68,7 @@ class Plan:
             that is not the chain, one node, or gradients that travel narrower than they are added.
         pooled_tables: the answers of pooled tables, of those that are configured and were looked up.
         fast_memory: division of the ranks' fast memory; None where all rows are in it.
+        moves_save_seconds: exposed seconds a step that rows which move to other nodes or back save, beside the costs.
     """
 
     plan_id: str
@@ -99,11 +100,12 @@ class Plan:
     other_sums: CostBreakdown | None = None
     pooled_tables: tuple[PooledTable, ...] = ()
     fast_memory: FastMemoryProposal | None = None
+    moves_save_seconds: float = 0.0
 
     @property
     def saved_seconds(self) -> float:
         """Exposed seconds that a step would take less than at the live placement, in the mean over the ranks."""
-        return self.before.exposed_seconds - self.after.exposed_seconds
+        return self.before.exposed_seconds - self.after.exposed_seconds + self.moves_save_seconds
 
     @property
     def saved_busiest_seconds(self) -> float:
@@ -131,7 +133,8 @@ class Plan:
 
     @property
     def promotions(self) -> int:
-        return int(np.count_nonzero(self.delta.new_tiers > self.delta.old_tiers))
+        """Rows that get copies, or move to another node."""
+        return int(np.count_nonzero(by_slots(self.delta.new_tiers) > by_slots(self.delta.old_tiers)))
 
     @property
     def demotions(self) -> int:
@@ -149,6 +152,8 @@ class Plan:
             "cluster": self.cluster.name,
             "replica_slots": list(self.replica_slots),
             "rows": rows_by_tier(self.target),
+            "moved_rows": len(self.target.moved),
+            "moves_save_seconds": self.moves_save_seconds,
             "promotions": self.promotions,
             "demotions": self.demotions,
             "migration_bytes": self.migration_bytes,
@@ -214,7 +219,8 @@ def make_plan(
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
-    Rows above HOME that the profile no longer lists are demoted, unless they are pinned.
+    Rows above HOME that the profile no longer lists are demoted, unless they are pinned. Moved rows of ``live`` count
+    as rows at HOME; ``flexd.planner.moves`` adds those of the plan.
 
     Args:
         replica_slots: per dim-group, replica slots of every rank (one number) or of each (int64[world]).
@@ -238,7 +244,7 @@ def make_plan(
             f"{len(replica_slots)} replica budgets for {len(keyspace.groups)} dim-groups",
             remedy="give one number of slots per dim-group",
         )
-    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
+    cluster, live = cluster.of_layout(layout.nodes, layout.local_ranks), live.copies
     shape, limits = shape or TrainingShape(), limits or PlanLimits()
     limits.check(keyspace)
     slots = [slots_of_ranks(group, layout) for group in replica_slots]

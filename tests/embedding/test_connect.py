@@ -130,11 +130,12 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path, joined: bo
     coordinator.set_priced_exchange("direct")
     coordinator.set_frame_weights((1.0, 2.5, 0.0))
     coordinator.start()
-    layout, final = RankLayout(2, 2), random_placement(12)
+    layout = RankLayout(2, 2)
+    final = random_placement(12, moves_on=layout)
     states: list[MigrationState] = []
 
     def push() -> None:
-        for number, planned in enumerate((random_placement(11), final)):
+        for number, planned in enumerate((random_placement(11, moves_on=layout), final)):
             chunks = lambda live, planned=planned: live.delta_to(planned).chunks(7)  # noqa: E731
             states.append(coordinator.migrate(f"plan-{number}", chunks).wait(60))
 

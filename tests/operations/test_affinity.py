@@ -1,4 +1,4 @@
-"""Homes by affinity beside the daemon's plans: learnt when a plan is made, shown, explained, and never carried out."""
+"""Homes by affinity beside the daemon's plans: learnt with each plan, shown, carried out where allowed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from flexd.api.affinity import AffinityReport
 from flexd.api.explanation import explanation
+from flexd.api.placement import placement_status
 from flexd.api.plan import plan_metrics, proposal_report
 from flexd.cli.explain_command import explain_blocks
 from flexd.cli.plan_view import plan_blocks
@@ -17,16 +18,18 @@ from flexd.cli.view import OutputFormat, emit
 from flexd.config.checks import check_config
 from flexd.config.load import parse_config
 from flexd.core.errors import ConfigError
+from flexd.core.layout import RankLayout, nodes_of_moved
 from flexd.operations.affinity import AffinityMonitor
+from flexd.operations.verification import plan_kind
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
 
 LENGTH, SAMPLES = 10, 50
 
 
-def with_samples(directory: Path, batches: int = 20) -> PlanningHarness:
+def with_samples(directory: Path, batches: int = 20, **planner: float) -> PlanningHarness:
     """Return a harness whose sketches hold samples of ten groups of rows; a step has ``SAMPLES`` of them."""
-    harness = PlanningHarness(directory)
+    harness = PlanningHarness(directory, **planner)
     harness.see(50_000)
     keyspace = harness.config.keyspace()
     sketches = SketchSet(keyspace.tables, half_life_seconds=None, coaccess_memory_bytes=1 << 20)
@@ -61,7 +64,8 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     emit(report, plan_blocks(report), OutputFormat.TABLE)
     text = " ".join(capsys.readouterr().out.split())
     assert "With homes and dealing by affinity" in text
-    assert "Usable today is dealing" in text
+    assert "planner.moved_slots_share lets the daemon move them" in text
+    assert not len(proposal.plan.target.moved), "rows move where the configuration says so"
     families = {family.name: family for family in plan_metrics(report)}
     shares = {sample.labels["dealing"]: sample.value for sample in families["flexd_affinity_bytes_ratio"].samples}
     assert shares["loader"] == pytest.approx(shown.loader.expected)
@@ -83,8 +87,58 @@ def test_explain_names_the_node_by_affinity(tmp_path: Path, capsys: pytest.Captu
         assert 0 < row.affinity_share <= 1
     single = answer.model_copy(update={"explained": (known[0],)})
     emit(single, explain_blocks(single, single=True), OutputFormat.TABLE)
-    assert f"would live in node {known[0].affinity_node}" in " ".join(capsys.readouterr().out.split())
+    assert f"belongs in node {known[0].affinity_node}" in " ".join(capsys.readouterr().out.split())
     assert monitor.home_of(10**9) is None
+
+
+def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    harness = with_samples(tmp_path, moved_slots_share=0.5)
+    plan, execution = harness.execute("first")
+    assert execution is not None
+    harness.coordinator.execute(execution.migration)
+    live = harness.coordinator.placement()
+    moved = live.moved
+    assert 50 < len(moved) <= 4 * 100, "half of the slots"
+    assert (RankLayout(2, 2).replica_slots_used(live.copies.keys, live.copies.tiers) <= 100).all()
+    assert plan.moves_save_seconds > 0
+    assert plan.saved_seconds == pytest.approx(
+        plan.before.exposed_seconds - plan.after.exposed_seconds + plan.moves_save_seconds
+    )
+    assert "MOVED" in plan_kind(plan)
+    nodes = nodes_of_moved(moved.tiers)
+    assert (nodes != RankLayout(2, 2).home_node(moved.keys)).all()
+    status = placement_status(live, ROWS, 0)
+    assert (status.moved_rows, sum(status.rows.values())) == (len(moved), ROWS)
+
+    row = int(moved.keys[0])
+    made, gates = harness.planning.explain("item", row, 1)
+    answer = explanation(made, gates)
+    assert answer.explained[0].moved_to == nodes[0]
+    assert answer.live_rows["HOME"] == ROWS - len(live.copies)
+    emit(answer, explain_blocks(answer, single=True), OutputFormat.TABLE)
+    assert f"in node {nodes[0]}: it has moved there" in " ".join(capsys.readouterr().out.split())
+
+    again = harness.propose("again").plan
+    assert not np.isin(again.delta.keys, moved.keys).any(), "rows that have moved stay where they are"
+    assert again.moves_save_seconds == 0
+
+    harness.planning.affinity = None  # a daemon that has no sample yet
+    assert np.array_equal(harness.propose("no sample").plan.target.moved.keys, moved.keys)
+
+    document = harness.config.model_dump() | {"planner": harness.config.planner.model_dump() | {"moved_slots_share": 0}}
+    harness.planning.apply_config(type(harness.config).model_validate(document))
+    home = harness.propose("off").plan
+    assert not len(home.target.moved)
+    assert set(moved.keys) <= set(home.delta.keys)
+
+
+def test_moves_need_samples_of_rows_that_occur_together() -> None:
+    document = {
+        "job": "j", "tables": [{"name": "item", "rows": 9, "dim": 4}], "stream": {"source": {"kind": "synthetic"}},
+        "planner": {"moved_slots_share": 0.5},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"planner\.moved_slots_share.*sketch\.coaccess_memory_bytes"):
+        check_config(parse_config(document))
 
 
 def test_without_samples_plans_say_nothing_or_what_is_missing(tmp_path: Path) -> None:

@@ -192,9 +192,11 @@ def late(rank: int, layout: RankLayout, missing: list[int], where: str, seconds:
 def listed_by(layout: RankLayout, rank: int, placement: Placement) -> Placement:
     """Return the rows of a placement that a rank's directory lists."""
     keys, tiers = placement.keys, placement.tiers
-    mine = ((tiers == 1) & (keys % layout.local_ranks == layout.local_rank_of(rank)) & (layout.nodes > 1)) | (
-        (tiers == 2) & (layout.world_size > 1)
-    )
+    mine = (
+        ((tiers == 1) | (tiers >= MOVED))
+        & (keys % layout.local_ranks == layout.local_rank_of(rank))
+        & (layout.nodes > 1)
+    ) | ((tiers == 2) & (layout.world_size > 1))
     return Placement(keys[mine], tiers[mine], placement.version)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
@@ -15,12 +16,15 @@ from flexd.embedding.affinity.dealer import RowPrices
 from flexd.embedding.affinity.row_codes import SampleKeys
 from flexd.embedding.collection import EmbeddingCollection
 
+Int64Array = npt.NDArray[np.int64]
+
 
 class NodeSampler(Sampler[list[int]]):
     """Yields the indices of this rank's batches, for ``DataLoader(batch_sampler=...)``.
 
     The global batches are those of ``DistributedSampler``: equal samples in an order that the seed decides. Which rank
-    trains which of them follows from the rows that they use, in equal numbers a rank. Every rank computes that alone.
+    trains which of them follows from the rows that they use, in equal numbers a rank. Every rank computes that alone,
+    from where rows live when it begins to iterate: every rank begins at the same point of the program.
 
     Args:
         features: ids of all samples of the dataset, as ``collection`` takes them; on the device of the tables.
@@ -55,6 +59,7 @@ class NodeSampler(Sampler[list[int]]):
         self._offsets = np.concatenate([[0], np.cumsum(keys.counts)])
         self._keys = keys.keys
         self._layout, self._rank = collection.layout, collection.rank
+        self._nodes_of = collection.engine.migrator.nodes_of
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._epoch = 0
 
@@ -66,6 +71,9 @@ class NodeSampler(Sampler[list[int]]):
         return self.samples // (self._batch_size * self._layout.world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
+        return self._batches(self._nodes_of(self._keys))  # now, and not when the first batch is read
+
+    def _batches(self, nodes: Int64Array) -> Iterator[list[int]]:
         layout, size = self._layout, self._batch_size * self._layout.world_size
         order = np.arange(self.samples)
         if self._shuffle:
@@ -75,14 +83,13 @@ class NodeSampler(Sampler[list[int]]):
         mine = group == layout.local_rank_of(self._rank)
         for number in range(len(self)):
             chosen = order[number * size : (number + 1) * size]
-            to = deal_batch(self._rows(chosen, node, group), layout.nodes).to
+            to = deal_batch(self._rows(chosen, nodes, node, group), layout.nodes).to
             yield chosen[mine & (to == layout.node_of(self._rank))].tolist()
 
-    def _rows(self, chosen: Any, node: Any, group: Any) -> BatchRows:
+    def _rows(self, chosen: Int64Array, nodes: Int64Array, node: Int64Array, group: Int64Array) -> BatchRows:
         counts = self._offsets[chosen + 1] - self._offsets[chosen]
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        rows = self._keys[np.repeat(self._offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])]
-        return BatchRows(
-            offsets, rows, self._prices.row_bytes[self._prices.group_of(rows)], self._layout.home_node(rows), node,
-            group, np.zeros(len(chosen), dtype=np.int64),
-        )  # fmt: skip
+        at = np.repeat(self._offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])
+        rows = self._keys[at]
+        row_bytes = self._prices.row_bytes[self._prices.group_of(rows)]
+        return BatchRows(offsets, rows, row_bytes, nodes[at], node, group, np.zeros(len(chosen), dtype=np.int64))

@@ -1,4 +1,4 @@
-"""What homes and dealing by affinity would win, in numbers and words, and what can be used of it today."""
+"""What homes and dealing by affinity would win, in numbers and words."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from flexd.core import units
 from flexd.planner.affinity.streaming import MIN_BATCHES, AffinityPlan, ShareRange
 from flexd.planner.affinity.traffic import MIN_SAVING
 
-USABLE_TODAY = (
-    "Rows cannot move their home by affinity yet. Usable today is dealing, with rows where they are: "
-    "flexd.prefetch(loader, collection, deal=True) would leave {ranks} of the bytes, a loader that deals {loader}."
+WITHOUT_MOVES = (
+    "With rows where they are, flexd.prefetch(loader, collection, deal=True) would leave {ranks} of the bytes, a "
+    "loader that deals {loader}."
 )
 
 
@@ -24,7 +24,7 @@ class AffinityOutlook:
         moved_rows, move_bytes: rows that would live elsewhere than by rule, and the bytes of moving them once.
         ranks, loader: share of the chain's bytes that would be left, with samples dealt by ranks (shipped bytes
             counted) or by the loader; None if there are too few samples.
-        dealing, dealing_loader: the same two with rows where their rule puts them: what can be used today.
+        dealing, dealing_loader: the same two with rows where their rule puts them.
         chain_bytes: of the whole job, rows and gradients by the sampled tables.
         saved_seconds_ranks, saved_seconds_loader: transfer time of a rank less, hidden or not; None if no prices are
             known.
@@ -93,17 +93,17 @@ class AffinityOutlook:
                 f"{units.seconds(max(0.0, self.saved_seconds_loader))} of transfer a step less, of which compute may "
                 "hide a part."
             )
-        today = USABLE_TODAY.format(ranks=_share(self.dealing), loader=_share(self.dealing_loader))
+        without = WITHOUT_MOVES.format(ranks=_share(self.dealing), loader=_share(self.dealing_loader))
         if (
             min(self.dealing.expected, self.dealing_loader.expected) - min(self.ranks.expected, self.loader.expected)
             < MIN_SAVING
         ):
-            return (*said, "Moving homes wins nothing beside dealing here.", today)
+            return (*said, "Moving homes wins nothing beside dealing here.", without)
         said.append(
             f"{units.count(self.moved_rows)} rows would live in another node than by their rule; moving them sends "
-            f"{units.size(self.move_bytes)} once."
+            f"{units.size(self.move_bytes)} once. planner.moved_slots_share lets the daemon move them."
         )
-        return (*said, today)
+        return (*said, without)
 
 
 def _saved(share: ShareRange | None, chain_seconds: float | None) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,6 +55,7 @@ class AffinityPlan:
         ranks, loader: bytes between nodes over the chain's, samples dealt by the ranks (shipped bytes counted) or by a
             loader that sends each sample to its node; None if there are too few batches to tell.
         dealing, dealing_loader: the same two with every row where its rule puts it: dealing alone.
+        placed: bytes by the ranks with every row where it is now; as ``dealing`` if none has moved.
         traffic: behind ``ranks`` and ``loader``, of the newest batches together.
         user_ids, user_nodes: int64 [users], ascending ids and the node of each; None without ids of users.
         batches, batch_samples: of the window.
@@ -70,6 +72,7 @@ class AffinityPlan:
     loader: ShareRange | None
     dealing: ShareRange | None
     dealing_loader: ShareRange | None
+    placed: ShareRange | None
     traffic: AffinityTraffic | None
     user_ids: Int64Array | None
     user_nodes: Int64Array | None
@@ -82,6 +85,14 @@ class AffinityPlan:
         """Return whether even the high end of the range saves a share of the chain's bytes; False means "not here"."""
         found = self.loader if loader_deals else self.ranks
         return found is not None and found.expected <= 1 - min_saving and found.high < 1
+
+    def moves_pay(self, min_saving: float = MIN_SAVING) -> bool:
+        """Return whether moved rows save a share of the chain's bytes beside dealing alone."""
+        pairs = (self.dealing, self.ranks), (self.dealing_loader, self.loader)
+        return any(
+            alone is not None and both is not None and alone.expected - both.expected >= min_saving
+            for alone, both in pairs
+        )
 
     def bytes_per_step(self, *, loader_deals: bool = False) -> tuple[float, float]:
         """Return (the chain's bytes between nodes in a step of the whole job, those with affinity); NaN if unknown."""
@@ -99,6 +110,7 @@ def plan_affinity(
     limits: AffinityLimits | None = None,
     *,
     in_place: bool = False,
+    fit: Callable[[NodeHomes], NodeHomes] = lambda homes: homes,
 ) -> AffinityPlan:
     """Return homes for the batches to come, with what the newest batches say of them. Equal inputs give equal plans.
 
@@ -110,37 +122,40 @@ def plan_affinity(
         in_place: whether its homes are in place. Then a row moves only if that pays against where it is; otherwise all
             rows are where their rule puts them.
         limits: ``min_gain`` is not used: what a move must win follows from ``window.costs``.
+        fit: returns homes with the moves that there is room for.
     """
     limits = limits or AffinityLimits()
     rows = window.rows
     placed = before.homes if in_place and before is not None else None
     current = _current(rows.keys, layout, placed)
-    judged, continued, probability, divided = _judge(window, layout, before, placed, limits)
+    judged, continued, probability, divided = _judge(window, layout, before, placed, limits, fit)
     start, how = None, replace(limits, probability=probability)
     if len(rows.rows) > _DIVIDED_ENTRIES and divided is not None:
         start, how = divided, replace(how, rounds=min(1, how.rounds), sweeps=1)
     elif continued and before is not None:
         start = before.homes
-    homes = learn_homes(rows, window.batch, current, layout.nodes, how, start, window.costs)
+    homes = fit(learn_homes(rows, window.batch, current, layout.nodes, how, start, window.costs))
     at = np.flatnonzero(homes.home != current)
     moves, move_bytes = homes.keys[at], float(window.costs.stored_bytes[at].sum(dtype=np.float64))
     user_ids = user_nodes = None
     if window.users_known:
         known = np.flatnonzero(window.user != NO_USER)
         user_ids, user_nodes = assign_users(rows.select(known), window.user[known], homes, current)
-    ranks = loader = dealing = dealing_loader = sent = None
+    ranks = loader = dealing = dealing_loader = as_placed = sent = None
     if judged is not None:
         ranks, loader, sent = judged
         count = min(window.batches, sent.batches)
         alone = _by_rule(layout)
-        dealing, dealing_loader, _ = _ranges(window.of_batches(window.batches - count, window.batches), alone, layout)
+        newest = window.of_batches(window.batches - count, window.batches)
+        dealing, dealing_loader, _ = _ranges(newest, alone, layout)
+        as_placed = dealing if placed is None else _ranges(newest, placed, layout)[0]
     unseen = np.zeros(len(homes.keys), dtype=np.int64)
     if placed is not None and before is not None:
         homes, unseen = _with_unseen(homes, before, layout)
     moved_rows = int(np.count_nonzero(homes.home != rule_nodes(homes.keys, layout)))
     return AffinityPlan(
-        homes, unseen, moves, moved_rows, move_bytes, ranks, loader, dealing, dealing_loader, sent, user_ids,
-        user_nodes, window.batches, window.batch_samples, continued, probability,
+        homes, unseen, moves, moved_rows, move_bytes, ranks, loader, dealing, dealing_loader, as_placed, sent,
+        user_ids, user_nodes, window.batches, window.batch_samples, continued, probability,
     )  # fmt: skip
 
 
@@ -180,6 +195,7 @@ def _judge(
     before: AffinityPlan | None,
     placed: NodeHomes | None,
     limits: AffinityLimits,
+    fit: Callable[[NodeHomes], NodeHomes],
 ) -> tuple[_Judged | None, bool, float | None, NodeHomes | None]:
     """Return what the best way of learning sends, whether that goes on from before, its probability and homes."""
     batches = window.batches
@@ -195,9 +211,11 @@ def _judge(
         ways.insert(0, (True, before.probability))
     best: tuple[float, _Judged, bool, float | None, NodeHomes] | None = None
     for continued, probability in ways:
-        homes = learn_homes(
-            learnt.rows, learnt.batch, current, layout.nodes, replace(limits, probability=probability),
-            before.homes if continued and before is not None else None, learnt.costs,
+        homes = fit(
+            learn_homes(
+                learnt.rows, learnt.batch, current, layout.nodes, replace(limits, probability=probability),
+                before.homes if continued and before is not None else None, learnt.costs,
+            )
         )  # fmt: skip
         judged = _ranges(newest, homes, layout)
         # Rows a batch: what crosses, and over the horizon what the moves send.

@@ -74,3 +74,10 @@ def test_samples_are_dealt_by_where_rows_are(ranks: Ranks) -> None:
     pool = ranks(2)
     assert all(pool.run("moved_jobs:crossing_bytes", False))
     assert pool.run("moved_jobs:crossing_bytes", True) == [0, 0]
+
+
+def test_a_loader_deals_by_where_rows_are_when_it_begins(ranks: Ranks) -> None:
+    """Ranks that see a chunk at different times of an iteration would read samples twice, or not at all."""
+    for rank, (before, begun_before, after) in enumerate(ranks(2).run("moved_jobs:read_by_loader")):
+        assert before == begun_before == list(range(rank, 40, 2))
+        assert after == list(range(1 - rank, 40, 2))

@@ -164,13 +164,14 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
     assert AffinityOutlook.of(few, 192).words[0].startswith("Affinity is not known: 192 samples are held, at least 256")
 
 
-def test_the_outlook_names_saving_moves_and_what_is_usable_today() -> None:
+def test_the_outlook_names_saving_moves_and_what_dealing_alone_wins() -> None:
     plan = plan_affinity(window_of(40), LAYOUT)
     words = " ".join(AffinityOutlook.of(plan, 2_560, 1e-3).words)
     assert "With homes and dealing by affinity" in words
     assert "of transfer a step less" in words
     assert "rows would live in another node" in words
-    assert "Usable today is dealing" in words
+    assert "planner.moved_slots_share lets the daemon move them" in words
+    assert "With rows where they are, flexd.prefetch(loader, collection, deal=True) would leave" in words
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,0 +1,54 @@
+"""Adds to a plan of copies the rows that live in other nodes than their homes."""
+
+from __future__ import annotations
+
+from flexd.config.planner import PlannerConfig
+from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.core.keyspace import KeySpace
+from flexd.core.placement import Placement
+from flexd.operations.affinity import AffinityMonitor
+from flexd.operations.live_plan import slots_of_moves
+from flexd.planner.affinity.outlook import AffinityOutlook
+from flexd.planner.moves import MoveRoom, with_moves
+from flexd.planner.plan import Plan
+
+
+def plan_moves(
+    plan: Plan,
+    live: Placement,
+    keyspace: KeySpace,
+    topology: LiveTopology,
+    settings: PlannerConfig,
+    affinity: AffinityMonitor | None,
+    accesses_per_step: float,
+) -> tuple[Plan, AffinityOutlook | None]:
+    """Learn homes by affinity, and return the plan with the rows that move by them, and what homes would win.
+
+    Without ``planner.moved_slots_share`` rows that have moved come home. While nothing is known of rows that are used
+    together, they stay.
+
+    Args:
+        plan: of copies alone.
+        live: with its moved rows.
+        affinity: None: rows that are used together are not sampled.
+    """
+    layout, room = topology.layout, None
+    if settings.moved_slots_share > 0 and layout.nodes > 1:
+        by_sums = {name for name, answer in settings.pooled_tables.items() if answer == "sums"}
+        excluded = frozenset(by_sums.union(settings.exclude_tables))
+        room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
+    outlook = wanted = None
+    if affinity is not None:
+        outlook = affinity.refresh(
+            plan, layout, accesses_per_step, settings.horizon_steps, None if room is None else live, room
+        )
+        wanted = affinity.wanted
+    if room is None and not len(live.moved):
+        return plan, outlook
+    moved, saved_seconds = live.moved if room is not None else Placement.empty(), 0.0
+    if wanted is not None:
+        moved, saved_seconds = wanted.moved, wanted.saved_seconds
+    if room is not None:
+        moved = room.fit_placement(moved)
+    budgets = settings.table_budgets
+    return with_moves(plan, moved, live, keyspace, layout, topology.replica_slots, budgets, saved_seconds), outlook

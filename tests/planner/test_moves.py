@@ -1,0 +1,114 @@
+"""Rows that move to other nodes beside copies: within the slots at every prefix, the most useful first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import MOVED, RankLayout, is_moved
+from flexd.core.placement import Delta, Placement
+from flexd.planner.affinity.partition import NodeHomes
+from flexd.planner.affinity.traffic import rule_nodes
+from flexd.planner.moves import MoveRoom, moved_placement, placed_homes, with_moves
+from flexd.planner.plan import Plan
+from flexd.planner.solver.limits import SlotBudgets
+
+KEYSPACE = KeySpace([TableSpec("a", 60, 4), TableSpec("b", 40, 8), TableSpec("c", 20, 8, homes="node:0")])
+ROWS = 120
+LAYOUT = RankLayout(3, 2)
+
+
+@dataclass(frozen=True)
+class PlannedCopies:
+    """What ``with_moves`` reads and replaces of a plan."""
+
+    target: Placement
+    gains: np.ndarray
+    delta: Delta
+    budgets: object = None
+    moves_save_seconds: float = 0.0
+    migration_bytes: int = 0
+
+
+def some_homes(seed: int) -> NodeHomes:
+    rng = np.random.default_rng(seed)
+    keys = np.sort(rng.choice(ROWS, 70, replace=False)).astype(np.int64)
+    home = rng.integers(0, LAYOUT.nodes, len(keys))
+    return NodeHomes(keys, home, rng.random((len(keys), LAYOUT.nodes), dtype=np.float32), 0.0, 0)
+
+
+def some_placement(seed: int, rows: int, slots: list[int]) -> Placement:
+    """Copies and moved rows that fit the slots."""
+    rng = np.random.default_rng(seed)
+    keys = np.sort(rng.choice(100, rows, replace=False)).astype(np.int64)
+    tiers = rng.integers(1, 3, rows).astype(np.uint8)
+    to = (rule_nodes(keys, LAYOUT) + rng.integers(1, LAYOUT.nodes, rows)) % LAYOUT.nodes
+    tiers = np.where(rng.random(rows) < 0.5, MOVED + to, tiers).astype(np.uint8)
+    budgets = SlotBudgets(KEYSPACE, LAYOUT, slots)
+    while bool((budgets.used(keys, tiers) > budgets.limits).any()):
+        keys, tiers = keys[:-1], tiers[:-1]
+    return Placement.of(keys, tiers, 3)
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 12), min_size=2, max_size=2))
+def test_moves_fit_beside_the_copies_and_the_best_are_kept(seed: int, slots: list[int]) -> None:
+    copies = some_placement(seed, 20, [30, 30]).copies
+    homes = some_homes(seed)
+    room = MoveRoom(KEYSPACE, LAYOUT, slots, copies, frozenset({"b"}))
+    fitted = room.fit(homes)
+    moved = moved_placement(fitted, LAYOUT)
+    budgets = SlotBudgets(KEYSPACE, LAYOUT, slots)
+    used = budgets.used(moved.keys, moved.tiers)
+    assert (used <= budgets.limits).all()
+    assert not np.isin(moved.keys, copies.keys).any()
+    assert set(KEYSPACE.table_of(moved.keys).tolist()) <= {0}, "not those excluded, nor with a rule of their own"
+    rule = rule_nodes(homes.keys, LAYOUT)
+    gain = homes.absent[np.arange(len(rule)), rule] - homes.absent[np.arange(len(rule)), homes.home]
+    left_out = (homes.home != rule) & (fitted.home == rule) & (KEYSPACE.table_of(homes.keys) == 0)
+    for at in np.flatnonzero(left_out & (copies.tiers_of(homes.keys) == 0)):
+        rank = homes.home[at] * 2 + homes.keys[at] % 2
+        rivals = (fitted.home != rule) & (fitted.home * 2 + homes.keys % 2 == rank)
+        assert used[0, rank] == budgets.limits[0, rank], "there was room"
+        assert (gain[rivals] >= gain[at]).all(), "a better one was left out"
+    again = room.fit_placement(moved)
+    assert (again.keys.tolist(), again.tiers.tolist()) == (moved.keys.tolist(), moved.tiers.tolist())
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(4, 30), min_size=2, max_size=2))
+def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> None:
+    halves = [number // 2 for number in slots]
+    live, copies = some_placement(seed, 30, slots), some_placement(seed + 1, 30, halves).copies
+    moved = MoveRoom(KEYSPACE, LAYOUT, halves, copies).fit_placement(some_placement(seed + 2, 30, slots).moved)
+    plan = PlannedCopies(copies, np.ones(len(copies)), Delta.empty())
+    made = with_moves(cast(Plan, plan), moved, live, KEYSPACE, LAYOUT, slots, {}, 1e-3)
+    assert np.array_equal(made.target.copies.keys, copies.keys)
+    between = is_moved(live.tiers_of(moved.keys)) & (live.tiers_of(moved.keys) != moved.tiers)
+    assert np.array_equal(made.target.moved.keys, moved.keys[~between]), "a row goes to a third node by way of its home"
+    assert made.moves_save_seconds == 1e-3
+    placement, budgets = live, SlotBudgets(KEYSPACE, LAYOUT, slots)
+    for chunk in made.delta.chunks(1 if len(made.delta) < 64 else 64):
+        placement = placement.apply(chunk)
+    assert np.array_equal(placement.keys, made.target.keys)
+    assert np.array_equal(placement.tiers, made.target.tiers)
+    placement = live
+    for chunk in made.delta.chunks(64):  # blocks of a delta
+        placement = placement.apply(chunk)
+        assert (budgets.used(placement.keys, placement.tiers) <= budgets.limits).all()
+
+
+def test_placed_homes_are_those_of_the_placement() -> None:
+    homes = some_homes(5)
+    rule = rule_nodes(homes.keys, LAYOUT)
+    at = np.flatnonzero(homes.home != rule)[:5]
+    live = Placement.of(homes.keys[at], (MOVED + homes.home[at]).astype(np.uint8))
+    placed = placed_homes(homes, live, LAYOUT)
+    assert placed.home[at].tolist() == homes.home[at].tolist()
+    others = np.setdiff1d(np.arange(len(rule)), at)
+    assert placed.home[others].tolist() == rule[others].tolist()
+    assert moved_placement(placed, LAYOUT).tiers.tolist() == live.tiers.tolist()
