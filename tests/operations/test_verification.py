@@ -6,9 +6,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flexd.config.planner import PinConfig
+from flexd.core.layout import MOVED
+from flexd.core.placement import Placement
 from flexd.operations.held_plans import LONGEST_SECONDS
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.operations.verification import VerificationState
@@ -82,6 +85,22 @@ def test_a_random_part_of_a_large_plan_is_measured(tmp_path: Path) -> None:
     ended = job.verdict()
     assert ended.rolled_back
     assert job.device_rows() == 0, "the whole plan is rolled back"
+
+
+def test_rows_that_moved_are_measured_like_copies(tmp_path: Path) -> None:
+    """Blocks without a plan have neither its copies nor its moves; what was there before stays."""
+    job = VerifiedJob(tmp_path, effect=0.0)
+    live = job.it.coordinator.live()
+    assert live is not None
+    home, kept, copied, moved, back = range(5)
+    there = MOVED + 1 - live.layout.home_node(np.arange(5))
+    base = Placement.of(np.array([kept, back]), there[[kept, back]].astype(np.uint8))
+    after = Placement.of(np.array([kept, copied, moved]), np.array([there[kept], 2, there[moved]], dtype=np.uint8))
+    without, part = job.verifier._without(base, after, live)
+    assert part == 1.0
+    assert without.keys.tolist() == [kept]
+    assert without.tiers.tolist() == [there[kept]]
+    assert home not in without.keys
 
 
 def test_another_migration_interrupts(tmp_path: Path) -> None:

@@ -226,6 +226,23 @@ def test_a_verdict_is_shown_without_a_migration(open_page):
         assert server.stop(10)
 
 
+def test_rows_that_have_moved_are_counted(open_page):
+    class Moved(FakeDaemon):
+        def status(self) -> Status:
+            status = super().status()
+            return status.model_copy(update={"placement": status.placement.model_copy(update={"moved_rows": 1234})})
+
+    for daemon, shown in ((Moved(), True), (FakeDaemon(), False)):
+        server = served(daemon)
+        try:
+            page = open_page(server)
+            page.wait_for_selector("body[data-polls]")
+            assert ("moved rows1,234live in the node that uses them" in page.text_content("#tiles")) == shown
+            assert page.complaints == []
+        finally:
+            assert server.stop(10)
+
+
 def test_a_tooltip_stays_after_the_next_poll(open_page, busy):
     page = open_page(busy[1])
     page.wait_for_selector("body[data-polls]")
