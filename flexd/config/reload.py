@@ -26,6 +26,7 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.drift_threshold",
     "planner.correct_prices",
     "planner.divide_fast_memory",
+    "planner.moved_slots_share",
     "planner.frozen_tables",
     "planner.exclude_tables",
     "planner.pooled_tables",
