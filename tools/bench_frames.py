@@ -39,11 +39,13 @@ import torch
 from bench_report import check, ending
 
 from flexd.embedding.store.slow.frame_table import FrameTable
+from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
 from flexd.stream.trace import Trace, load_trace
 
 Int64Array = npt.NDArray[np.int64]
 SHARES, QUICK_SHARES = (0.01, 0.05, 0.1), (0.05,)
-HALF_LIVES = (5.0, 20.0, 80.0)
+HALF_LIVES = (4.0, HALF_LIFE_FILLINGS, 64.0)
+"""In rows used for each frame."""
 AHEAD = (0, 1, 4)
 SINGLE_SHARE = 0.1
 PEERS = ("S3FIFO", "ARC", "WTinyLFU")
@@ -84,12 +86,20 @@ class Steps:
         return len(self) // 4
 
 
-def missed_by_frames(steps: Steps, frames: int, half_life: float, ahead: int) -> tuple[float, float]:
-    """Return misses a distinct row, and microseconds a row of the table's own work."""
-    table = FrameTable(frames, steps.distinct, torch.device("cpu"), half_life_steps=half_life)
+def missed_by_frames(
+    steps: Steps, frames: int, half_life: float, ahead: int, *, touches: torch.Tensor | None = None
+) -> tuple[float, float]:
+    """Return misses a distinct row, and microseconds a row of the table's own work.
+
+    Args:
+        touches: float64 [distinct rows], the true probability of a use, in place of counts.
+    """
+    table = FrameTable(frames, steps.distinct, torch.device("cpu"), half_life=half_life)
     kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
+    if touches is not None:
+        kept = torch.log2(touches)
     rows, next_step = torch.from_numpy(steps.rows), torch.from_numpy(steps.next_step)
-    missed, began, seconds = 0, steps.first_counted, 0.0
+    missed, began, seconds, clock_of_uses = 0, steps.first_counted, 0.0, 0.0
     for step in range(len(steps)):
         mine = slice(int(steps.starts[step]), int(steps.starts[step + 1]))
         batch, following = rows[mine], next_step[mine]
@@ -99,7 +109,9 @@ def missed_by_frames(steps: Steps, frames: int, half_life: float, ahead: int) ->
         known = torch.where(following <= step + ahead, following, 0) if ahead else None
         come = arrivals.missing
         table.remember(arrivals.frames[come], kept[batch[come]])
-        table.use(arrivals.frames, step, ahead=known)
+        clock_of_uses += len(batch) / frames
+        # A use before all time changes no count.
+        table.use(arrivals.frames, clock_of_uses if touches is None else -math.inf, ahead=known)
         table.changed(arrivals.frames)
         table.release(arrivals.frames)
         if 0 < ahead < len(steps) and step + ahead + 1 < len(steps):
@@ -176,7 +188,7 @@ def run(path: Path, batch: int, shares: Sequence[float], single: int, library: b
         for ahead in AHEAD:
             tried = [missed_by_frames(steps, frames, half_life, ahead) for half_life in HALF_LIVES]
             ours[f"ahead {ahead}"] = min(misses for misses, _ in tried)
-            ours[f"ahead {ahead}, half-life 20"] = tried[1][0]
+            ours[f"ahead {ahead}, half-life {HALF_LIFE_FILLINGS:g}"] = tried[1][0]
             ours[f"ahead {ahead}, microseconds a row"] = tried[1][1]
         ours["Belady"], _ = missed_by_frames(steps, frames, 20.0, len(steps) + 1)
         theirs = {name: missed_by_library(steps, frames, name) for name in ("LRU", "Belady", *PEERS)} if library else {}
@@ -196,7 +208,7 @@ def restarted(path: Path, batch: int, share: float) -> dict[str, dict[str, float
     """Return misses a distinct row by way in the first 10, 30 and 100 steps of the second half, and in all."""
     steps = Steps.of(keys_of(load_trace(path)), batch)
     half, frames = len(steps) // 2, max(int(np.diff(steps.starts).max()) + 1, int(steps.distinct * share))
-    before = steps.rows[: steps.starts[half]]
+    before, steps_before = steps.rows[: steps.starts[half]], half
     age = np.repeat(half - 1 - np.arange(half), np.diff(steps.starts[: half + 1]))
     seen = np.bincount(before, weights=2.0 ** (-age / RATE_HALF_LIFE), minlength=steps.distinct)
     rates = torch.from_numpy(seen / (RATE_HALF_LIFE / math.log(2)))
@@ -206,22 +218,23 @@ def restarted(path: Path, batch: int, share: float) -> dict[str, dict[str, float
     )
     for way in RESTART_WAYS:
         half_life = HALF_LIVES[1]
-        table = FrameTable(frames, steps.distinct, torch.device("cpu"), half_life_steps=half_life)
+        table = FrameTable(frames, steps.distinct, torch.device("cpu"), half_life=half_life)
         kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
         if way.startswith("rates"):
-            kept = torch.log2(rates * half_life / math.log(2))
+            kept = torch.log2(rates * half_life * frames * steps_before / len(before) / math.log(2))
         if "filled" in way:
             popular = torch.topk(rates, min(frames, int((rates > 0).sum()))).indices
             come = table.bring(popular).frames
             table.remember(come, kept[popular])
             table.release(come)
-        missed, used, first = [], [], 0 if way == "uninterrupted" else half
+        missed, used, clock, first = [], [], 0.0, 0 if way == "uninterrupted" else half
         for step in range(first, len(steps)):
             mine = torch.from_numpy(steps.rows[steps.starts[step] : steps.starts[step + 1]])
             arrivals = table.bring(mine)
             kept[arrivals.evicted_slots] = arrivals.evicted_counts
             table.remember(arrivals.frames[arrivals.missing], kept[mine[arrivals.missing]])
-            table.use(arrivals.frames, step - first + 1)
+            clock += len(mine) / frames
+            table.use(arrivals.frames, clock)
             table.changed(arrivals.frames)
             table.release(arrivals.frames)
             if step >= half:

@@ -238,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-dense", action="store_true", help="measure without a dense part alone")
     parser.add_argument("--warm-seconds", type=float, default=4.0, help="before each measurement")
     parser.add_argument("--seconds", type=float, default=6.0, help="measured of each way and exponent")
-    parser.add_argument("--counted-steps", type=int, default=200, help="of the misses that are counted; 0: none")
+    parser.add_argument("--counted-steps", type=int, default=800, help="of the misses that are counted; 0: none")
     parser.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--quick", action="store_true", help="300,000 rows of 64, 2,560 ids, 512 MiB, a second each")

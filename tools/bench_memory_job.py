@@ -24,6 +24,8 @@ import numpy as np
 import torch
 from memory_disk import disk_limits
 
+from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
+
 LEARNING_RATE = 0.05
 COVER = 1.25
 """A dense part takes as many times what a step of flexd with run-ahead waits for the disk."""
@@ -199,7 +201,7 @@ class Flexd:
     """
 
     def __init__(
-        self, setting: dict[str, Any], directory: Path, *, half_life: float = 20.0, ahead: bool = False,
+        self, setting: dict[str, Any], directory: Path, *, half_life: float = HALF_LIFE_FILLINGS, ahead: bool = False,
         static: bool = False,
     ) -> None:  # fmt: skip
         import flexd
@@ -219,7 +221,12 @@ class Flexd:
         self.begin(half_life=half_life, ahead=ahead, static=static)
 
     def begin(
-        self, *, half_life: float = 20.0, ahead: bool = False, static: bool = False, zipf: float | None = None
+        self,
+        *,
+        half_life: float = HALF_LIFE_FILLINGS,
+        ahead: bool = False,
+        static: bool = False,
+        zipf: float | None = None,
     ) -> None:
         """Begin with empty frames, or with the rows that are popular by ``zipf``; rows are what the file has."""
         from flexd.embedding.store.slow.frame_table import FrameTable
@@ -227,12 +234,13 @@ class Flexd:
 
         self._stop()
         held, rows, ids = self._tier, self._setting["rows"], self._setting["ids"]
-        held._table = FrameTable(held.frames, held.home_rows - 1, held.rows.device, half_life_steps=half_life)
+        held._table = FrameTable(held.frames, held.home_rows - 1, held.rows.device, half_life=half_life)
         held._ahead, held._clock = LookAhead(held._table), 0
         self._ahead, self._pending = ahead, list[dict[str, Any]]()
         if zipf is not None:
             touched = popular_touches(rows, held.frames, ids, zipf)
-            counts = torch.log2(touched * half_life / math.log(2)) if half_life else -1.0 / touched
+            fillings = len(next(batches(rows, ids, zipf, seed=0)).unique()) / held.frames  # of a step
+            counts = torch.log2(touched * half_life / fillings / math.log(2)) if half_life else -1.0 / touched
             for slots, part in zip(
                 popular_rows(rows, held.frames).split(_KEPT_ROWS), counts.split(_KEPT_ROWS), strict=True
             ):
@@ -379,7 +387,7 @@ def main() -> int:
     for way in ways:
         for load in setting["loads"]:
             if isinstance(held, Flexd):
-                half_life = 0.0 if "LRU" in way else 20.0
+                half_life = 0.0 if "LRU" in way else HALF_LIFE_FILLINGS
                 zipf = None if setting["traces"] else float(load)
                 held.begin(half_life=half_life, ahead="run-ahead" in way, static="static" in way, zipf=zipf)
             measured = Measurement(held, setting, load)

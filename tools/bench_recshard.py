@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from flexd.core.fast_memory import FRAME_BYTES
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.store.slow.frame_table import FrameTable
-from flexd.embedding.store.slow.tier import HALF_LIFE_STEPS
+from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
 from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.planner.baselines import PlanningProblem
 from flexd.planner.baselines.recshard import RECSHARD
@@ -156,7 +157,7 @@ class Frames:
         device = torch.device("cpu")
         self._tables = [
             [
-                FrameTable(count, int(self._slot.max()), device, half_life_steps=HALF_LIFE_STEPS)
+                FrameTable(count, int(self._slot.max()), device, half_life=HALF_LIFE_FILLINGS)
                 for _ in range(world)
             ]
             for count in frames
@@ -164,12 +165,11 @@ class Frames:
         self._kept = [
             torch.full((world, int(self._slot.max()) + 1), -torch.inf, dtype=torch.float64) for _ in frames
         ]  # fmt: skip
-        self._clock = 0
+        self._clock: defaultdict[FrameTable, float] = defaultdict(float)
         self.written = 0
 
     def step(self, rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
         """As ``Static.step``. A row that is read is in a frame for all its accesses of the step."""
-        self._clock += 1
         missed = np.zeros(len(rows))
         place = self._group[rows] * LAYOUT.world_size + self._rank[rows]
         order = np.argsort(place, kind="stable")
@@ -185,11 +185,12 @@ class Frames:
         for first in range(0, len(slots), table.frames):
             part = torch.from_numpy(slots[first : first + table.frames])
             arrivals = table.bring(part)
+            self._clock[table] += len(part) / table.frames
             self.written += len(arrivals.evicted_slots)
             kept[arrivals.evicted_slots] = arrivals.evicted_counts
             come = arrivals.missing
             table.remember(arrivals.frames[come], kept[part[come]])
-            table.use(arrivals.frames, self._clock)
+            table.use(arrivals.frames, self._clock[table])
             table.changed(arrivals.frames)
             table.release(arrivals.frames)
             missed[first + come.numpy()] = True

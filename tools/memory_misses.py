@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from bench_frames import Steps, missed_by_frames
-from bench_memory_job import batches, popular_rows
+from bench_memory_job import batches, popular_rows, popular_touches
 
-from flexd.embedding.store.slow.tier import HALF_LIFE_STEPS
+from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
 
 ROWS_DIVIDED, IDS_DIVIDED = 100, 10
 """Table and look-ups of a step are made smaller by these, so that some hundred steps fill the frames many times over:
@@ -14,7 +15,7 @@ before that every policy misses alike."""
 SHARE = 0.05
 """Of the rows, in frames."""
 AHEAD = 4
-HALF_LIFE, LONG_HALF_LIFE = HALF_LIFE_STEPS, 16 * HALF_LIFE_STEPS
+HALF_LIFE, LONG_HALF_LIFE = HALF_LIFE_FILLINGS, 16 * HALF_LIFE_FILLINGS
 
 
 def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
@@ -22,10 +23,13 @@ def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
 
     "moved": the popularity of the rows is another one from the first quarter of the steps on, where counting begins.
     Static: the rows that are the most popular in the beginning, for good; no choice that never moves misses less
-    while the popularity stays.
+    while the popularity stays. "known popularity": the batches ahead, and of other rows the true probability of a use
+    in place of counts: what no counting can be better than.
     """
     rows, ids = rows // ROWS_DIVIDED, ids // IDS_DIVIDED
     figures: dict[str, float] = {}
+    touches = torch.empty(rows, dtype=torch.float64)
+    touches[popular_rows(rows, rows)] = popular_touches(rows, rows, ids, zipf)
     for prefix, moved in (("", 0), ("moved: ", rows // 3 or 1)):
         drawn = batches(rows, ids, zipf, seed=2)
         keys = [next(drawn).numpy() for _ in range(steps)]
@@ -42,5 +46,9 @@ def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
         long = missed_by_frames(steps_of, frames, LONG_HALF_LIFE, 0)[0]
         figures[f"{prefix}flexd, half-life {LONG_HALF_LIFE:g}"] = long
         figures[f"{prefix}flexd, {AHEAD} ahead"] = missed_by_frames(steps_of, frames, HALF_LIFE, AHEAD)[0]
+        known = touches.roll(moved)[torch.from_numpy(np.unique(np.concatenate(keys)))]
+        figures[f"{prefix}known popularity, {AHEAD} ahead"] = missed_by_frames(
+            steps_of, frames, HALF_LIFE, AHEAD, touches=known
+        )[0]
         figures[f"{prefix}Belady"] = missed_by_frames(steps_of, frames, HALF_LIFE, len(steps_of) + 1)[0]
     return figures

@@ -68,13 +68,13 @@ class FrameTable:
     Args:
         frames: number of frames.
         max_slot: slots lie in [0, max_slot].
-        half_life_steps: of counts; 0: only the last use counts (LRU).
+        half_life: of counts, by the clock of ``use``; 0: only the last use counts (LRU).
     """
 
-    def __init__(self, frames: int, max_slot: int, device: torch.device, *, half_life_steps: float) -> None:
+    def __init__(self, frames: int, max_slot: int, device: torch.device, *, half_life: float) -> None:
         self._table = BucketTable(frames, max_slot, device)
         self._max_slot = max_slot
-        self._half_life = half_life_steps
+        self._half_life = half_life
         self._slots = torch.full((frames,), -1, dtype=torch.int64, device=device)
         self._counts = torch.full((frames,), -math.inf, dtype=torch.float64, device=device)
         self._scores = torch.full((frames,), -math.inf, dtype=torch.float64, device=device)
@@ -159,7 +159,7 @@ class FrameTable:
         goes = torch.ones(used, dtype=torch.bool, device=device).index_fill_(0, kept, False)
         gone = goes.nonzero().view(-1)
         evicted = gone[self._changed.index_select(0, gone)]
-        table = FrameTable(frames, self._max_slot, device, half_life_steps=self._half_life)
+        table = FrameTable(frames, self._max_slot, device, half_life=self._half_life)
         table._used = len(kept)
         for of_old, of_new in (
             (self._slots, table._slots), (self._counts, table._counts), (self._scores, table._scores),
@@ -190,18 +190,19 @@ class FrameTable:
         self._counts.index_copy_(0, frames, counts)
         self._score(frames, counts)
 
-    def use(self, frames: torch.Tensor, step: int, *, ahead: torch.Tensor | None = None) -> None:
-        """Count a use of the rows in int64 [n] distinct frames at a step.
+    def use(self, frames: torch.Tensor, clock: float, *, ahead: torch.Tensor | None = None) -> None:
+        """Count a use of the rows in int64 [n] distinct frames.
 
         Args:
+            clock: never lower than before; by it counts decay.
             ahead: int64 [n], the step of the next use that is known, 0 where none is.
         """
         old = self._counts.index_select(0, frames)
         if self._half_life:
-            now = torch.tensor(step / self._half_life, dtype=torch.float64, device=frames.device)
+            now = torch.tensor(clock / self._half_life, dtype=torch.float64, device=frames.device)
             count = torch.logaddexp2(old, now)
         else:
-            count = torch.full_like(old, float(step))
+            count = torch.full_like(old, float(clock))
         self._counts.index_copy_(0, frames, count)
         self._score(frames, count if ahead is None else torch.where(ahead > 0, _AHEAD - ahead.to(torch.float64), count))
 

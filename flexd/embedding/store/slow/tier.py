@@ -23,7 +23,9 @@ from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
 
 COUNT_BYTES = 8
 """A row's decayed count of uses (float64, log2) travels with it."""
-HALF_LIFE_STEPS = 20.0
+HALF_LIFE_FILLINGS = 16.0
+"""Of counts, in rows used for each frame, so that a larger fast memory, whose rows are used more rarely, remembers as
+much longer as it must (TinyLFU's sample is as many times its cache: Einziger, Friedman, Manes, ACM TOS 13(4), 2017)."""
 _FILLED_ROWS = 1 << 16
 
 
@@ -51,7 +53,7 @@ class Tier:
         self._slow: SlowRows | None = None
         self._table = self._new_table()
         self._ahead = LookAhead(self._table)
-        self._clock = 0
+        self._clock = 0.0
         self._failure: SlowMemoryError | None = None
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._state_bytes = state.shape[1] * state.element_size()
@@ -95,7 +97,7 @@ class Tier:
             self.counts.begin(
                 tables, one if first_slots is None else first_slots, one if of_tables is None else of_tables
             )
-            self._slow, self._table, self._clock, self._failure = make(), self._new_table(), 0, None
+            self._slow, self._table, self._clock, self._failure = make(), self._new_table(), 0.0, None
             self._ahead = LookAhead(self._table)
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
@@ -144,8 +146,6 @@ class Tier:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if counts:
-                self._clock += 1
             replicas = slots >= self.home_rows
             if bool(replicas.any()):
                 at = replicas.nonzero().view(-1)
@@ -154,6 +154,8 @@ class Tier:
             else:
                 homes = None
             number = len(slots) if homes is None else len(homes)
+            if counts:
+                self._clock += number / self._frames
             for first in range(0, number, self._frames):
                 block: Any = slice(first, min(number, first + self._frames))
                 if homes is not None:
@@ -284,7 +286,7 @@ class Tier:
             self._slow = None
 
     def _new_table(self) -> FrameTable:
-        return FrameTable(self._frames, max(0, self.home_rows - 1), self.rows.device, half_life_steps=HALF_LIFE_STEPS)
+        return FrameTable(self._frames, max(0, self.home_rows - 1), self.rows.device, half_life=HALF_LIFE_FILLINGS)
 
     def _bring(self, slots: torch.Tensor, *, counts: bool) -> torch.Tensor:
         arrivals = self._table.bring(slots)

@@ -30,7 +30,7 @@ def step(table: FrameTable, at: int, rows: torch.Tensor) -> list[int]:
 
 
 def test_the_least_recently_used_leaves() -> None:
-    table = FrameTable(3, 99, CPU, half_life_steps=0)
+    table = FrameTable(3, 99, CPU, half_life=0)
     assert step(table, 1, slots(10, 20, 30)) == []
     assert step(table, 2, slots(10)) == []
     assert step(table, 3, slots(40, 50)) == [20, 30]
@@ -38,7 +38,7 @@ def test_the_least_recently_used_leaves() -> None:
 
 
 def test_the_lowest_decayed_count_leaves() -> None:
-    table = FrameTable(2, 99, CPU, half_life_steps=10.0)
+    table = FrameTable(2, 99, CPU, half_life=10.0)
     for at in range(1, 6):
         step(table, at, slots(1))
     step(table, 6, slots(2))
@@ -48,7 +48,7 @@ def test_the_lowest_decayed_count_leaves() -> None:
 
 
 def test_a_row_known_to_be_used_soon_stays() -> None:
-    table = FrameTable(2, 99, CPU, half_life_steps=10.0)
+    table = FrameTable(2, 99, CPU, half_life=10.0)
     arrivals = table.bring(slots(1, 2))
     table.use(arrivals.frames, 1, ahead=slots(5, 3))
     table.release(arrivals.frames)
@@ -62,7 +62,7 @@ def test_a_row_known_to_be_used_soon_stays() -> None:
 
 
 def test_rows_in_use_do_not_leave_and_a_refusal_changes_nothing() -> None:
-    table = FrameTable(3, 99, CPU, half_life_steps=10.0)
+    table = FrameTable(3, 99, CPU, half_life=10.0)
     kept = table.bring(slots(1, 2)).frames
     table.use(kept, 1)
     with pytest.raises(SlowMemoryError, match="of 3 frames of fast memory 2 hold rows in use: 1 more"):
@@ -73,7 +73,7 @@ def test_rows_in_use_do_not_leave_and_a_refusal_changes_nothing() -> None:
 
 
 def test_a_row_that_was_only_kept_is_still_the_next_to_leave() -> None:
-    table = FrameTable(4, 99, CPU, half_life_steps=0)
+    table = FrameTable(4, 99, CPU, half_life=0)
     for at in range(1, 6):
         step(table, at, slots(at))
     assert table.find(slots(1, 2)).tolist() == [-1, 1]
@@ -87,7 +87,7 @@ def test_a_row_that_was_only_kept_is_still_the_next_to_leave() -> None:
 
 
 def test_counts_leave_and_come_back_with_their_rows() -> None:
-    table = FrameTable(1, 99, CPU, half_life_steps=10.0)
+    table = FrameTable(1, 99, CPU, half_life=10.0)
     for at in (1, 2, 3):
         step(table, at, slots(1))
     arrivals = table.bring(slots(2))
@@ -114,7 +114,7 @@ def test_what_leaves_is_what_a_search_of_all_frames_finds(
     frames: int, half_life: float, batches: list[tuple[set[int], bool, bool]]
 ) -> None:
     """Batches of look-ups, which are uses of their rows, and of updates, which are none."""
-    table = FrameTable(frames, 120, CPU, half_life_steps=half_life)
+    table = FrameTable(frames, 120, CPU, half_life=half_life)
     score: dict[int, float] = {}
     waiting: list[torch.Tensor] = []
     pinned: list[set[int]] = []

@@ -41,7 +41,7 @@ def test_no_row_of_a_known_batch_leaves_for_one_that_is_not_known(
 ) -> None:
     """Rows of the present batch, the one before it (whose update is to come) and known ones stay while others go; of
     the known ones the farthest go first. A loop may end at any batch: then rows stay by their counts alone."""
-    table = FrameTable(frames, SLOTS, CPU, half_life_steps=5.0)
+    table = FrameTable(frames, SLOTS, CPU, half_life=5.0)
     ahead = LookAhead(table)
     for slots in batches[:depth]:
         ahead.add(slots_of(slots))
@@ -74,7 +74,7 @@ def test_no_row_of_a_known_batch_leaves_for_one_that_is_not_known(
 
 def test_a_row_that_a_batch_did_not_use_is_let_go() -> None:
     """It was announced and then read from a copy, say. Its frame is free for others two batches later."""
-    table = FrameTable(3, SLOTS, CPU, half_life_steps=5.0)
+    table = FrameTable(3, SLOTS, CPU, half_life=5.0)
     ahead = LookAhead(table)
     fetch(table, ahead, slots_of({7}), 1)
     ahead.add(slots_of({7, 1}))
@@ -92,7 +92,7 @@ def test_a_row_that_a_batch_did_not_use_is_let_go() -> None:
 
 def test_rows_that_no_known_batch_named_are_not_kept() -> None:
     """An evaluation within the loop looks up other rows."""
-    table = FrameTable(4, SLOTS, CPU, half_life_steps=5.0)
+    table = FrameTable(4, SLOTS, CPU, half_life=5.0)
     ahead = LookAhead(table)
     assert ahead.use_of(slots_of({1})) is None
     ahead.add(slots_of({1, 2}))

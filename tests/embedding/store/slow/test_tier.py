@@ -233,3 +233,31 @@ def test_a_disk_that_fails_while_frames_shrink_ends_all_reads(monkeypatch: pytes
         rows.index_select(0, torch.arange(2))
     with pytest.raises(SlowMemoryError, match="a full disk"):
         tier.resize(6)
+
+
+def test_counts_decay_with_the_rows_used_for_each_frame_not_with_steps() -> None:
+    """A row used five times stays while as many others come as there are frames, in few large steps or in many."""
+    for size in (25, 1):
+        tier, rows, _ = made(100, in_host_memory)
+        first = torch.tensor([149])
+        for _ in range(5):
+            rows.index_select(0, first, counts=True)
+        for part in torch.arange(149).split(size):
+            rows.index_select(0, part, counts=True)
+        missed = tier.counts.missed
+        rows.index_select(0, first, counts=True)
+        assert tier.counts.missed == missed
+
+
+def test_a_row_that_was_popular_leaves_when_others_have_been_used_for_long() -> None:
+    """A hundred uses are 2 after 90 uses for each frame; the others have fewer, and newer ones."""
+    tier, rows, _ = made(100, in_host_memory)
+    first = torch.tensor([149])
+    for _ in range(100):
+        rows.index_select(0, first, counts=True)
+    for _ in range(60):
+        for part in torch.arange(149).split(25):
+            list(tier.visit(part, changes=True, counts=True))
+    missed = tier.counts.missed
+    rows.index_select(0, first, counts=True)
+    assert tier.counts.missed == missed + 1
