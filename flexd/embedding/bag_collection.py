@@ -109,6 +109,8 @@ class EmbeddingBagCollection(EmbeddingCollection):
         TopologyError, EmbeddingError: see ``EmbeddingCollection``; ``answers`` names what is no ``EmbeddingBagTable``.
     """
 
+    pools = True
+
     def __init__(
         self, tables: Sequence[EmbeddingTable], *, answers: Mapping[str, str] | None = None, **arguments: Any
     ) -> None:

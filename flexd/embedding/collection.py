@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -116,9 +116,11 @@ class EmbeddingCollection(TableAccess):
 
     Raises:
         TopologyError: layout and process group disagree, or ranks have different tables or settings.
-        EmbeddingError: two tables read the same feature, or the replica budget is malformed.
+        EmbeddingError: two tables read the same feature, the replica budget is malformed, or a table answers by sums.
     """
 
+    pools: ClassVar[bool] = False
+    """Whether look-ups return one vector a bag, so that tables can answer by sums."""
     made_with_tables = frozenset(("engine", "optimizer", "traffic", "layout", "rank", "_features", "_groups"))
 
     def __init__(
@@ -196,7 +198,13 @@ class EmbeddingCollection(TableAccess):
         with self.traffic.uncounted():
             settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
             self._check_same_everywhere([*settings, self._seed, row_optimizer])
-        summed = [name for t in self.tables if getattr(t, "answer", "rows") == "sums" for name in t.feature_names]
+        by_sums = [table for table in self.tables if getattr(table, "answer", "rows") == "sums"]
+        if by_sums and not self.pools:  # known to be so on every rank
+            raise EmbeddingError(
+                f"tables that answer by sums in a collection without pooling: {', '.join(t.name for t in by_sums[:5])}",
+                remedy="make them flexd.EmbeddingTable, or the collection a flexd.EmbeddingBagCollection",
+            )
+        summed = [name for table in by_sums for name in table.feature_names]
         self.engine = RowEngine(
             self.keyspace,
             self._groups,

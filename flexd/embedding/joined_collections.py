@@ -77,6 +77,7 @@ class JoinedCollections(EmbeddingCollection):
             the mode (``train()``, ``eval()``) of its own.
     """
 
+    pools = True  # where a member does
     members: tuple[EmbeddingCollection, ...]
     _names: list[dict[str, str]]
 

@@ -157,3 +157,15 @@ def test_a_plain_table_is_summed_and_an_unknown_pooling_refused() -> None:
     with torch.no_grad():
         for name, pooled in summed(inputs).items():
             torch.testing.assert_close(ours[name], pooled)
+
+
+def test_sums_are_refused_where_nothing_is_pooled(ranks: Ranks) -> None:
+    tables = [flexd.EmbeddingBagTable("tag", 61, 8, answer="sums"), flexd.EmbeddingTable("item", 61, 8)]
+    with pytest.raises(EmbeddingError, match=r"answer by sums in a collection without pooling: tag - make them flexd"):
+        flexd.EmbeddingCollection(tables)
+    # A rank whose peer alone is wrong is told, and does not wait.
+    told = ranks(2).run("bag_jobs:sums_without_pooling", RankLayout(2, 1))
+    assert all("ranks [1] have other" in text for text in told)
+    pooled = flexd.EmbeddingBagCollection(tables[:1])
+    plain = flexd.EmbeddingCollection(tables[1:])
+    assert flexd.join_collections(pooled, plain).pools

@@ -11,6 +11,7 @@ from torch import nn
 
 import flexd
 import flexd.core.errors
+from flexd.core.errors import FlexdError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 
@@ -169,3 +170,13 @@ def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS)
         loss_of(collection(good)).backward()
         collection.optimizer.step()
     return errors
+
+
+def sums_without_pooling(rank: int, layout: RankLayout) -> str:
+    """Make a plain collection with a table that answers by sums on rank 1 alone; return the error."""
+    answer = "sums" if rank == 1 else "rows"
+    try:
+        flexd.EmbeddingCollection([flexd.EmbeddingBagTable("tag", 61, 8, answer=answer)], layout=layout)
+    except FlexdError as error:
+        return str(error)
+    return "no error"
