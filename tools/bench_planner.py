@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from bench_report import check, last_line
 from planner_pooled import pooled_checks, pooled_tables, show_pooled
-from planner_problems import ListedTable, made_up_tables, problem_of, read_tables
+from planner_problems import made_up_tables, problem_of
 
 from flexd.config.planner import PlannerConfig
 from flexd.core.keyspace import KeySpace
@@ -38,6 +38,7 @@ from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
+from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
 

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from bench_report import check, ending
-from planner_problems import ListedTable, made_up_tables, read_tables, zipf_table
+from planner_problems import made_up_tables
 
 from flexd.core.fast_memory import FRAME_BYTES
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -52,7 +52,9 @@ from flexd.planner.baselines.whole_tables import (
     place_greedily,
 )
 from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.sketch.profile import Profile
+from flexd.sketch.zipf_profile import zipf_table
 from flexd.topology.files import load_preset
 
 Float64Array = npt.NDArray[np.float64]

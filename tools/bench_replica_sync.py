@@ -21,7 +21,6 @@ from itertools import product
 
 import numpy as np
 from bench_report import check, ending
-from planner_problems import zipf_table
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
@@ -31,6 +30,7 @@ from flexd.planner.model.workload import make_loads
 from flexd.planner.solver.limits import PlanLimits, slots_of_ranks
 from flexd.planner.solver.tiers import JointChoice, choose_jointly
 from flexd.sketch.profile import Profile
+from flexd.sketch.zipf_profile import zipf_table
 from flexd.topology.cluster import Cluster, CollectiveCurve
 from flexd.topology.files import load_preset
 

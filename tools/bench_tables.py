@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from bench_report import check, ending
-from planner_problems import ListedTable, made_up_tables, problem_of, read_tables
+from planner_problems import made_up_tables, problem_of
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
@@ -32,6 +32,7 @@ from flexd.planner.tables.chain_costs import OPTIONS, chain_options
 from flexd.planner.tables.options import HomeKind, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
+from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.planner.tables.table_work import TableWork
 from flexd.topology.files import load_preset
 

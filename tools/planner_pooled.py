@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from bench_report import check
-from planner_problems import ListedTable, problem_of
+from planner_problems import problem_of
 
 from flexd.core.layout import RankLayout
 from flexd.planner.baselines import ROW_WISE, TWO_HOP, Baseline, BaselineResult, PlanningProblem
@@ -15,6 +15,7 @@ from flexd.planner.baselines.all_baselines import HOST_BASELINES, TABLE_BASELINE
 from flexd.planner.baselines.two_memories import TwoMemories
 from flexd.planner.model.row_bytes import TrafficLink
 from flexd.planner.model.workload import ANYWHERE
+from flexd.planner.tables.table_list import ListedTable
 from flexd.topology.files import load_preset
 
 Figures = dict[str, Any]

@@ -2,70 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.sketch.profile import Profile, TableProfile
-
-TAIL_BINS = 256
-SEQUENCE = "sequence"
-
-
-@dataclass(frozen=True)
-class ListedTable:
-    """One line of a table list.
-
-    Attributes:
-        lookups: of one sample.
-        bags: sum-pooled bags of one sample (features); 0: un-pooled.
-        batch: samples of a rank in one step.
-        perf_ms: TorchRec's estimate, summed over the ranks; NaN if unknown.
-        sharding: as TorchRec chose.
-    """
-
-    name: str
-    rows: int
-    dim: int
-    lookups: float
-    bags: float
-    batch: int
-    perf_ms: float
-    sharding: str
-    shards: int
-
-
-def read_tables(path: Path) -> list[ListedTable]:
-    """Columns as in TorchRec's published sharding example. A line without a batch gets 2560, a name that comes again a
-    number."""
-    tables: list[ListedTable] = []
-    seen: Counter[str] = Counter()
-    with path.open(newline="") as file:
-        for line in csv.DictReader(file):
-            batch = line["batch"].split("*")[0]
-            seen[line["fqn"]] += 1
-            again = seen[line["fqn"]]
-            tables.append(
-                ListedTable(
-                    name=line["fqn"] + (f"#{again}" if again > 1 else ""),
-                    rows=int(float(line["hash_size"])),
-                    dim=int(float(line["emb_dim"])),
-                    lookups=float(line["sum_pooling_factor"]),
-                    bags=0.0 if line["output"] == SEQUENCE else max(float(line["sum_num_poolings"]), 1.0),
-                    batch=int(batch) if batch.isdigit() else 2560,
-                    perf_ms=float(line["perf_ms"] or "nan"),
-                    sharding=line["sharding"],
-                    shards=int(float(line["n_shards"])),
-                )
-            )
-    return tables
+from flexd.planner.tables.table_list import ListedTable
+from flexd.sketch.profile import Profile
+from flexd.sketch.zipf_profile import zipf_table
 
 
 def made_up_tables(pooled: int = 400) -> list[ListedTable]:
@@ -83,41 +28,6 @@ def made_up_tables(pooled: int = 400) -> list[ListedTable]:
             for i in range(pooled)
         ),
     ]
-
-
-def zipf_table(name: str, rows: int, exponent: float, listed: int, accesses_per_step: float, turn: int) -> TableProfile:
-    """Share of the k-th most frequent row ~ k^-exponent; the first ``listed`` rows one by one, the rest in bins.
-
-    The sum over a bin [m, n) is the integral of x^-s from m - 1/2 to n - 1/2 (midpoint rule, relative error at most
-    s(s+1) / 24 m^2).
-    Row ids are spread over the table by a stride that shares no factor with its rows; ``turn`` shifts them.
-    """
-    listed = min(listed, rows)
-    frequency = np.arange(1, listed + 1, dtype=np.float64) ** -exponent
-    edges = np.unique(np.geomspace(listed + 1, rows + 1, TAIL_BINS).astype(np.int64)) if listed < rows else np.empty(0)
-    low, high = edges[:-1] - 0.5, edges[1:] - 0.5
-    power = 1.0 - exponent
-    summed = np.log(high / low) if abs(power) < 1e-9 else (high**power - low**power) / power
-    number = high - low
-    total = float(frequency.sum() + summed.sum())
-    stride = max(int(rows * 0.6180339887), 1)
-    while math.gcd(stride, rows) != 1:
-        stride += 1
-    share = frequency / total
-    return TableProfile(
-        table=name,
-        rows=rows,
-        weight=1e9,
-        accesses_per_step=accesses_per_step,
-        hot_rows=(np.arange(listed, dtype=np.int64) * stride + turn) % rows,
-        hot_share=share,
-        hot_lower=share,
-        hot_upper=share,
-        bin_share=summed / number / total if len(number) else np.empty(0),
-        bin_rows=number if len(number) else np.empty(0),
-        distinct_rows=float(rows),
-        coverage=1.0,
-    )
 
 
 def problem_of(

@@ -22,6 +22,7 @@ from flexd.cli import (
     plan_commands,
     probe_command,
     produce_command,
+    shard_command,
     simulate_command,
     state_commands,
     status_command,
@@ -71,6 +72,7 @@ app.add_typer(state_commands.app, name="state")
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
 app.command("advise")(advise_command.advise)
+app.command("shard")(shard_command.shard)
 app.command("probe")(probe_command.probe)
 app.command("doctor")(doctor_command.doctor)
 app.command("produce")(produce_command.produce)

@@ -26,6 +26,7 @@ from flexd.torchrec.bags import FlexEmbeddingBagCollection
 from flexd.torchrec.replaced_tables import ReplacedTables
 from flexd.torchrec.replacement import replace
 from flexd.torchrec.sequences import FlexEmbeddingCollection
+from flexd.torchrec.sharding import sharding_plan
 from flexd.torchrec.shipped import register as _register_batch_types
 from flexd.torchrec.state import FusedOptimizerState, ModelState
 
@@ -38,4 +39,5 @@ __all__ = [
     "ModelState",
     "ReplacedTables",
     "replace",
+    "sharding_plan",
 ]

@@ -76,6 +76,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tmp_path / "purchases.npz", row=rows, ts=np.arange(len(rows)) + 1.7e9, user=np.arange(len(rows)) // 10,
         table_rows=np.array([100_000]), table_names=np.array(["items"]),
     )  # fmt: skip
+    (tmp_path / "tables.csv").write_text(
+        "fqn,sharding,sum_pooling_factor,sum_num_poolings,output,emb_dim,hash_size,n_shards,ranks,batch\n"
+        "bags.items,TW,30,1,pooled,64,100000,1,3,512\n"
+    )
     config = load_config(Path("configs/laptop.yaml"))
     sketches = SketchSet.of(config.keyspace().tables, sketch_settings(config))
     sketches.ingest("items", rows, 0, 1.7e9, np.array([len(rows)]))

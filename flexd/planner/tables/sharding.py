@@ -1,0 +1,169 @@
+"""A TorchRec sharding plan: the planner of tables over TorchRec's shardings, and the document that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from flexd.core.errors import PlanError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.tables.options import HomeKind
+from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
+from flexd.planner.tables.table_list import ListedTable, unique_names
+from flexd.planner.tables.table_work import TableWork
+from flexd.planner.tables.torchrec_costs import SHARDING_TYPES, torchrec_options
+from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.zipf_profile import zipf_table
+from flexd.topology.cluster import Cluster
+
+FORMAT = 1
+LISTED_ROWS = 1000
+"""Most frequent rows of a table that a Zipf profile lists one by one."""
+ID_BYTES = 8
+"""TorchRec's ids are int64."""
+WIRE_DTYPE = "float32"
+"""Of TorchRec's pooled vectors and rows, whatever the table's dtype."""
+
+
+@dataclass(frozen=True)
+class TableStatistics:
+    """How tables are read, where the list does not say it.
+
+    Attributes:
+        zipf: exponent of every table that the profile does not have.
+        profile: measured accesses; its tables are found by name.
+        dtype, optimizer: of tables that name no dtype, and of all tables.
+    """
+
+    zipf: float = 1.05
+    profile: Profile | None = None
+    dtype: str = "float32"
+    optimizer: str = "rowwise_adagrad"
+
+
+def listed_work(
+    tables: Sequence[ListedTable], layout: RankLayout, statistics: TableStatistics, comm_dtype: str | None = None
+) -> TableWork:
+    """Return the work of listed tables.
+
+    Raises:
+        PlanError: the profile has a table of this name with other rows.
+    """
+    names = unique_names(tables)
+    known = {} if statistics.profile is None else {table.table: table for table in statistics.profile.tables}
+    specs = [
+        TableSpec(name, table.rows, table.dim, table.dtype or statistics.dtype, statistics.optimizer)
+        for name, table in zip(names, tables, strict=True)
+    ]
+    profiles = tuple(
+        _profile(name, table, number, known.get(name) or known.get(table.name), layout, statistics)
+        for number, (name, table) in enumerate(zip(names, tables, strict=True))
+    )
+    shape = TrainingShape(
+        bags_per_step={n: t.bags * t.batch for n, t in zip(names, tables, strict=True) if t.bags > 0},
+        comm_dtype=comm_dtype,
+    )
+    return TableWork.of(Profile(profiles, generation=1, samples=10**9), KeySpace(specs), layout, shape)
+
+
+def _profile(
+    name: str, table: ListedTable, number: int, known: TableProfile | None, layout: RankLayout, given: TableStatistics
+) -> TableProfile:
+    accesses = table.lookups * table.batch * layout.world_size
+    if known is None:
+        return zipf_table(name, table.rows, given.zipf, LISTED_ROWS, accesses, 7919 * number)
+    if known.rows != table.rows:
+        raise PlanError(
+            f"table {name!r}: {table.rows} rows, in the profile {known.rows}", remedy="give the profile of these tables"
+        )
+    return replace(known, table=name, accesses_per_step=known.accesses_per_step or accesses)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """TorchRec's sharding of every table.
+
+    Attributes:
+        tables: as listed.
+        placement: of them, over ``torchrec_costs.OPTIONS``.
+    """
+
+    tables: tuple[ListedTable, ...]
+    placement: TablePlacement
+
+    @property
+    def chosen(self) -> list[tuple[str, list[int]]]:
+        """(TorchRec's sharding type, ranks; of table_row_wise those of its node) by table."""
+        layout, pieces = self.placement.layout, self.placement.pieces
+        starts = np.searchsorted(pieces.table, np.arange(len(self.tables) + 1)).tolist()
+        found = []
+        for first, end in pairwise(starts):
+            kind = self.placement.tables.options[int(pieces.option[first])].rule
+            places = pieces.place[first:end].tolist()
+            if kind is HomeKind.NODE:
+                ranks = [places[0] * layout.local_ranks + at for at in range(layout.local_ranks)]
+            elif kind in (HomeKind.ALL, HomeKind.COPIES):
+                ranks = list(range(layout.world_size))
+            else:
+                ranks = places
+            found.append((SHARDING_TYPES[kind], ranks))
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """Return what ``flexd.torchrec.sharding_plan`` reads, JSON-able."""
+        placement = self.placement
+        modules: dict[str, dict[str, Any]] = {}
+        for table, (kind, ranks) in zip(self.tables, self.chosen, strict=True):
+            name = table.name.removeprefix(f"{table.module}.") if table.module else table.name
+            modules.setdefault(table.module, {})[name] = {"sharding_type": kind, "ranks": ranks}
+        return {
+            "format": FORMAT,
+            "nodes": placement.layout.nodes,
+            "local_ranks": placement.layout.local_ranks,
+            "predicted": {
+                "step_seconds": placement.seconds,
+                "row_wise_step_seconds": placement.spread_seconds,
+                "bound_seconds": placement.bound_seconds,
+                "gap": placement.gap,
+                "balance": placement.balance,
+                "memory_bytes": placement.memory_bytes.tolist(),
+            },
+            "modules": modules,
+        }
+
+
+def torchrec_work(tables: Sequence[ListedTable], layout: RankLayout, statistics: TableStatistics) -> TableWork:
+    """Return the work of listed tables as TorchRec exchanges them."""
+    return replace(listed_work(tables, layout, statistics, WIRE_DTYPE), id_bytes=ID_BYTES)
+
+
+def shard_tables(
+    tables: Sequence[ListedTable],
+    layout: RankLayout,
+    cluster: Cluster,
+    memory_bytes: float,
+    statistics: TableStatistics | None = None,
+    evaluations: int = EVALUATIONS,
+    without: Collection[str] = (),
+) -> Sharding:
+    """Choose TorchRec's sharding of every table for the shortest step of the busiest rank.
+
+    Args:
+        memory_bytes: of a rank, for rows, optimizer state and dense gradients.
+        without: sharding types that no table may get.
+
+    Raises:
+        PlanError: no placement within the memory was found.
+    """
+    work = torchrec_work(tables, layout, statistics or TableStatistics())
+    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
+    options = torchrec_options(work, [table.dim for table in tables], layout, cluster)
+    banned = np.array([SHARDING_TYPES[option.rule] in without for option in options.options])
+    options = replace(options, allowed=options.allowed & ~banned)
+    return Sharding(tuple(tables), place_tables(options, layout, memory_bytes, evaluations=evaluations))

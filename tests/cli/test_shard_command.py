@@ -1,0 +1,45 @@
+"""``flexd shard``: sources of tables, the plan file, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flexd.cli.exit_codes import ExitCode
+
+
+def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
+    tables = [{"name": f"t{i}", "rows": 50_000 * (i + 1), "dim": 64, "lookups": 20, "module": "bags"} for i in range(6)]
+    (tmp_path / "tables.json").write_text(json.dumps(tables))
+    plan = tmp_path / "plan.json"
+    done = flexd_command("shard", tmp_path / "tables.json", "--plan", plan, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    answer, written = json.loads(done.stdout), json.loads(plan.read_text())
+    assert answer == written | {"plan": str(plan)}
+    assert set(written["modules"]["bags"]) == {f"t{i}" for i in range(6)}
+    text = flexd_command("shard", tmp_path / "tables.json", "--plan", plan).stdout
+    assert "busiest rank" in text
+    assert "t5" in text
+
+
+def test_a_function_is_called_in_the_working_directory(flexd_command, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_model.py").write_text(
+        "from types import SimpleNamespace as N\n"
+        "def tables():\n"
+        "    return [N(name='a', num_embeddings=900, embedding_dim=8, feature_names=['f'], data_type=N(name='FP32'))]\n"
+        "def broken():\n    raise KeyError('no data')\n"
+    )
+    done = flexd_command("shard", "my_model:tables")
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads((tmp_path / "sharding.json").read_text())["modules"][""]) == ["a"]
+    for source, message in (
+        ("my_model:none", "no function 'none'"),
+        ("no_module:f", "'no_module' cannot be imported"),
+        ("my_model:broken", "KeyError: 'no data'"),
+        ("none.csv", "none.csv: cannot be read"),
+    ):
+        done = flexd_command("shard", source)
+        assert done.returncode == ExitCode.USAGE, done.stderr
+        assert message in done.stderr
+    assert flexd_command("shard", "my_model:tables", "--memory-gb", 0.000001).returncode == ExitCode.FAILED

@@ -1,0 +1,143 @@
+"""``flexd shard``'s planner: loads of TorchRec's shardings, table lists, and the document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flexd.cli.model_tables import tables_of_model
+from flexd.core.errors import ConfigError, PlanError
+from flexd.core.layout import RankLayout
+from flexd.planner.tables.options import HomeKind, Part
+from flexd.planner.tables.sharding import TableStatistics, shard_tables, torchrec_work
+from flexd.planner.tables.table_list import ListedTable, read_tables
+from flexd.planner.tables.torchrec_costs import OPTIONS, PHASES, torchrec_options
+from flexd.sketch.profile import Profile
+from flexd.sketch.zipf_profile import zipf_table
+from flexd.topology.files import load_preset
+
+CLUSTER = load_preset("azure-a100-200g")
+BATCH, DIM, LOOKUPS = 100, 128, 6.0
+POOLED = ListedTable("pooled", 4000, DIM, LOOKUPS, 2.0, BATCH, float("nan"), "", 1)
+ROWS = replace(POOLED, name="rows", bags=0.0)
+
+
+@pytest.mark.parametrize("layout", [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)])
+def test_loads_are_the_bytes_of_the_collectives(layout: RankLayout):
+    """What is sent is received, and the mean rank sends to other nodes what TorchRec's collectives carry."""
+    nodes, local, world = layout.nodes, layout.local_ranks, layout.world_size
+    work = torchrec_work([POOLED, ROWS], layout, TableStatistics())
+    options = torchrec_options(work, [DIM, DIM], layout, CLUSTER.of_layout(nodes, local))
+    ranks_of = np.array([world, local, nodes, 1])
+    every = np.einsum("topk,p->tok", options.loads, ranks_of)[..., :-2].reshape(2, len(OPTIONS), -1, 2, 2)
+    assert np.allclose(every[..., 0], every[..., 1])
+    assert options.loads[:, :, Part.HOME_RAIL].sum() == 0
+    sent = {name: every[..., at // 2, at % 2, 0] / world for at, name in enumerate(PHASES[:-2])}
+    ids, remote = BATCH * LOOKUPS * 8, (world - local) / world
+    for table, vectors in enumerate((BATCH * 2 * DIM * 4, BATCH * LOOKUPS * DIM * 4)):
+        for at, option in enumerate(OPTIONS):
+            between = {name: value[table, at] * option.pieces for name, value in sent.items() if "inter" in name}
+            if option.rule in (HomeKind.RANK, HomeKind.COLUMNS):
+                assert between["ids_inter_node"] == pytest.approx(ids * remote * option.pieces)
+                assert between["values_inter_node"] == pytest.approx(vectors * remote)
+            if option.rule is HomeKind.NODE and table == 0:
+                assert between["values_inter_node"] == pytest.approx(vectors * remote)
+                assert between["ids_inter_node"] == pytest.approx(ids * remote)
+            if option.rule is HomeKind.ALL:
+                kind, size = ("values", remote) if table else ("scattered_values", (world - 1) / local)
+                assert between[f"{kind}_inter_node"] == pytest.approx(vectors * size if nodes > 1 else 0)
+            if option.rule is HomeKind.COPIES:
+                summed = 2 * (world - 1) / world * 4000 * DIM * 4
+                assert sum(between.values()) == pytest.approx(summed / local if nodes > 1 else 0)
+    assert not options.allowed[1, 1]
+    assert options.allowed[0, 1] == (nodes > 1)
+
+
+def made(count: int = 12) -> list[ListedTable]:
+    rng = np.random.default_rng(0)
+    return [
+        replace(POOLED, name=f"t{i}", module="sparse", rows=int(rng.integers(100, 200_000)),
+                lookups=float(rng.integers(1, 60)), bags=1.0)
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def test_a_plan_is_faster_than_row_wise_and_names_every_table():
+    found = shard_tables(made(), RankLayout(2, 2), CLUSTER, 1e9, evaluations=300)
+    document = found.document()
+    assert document["predicted"]["step_seconds"] < document["predicted"]["row_wise_step_seconds"]
+    assert set(document["modules"]["sparse"]) == {f"t{i}" for i in range(12)}
+    assert max(document["predicted"]["memory_bytes"]) <= 1e9
+    without = shard_tables(
+        made(), RankLayout(2, 2), CLUSTER, 1e9, evaluations=300,
+        without=["table_wise", "column_wise", "table_row_wise", "data_parallel"],
+    )  # fmt: skip
+    assert {kind for kind, _ in without.chosen} == {"row_wise"}
+    with pytest.raises(PlanError, match="no place within the memory"):
+        shard_tables(made(), RankLayout(2, 2), CLUSTER, 1e6, evaluations=300)
+
+
+def test_a_profile_counts_and_must_be_of_these_tables():
+    tables = [replace(POOLED, name="t0")]
+    layout = RankLayout(2, 2)
+    profile = Profile((zipf_table("t0", 4000, 0.5, 100, 7000.0, 0),), 1, 1000)
+    measured = torchrec_work(tables, layout, TableStatistics(profile=profile))
+    assert measured.statistics[0, 1] == pytest.approx(7000 / 4)
+    wrong = TableStatistics(profile=Profile((zipf_table("t0", 5000, 0.5, 100, 7000.0, 0),), 1, 1000))
+    with pytest.raises(PlanError, match="'t0': 4000 rows, in the profile 5000"):
+        torchrec_work(tables, layout, wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("t.csv", "fqn,hash_size\na,3\n", "no column emb_dim, sum_pooling_factor"),
+        ("t.csv", "fqn,hash_size,emb_dim,sum_pooling_factor,sum_num_poolings,output,batch\na,0,4,1,1,pooled,8\n",
+         "line 2: table 'a': rows is 0"),
+        ("t.json", "[]", "no tables"),
+        ("t.json", "{", "not JSON"),
+        ("t.json", '[{"name": "a", "rows": 3}]', "table 0: no 'dim'"),
+        ("t.json", '[{"name": "a", "rows": 3, "dim": 4, "row": 1}]', "unknown key row"),
+        ("t.json", '[{"name": "a", "rows": 3, "dim": 4}, {"name": "a", "rows": 3, "dim": 4}]', "listed twice: a"),
+        ("none.csv", None, "cannot be read"),
+    ],
+)  # fmt: skip
+def test_lists_that_are_not_valid_are_refused_by_name(tmp_path: Path, name: str, text: str | None, message: str):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_tables(tmp_path / name)
+
+
+def test_json_and_csv_say_the_same(tmp_path: Path):
+    (tmp_path / "t.csv").write_text(
+        "fqn,sharding,sum_pooling_factor,sum_num_poolings,output,emb_dim,hash_size,n_shards,ranks,batch\n"
+        'm.a,CW,30,2,pooled,64,100,2,"1,3",64*2\n'
+    )
+    entry = {"name": "m.a", "module": "m", "rows": 100, "dim": 64, "lookups": 30, "bags": 2, "batch": 64,
+             "sharding": "CW", "ranks": [1, 3]}  # fmt: skip
+    (tmp_path / "t.json").write_text(json.dumps([entry]))
+    (of_csv,), (of_json,) = read_tables(tmp_path / "t.csv"), read_tables(tmp_path / "t.json")
+    assert replace(of_csv, perf_ms=0.0) == replace(of_json, perf_ms=0.0)
+
+
+def test_configurations_of_a_model_are_read_without_torchrec():
+    half = SimpleNamespace(name="FP16")
+    config = SimpleNamespace(
+        name="t", num_embeddings=9, embedding_dim=4, feature_names=["a", "b"], pooling=1, data_type=half
+    )
+    (found,) = tables_of_model(([config], {"t": SimpleNamespace(pooling_factors=[3.0, 5.0])}), "m:f", 32)
+    assert (found.lookups, found.bags, found.batch, found.dtype) == (8.0, 2.0, 32, "float16")
+    for bad, message in (
+        (([config], {"x": None}), "constraints of no table: x"),
+        (([config], {"t": SimpleNamespace(pooling_factors=[1.0, 2.0, 3.0])}), "2 features, its constraints 3"),
+        (object(), "no tables in a object"),
+        ([SimpleNamespace(**(vars(config) | {"data_type": SimpleNamespace(name="INT4")}))], "data type INT4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tables_of_model(bad, "m:f", 32)

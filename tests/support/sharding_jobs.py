@@ -1,0 +1,73 @@
+"""A model in TorchRec's ``DistributedModelParallel`` with a plan that ``flexd.torchrec.sharding_plan`` made."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torchrec
+from torch import nn
+from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+
+from flexd.torchrec import sharding_plan
+
+ROWS = (64, 40, 96, 24, 80)
+
+
+def model(device: str = "cpu") -> nn.Module:
+    """Five pooled tables of 64 columns in ``bags``, two un-pooled ones in ``rows``, which ``train`` leaves out: their
+    dense kernels cannot exchange un-pooled rows by gloo."""
+    constant = partial(nn.init.constant_, val=0.1)
+    with_values = {"embedding_dim": 64, "init_fn": constant}
+    bags = [
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=rows, feature_names=[f"f{i}"], **with_values)
+        for i, rows in enumerate(ROWS)
+    ]
+    rows = [
+        EmbeddingConfig(name=f"s{i}", num_embeddings=count, feature_names=[f"g{i}"], **with_values)
+        for i, count in enumerate((48, 32))
+    ]
+    found = nn.Module()
+    found.bags = torchrec.EmbeddingBagCollection(tables=bags, device=torch.device(device))
+    found.rows = torchrec.EmbeddingCollection(tables=rows, device=torch.device(device))
+    return found
+
+
+def constrained() -> Any:
+    """The model with what TorchRec's planner is told of its tables, as an entry point of ``flexd shard``."""
+    from torchrec.distributed.planner import ParameterConstraints
+
+    return model("meta"), {"t0": ParameterConstraints(pooling_factors=[40.0], batch_sizes=[32])}
+
+
+def _batch(rank: int, step: int) -> KeyedJaggedTensor:
+    drawn = torch.Generator().manual_seed(100 * step + rank)
+    keys = [f"f{i}" for i in range(5)]
+    lengths = torch.randint(0, 5, (len(keys) * 8,), generator=drawn)
+    values = torch.randint(0, 24, (int(lengths.sum()),), generator=drawn)
+    return KeyedJaggedTensor(keys, values, lengths=lengths)
+
+
+def train(rank: int, document: dict[str, Any], steps: int) -> tuple[list[float], dict[str, str]]:
+    """Return the mean loss of the ranks in every step, and the sharding type of each table."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(document["local_ranks"])
+    plan = sharding_plan(made := model(), document, device_type="cpu")
+    kinds = {name: entry.sharding_type for module in plan.plan.values() for name, entry in module.items()}
+    parallel = DistributedModelParallel(made, device=torch.device("cpu"), plan=plan)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=50.0)
+    target = torch.linspace(-1, 1, 64)
+    losses = []
+    for step in range(steps):
+        bags = parallel.module.bags(_batch(rank, step)).wait().values().view(8, 5, 64)
+        loss = (bags - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean)
+        losses.append(float(mean))
+    return losses, kinds
