@@ -4,15 +4,22 @@ The last two also with rows in the nodes that homes learnt from the batches befo
 
 from __future__ import annotations
 
+import os
+import pickle
+import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from cluster import Cluster, wait
 
 import flexd
 from flexd.affinity import NodeSampler
@@ -27,6 +34,9 @@ from flexd.planner.moves import moved_placement
 DENSE = 14
 """Float32 features of a sample beside its ids, a label and a number: 64 bytes with its length."""
 DIM = 64
+_FIRST_STEPS = 2
+"""Left out of step times."""
+_SECONDS = 300.0
 Batch = dict[str, Any]
 
 
@@ -125,7 +135,7 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
     loop = loader
     if way != "chain":
         loop = flexd.prefetch(loader, collection, features=lambda batch: batch["features"], deal=way in SHIPS)
-    before, losses = collection.traffic.totals(), []
+    before, losses, seconds = collection.traffic.totals(), [], [time.perf_counter()]
     for batch in loop:
         rows = collection(batch["features"])["item"]
         sample = torch.arange(len(rows.lengths)).repeat_interleave(rows.lengths)
@@ -134,40 +144,78 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
         loss.backward()
         collection.optimizer.step()
         losses.append(float(loss.detach()))
+        seconds.append(time.perf_counter())
     sent = inter_bytes(collection, before)
     dealt = vars(loop.dealt) if way in SHIPS else {}
     collection.close()
-    return {"bytes": sent, "losses": losses, "dealt": dealt, "moving": moving}
+    step = float(np.median(np.diff(seconds)[_FIRST_STEPS:]))
+    return {"bytes": sent, "losses": losses, "dealt": dealt, "moving": moving, "step_seconds": step}
 
 
 def _rank(rank: int, port: int, work: Work, answers: Any) -> None:
+    found = _train_all(rank, work, f"tcp://127.0.0.1:{port}")
+    if rank == 0:
+        answers.put(found)
+
+
+def _train_all(rank: int, work: Work, address: str) -> list[Any]:
+    """Train in all ways; return what each rank found."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=work.layout.world_size,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
+        "gloo", init_method=address, rank=rank, world_size=work.layout.world_size, timeout=timedelta(seconds=120)
+    )
     mine = {way: train(rank, work, way) for way in WAYS}
     gathered: list[Any] = [None] * work.layout.world_size
     dist.all_gather_object(gathered, mine)
-    if rank == 0:
-        answers.put(gathered)
     dist.destroy_process_group()
+    return gathered
 
 
-def run(work: Work) -> dict[str, Any]:
+def _on_cluster(work: Work, rate_mbit: float) -> list[Any]:
+    """Train on an emulated cluster; raises ClusterError."""
+    layout = work.layout
+    with tempfile.TemporaryDirectory() as directory:
+        given, found = Path(directory, "work"), Path(directory, "found")
+        given.write_bytes(pickle.dumps(work))
+        with Cluster(layout.nodes, layout.local_ranks, rate_mbit=rate_mbit, burst_kib=64, mtu=9000) as cluster:
+            wait(cluster.start([sys.executable, __file__, str(given), str(found)]), _SECONDS)
+        answers: list[Any] = pickle.loads(found.read_bytes())  # noqa: S301
+        return answers
+
+
+def main() -> None:
+    """One rank of ``_on_cluster``."""
+    work: Work = pickle.loads(Path(sys.argv[1]).read_bytes())  # noqa: S301
+    found = _train_all(int(os.environ["RANK"]), work, "env://")
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[2]).write_bytes(pickle.dumps(found))
+
+
+def run(work: Work, rate_mbit: float | None = None) -> dict[str, Any]:
     """Return bytes between nodes over the chain's, the largest difference of a global loss, and what dealing counted.
+
+    Args:
+        rate_mbit: of each node's link on an emulated cluster; None: no link is limited, and no step time is returned.
+
+    Raises:
+        ClusterError: no cluster can be emulated here, or a rank failed.
 
     ``dealt``, ``loader``, ``moved`` and ``moved_loader`` are over the chain without prefetch; ``dealt_over_ahead`` over
     the same loop undealt. ``moving_bytes`` are sent once, when rows move, and counted in none of them.
     """
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (free_ports(1)[0], work, answers), nprocs=work.layout.world_size)
-    by_rank = answers.get()
+    if rate_mbit is None:
+        answers = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(_rank, (free_ports(1)[0], work, answers), nprocs=work.layout.world_size)
+        by_rank = answers.get()
+    else:
+        by_rank = _on_cluster(work, rate_mbit)
+    steps = {way: max(of_rank[way]["step_seconds"] for of_rank in by_rank) for way in WAYS}
     sent = {way: sum(of_rank[way]["bytes"] for of_rank in by_rank) for way in WAYS}
     losses = {way: np.mean([of_rank[way]["losses"] for of_rank in by_rank], axis=0) for way in WAYS}
     totals = by_rank[0]["dealt"]["dealt"]
     return {
         "batches": work.batches,
+        "step_ms": {} if rate_mbit is None else {way: 1e3 * seconds for way, seconds in steps.items()},
         "chain_bytes": sent["chain"],
         **{way: sent[way] / max(1, sent["chain"]) for way in WAYS[1:]},
         "dealt_over_ahead": sent["dealt"] / max(1, sent["ahead"]),
@@ -179,3 +227,7 @@ def run(work: Work) -> dict[str, Any]:
         "moved_rows": len(work.moved),
         "moving_bytes": sum(of_rank["moved"]["moving"] for of_rank in by_rank),
     }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,14 @@
 """Rows and bytes between nodes with homes and dealing by affinity, over the chain's on the same global batches.
 
     python tools/bench_affinity.py [--trace ask_ubuntu.npz] [--trace online_retail.npz] [--quick] [--no-exchange]
+        [--rate-mbit 50]
 
 By real exchange: four gloo processes as 2 nodes of 2 ranks train the same global batches (32 samples a rank) with the
 chain, with ``flexd.prefetch(deal=True)``, and with a loader that deals (``flexd.affinity.NodeSampler``): with homes
 where the rule puts them, and with rows moved by chunks to homes learnt on up to 40 global batches before. Every byte
 that leaves a node is counted, and losses are compared; "moving" are the bytes of the chunks, sent once, over those of a
-step of the chain.
+step of the chain. With ``--rate-mbit`` the nodes are network namespaces with links of that rate (root, ip, tc): the
+median step of each way stands beside, of the slowest rank, the ways one after another.
 
 By simulation: what crosses is counted, nothing is exchanged, homes are moved. Homes are learnt on up to 40 global
 batches before the middle of the samples and judged on up to 8 after it. A sample of a trace is a bag (array
@@ -29,6 +31,7 @@ import affinity_ranks
 import numpy as np
 import numpy.typing as npt
 from bench_report import check, ending
+from cluster import SKIPPED, ClusterError
 
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.partition import NodeHomes, learn_homes
@@ -124,9 +127,10 @@ def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64A
     return figures
 
 
-def exchanged(samples: SampleRows, batches: int) -> dict[str, Any]:
-    """Return the figures of the real exchange."""
-    return affinity_ranks.run(affinity_ranks.Work.of(samples, RankLayout(2, 2), PER_RANK, batches, WINDOW))
+def exchanged(samples: SampleRows, batches: int, rate_mbit: float | None = None) -> dict[str, Any]:
+    """Return the figures of the real exchange. Raises ClusterError where no link can be limited."""
+    work = affinity_ranks.Work.of(samples, RankLayout(2, 2), PER_RANK, batches, WINDOW)
+    return affinity_ranks.run(work, rate_mbit)
 
 
 def checks_of_exchange(workload: str, of: dict[str, Any]) -> list[dict[str, Any]]:
@@ -166,6 +170,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="2 nodes, 64 samples each")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--no-exchange", action="store_true", help="simulate alone")
+    parser.add_argument("--rate-mbit", type=float, help="limit the link of each node, and time steps")
     options = parser.parse_args()
     settings = [(2, 64)] if options.quick else [(nodes, each) for nodes in (2, 4, 8) for each in (64, 512)]
     groups, group_of_key = planted(60_000)
@@ -183,12 +188,18 @@ def main() -> int:
         print(f"{'2 nodes x 2 ranks, exchanged':36s}  dealt loader samples  codes shipped  moved loader moving")
         for workload, (samples, _) in made.items():
             few = 8 if options.quick else 24
-            real[workload] = of = exchanged(samples, 24 if workload == "catalogue" else few)
+            try:
+                of = exchanged(samples, 24 if workload == "catalogue" else few, options.rate_mbit)
+            except ClusterError as error:
+                print(f"no links are limited: {error}", file=sys.stderr)
+                return SKIPPED
+            real[workload] = of
             checks += checks_of_exchange(workload, of)
             print(
                 f"{workload:36s}{of['dealt']:7.3f}{of['loader']:7.3f}{of['shipped_bytes']:8.3f}{of['id_bytes']:7.3f}"
                 f"{of['shipped']:8.3f}{of['moved']:7.3f}{of['moved_loader']:7.3f}"
-                f"{of['moving_bytes'] / (of['chain_bytes'] / of['batches']):7.2f}",
+                f"{of['moving_bytes'] / (of['chain_bytes'] / of['batches']):7.2f}"
+                + "".join(f" {way} {milliseconds:.0f} ms" for way, milliseconds in of["step_ms"].items()),
                 flush=True,
             )
     print(f"{'':36s}{'rows':>7s}{'bytes':>7s}{'loader':>7s}{'planted':>8s}{'learn us':>9s}{'deal us':>8s}  says")

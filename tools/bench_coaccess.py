@@ -8,7 +8,8 @@ what 40 batches take, half-life 40 batches). ``window``: from the last 40 batche
 from the judged batches themselves, which no one can know. ``moved`` counts the rows that changed their node as bytes of
 a step each, in ``bytes``. Figures are shares of the chain's on the same batches. ``planted``: groups of 100 rows as in
 bench_affinity, beside the homes that were planted. ``longer``: expected crossing rows of a small window by the best of
-60 divisions of 20 rounds each, beside the daemon's two of 4.
+60 divisions of 20 rounds each, beside the daemon's two of 4. ``large window``: processor time of one plan for 10^7 rows
+in 1,000,000 samples (10^6 with ``--quick``), 8 nodes.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ Int64Array = npt.NDArray[np.int64]
 WINDOW, EVERY, DIM = 40, 8, 64
 HORIZON = 40.0
 TOLERANCE, PLANTED_TOLERANCE, BOUND_TOLERANCE = 0.05, 0.05, 0.05
+MOST_SECONDS = 60.0
 _SMALL = (4, 32, 8)
 """Nodes, samples a node and batches of the small window."""
 
@@ -171,12 +173,28 @@ def longer(samples: SampleRows) -> dict[str, float]:
     return {"daemon": ours, "longer": best.crossing, "over": ours / best.crossing - 1}
 
 
+def large_window(rows: int) -> dict[str, float]:
+    """Return the processor seconds of one plan for about so many rows, in samples of 16 of groups of many rows."""
+    rng, length, groups, nodes, size = np.random.default_rng(0), 16, 4096, 8, 4096
+    count = 2 * rows // length
+    own = rng.integers(0, groups, count)[:, None] + groups * rng.integers(0, 2 * rows // groups, (count, length))
+    samples = SampleRows.of(np.repeat(np.arange(count), length), own.reshape(-1))
+    window = whole_window(samples, np.arange(count), size, keyspace(int(samples.keys.max()) + 1))
+    begin = time.process_time()
+    plan = plan_affinity(window, RankLayout(nodes, LOCAL_RANKS))
+    seconds = time.process_time() - begin
+    assert plan.loader is not None
+    return {"rows": float(len(window.rows.keys)), "seconds": seconds, "loader": plan.loader.expected}
+
+
 def checks_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
     checks = []
     for name, of in figures.items():
         if name.startswith("planted"):
             over = of["rows"] / of["planted_rows"] - 1
             checks.append(check(f"{name}: over the planted", over, "<= 0.05", over <= PLANTED_TOLERANCE))
+        elif name.startswith("large"):
+            checks.append(check(f"{name}: processor s a plan", of["seconds"], "<= 60", of["seconds"] <= MOST_SECONDS))
         elif name.startswith("longer"):
             checks.append(check(f"{name}: over the longer", of["over"], "<= 0.05", of["over"] <= BOUND_TOLERANCE))
         else:
@@ -228,6 +246,8 @@ def main() -> int:
         print(
             f"{'longer, ' + stem:32s}{of['daemon']:8.1f} rows a batch, {of['longer']:.1f} by 61 divisions", flush=True
         )
+    of = figures["large window"] = large_window(1_000_000 if options.quick else 8_000_000)
+    print(f"{'large window':32s}{of['rows']:,.0f} rows, a plan in {of['seconds']:.1f} s of one core", flush=True)
     return ending(figures, checks_of(figures), as_json=options.json)
 
 
