@@ -90,20 +90,23 @@ def shard(
     check_file("--plan", plan)
     from flexd.cli.model_tables import tables_of_source
     from flexd.core.layout import RankLayout
-    from flexd.planner.tables.sharding import TableStatistics, shard_tables
+    from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
     from flexd.sketch.profile_file import read_profile
 
     statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype.value, optimizer.value)
+    listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
+    cluster = make_cluster(preset, topology, 1.0)
+    before = listed_seconds(listed, layout, cluster, statistics)
     found = shard_tables(
-        tables_of_source(tables, batch), RankLayout(nodes, local_ranks), make_cluster(preset, topology, 1.0),
-        memory_gb * 1e9, statistics, without=[kind.value for kind in without or ()],
-    )  # fmt: skip
+        listed, layout, cluster, memory_gb * 1e9, statistics, without=[kind.value for kind in without or ()]
+    )
     document = found.document()
+    document["predicted"]["listed_step_seconds"] = before
     plan.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    emit(document | {"plan": str(plan)}, sharding_blocks(found, plan), output)
+    emit(document | {"plan": str(plan)}, sharding_blocks(found, plan, before), output)
 
 
-def sharding_blocks(found: Sharding, plan: Path) -> list[Block]:
+def sharding_blocks(found: Sharding, plan: Path, before: float | None) -> list[Block]:
     """Return the predicted step and the sharding of every table."""
     placement = found.placement
     counts = Counter(kind for kind, _ in found.chosen)
@@ -117,6 +120,7 @@ def sharding_blocks(found: Sharding, plan: Path) -> list[Block]:
                 f"{units.seconds(placement.seconds)} a step of embeddings, all row-wise "
                 f"{units.seconds(placement.spread_seconds)}, no plan under {units.seconds(placement.bound_seconds)}",
             ),
+            ("plan of the list", "none" if before is None else f"{units.seconds(before)} a step by the same prices"),
             ("balance", f"{placement.balance:.2f} (least over most of the ranks' seconds)"),
             ("memory", f"{units.size(float(placement.memory_bytes.max()))} on the fullest rank"),
         ),

@@ -13,16 +13,20 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.tables.options import HomeKind
+from flexd.planner.tables.options import Answer, HomeKind, Option
+from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
 from flexd.planner.tables.table_list import ListedTable, unique_names
 from flexd.planner.tables.table_work import TableWork
-from flexd.planner.tables.torchrec_costs import SHARDING_TYPES, torchrec_options
+from flexd.planner.tables.torchrec_costs import OPTIONS, SHARDING_TYPES, torchrec_options
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.zipf_profile import zipf_table
 from flexd.topology.cluster import Cluster
 
 FORMAT = 1
+_KINDS = {kind: home for home, kind in SHARDING_TYPES.items()} | {
+    "TW": HomeKind.RANK, "RW": HomeKind.ALL, "CW": HomeKind.COLUMNS, "TWRW": HomeKind.NODE, "DP": HomeKind.COPIES,
+}  # fmt: skip
 LISTED_ROWS = 1000
 """Most frequent rows of a table that a Zipf profile lists one by one."""
 ID_BYTES = 8
@@ -167,3 +171,48 @@ def shard_tables(
     banned = np.array([SHARDING_TYPES[option.rule] in without for option in options.options])
     options = replace(options, allowed=options.allowed & ~banned)
     return Sharding(tuple(tables), place_tables(options, layout, memory_bytes, evaluations=evaluations))
+
+
+def listed_seconds(
+    tables: Sequence[ListedTable], layout: RankLayout, cluster: Cluster, statistics: TableStatistics | None = None
+) -> float | None:
+    """Return the seconds of a step by the plan that the list itself has, priced as those of ``shard_tables``.
+
+    Returns:
+        None if a table has no sharding or no ranks.
+
+    Raises:
+        PlanError: the plan is of more ranks, or has a sharding that is not known; names the table.
+    """
+    if not all(table.sharding and table.ranks for table in tables):
+        return None
+    held = [_listed_option(table, layout) for table in tables]
+    options = (*OPTIONS, *dict.fromkeys(option for option, _ in held if option not in OPTIONS))
+    work = torchrec_work(tables, layout, statistics or TableStatistics())
+    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
+    loads = torchrec_options(work, [table.dim for table in tables], layout, cluster, options=options)
+    pieces = Pieces(
+        np.repeat(np.arange(len(tables)), [len(places) for _, places in held]),
+        np.array([options.index(option) for option, places in held for _ in places]),
+        np.array([place for _, places in held for place in places]),
+    )
+    return RankLoads.of(loads, layout, np.full(layout.world_size, np.inf), pieces).seconds()
+
+
+def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[Option, list[int]]:
+    """The option of the list's plan, and where its pieces are."""
+    if table.sharding not in _KINDS:
+        raise PlanError(f"table {table.name!r}: sharding {table.sharding!r}", remedy=f"one of {', '.join(_KINDS)}")
+    if max(table.ranks) >= layout.world_size:
+        raise PlanError(
+            f"table {table.name!r}: on rank {max(table.ranks)} of {layout.world_size}",
+            remedy="give --nodes and --local-ranks of the list's plan",
+        )
+    kind = _KINDS[table.sharding]
+    if kind is HomeKind.NODE:
+        return Option(kind, Answer.SUMS), [table.ranks[0] // layout.local_ranks]
+    if kind in (HomeKind.ALL, HomeKind.COPIES):
+        return Option(kind, Answer.SUMS), [0]
+    if len(table.ranks) == 1:
+        return Option(HomeKind.RANK, Answer.SUMS), list(table.ranks)
+    return Option(HomeKind.COLUMNS, Answer.SUMS, len(table.ranks)), list(table.ranks)

@@ -65,16 +65,17 @@ def torchrec_options(
     layout: RankLayout,
     cluster: Cluster,
     device: DeviceMemory | None = None,
+    options: Sequence[Option] = OPTIONS,
 ) -> TableOptions:
     """Return the loads of TorchRec's shardings, sent and received bytes in every phase.
 
     Rows of a row-wise table are taken as evenly asked for; TorchRec cuts them in blocks by id. Latencies are left out.
     """
     device = device or DeviceMemory()
-    loads = np.stack([_loads(work, layout, option) for option in OPTIONS], axis=1)
-    memory = np.zeros((len(work.names), len(OPTIONS), len(Part)))
+    loads = np.stack([_loads(work, layout, option) for option in options], axis=1)
+    memory = np.zeros((len(work.names), len(options), len(Part)))
     allowed = np.ones(memory.shape[:2], bool)
-    for at, option in enumerate(OPTIONS):
+    for at, option in enumerate(options):
         part, share = _held(option, layout)
         memory[:, at, part] = work.stored_bytes / share
         if option.rule is HomeKind.COPIES:
@@ -96,7 +97,7 @@ def torchrec_options(
     exchanges = len(PHASES) - 2
     axis = np.concatenate([np.repeat(np.arange(exchanges), 2), [exchanges, exchanges + 1]])
     return TableOptions(
-        work.names, OPTIONS, PHASES, axis.astype(np.int64), np.array(seconds), loads, memory, allowed,
+        work.names, tuple(options), PHASES, axis.astype(np.int64), np.array(seconds), loads, memory, allowed,
         np.zeros(allowed.shape),
     )  # fmt: skip
 

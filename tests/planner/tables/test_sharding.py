@@ -14,7 +14,7 @@ from flexd.cli.model_tables import tables_of_model
 from flexd.core.errors import ConfigError, PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.options import HomeKind, Part
-from flexd.planner.tables.sharding import TableStatistics, shard_tables, torchrec_work
+from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables, torchrec_work
 from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.planner.tables.torchrec_costs import OPTIONS, PHASES, torchrec_options
 from flexd.sketch.profile import Profile
@@ -141,3 +141,22 @@ def test_configurations_of_a_model_are_read_without_torchrec():
     ):
         with pytest.raises(ConfigError, match=message):
             tables_of_model(bad, "m:f", 32)
+
+
+def test_the_plan_of_a_list_is_priced_as_the_own():
+    layout = RankLayout(2, 2)
+    found = shard_tables(made(), layout, CLUSTER, 1e9, evaluations=300)
+    kinds = [
+        replace(table, sharding=kind, ranks=tuple(ranks))
+        for table, (kind, ranks) in zip(made(), found.chosen, strict=True)
+    ]
+    assert listed_seconds(kinds, layout, CLUSTER) == pytest.approx(found.placement.seconds)
+    on_one = [replace(table, sharding="TW", ranks=(3,)) for table in made()]
+    assert listed_seconds(on_one, layout, CLUSTER) > 1.5 * found.placement.seconds
+    assert listed_seconds(made(), layout, CLUSTER) is None
+    for bad, message in (
+        (replace(kinds[0], sharding="GRID"), "'t0': sharding 'GRID'"),
+        (replace(kinds[0], ranks=(4,)), "'t0': on rank 4 of 4"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            listed_seconds([bad], layout, CLUSTER)
