@@ -17,6 +17,7 @@ from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.planning import PlanningStatus
 from flexd.api.rank import TopologyStatus
+from flexd.api.slow_memory import SlowMemoryStatus, SlowTableStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.verification import VerificationReport, VerificationStatus
@@ -221,6 +222,34 @@ def test_a_verdict_is_shown_without_a_migration(open_page):
         page = open_page(server)
         page.wait_for_selector("#migration .held")
         assert page.text_content("#migration") == "no gain measured: m0 measured slower"
+        assert page.complaints == []
+    finally:
+        assert server.stop(10)
+
+
+def test_rows_in_two_memories_are_shown_by_table_those_with_most_misses_first(open_page):
+    class InTwoMemories(FakeDaemon):
+        def status(self) -> Status:
+            tables = (
+                SlowTableStatus(table="few", used=1_000, missed=10, evicted=8, written=7),
+                SlowTableStatus(table=f"many {STRANGE}", used=2_000, missed=500, evicted=400, written=300),
+            )
+            slow = SlowMemoryStatus(
+                used=3_000, missed=510, bytes_read=2_000_000, bytes_written=1_000_000, wait_seconds=3.0,
+                wait_share=0.25, tables=tables,
+            )  # fmt: skip
+            return super().status().model_copy(update={"slow_memory": slow})
+
+    server = served(InTwoMemories())
+    try:
+        page = open_page(server)
+        page.wait_for_selector("#slow-tables td")
+        cells = page.locator("#slow-tables tbody tr").all_inner_texts()
+        assert [row.split("\t") for row in cells] == [
+            [f"many {STRANGE}", "2,000", "500", "25.0 %", "400", "300"],
+            ["few", "1,000", "10", "1.0 %", "8", "7"],
+        ]
+        assert page.text_content("#slow-tables p") == "2.00 MB read, 1.00 MB written, 3.00 s waited over all ranks"
         assert page.complaints == []
     finally:
         assert server.stop(10)
