@@ -86,7 +86,7 @@ def job(
     ("layout", "settings"),
     [
         (SMALL, {"exchange": "chain"}),
-        (SMALL, {"exchange": "direct", "optimizer": flexd.Adam(weight_decay=0.1)}),
+        pytest.param(SMALL, {"exchange": "direct", "optimizer": flexd.Adam(weight_decay=0.1)}, marks=pytest.mark.long),
         pytest.param(SMALL, {"exchange": "direct_no_dedup", "optimizer": flexd.SGD(lr=0.1)}, marks=pytest.mark.long),
         pytest.param(SMALL, {"comm_dtype": "bfloat16", "optimizer": flexd.RowWiseAdam()}, marks=pytest.mark.long),
         pytest.param(

@@ -123,6 +123,7 @@ def test_training_resumes_bit_for_bit(optimizer: RowOptimizer) -> None:
     assert torch.equal(train(second, range(6, 12)), straight)
 
 
+@pytest.mark.long
 def test_small_updates_train_a_half_precision_table() -> None:
     """Rounding to the nearest stops where lr * gradient is half a unit in the last place."""
     ends = {}

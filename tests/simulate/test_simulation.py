@@ -70,6 +70,7 @@ def test_no_placement_beats_the_bound_and_newer_counts_beat_older_ones() -> None
     assert any("every single step" in line for line in summary["words"])
 
 
+@pytest.mark.long
 def test_copies_are_worth_more_where_a_step_has_several_passes() -> None:
     saved, rows = [], []
     for micro_batches in (1, 4):
@@ -158,6 +159,7 @@ def test_large_latencies_replicate_nothing_and_the_words_say_why() -> None:
     assert "--scale" in words
 
 
+@pytest.mark.long
 def test_a_direct_exchange_is_priced_over_all_ranks_of_its_layout_only() -> None:
     slow = CollectiveCurve(1.0, ((1.0, 1e6),))
 

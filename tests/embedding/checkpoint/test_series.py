@@ -68,7 +68,7 @@ def test_every_checkpoint_of_a_series_is_loaded_bit_for_bit_by_any_ranks(
         check(result, saves)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.one_of(

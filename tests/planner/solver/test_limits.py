@@ -96,7 +96,7 @@ cases = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(cases)
 def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> None:
     layout, rng, rows = case["layout"], np.random.default_rng(case["seed"]), 30
