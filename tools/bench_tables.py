@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torchrec_peer
+import torchrec_planner
 from bench_report import check, ending
 from planner_problems import made_up_tables, problem_of
 
@@ -31,6 +33,7 @@ from flexd.planner.model.workload import ACCESSES, STATISTICS
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
 from flexd.planner.tables.options import HomeKind, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
+from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
 from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.planner.tables.table_work import TableWork
@@ -144,6 +147,24 @@ def compare(title: str, tables: Sequence[ListedTable], layout: RankLayout, evalu
     }  # fmt: skip
 
 
+def compare_in_torchrec(title: str, tables: Sequence[ListedTable], layout: RankLayout) -> Figures:
+    """Plans for TorchRec's exchange: all row-wise, its own planner's (if installed) and that of ``flexd shard``."""
+    cluster, statistics = load_preset(PRESET), TableStatistics(SKEW, dtype="float16")
+    started = time.process_time()
+    mine = shard_tables(tables, layout, cluster, RANK_MEMORY_BYTES, statistics)
+    seconds = time.process_time() - started
+    rows = [
+        {"strategy": "row-wise", "milliseconds": mine.placement.spread_seconds * 1e3, "plan_seconds": 0.0},
+        {"strategy": "flexd shard", "milliseconds": mine.placement.seconds * 1e3, "plan_seconds": seconds},
+    ]
+    if torchrec_peer.missing() is None:
+        own, seconds = torchrec_planner.planned(tables, layout, RANK_MEMORY_BYTES)
+        priced = listed_seconds(own, layout, cluster, statistics)
+        assert priced is not None
+        rows.append({"strategy": "TorchRec's planner", "milliseconds": priced * 1e3, "plan_seconds": seconds})
+    return {"name": title, "tables": len(tables), "ranks": layout.world_size, "strategies": rows}
+
+
 def better_of(options: TableOptions, layout: RankLayout, work: TableWork, of: tuple[int, int]) -> np.ndarray:
     """Of two options that load all ranks alike the one of less time, by table."""
     seconds = options.mean(options.loads, layout) @ options.axis_seconds
@@ -188,6 +209,10 @@ def show(figures: Figures) -> None:
                 f"{row['inter_node_megabytes']:12,.0f}{row['memory_gigabytes']:8.1f}{row['plan_seconds']:9.2f}{end}"
             )
         print("  flexd chose " + ", ".join(f"{count} {name}" for name, count in case["chosen"].items() if count))
+    for case in figures["torchrec"]:
+        print(f"\n{case['name']}, in TorchRec's exchange: {case['tables']} tables on {case['ranks']} ranks")
+        for row in case["strategies"]:
+            print(f"  {row['strategy']:28}{row['milliseconds']:12.2f} ms{row['plan_seconds']:9.2f} s to plan")
     for one in figures["large"]:
         print(
             f"\n{one['tables']:,} tables, {one['rows']:.2g} rows, {one['ranks']:,} ranks: planned in "
@@ -205,16 +230,20 @@ def main() -> int:
     listed = read_tables(options.tables) if options.tables else made_up_tables()
     pooled = [table for table in listed if table.bags > 0]
     rng = np.random.default_rng(0)
-    cases = []
+    cases: list[Figures] = []
+    in_torchrec: list[Figures] = []
     for count, layout in ((50, RankLayout(1, 4)), (100, RankLayout(1, 8)), (200, RankLayout(2, 8))):
         drawn = [replace(pooled[at]) for at in np.sort(rng.choice(len(pooled), count, replace=False)).tolist()]
         cases.append(compare(f"{count} pooled tables, drawn", drawn, layout))
+        if not (options.quick and in_torchrec):
+            in_torchrec.append(compare_in_torchrec(f"{count} pooled tables, drawn", drawn, layout))
     if not options.quick or options.tables:
         cases.append(compare("the pooled tables of the list", pooled, RankLayout(12, 8)))
         cases.append(compare("the whole list", listed, RankLayout(12, 8)))
     scale = [(500, 8)] if options.quick else [(2500, 128), (5000, 128), (10_000, 128)]
     figures = {
         "cases": cases,
+        "torchrec": in_torchrec,
         "large": [large(*one) for one in scale],
         "peak_gibibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
@@ -230,6 +259,10 @@ def checks(figures: Figures, *, quick: bool) -> list[Figures]:
         named.pop("flexd, whole tables only", None)
         ratio = mine / min(row["milliseconds"] for row in named.values())
         result.append(check(f"{case['name']}: flexd over the best peer", ratio, "<= 1", ratio <= 1))
+    for case in figures["torchrec"]:
+        priced = {row["strategy"]: row["milliseconds"] for row in case["strategies"]}
+        ratio = priced.pop("flexd shard") / min(priced.values())
+        result.append(check(f"{case['name']}: flexd shard over the best peer", ratio, "<= 1", ratio <= 1))
     peak, largest = figures["peak_gibibytes"], figures["large"][-1]
     result.append(check("peak memory, GiB", peak, "< 4", peak < 4))
     if not quick:

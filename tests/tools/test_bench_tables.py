@@ -27,6 +27,17 @@ def test_flexd_is_no_slower_than_any_strategy(case):
 
 def test_a_slower_flexd_is_reported(case):
     slower = [row | {"milliseconds": 1e9} if row["strategy"] == "flexd" else row for row in case["strategies"]]
-    figures = {"cases": [case | {"strategies": slower}], "large": [{}], "peak_gibibytes": 0.1}
+    figures = {"cases": [case | {"strategies": slower}], "torchrec": [], "large": [{}], "peak_gibibytes": 0.1}
     found = bench_tables.checks(figures, quick=True)
     assert [entry["ok"] for entry in found] == [False, True]
+
+
+def test_torchrecs_own_planner_is_a_row_in_its_exchange():
+    pytest.importorskip("torchrec")
+    tables = [table for table in made_up_tables(6) if table.bags > 0]
+    found = bench_tables.compare_in_torchrec("small", tables, RankLayout(2, 2))
+    priced = {row["strategy"]: row["milliseconds"] for row in found["strategies"]}
+    assert priced.keys() == {"row-wise", "flexd shard", "TorchRec's planner"}
+    assert priced["flexd shard"] <= min(priced.values()) * (1 + 1e-9)
+    figures = {"cases": [], "torchrec": [found], "large": [{}], "peak_gibibytes": 0.1}
+    assert bench_tables.checks(figures, quick=True)[0]["ok"]
