@@ -6,7 +6,9 @@ import os
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow import log_rows
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockBatch, BlockFile
 from flexd.embedding.store.slow.block_space import BlockSpace
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.kernel_queue import KernelQueue
@@ -228,3 +230,37 @@ def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SlowMemoryError, match="took more than"):
         slow.read(slots)
     slow.close()
+
+
+def test_of_two_writes_of_a_block_on_their_way_the_newer_is_read(tmp_path: Path) -> None:
+    log = LogRows(tmp_path / "rows", 100, 500, lambda slots: torch.zeros(len(slots), 500, dtype=torch.uint8))
+    try:
+        for value, staged in enumerate(log._staged, start=1):
+            staged.blocks, staged.written = np.array([3]), Future()
+            staged.buffer[0] = value
+        fetch = log._start_fetch(np.array([3]), log._buffers[0])
+        assert fetch.batch is None, "nothing is read from the file"
+        assert log._end_fetch(deque([fetch]))[0, 0] == 2
+    finally:
+        for staged in log._staged:
+            staged.written = None
+        log.close()
+
+
+def test_after_an_error_reads_under_way_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their buffer belongs to the next call then."""
+    log = LogRows(tmp_path / "rows", 100, 500, lambda slots: torch.zeros(len(slots), 500, dtype=torch.uint8))
+    reads: list[Future[bool]] = [Future(), Future()]
+    batches = iter([BlockBatch([read], 1, 1) for read in reads])
+    monkeypatch.setattr(log._file, "start_read", lambda blocks, out: next(batches))
+    monkeypatch.setattr(log._file, "finish", lambda batch: 1)
+    monkeypatch.setattr(log._sums, "wrong", lambda words: np.array([0]))
+    later = threading.Timer(0.3, lambda: [read.set_result(True) for read in reads])
+    later.start()
+    try:
+        with pytest.raises(SlowMemoryError, match="not what was written"):
+            list(log._fetched([np.array([1]), np.array([2])]))
+        assert all(read.done() for read in reads)
+    finally:
+        later.join()
+        log.close()
