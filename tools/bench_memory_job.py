@@ -392,7 +392,8 @@ def main() -> int:
                 held.begin(half_life=half_life, ahead="run-ahead" in way, static="static" in way, zipf=zipf)
             measured = Measurement(held, setting, load)
             answer = measured.answer(setting["warm_seconds"])
-            if setting["dense"] and way in ("all fast", "flexd, run-ahead"):
+            known = load in setting["dense_products"] or "slow_seconds" in answer  # "all fast" alone waits for nothing
+            if setting["dense"] and known and way in ("all fast", "flexd, run-ahead"):
                 products = setting["dense_products"].get(load) or products_of(COVER * answer["slow_seconds"])
                 behind = measured.answer(setting["warm_seconds"] / 4, products)
                 answer |= {"dense_products": products, "dense_step_seconds": behind["step_seconds"]}
