@@ -20,7 +20,7 @@ ROWS = (64, 40, 96, 24, 80)
 
 def model(device: str = "cpu") -> nn.Module:
     """Five pooled tables of 64 columns in ``bags``, two un-pooled ones in ``rows``, which ``train`` leaves out: their
-    dense kernels cannot exchange un-pooled rows by gloo."""
+    look-up failed on gloo ("Split sizes"), for a cause that was not found."""
     constant = partial(nn.init.constant_, val=0.1)
     with_values = {"embedding_dim": 64, "init_fn": constant}
     bags = [
