@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from flexd.planner.memory.saving import MemoryPoint
     from flexd.simulate.accesses import Accesses, RowFormat
     from flexd.simulate.advice import Advice, Prediction, Range
+    from flexd.sketch.coaccess import CoAccess
 
 
 class Now(StrEnum):
@@ -144,7 +145,7 @@ def advise(
     from flexd.simulate.accesses import RowFormat
     from flexd.simulate.advice import NOW
     from flexd.simulate.advice import advise as advise_on
-    from flexd.simulate.affinity import affinity_outlook
+    from flexd.simulate.affinity import affinity_outlook, outlook_of_samples
     from flexd.simulate.miss_curves import miss_curves
     from flexd.simulate.simulation import SimulationSettings
 
@@ -152,12 +153,13 @@ def advise(
     cluster = make_cluster(preset, topology, scale)
     row_format = RowFormat(dim, dtype.value, optimizer.value)
     accesses: Accesses
+    sampled: CoAccess | None = None
     if trace is not None:
         accesses = make_trace_accesses(
             trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
         )
     else:
-        accesses = _of_profile(
+        accesses, sampled = _of_profile(
             profile, config, seconds, layout, row_format, (batch or DRAWN_BATCH) * history, steps, seed, micro_batches
         )
     found = advise_on(
@@ -167,6 +169,8 @@ def advise(
     )  # fmt: skip
     answer, blocks = document(found), advice_blocks(found)
     affinity = affinity_outlook(accesses, layout)
+    if sampled is not None:
+        affinity = outlook_of_samples(sampled, accesses.keyspace, layout, found.simulation.accesses_per_step)
     if affinity is not None:
         answer["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
         blocks.append(Sentences("affinity", affinity.words))
@@ -185,26 +189,28 @@ def advise(
 def _of_profile(
     path: Path | None, config: Path | None, seconds: float, layout: RankLayout, row_format: RowFormat, accesses: int,
     steps: int, seed: int, micro_batches: int,
-) -> Accesses:  # fmt: skip
-    """Draw from a saved profile, or from that of the configured stream and tables."""
+) -> tuple[Accesses, CoAccess | None]:  # fmt: skip
+    """Draw from a saved profile, or from that of the configured stream and tables, of which there are samples too."""
     from flexd.simulate.accesses import ProfileAccesses
 
     if config is None:
         from flexd.sketch.profile_file import read_profile
 
         assert path is not None  # noqa: S101
-        name, found = path.stem, read_profile(path)
+        name, found, sampled = path.stem, read_profile(path), None
         tables = [row_format.table(table.table, table.rows) for table in found.tables]
     else:
         from flexd.config.tables_file import load_with_known_tables
-        from flexd.daemon.stream_sample import read_profile as read_configured
+        from flexd.daemon.stream_sample import read_source
 
         loaded = load_with_known_tables(config)
-        name, found = loaded.job, read_configured(loaded, seconds)
+        read = read_source(loaded, seconds)
+        name, found, sampled = loaded.job, read.profile, read.coaccess
         tables = list(loaded.keyspace().tables)
-    return ProfileAccesses(
+    drawn = ProfileAccesses(
         name, found, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed, micro_batches=micro_batches
     )
+    return drawn, sampled
 
 
 def document(advice: Advice) -> dict[str, Any]:

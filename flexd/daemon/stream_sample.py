@@ -14,10 +14,13 @@ from flexd.daemon import factory, state_admin
 from flexd.ingest import restore
 from flexd.ingest.ingestor import Ingestor
 from flexd.ingest.stats import IngestStats
+from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.profile import Profile
 from flexd.sketch.snapshot import SnapshotStore
 
 CLOSE_SECONDS = 20.0
+SAMPLE_BYTES = 2**26
+"""Memory for samples of rows that occur together, where the configuration states none."""
 _LOOK_SECONDS = 0.2
 
 
@@ -26,15 +29,28 @@ class StreamSample:
     """Attributes:
     profile: of what was read.
     stats: of the reading, with what was refused.
+    coaccess: training samples, with the rows that occur together; None without ``sketch.coaccess_memory_bytes``.
     """
 
     profile: Profile
     stats: IngestStats
+    coaccess: CoAccess | None = None
 
 
-def read_profile(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> Profile:
-    """Return the profile of the configured source: of a stream what ``read_sample`` reads in ``seconds``, of a tap what
-    the job's daemon had counted at its newest snapshot.
+@dataclass(frozen=True)
+class CountedSource:
+    """Attributes:
+    profile: of what was read or counted.
+    coaccess: training samples, with the rows that occur together; None if none are known.
+    """
+
+    profile: Profile
+    coaccess: CoAccess | None
+
+
+def read_source(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> CountedSource:
+    """Return what is known of the configured source: of a stream what ``read_sample`` reads in ``seconds``, with
+    samples of rows that occur together, of a tap what the job's daemon had counted at its newest snapshot.
 
     Raises:
         ConfigError: a file of options cannot be read.
@@ -42,14 +58,18 @@ def read_profile(config: Config, seconds: float, progress: Callable[[IngestStats
         SnapshotError: the source is a tap, and ``state.dir`` has no usable snapshot.
     """
     if not isinstance(config.stream.source, TapSource):
-        return read_sample(config, seconds, progress).profile
+        if not config.sketch.coaccess_memory_bytes:
+            sampling = config.sketch.model_copy(update={"coaccess_memory_bytes": SAMPLE_BYTES})
+            config = config.model_copy(update={"sketch": sampling})
+        read = read_sample(config, seconds, progress)
+        return CountedSource(read.profile, read.coaccess)
     directory = state_admin.directory_of(config) / "snapshots"
     counted = restore.read_newest(
         SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config)
     )
     if not counted.sketches.samples:
         raise StreamError(f"{counted.path}: no access was counted yet", remedy="wait until the ranks' taps have sent")
-    return counted.sketches.profile()
+    return CountedSource(counted.sketches.profile(), None)  # a tap sends no samples
 
 
 def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats], None] | None = None) -> StreamSample:
@@ -69,7 +89,7 @@ def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats]
     if isinstance(source, TapSource):
         raise ConfigError(
             "stream.source.kind tap: only the daemon of a running job receives its counts",
-            remedy="read what that daemon has counted (read_profile)",
+            remedy="read what that daemon has counted (read_source)",
         )
     if isinstance(source, KafkaSource):
         apart = source.model_copy(update={"group_id": f"{source.group_id}-advise-{new_token()}"})
@@ -81,7 +101,7 @@ def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats]
     ingestor.start()
     try:
         stats = _wait(ingestor, seconds, progress)
-        profile = ingestor.profile()
+        profile, coaccess = ingestor.profile(), ingestor.coaccess()
     finally:
         ingestor.stop(CLOSE_SECONDS)
     if not stats.accesses:
@@ -89,7 +109,7 @@ def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats]
             f"no access was read in {seconds:g} s: {stats.problem or 'the stream has no messages'}",
             remedy="check stream.source, or read for longer",
         )
-    return StreamSample(profile, stats)
+    return StreamSample(profile, stats, coaccess)
 
 
 def _wait(ingestor: Ingestor, seconds: float, progress: Callable[[IngestStats], None] | None) -> IngestStats:

@@ -1,9 +1,10 @@
-"""What homes and dealing by affinity would win on the samples of a trace."""
+"""What homes and dealing by affinity would win on the samples of a trace or of a stream."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.affinity.sampled_window import sampled_window
@@ -42,3 +43,17 @@ def affinity_outlook(accesses: Accesses, layout: RankLayout) -> AffinityOutlook 
     )  # fmt: skip
     window = sampled_window(sampled, accesses.keyspace, horizon_steps=HORIZON_STEPS, batch_samples=size)
     return AffinityOutlook.of(plan_affinity(window, layout), count)
+
+
+def outlook_of_samples(
+    sampled: CoAccess, keyspace: KeySpace, layout: RankLayout, accesses_per_step: float
+) -> AffinityOutlook | None:
+    """Return the outlook of training samples of a stream; None with one node, or without any sample.
+
+    Args:
+        accesses_per_step: of the whole job.
+    """
+    if layout.nodes < 2 or not sampled.samples:
+        return None
+    window = sampled_window(sampled, keyspace, horizon_steps=HORIZON_STEPS, accesses_per_step=accesses_per_step)
+    return AffinityOutlook.of(plan_affinity(window, layout), sampled.samples)

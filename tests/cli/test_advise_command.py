@@ -65,6 +65,24 @@ def test_a_stream_is_read_to_its_end_and_nothing_is_written(flexd_command, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_stream_of_samples_says_what_affinity_would_win(flexd_command, tmp_path: Path):
+    log, rng = FileLogSink(tmp_path / "log", "p0"), np.random.default_rng(0)
+    for number in range(20):
+        group = rng.integers(0, 30, (64, 1))
+        rows = (group * 100 + rng.integers(0, 100, (64, 16))).reshape(-1)
+        lengths = np.full(64, 16, dtype=np.int32)
+        log.send(encode_arrow([AccessBatch("item", rows, 0, 1.7e9 + number, sequence_lengths=lengths)]))
+    log.close()
+    file = configured(tmp_path, {"kind": "file_log", "path": str(tmp_path / "log")})
+    done = flexd_command("advise", "--step-ms", 5, "-c", file, "--scale", 1000, *SMALL, "-o", "json")
+    assert done.returncode == 0, done.stderr
+    affinity = json.loads(done.stdout)["affinity"]
+    assert affinity["samples"] == 20 * 64
+    assert affinity["batch_samples"] == 4 * 16 * 4 // 16
+    assert affinity["loader"]["expected"] < affinity["dealing_loader"]["expected"] < 1
+    assert affinity["words"][0].startswith("With homes and dealing by affinity")
+
+
 def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, tmp_path: Path):
     file = configured(tmp_path, {"kind": "tap"})
     state = {"state": {"dir": str(tmp_path / "state")}}
