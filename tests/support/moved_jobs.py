@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from bench_dispatch import Counting
 
 import flexd
 from flexd.affinity import NodeSampler
@@ -82,6 +84,21 @@ def read_by_loader(rank: int) -> list[list[int]]:
     found = [before, next(begun), next(iter(sampler))]
     collection.close()
     return found
+
+
+def launches_and_waits(rank: int, moves: bool) -> tuple[int, int]:
+    """Return what a step launches on an accelerator, and how often the host waits."""
+    with mock.patch("flexd.embedding.devices.in_host_memory", return_value=False):
+        collection = made()
+        if moves:
+            move_to_the_other_node(collection, np.arange(0, 2 * ROWS, 3))
+        for _ in range(2):
+            train(collection)
+        counting = Counting(lines=False)
+        with counting, counting.host_reads():
+            train(collection)
+        collection.close()
+    return counting.launches.total(), counting.waits.total()
 
 
 def crossing_bytes(rank: int, moves: bool) -> int:

@@ -76,6 +76,15 @@ def test_samples_are_dealt_by_where_rows_are(ranks: Ranks) -> None:
     assert pool.run("moved_jobs:crossing_bytes", True) == [0, 0]
 
 
+def test_the_host_waits_for_nothing_more_where_rows_have_moved(ranks: Ranks) -> None:
+    pool = ranks(2)
+    for still, moved in zip(
+        pool.run("moved_jobs:launches_and_waits", False), pool.run("moved_jobs:launches_and_waits", True), strict=True
+    ):
+        assert moved[1] == still[1]
+        assert still[0] < moved[0] <= still[0] + 2 * 22, "22 kernels a station, whatever the tables"
+
+
 def test_a_loader_deals_by_where_rows_are_when_it_begins(ranks: Ranks) -> None:
     """Ranks that see a chunk at different times of an iteration would read samples twice, or not at all."""
     for rank, (before, begun_before, after) in enumerate(ranks(2).run("moved_jobs:read_by_loader")):
