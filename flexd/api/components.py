@@ -86,7 +86,12 @@ class Components:
                     self.coordinator.live(), control, self.coordinator.channel_counters(), planning.cluster.name
                 ),
                 "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
-                "training": training_status(self.training.totals(), self.training.ranks(), self.training.phases()),
+                "training": training_status(
+                    self.training.totals(),
+                    self.training.ranks(),
+                    self.training.phases(),
+                    self.training.mistakes.totals(),
+                ),
                 "slow_memory": slow_memory_status(self.slow_memory.totals(), self.keyspace.tables),
                 "prices": prices_status(planning.prices),
                 "last_plan": None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, RowsByTier
-from flexd.api.families import counter, counters, counters_by, gauge, gauges_by, summary
+from flexd.api.families import counter, counters, counters_by, gauge, gauges_by, summary, with_zeros
 from flexd.api.placement import by_metric_tier
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from flexd.operations.mistake_totals import MistakeTotal
     from flexd.operations.phase_averages import PhaseAverages
     from flexd.operations.training_monitor import RankAverages, TrainingTotals
 
@@ -44,6 +45,22 @@ class PhaseStatus(Model):
     """Collectives that leave it."""
 
 
+class MistakeStatus(Model):
+    """A kind of mistake that the ranks' trainers made."""
+
+    kind: str
+    """``row_counts``, ``copied_ids``, ``lone_save`` (``state_dict()`` on some ranks only), ``differing_seeds`` or
+    ``numpy`` (one that pyarrow refuses); ``other`` from a newer flexd."""
+    count: int
+    """Over all ranks, since the daemon started."""
+    rank: int
+    """The rank that reported the newest."""
+    text: str
+    """What it says."""
+    heard_unix_seconds: float = 0.0
+    """When the daemon received it."""
+
+
 class TrainingStatus(Model):
     """Sums over all ranks since the daemon started."""
 
@@ -62,6 +79,8 @@ class TrainingStatus(Model):
     """The newest step that any rank reported."""
     unused_prefetches: int = 0
     """Batches whose rows ``flexd.prefetch`` located ahead for nothing, because the forward pass got other objects."""
+    mistakes: tuple[MistakeStatus, ...] = ()
+    """Mistakes of the trainers by kind, the newest first."""
     exchange: str = ""
     """The exchange that the ranks use; several while it changes, empty until a rank has reported."""
     exchange_reason: str = ""
@@ -75,6 +94,7 @@ class TrainingStatus(Model):
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of training."""
         from flexd.control.protocol.report import StepPhase
+        from flexd.core.mistakes import MistakeKind
         from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 
         yield counters(
@@ -100,6 +120,10 @@ class TrainingStatus(Model):
             "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop copied their ids.",
             self.unused_prefetches,
         )
+        yield counters(
+            "flexd_training_mistakes", "Mistakes of the trainers that ranks recognised, by kind.", "kind",
+            with_zeros([kind.value for kind in MistakeKind], {each.kind: each.count for each in self.mistakes}),
+        )  # fmt: skip
         yield gauges_by(
             "flexd_training_exchange", "1 for the exchange that the ranks use, and why they do.",
             ("exchange", "reason"), {(self.exchange, self.exchange_reason): 1.0} if self.exchange else {},
@@ -129,7 +153,10 @@ class TrainingStatus(Model):
 
 
 def training_status(
-    totals: TrainingTotals, ranks: Mapping[int, RankAverages], phases: PhaseAverages | None
+    totals: TrainingTotals,
+    ranks: Mapping[int, RankAverages],
+    phases: PhaseAverages | None,
+    mistakes: Sequence[MistakeTotal] = (),
 ) -> TrainingStatus:
     """Return the sums over all step reports, and the newest steps by phase.
 
@@ -142,6 +169,7 @@ def training_status(
     home, node, device = totals.accesses_by_tier
     return TrainingStatus.from_object(
         totals,
+        mistakes=tuple(MistakeStatus.from_object(each) for each in mistakes),
         accesses={"HOME": home, "NODE": node, "DEVICE": device},
         sent_bytes={kind: {link: totals.sent_bytes[kind, link] for link in LINKS} for kind in TRAFFIC_KINDS},
         exchange=", ".join(sorted({rank.exchange for rank in ranks.values() if rank.exchange})),

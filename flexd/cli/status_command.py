@@ -213,7 +213,11 @@ def _topology(status: Status) -> Facts:
                 "after features= of flexd.prefetch returned them; do it in the loader",
             )
         )
-    return Facts("topology", tuple(facts), PROBLEM | {"missing", "refused", "not used ahead"})
+    facts += [
+        ("mistake", f"{mistake.kind}, {units.count(mistake.count)} times, on rank {mistake.rank}: {mistake.text}")
+        for mistake in status.training.mistakes
+    ]
+    return Facts("topology", tuple(facts), PROBLEM | {"missing", "refused", "not used ahead", "mistake"})
 
 
 def _placement(status: Status) -> Facts:

@@ -306,6 +306,8 @@ class Daemon:
 
     def _take_report(self, rank: int, report: StepReport) -> None:
         self._training.add(rank, report)
+        if report.steps == 0:  # of a mistake alone
+            return
         self._slow_memory.add(report)
         self._prices.add(rank, report)
         self._pacing.add(report)

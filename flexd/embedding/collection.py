@@ -17,6 +17,7 @@ from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.mistakes import MISTAKES, MistakeKind
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
@@ -35,6 +36,7 @@ from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 
+_NAMED_TABLES = 5
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, a dense tensor, or (values, offsets)."""
 
@@ -197,7 +199,7 @@ class EmbeddingCollection(TableAccess):
         self.rank = self._groups.rank
         with self.traffic.uncounted():
             settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
-            self._check_same_everywhere([*settings, self._seed, row_optimizer])
+            self._check_same_everywhere([*settings, row_optimizer])
         by_sums = [table for table in self.tables if getattr(table, "answer", "rows") == "sums"]
         if by_sums and not self.pools:  # known to be so on every rank
             raise EmbeddingError(
@@ -397,16 +399,25 @@ class EmbeddingCollection(TableAccess):
 
     def _check_same_everywhere(self, settings: list[object]) -> None:
         """Collective. Refuse settings that differ between ranks: they would deadlock or make replicas differ."""
-        digests = [self.keyspace.digest, hashlib.sha256(repr((settings, self.tables)).encode()).hexdigest()]
-        mine = torch.tensor([int(digest[:15], 16) for digest in digests], dtype=torch.int64, device=self.device)
-        tables, others = self._groups.world.all_gather(mine).T.tolist()
-        for subject, everyone in (("tables", tables), ("settings", others)):
+        rows = [(table.name, table.rows) for table in self.tables]
+        parts = [repr(rows), self.keyspace.digest, repr(self._seed), repr((settings, self.tables))]
+        digests = [int(hashlib.sha256(part.encode()).hexdigest()[:15], 16) for part in parts]
+        mine = torch.tensor(digests, dtype=torch.int64, device=self.device)
+        subjects = {
+            "names or row counts of tables": (MistakeKind.ROW_COUNTS, f"here {_some_rows(rows)}"),
+            "tables": (None, ""),
+            "seeds": (MistakeKind.DIFFERING_SEEDS, f"here seed={self._seed}"),
+            "settings": (None, ""),
+        }
+        for (subject, (kind, here)), everyone in zip(
+            subjects.items(), self._groups.world.all_gather(mine).T.tolist(), strict=True
+        ):
             odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
             if odd:
-                raise TopologyError(
-                    f"ranks {odd} have other {subject} than rank 0",
-                    remedy="construct the collection with the same arguments on every rank",
-                )
+                text = f"ranks {odd} have other {subject} than rank 0" + (f", {here}" if here else "")
+                if kind is not None:
+                    MISTAKES.note(kind, text)
+                raise TopologyError(text, remedy="construct the collection with the same arguments on every rank")
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -487,3 +498,8 @@ class EmbeddingCollection(TableAccess):
     def memory(self) -> RankMemory:
         """Return the current bytes and upper bounds of this rank, by part. Not collective."""
         return self.engine.memory()
+
+
+def _some_rows(rows: Sequence[tuple[str, int]]) -> str:
+    more = f" and {len(rows) - _NAMED_TABLES} more" if len(rows) > _NAMED_TABLES else ""
+    return ", ".join(f"{name!r} with {number} rows" for name, number in rows[:_NAMED_TABLES]) + more

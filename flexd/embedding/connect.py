@@ -13,6 +13,7 @@ from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.control.protocol.report import PhaseReport, RankIdentity, SlowMemoryReport, StepReport
 from flexd.core.errors import ConfigError
+from flexd.core.mistakes import MISTAKES
 from flexd.core.secrets import KeyFile
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -49,14 +50,26 @@ class Connection:
         self._slow_memory_at = self._last_step_at
         collection.phases.drain()
         collection.engine.after_step = self._report
+        MISTAKES.add_listener(self._report_mistake)
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Send pending reports and the tap's counts, and stop the agent's thread, within the deadline."""
         deadline = time.monotonic() + timeout_seconds
         self._collection.engine.after_step = None
+        MISTAKES.remove_listener(self._report_mistake)
         if self.tap is not None and not self.tap.close(timeout_seconds * _TAP_SHARE):
             logger.warning("rank %d: the daemon did not acknowledge all counts of the tap", self._collection.rank)
         self.agent.stop(deadline - time.monotonic())
+
+    def _report_mistake(self) -> None:
+        """Report at once: the step of a mistake may not end."""
+        collection = self._collection
+        self.agent.report(
+            StepReport(
+                collection.steps, 0, collection.placement_version, collection.engine.migrator.digest, 0.0, 0.0,
+                (0, 0, 0), exchange=collection.exchange, mistakes=MISTAKES.reports(),
+            )
+        )  # fmt: skip
 
     def _report(self) -> None:
         collection = self._collection
@@ -99,6 +112,7 @@ class Connection:
                 phase_steps=phase_steps,
                 cover_seconds=cover_seconds,
                 slow_memory=slow_memory,
+                mistakes=MISTAKES.reports(),
             )
         )
         self._last_unused = unused

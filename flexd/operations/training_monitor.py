@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from flexd.control.protocol.report import StepReport
 from flexd.operations.measured_exposure import differs, exposure
+from flexd.operations.mistake_totals import MistakeTotals
 from flexd.operations.phase_averages import RECENT_STEPS, PhaseAverages, mean_phases
 from flexd.operations.step_times import StepTimes
 from flexd.operations.traffic_timeline import TrafficTimeline
@@ -118,6 +119,7 @@ class TrainingMonitor:
     Attributes:
         timeline: recent traffic in intervals.
         step_times: step seconds by placement version, of the present topology generation.
+        mistakes: of the ranks' trainers, since the daemon started.
     """
 
     def __init__(self) -> None:
@@ -126,10 +128,14 @@ class TrainingMonitor:
         self._exposed: Exposed | None = None
         self.timeline = TrafficTimeline()
         self.step_times = StepTimes()
+        self.mistakes = MistakeTotals()
         self._totals = TrainingTotals(sent_bytes={(kind, link): 0 for kind in TRAFFIC_KINDS for link in LINKS})
 
     def add(self, rank: int, report: StepReport) -> None:
         """Add one report. A rank's look-ups are summed over tiers and averaged with exponential weights."""
+        self.mistakes.add(rank, report.mistakes)
+        if report.steps == 0:  # of a mistake alone
+            return
         self.timeline.add(report)
         self.step_times.add(rank, report)
         with self._lock:

@@ -38,3 +38,14 @@ def test_a_pyarrow_that_refuses_this_numpy_is_named_with_what_to_install(tmp_pat
     assert done.returncode == 1
     assert refusal in done.stderr
     assert "pip install 'flexd[publisher]'" in done.stderr
+    code = (
+        "import contextlib, flexd; from flexd.core.mistakes import MISTAKES\n"
+        "with contextlib.suppress(Exception): flexd.Publisher\n"
+        "print([(each.kind, each.text) for each in MISTAKES.reports()])"
+    )
+    noted = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+    )  # fmt: skip
+    assert "('numpy'," in noted.stdout, "a daemon that the rank connects to shows it"
+    assert refusal in noted.stdout

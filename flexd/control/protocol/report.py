@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from flexd.core.keyspace import TableSpec
+from flexd.core.mistakes import MistakeReport
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,7 @@ class StepReport:
         phase_steps: steps summed in ``phases``; other ones than ``steps``, because phases are measured with a delay.
         cover_seconds: compute that could cover collectives beside the training thread, in these steps.
         slow_memory: what slow memory did; None where all rows are in fast memory, and in most reports.
+        mistakes: those that the process has noted since it began, by kind.
     """
 
     step: int
@@ -222,6 +224,7 @@ class StepReport:
     phase_steps: int = 0
     cover_seconds: float = 0.0
     slow_memory: SlowMemoryReport | None = None
+    mistakes: tuple[MistakeReport, ...] = ()
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
@@ -238,6 +241,7 @@ def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
         "exchange_reason",
         "phases",
         "slow_memory",
+        "mistakes",
     }
     sums = {
         item.name: getattr(older, item.name) + getattr(newer, item.name)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from itertools import count
 
 from flexd.core.errors import CollectiveError
+from flexd.core.mistakes import MISTAKES, MistakeKind
 from flexd.embedding.exchange.bounded_store import BoundedStore, Store
 from flexd.embedding.exchange.process_groups import ChainGroups
 
@@ -67,6 +68,7 @@ class LoneSaves:
     def after_look_up(self, place: str) -> None:
         """Warn, once, if a rank did not call ``state_dict()`` where this rank did, before the look-up."""
         if place and not self._warned and (missing := self._missing(place)):
+            self._note(missing)
             self._warned = True  # the dense part may be all that is wanted of it
             logger.warning(
                 "rank %d: state_dict() was called here and not on ranks %s: %s - %s (for the dense part alone it is "
@@ -90,11 +92,15 @@ class LoneSaves:
                 f"{waited:.0f} s; {self._text}"
             )
             if waited >= self._timeout_seconds:
+                self._note(missing)
                 raise CollectiveError(text, remedy=REMEDY)
             if waited >= min(_WARNING_SECONDS, self._timeout_seconds / 2) and not warned:
                 warned = True
                 logger.warning("%s - %s", text, REMEDY)
             time.sleep(_POLL_SECONDS)
+
+    def _note(self, missing: list[int]) -> None:
+        MISTAKES.note(MistakeKind.LONE_SAVE, f"state_dict() was called on rank {self._rank} and not on ranks {missing}")
 
     def _missing(self, place: str) -> list[int]:
         def find(store: Store) -> list[int]:

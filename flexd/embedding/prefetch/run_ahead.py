@@ -43,6 +43,7 @@ import torch
 
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
+from flexd.core.mistakes import MISTAKES, MistakeKind
 from flexd.embedding import devices
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
@@ -419,6 +420,9 @@ class RunAhead(StepHooks):
         if not unused:
             return
         self.unused_batches += 1
+        MISTAKES.note(
+            MistakeKind.COPIED_IDS, "ids were copied or moved after features= of flexd.prefetch returned them"
+        )
         if self.unused_batches == 1:
             logger.warning(
                 "rank %d: the rows of a prefetched batch were located twice: the forward pass got other objects than "

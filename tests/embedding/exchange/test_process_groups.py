@@ -60,8 +60,8 @@ OTHER = [EmbeddingTable("item", 65, 2)]
 @pytest.mark.parametrize(
     ("arguments", "cause"),
     [
-        ([{}, {}, {"tables": OTHER}, {}], "ranks [2] have other tables than rank 0"),
-        ([{"tables": OTHER}, {}, {}, {}], "ranks [1, 2, 3] have other tables than rank 0"),
+        ([{}, {}, {"tables": OTHER}, {}], "ranks [2] have other names or row counts of tables than rank 0"),
+        ([{"tables": OTHER}, {}, {}, {}], "ranks [1, 2, 3] have other names or row counts of tables"),
         ([{}, {"exchange": "direct"}, {}, {}], "ranks [1] have other settings than rank 0"),
         ([{}, {"replica_sums": "home"}, {}, {}], "ranks [1] have other settings than rank 0"),
         ([{}, {}, {"max_migration_bytes_per_step": 1}, {}], "ranks [2] have other settings"),

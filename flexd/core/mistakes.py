@@ -1,0 +1,87 @@
+"""Mistakes of trainers that flexd recognises, noted in the process of a rank and reported to the daemon."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+MAX_TEXT = 400
+"""Characters of a text that are kept."""
+
+
+class MistakeKind(StrEnum):
+    """What a trainer did wrong."""
+
+    ROW_COUNTS = "row_counts"
+    """Tables or loaded values have other row counts than on another rank, or than the table."""
+    COPIED_IDS = "copied_ids"
+    """The loop copied the ids that ``flexd.prefetch`` had located, so that they were located again."""
+    LONE_SAVE = "lone_save"
+    """``state_dict()`` was called on some ranks only."""
+    DIFFERING_SEEDS = "differing_seeds"
+    """Ranks have other seeds, or gave other values for the same rows."""
+    NUMPY = "numpy"
+    """The installed pyarrow does not load with the installed numpy."""
+
+
+@dataclass(frozen=True)
+class MistakeReport:
+    """What one process of a rank has noted of one kind.
+
+    Attributes:
+        kind: value of ``MistakeKind``; a rank of another version may have others.
+        count: since the process began.
+        text: the newest message.
+        first_unix_seconds: time of the first one, by which a daemon knows a process again.
+    """
+
+    kind: str
+    count: int
+    text: str
+    first_unix_seconds: float
+
+
+class MistakeLog:
+    """Counts mistakes by kind. Thread-safe.
+
+    Args:
+        clock: Unix seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._noted: dict[MistakeKind, MistakeReport] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def note(self, kind: MistakeKind, text: str) -> None:
+        """Count a mistake, and call the listeners."""
+        with self._lock:
+            before = self._noted.get(kind)
+            first = self._clock() if before is None else before.first_unix_seconds
+            count = 1 if before is None else before.count + 1
+            self._noted[kind] = MistakeReport(kind.value, count, text[:MAX_TEXT], first)
+            listeners = tuple(self._listeners)
+        for listener in listeners:
+            listener()
+
+    def reports(self) -> tuple[MistakeReport, ...]:
+        """Return what was noted, one report a kind."""
+        with self._lock:
+            return tuple(self._noted.values())
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        with self._lock:
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: Callable[[], None]) -> None:
+        with self._lock:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+
+MISTAKES = MistakeLog()
+"""Of this process."""
