@@ -72,5 +72,5 @@ def slots_of_copies(topology: LiveTopology, settings: PlannerConfig) -> list[int
 
 def slots_of_moves(topology: LiveTopology, settings: PlannerConfig) -> list[int]:
     """Return the replica slots of each dim-group that are kept for rows that move."""
-    share = settings.moved_slots_share if topology.layout.nodes > 1 else 0.0
+    share = settings.moved_slots_share if topology.moves_rows and topology.layout.nodes > 1 else 0.0
     return [int(share * slots) for slots in topology.replica_slots]

@@ -77,7 +77,9 @@ def write_second_tree(directory: Path) -> Path:
     shutil.copytree(ROOT / "flexd", directory / "flexd", ignore=_unfinished)
     _replace(directory / "flexd/control/protocol/versions.py", {
         f"VERSION = {versions.VERSION}\n": f"VERSION = {VERSION}\n",
-        "FEATURES: frozenset[str] = frozenset()": f'FEATURES: frozenset[str] = frozenset({{"{FEATURE}"}})',
+        "FEATURES: frozenset[str] = frozenset({MOVED_ROWS})": (
+            f'FEATURES: frozenset[str] = frozenset({{MOVED_ROWS, "{FEATURE}"}})'
+        ),
     })  # fmt: skip
     messages = directory / _MESSAGES
     _add_field(messages, _messages(messages), f"{ADDED}: tuple[int, ...] = (1, 2)")

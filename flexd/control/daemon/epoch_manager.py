@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -46,6 +47,7 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.rows import Bytes
+from flexd.control.protocol.versions import MOVED_ROWS
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
@@ -403,14 +405,13 @@ class EpochManager:
         self.reason = reason
         live = self.live
         if live is not None and (live.ready or live.reason != reason):
-            self.live = LiveTopology(
-                live.generation, live.attempt, live.layout, live.replica_slots, ready=False, reason=reason
-            )
+            self.live = replace(live, ready=False, reason=reason)
 
     def _publish_live(self, topology: Topology, ready: bool) -> None:
         self.live = LiveTopology(
-            self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason
-        )
+            self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason,
+            self._hosting.channels.all_have(MOVED_ROWS),
+        )  # fmt: skip
 
     def _refused_count(self, kind: str) -> int:
         return self._receiver.refused[kind] + (0 if self._hosted is None else self._hosted.tap.refused[kind])

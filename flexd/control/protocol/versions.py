@@ -11,8 +11,10 @@ VERSION = 1
 """Raised when the schema of a message changes in any way; ``tests/control/protocol/wire`` has each version's schema."""
 MIN_VERSION = max(1, VERSION - 1)
 """A peer of the previous version is served; a peer of the next one serves this version."""
-FEATURES: frozenset[str] = frozenset()
-"""Abilities of this version that a peer of the same version may lack. None so far."""
+MOVED_ROWS = "moved_rows"
+"""Ranks apply chunks that move rows to other nodes than their homes."""
+FEATURES: frozenset[str] = frozenset({MOVED_ROWS})
+"""Abilities of this version that a peer of the same version may lack."""
 MAX_FEATURES = 32
 """Features of a peer beyond this number are dropped."""
 

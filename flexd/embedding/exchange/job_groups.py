@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -136,6 +136,8 @@ class JobGroups:
         return f"flexd/{JobGroups.number}"
 
 
+_GROUP_NAME: Any = getattr(distributed_c10d, "GroupName", str)
+"""Torch 2.13 has a type for it, 2.8 takes a string."""
 _present = [JobGroups()]
 
 
@@ -163,7 +165,7 @@ def new_subgroup(ranks: Sequence[int], name: str, timeout: timedelta | None) -> 
         list(ranks),
         dist.Backend(backend),
         store,
-        distributed_c10d.GroupName(name),
+        _GROUP_NAME(name),
         timeout=timeout or distributed_c10d._get_default_timeout(dist.Backend(backend)),
         device_id=default.bound_device_id,
     )

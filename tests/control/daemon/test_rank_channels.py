@@ -46,6 +46,19 @@ def channels(timeout_seconds: float = 15.0) -> tuple[RankChannels, _Server]:
     return RankChannels(cast(ChannelServer, server), DaemonNotice("job", "i", "digest", 0), timeout_seconds), server
 
 
+def test_a_feature_is_used_only_if_all_ranks_have_it() -> None:
+    made, server = channels()
+    server.events = [Opened(peer, 1, frozenset({"a", "b"} if peer else {"a"}), "127.0.0.1") for peer in range(3)]
+    made.receive(10, 0.0)
+    for peer in (0, 1):
+        made.register(peer, hello(peer, 2))
+    assert made.all_have("a")
+    assert not made.all_have("b"), "rank 0 is of an older release"
+    server.events = [Closed(0, "left")]
+    made.receive(10, 0.0)
+    assert made.all_have("b")
+
+
 def test_no_message_of_an_epoch_grows_with_the_ranks() -> None:
     made, server = channels()
     hellos = tuple(map(hello, range(RANKS)))
