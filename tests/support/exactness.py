@@ -329,7 +329,11 @@ def train(rank: int, scenario: Scenario) -> dict[str, object]:
 def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
     """Return losses by rank and the final tables of plain nn.Embedding tables in this process."""
     specs = {table.name: table for table in tables_of(scenario)}
-    plain_tables = [replace(spec, homes="all") for spec in specs.values()]
+    # Of initial values alone: rows without homes of their own and without an answer.
+    plain_tables = [
+        EmbeddingTable(spec.name, spec.rows, spec.dim, dtype=spec.dtype, init_scale=spec.init_scale)
+        for spec in specs.values()
+    ]
     reference = EmbeddingCollection(plain_tables, layout=RankLayout(1, 1), seed=scenario.seed)
     tables = {name: nn.Embedding.from_pretrained(reference.initial_table(name), freeze=False) for name in specs}
     table_of = {"history": "item", "target": "item", "shop": "shop"}
