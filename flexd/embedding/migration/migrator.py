@@ -157,8 +157,7 @@ class Migrator:
 
     def nodes_of(self, addresses: Int64Array) -> Int64Array:
         """Return int64 [n], the nodes in which rows live, in the applied placement; not while it changes."""
-        homes = self._layout.home_node(addresses)
-        return self._directory.moved.nodes_of(addresses, homes, self._layout.node_of(self._groups.rank))
+        return self._directory.moved.nodes_of(addresses, self._layout.home_node(addresses))
 
     def rows_at_tiers(self, keys: Int64Array, old: UInt8Array) -> BoolArray:
         """Return bool [n]: False for rows that are not at these tiers in the applied placement. Any thread.

@@ -17,6 +17,32 @@ SlotsByPeer = list[tuple[torch.Tensor, ...]]
 """Per dim-group and peer of a hop: int64 slots of the rows that the peer sends to the others."""
 
 
+def stored_rows(
+    column: RowColumn, slots: torch.Tensor, sent: Sequence[int], received: Sequence[int], repeats: int = 1
+) -> Column:
+    """Return the column that sends rows of a store's values or state as they are stored.
+
+    Args:
+        slots: int64 [n] of the rows, peer after peer; each of ``repeats`` peers gets all of them.
+    """
+    if isinstance(column, torch.Tensor):
+        source, index = column, slots
+    else:
+        source = column.index_select(0, slots)
+        index = torch.arange(len(slots), device=slots.device)
+    return Column(source, index.repeat(repeats), sent, received, source.dtype, TrafficKind.MIGRATION)
+
+
+def store_rows(column: RowColumn, slots: torch.Tensor, rows: ReceivedRows) -> None:
+    """Write the received rows of such a column to int64 [n] ``slots``, peer after peer."""
+    if not len(slots):
+        return
+    if isinstance(column, torch.Tensor):
+        rows.copy_to(column, slots)
+    else:
+        column.index_copy_(0, slots, rows.whole(column.dtype))
+
+
 class RowCarrier:
     """Carries the values and state of promoted rows in the messages of a fetch, in the dtypes of the stores.
 
@@ -43,25 +69,14 @@ class RowCarrier:
             here = of_peers[me]
             sent = [0 if peer == me else len(here) for peer in range(size)]
             received = [0 if peer == me else len(slots) for peer, slots in enumerate(of_peers)]
-            if isinstance(column, torch.Tensor):
-                source, index = column, here.repeat(size - 1)
-            else:
-                source = column.index_select(0, here)
-                index = torch.arange(len(here), device=here.device).repeat(size - 1)
-            columns.append(Column(source, index, sent, received, source.dtype, TrafficKind.MIGRATION))
+            columns.append(stored_rows(column, here, sent, received, repeats=size - 1))
         return columns
 
     def receive(self, hop: Hop, arrived: Sequence[ReceivedRows]) -> None:
         """Write the received rows of the columns of a hop to their slots."""
         me = hop.peers.index
         for (column, of_peers), rows in zip(self._kept(hop), arrived, strict=True):
-            slots = torch.cat([*of_peers[:me], *of_peers[me + 1 :]])
-            if not len(slots):
-                continue
-            if isinstance(column, torch.Tensor):
-                rows.copy_to(column, slots)
-            else:
-                column.index_copy_(0, slots, rows.whole(column.dtype))
+            store_rows(column, torch.cat([*of_peers[:me], *of_peers[me + 1 :]]), rows)
 
     def _kept(self, hop: Hop) -> list[tuple[RowColumn, tuple[torch.Tensor, ...]]]:
         """Return values and state of the dim-groups of which any peer sends rows: the same on every peer."""

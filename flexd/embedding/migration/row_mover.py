@@ -9,10 +9,10 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.layout import is_moved, nodes_of_moved
-from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.migration.row_carrier import store_rows, stored_rows
 from flexd.embedding.store.slow.tier import RowColumn
 from flexd.embedding.store.store import GroupStore
 
@@ -92,15 +92,10 @@ class RowMover:
                 written.append((number, received))
             for column in (store.rows, store.state):
                 if column.shape[1]:
-                    columns.append(_column(column, sent, send_counts, receive_counts))
+                    columns.append(stored_rows(column, sent, send_counts, receive_counts))
                     targets.append((column, received))
         for (column, to), arrived in zip(targets, self._rail.exchange(columns), strict=True):
-            if not len(to):
-                continue
-            if isinstance(column, torch.Tensor):
-                arrived.copy_to(column, to)
-            else:
-                column.index_copy_(0, to, arrived.whole(column.dtype))
+            store_rows(column, to, arrived)
         if written and self._changes_home_rows is not None:
             self._changes_home_rows(written)
 
@@ -112,12 +107,3 @@ class RowMover:
         ordered = torch.from_numpy(slots[np.argsort(peer, kind="stable")]).to(self._stores[0].rows.device)
         counts: list[int] = np.bincount(peer, minlength=self._layout.nodes).tolist()
         return ordered, counts
-
-
-def _column(column: RowColumn, sent: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> Column:
-    if isinstance(column, torch.Tensor):
-        source, index = column, sent
-    else:
-        source = column.index_select(0, sent)
-        index = torch.arange(len(sent), device=sent.device)
-    return Column(source, index, send_counts, receive_counts, source.dtype, TrafficKind.MIGRATION)

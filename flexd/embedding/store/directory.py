@@ -45,9 +45,9 @@ class Directory:
         self, groups: Sequence[DimGroup], layout: RankLayout, rank: int, max_rows: int, device: torch.device
     ) -> None:
         self.layout = layout
-        self.moved = MovedRows(groups[-1].end_key, device)
+        self.moved = MovedRows(groups[-1].end_key, layout.node_of(rank), device)
         """Not counted by ``len``, and no entries."""
-        self._rank, self._node = rank, layout.node_of(rank)
+        self._rank = rank
         self.groups = len(groups)
         self.device = device
         self._first_keys = np.array([group.first_key for group in groups], dtype=np.int64)
@@ -126,7 +126,6 @@ class Directory:
                 torch.cuda.current_stream(self.device).wait_event(self._changed)
             if len(self.moved):
                 nodes, slots = self.moved.read(keys)
-                nodes[nodes == -1] = self._node
                 tiers[nodes >= 0] = MOVED + nodes[nodes >= 0]
             if len(self) == 0:
                 return tiers, slots
@@ -195,7 +194,7 @@ class Directory:
     ) -> tuple[Int64Array, Int64Array, Int32Array, UInt8Array]:
         """Change the moved rows, and return the arguments of ``change`` without them."""
         mine = is_moved(tiers)
-        were_moved = self.moved.read(removed)[0] >= -1 if len(self.moved) else np.zeros(len(removed), np.bool_)
+        were_moved = self.moved.read(removed)[0] >= 0 if len(self.moved) else np.zeros(len(removed), np.bool_)
         if not mine.any() and not were_moved.any():
             return removed, keys, slots, tiers
         nodes = nodes_of_moved(tiers[mine])

@@ -24,9 +24,11 @@ class MovedRows:
 
     Args:
         max_address: no address is above it.
+        node: of this rank.
     """
 
-    def __init__(self, max_address: int, device: torch.device) -> None:
+    def __init__(self, max_address: int, node: int, device: torch.device) -> None:
+        self._node = node
         self._table = BucketTable(0, max_address, device)
         self._nowhere = torch.full((), NOT_MOVED, dtype=torch.int32, device=device)
         self._device = device
@@ -44,19 +46,19 @@ class MovedRows:
         return self._table.values_of(addresses, self._nowhere)
 
     def read(self, addresses: Int64Array) -> tuple[Int64Array, Int32Array]:
-        """int64 [n] addresses -> (int64 [n] nodes of the moved rows that live elsewhere, -1 of those that live here, -2
-        of rows that have not moved; int32 [n] slots of those here, else -1)."""
+        """int64 [n] addresses -> (int64 [n] nodes in which moved rows live, -1 for rows that have not moved; int32 [n]
+        slots of those that live on this rank, else -1)."""
         places = self.find(self._to_device(addresses)).cpu().numpy()
         here = (places >= 0) & (places != NOT_MOVED)
-        nodes = np.where(places < 0, -1 - places.astype(np.int64), np.where(here, -1, -2))
+        nodes = np.where(places < 0, -1 - places.astype(np.int64), np.where(here, self._node, -1))
         return nodes, np.where(here, places, np.int32(-1)).astype(np.int32)
 
-    def nodes_of(self, addresses: Int64Array, homes: Int64Array, here: int) -> Int64Array:
-        """Return int64 [n], the nodes in which rows live, given those of their ``homes``; ``here`` is this rank's."""
+    def nodes_of(self, addresses: Int64Array, homes: Int64Array) -> Int64Array:
+        """Return int64 [n], the nodes in which rows live, given those of their ``homes``."""
         if not len(self):
             return homes
         nodes, _ = self.read(addresses)
-        return np.where(nodes >= 0, nodes, np.where(nodes == -1, here, homes))
+        return np.where(nodes >= 0, nodes, homes)
 
     def addresses(self) -> Int64Array:
         """Return int64 [n] addresses of all rows, ascending. Linear in the table."""
