@@ -106,14 +106,13 @@ class AffinityMonitor:
         self, found: AffinityPlan, live: Placement, layout: RankLayout, exposed_seconds: float
     ) -> WantedMoves | None:
         """Return where rows are to live: where they are now unless the homes just learnt save ``CONTINUE_WITHIN`` more,
-        and all at home where neither wins beside dealing alone."""
+        and all at home where dealing alone sends less than either."""
         if found.ranks is None or found.placed is None or found.dealing is None:
             return None
         placed, learnt, alone = found.placed.expected, found.ranks.expected, found.dealing.expected
         if placed - learnt >= (CONTINUE_WITHIN if len(live.moved) else MIN_SAVING) and found.moves_pay():
             return WantedMoves(moved_placement(found.homes, layout), exposed_seconds * (placed - learnt))
-        # Rows that have moved stay until they win less than half of what is asked for.
-        if len(live.moved) and alone - placed >= MIN_SAVING / 2:
+        if placed <= alone:
             return WantedMoves(live.moved, 0.0)
         return WantedMoves(Placement.empty(), exposed_seconds * (placed - alone))
 

@@ -45,10 +45,12 @@ def plan_moves(
         wanted = affinity.wanted
     if room is None and not len(live.moved):
         return plan, outlook
-    moved, saved_seconds = live.moved if room is not None else Placement.empty(), 0.0
-    if wanted is not None:
-        moved, saved_seconds = wanted.moved, wanted.saved_seconds
+    stays = Placement.empty() if room is None else room.fit_placement(live.moved)
+    moved, saved_seconds = (stays, 0.0) if wanted is None else (wanted.moved, wanted.saved_seconds)
     if room is not None:
         moved = room.fit_placement(moved)
-    budgets = settings.table_budgets
-    return with_moves(plan, moved, live, keyspace, layout, topology.replica_slots, budgets, saved_seconds), outlook
+    made = with_moves(
+        plan, moved, live, keyspace, layout, topology.replica_slots, settings.table_budgets, saved_seconds,
+        live_fits=len(stays) == len(live.moved),
+    )  # fmt: skip
+    return made, outlook

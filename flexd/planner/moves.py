@@ -93,6 +93,7 @@ def with_moves(
     slots: Sequence[int | Int64Array],
     table_slots: Mapping[str, int],
     saved_seconds: float = 0.0,
+    live_fits: bool = True,
 ) -> Plan:
     """Return a plan of copies with rows that live in other nodes.
 
@@ -104,6 +105,7 @@ def with_moves(
         live: with its moved rows.
         slots, table_slots: all of them, of copies and moves: as in ``SlotBudgets``.
         saved_seconds: what the moves save a step.
+        live_fits: whether all moved rows of ``live`` may stay. If not, the plan is needed whatever it saves.
     """
     before = live.tiers_of(moved.keys)
     goes = ~is_moved(before) | (before == moved.tiers)
@@ -117,5 +119,5 @@ def with_moves(
     delta = plan_delta(live, target, gains, keyspace, layout, budgets)
     return replace(
         plan, target=target, gains=gains, delta=delta, budgets=budgets, moves_save_seconds=saved_seconds,
-        migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
+        live_fits=plan.live_fits and live_fits, migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
     )  # fmt: skip

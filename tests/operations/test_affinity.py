@@ -133,11 +133,18 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     harness.planning.affinity = None  # a daemon that has no sample yet
     assert np.array_equal(harness.propose("no sample").plan.target.moved.keys, moved.keys)
 
-    document = harness.config.model_dump() | {"planner": harness.config.planner.model_dump() | {"moved_slots_share": 0}}
-    harness.planning.apply_config(type(harness.config).model_validate(document))
-    home = harness.propose("off").plan
-    assert not len(home.target.moved)
-    assert set(moved.keys) <= set(home.delta.keys)
+    made = harness.planning
+    assert made.last_profile is not None
+    priced = [made._price(made.last_profile, each, RankLayout(2, 2)).total for each in (live, live.copies)]
+    assert priced[0] == priced[1], "drift knows copies alone"
+
+    off = {"moved_slots_share": 0, "min_saving": {"seconds": 1.0, "share": 0.9}}
+    document = harness.config.model_dump() | {"planner": harness.config.planner.model_dump() | off}
+    made.apply_config(type(harness.config).model_validate(document))
+    _, execution = harness.execute("off")
+    assert execution is not None, "rows come home whatever that saves"
+    harness.coordinator.execute(execution.migration)
+    assert not len(harness.coordinator.placement().moved)
 
 
 def test_moves_need_samples_of_rows_that_occur_together() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexd.control.protocol.report import StepReport
+from flexd.core.mistakes import MistakeReport
 from flexd.operations.training_monitor import TrainingMonitor
 
 
@@ -44,6 +45,16 @@ def test_batches_located_for_nothing_are_summed_over_ranks_and_reports() -> None
     for rank, unused in ((0, 2), (1, 3), (0, 4)):
         monitor.add(rank, replace(report(1), unused_prefetches=unused))
     assert monitor.totals().unused_prefetches == 9
+
+
+def test_a_report_of_a_mistake_alone_counts_no_step() -> None:
+    monitor = TrainingMonitor()
+    monitor.add(0, report(1))
+    before = monitor.totals(), monitor.accesses_per_step(1), monitor.step_seconds()
+    alone = MistakeReport("numpy", 1, "it is old", 10.0)
+    monitor.add(0, replace(report(1, steps=0, accesses=(0, 0, 0)), mistakes=(alone,)))
+    assert (monitor.totals(), monitor.accesses_per_step(1), monitor.step_seconds()) == before
+    assert [each.kind for each in monitor.mistakes.totals()] == ["numpy"]
 
 
 def test_the_average_follows_a_change_within_some_tens_of_steps() -> None:

@@ -31,6 +31,7 @@ class PlannedCopies:
     gains: np.ndarray
     delta: Delta
     budgets: object = None
+    live_fits: bool = True
     moves_save_seconds: float = 0.0
     migration_bytes: int = 0
 
@@ -91,6 +92,11 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
     between = is_moved(live.tiers_of(moved.keys)) & (live.tiers_of(moved.keys) != moved.tiers)
     assert np.array_equal(made.target.moved.keys, moved.keys[~between]), "a row goes to a third node by way of its home"
     assert made.moves_save_seconds == 1e-3
+    old, new = made.delta.old_tiers, made.delta.new_tiers
+    stored = np.array([16, 32, 32])[KEYSPACE.table_of(made.delta.keys)]
+    copied = np.where((new < MOVED) & (new > np.where(old < MOVED, old, 0)), 1, 0)
+    travels = copied + (old >= MOVED) + (new >= MOVED)
+    assert made.migration_bytes == (travels * stored).sum(), "to the new node, and back by way of home"
     placement, budgets = live, SlotBudgets(KEYSPACE, LAYOUT, slots)
     for chunk in made.delta.chunks(1 if len(made.delta) < 64 else 64):
         placement = placement.apply(chunk)

@@ -31,7 +31,10 @@ def made() -> EmbeddingCollection:
 
 def move_to_the_other_node(collection: EmbeddingCollection, keys: np.ndarray) -> None:
     tiers = (MOVED + 1 - LAYOUT.home_node(keys)).astype(np.uint8)
-    offer(collection, Placement.empty().delta_to(Placement.of(keys, tiers)))
+    delta = Placement.empty().delta_to(Placement.of(keys, tiers))
+    stored = 4 * 8 + 4 * 8  # values and Adagrad's state
+    assert collection.engine.migrator.copied_bytes(delta) == len(keys) * stored, "what paces chunks counts moves"
+    offer(collection, delta)
     for _ in range(2):  # to agree on the chunk, and to apply it
         look_up(collection)
     assert collection.engine.migrator.moved_rows == len(keys)

@@ -10,6 +10,7 @@ import pytest
 from flexd.control.daemon import coordinator as coordinator_module
 from flexd.control.daemon.migration import ChunkSource
 from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.protocol import versions
 from flexd.core.errors import PlacementError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
@@ -17,6 +18,17 @@ from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("features", [versions.FEATURES, frozenset()], ids=["this release", "an older one"])
+def test_ranks_say_whether_they_move_rows(
+    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, features: frozenset[str]
+) -> None:
+    monkeypatch.setattr(versions, "OWN", versions.Versions(features=features))
+    hosted = host()
+    with Ranks(hosted.port) as ranks:
+        until(hosted.ready, what=ranks.state())
+        assert hosted.coordinator.live().moves_rows == bool(features)
 
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
