@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,10 @@ import numpy as np
 import torch
 
 from flexd.control.protocol.report import StepPhase
-from flexd.core.errors import EmbeddingError, TopologyError
+from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.core.mistakes import MISTAKES, MistakeKind
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
@@ -30,13 +28,13 @@ from flexd.embedding.lookup_function import LookupFunction
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
 from flexd.embedding.routed_input import JoinedTables, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
+from flexd.embedding.same_settings import Setting, check_same_settings, rows_of_tables, seed_of_tables
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory
 from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 
-_NAMED_TABLES = 5
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, a dense tensor, or (values, offsets)."""
 
@@ -199,7 +197,13 @@ class EmbeddingCollection(TableAccess):
         self.rank = self._groups.rank
         with self.traffic.uncounted():
             settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
-            self._check_same_everywhere([*settings, row_optimizer])
+            compared = [
+                rows_of_tables([(table.name, table.rows) for table in self.tables]),
+                Setting("tables", self.keyspace.digest),
+                seed_of_tables(self._seed),
+                Setting("settings", (settings, row_optimizer, self.tables)),
+            ]
+            check_same_settings(self._groups.world, compared, self.device)
         by_sums = [table for table in self.tables if getattr(table, "answer", "rows") == "sums"]
         if by_sums and not self.pools:  # known to be so on every rank
             raise EmbeddingError(
@@ -397,28 +401,6 @@ class EmbeddingCollection(TableAccess):
             )
         return tuple(int(count) for count in slots)
 
-    def _check_same_everywhere(self, settings: list[object]) -> None:
-        """Collective. Refuse settings that differ between ranks: they would deadlock or make replicas differ."""
-        rows = [(table.name, table.rows) for table in self.tables]
-        parts = [repr(rows), self.keyspace.digest, repr(self._seed), repr((settings, self.tables))]
-        digests = [int(hashlib.sha256(part.encode()).hexdigest()[:15], 16) for part in parts]
-        mine = torch.tensor(digests, dtype=torch.int64, device=self.device)
-        subjects = {
-            "names or row counts of tables": (MistakeKind.ROW_COUNTS, f"here {_some_rows(rows)}"),
-            "tables": (None, ""),
-            "seeds": (MistakeKind.DIFFERING_SEEDS, f"here seed={self._seed}"),
-            "settings": (None, ""),
-        }
-        for (subject, (kind, here)), everyone in zip(
-            subjects.items(), self._groups.world.all_gather(mine).T.tolist(), strict=True
-        ):
-            odd = [rank for rank, digest in enumerate(everyone) if digest != everyone[0]]
-            if odd:
-                text = f"ranks {odd} have other {subject} than rank 0" + (f", {here}" if here else "")
-                if kind is not None:
-                    MISTAKES.note(kind, text)
-                raise TopologyError(text, remedy="construct the collection with the same arguments on every rank")
-
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -498,8 +480,3 @@ class EmbeddingCollection(TableAccess):
     def memory(self) -> RankMemory:
         """Return the current bytes and upper bounds of this rank, by part. Not collective."""
         return self.engine.memory()
-
-
-def _some_rows(rows: Sequence[tuple[str, int]]) -> str:
-    more = f" and {len(rows) - _NAMED_TABLES} more" if len(rows) > _NAMED_TABLES else ""
-    return ", ".join(f"{name!r} with {number} rows" for name, number in rows[:_NAMED_TABLES]) + more
