@@ -96,19 +96,29 @@ def shard(
     statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype.value, optimizer.value)
     listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
     cluster = make_cluster(preset, topology, 1.0)
-    before = listed_seconds(listed, layout, cluster, statistics)
+    listed_ranks = 1 + max((max(table.ranks, default=-1) for table in listed), default=-1)
+    # A list may come from another job: its plan is then no reason to make none.
+    before = None if listed_ranks > layout.world_size else listed_seconds(listed, layout, cluster, statistics)
     found = shard_tables(
         listed, layout, cluster, memory_gb * 1e9, statistics, without=[kind.value for kind in without or ()]
     )
     document = found.document()
     document["predicted"]["listed_step_seconds"] = before
     plan.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    emit(document | {"plan": str(plan)}, sharding_blocks(found, plan, before), output)
+    emit(document | {"plan": str(plan)}, sharding_blocks(found, plan, before, listed_ranks), output)
 
 
-def sharding_blocks(found: Sharding, plan: Path, before: float | None) -> list[Block]:
-    """Return the predicted step and the sharding of every table."""
+def sharding_blocks(found: Sharding, plan: Path, before: float | None, listed_ranks: int) -> list[Block]:
+    """Return the predicted step and the sharding of every table.
+
+    Args:
+        before: seconds of a step by the plan that the list has; None if it is not priced.
+        listed_ranks: ranks that the plan of the list needs; 0 if it has none.
+    """
     placement = found.placement
+    listed = "none" if before is None else f"{units.seconds(before)} a step by the same prices"
+    if listed_ranks > placement.layout.world_size:
+        listed = f"not priced: it is for {listed_ranks} ranks or more"
     counts = Counter(kind for kind, _ in found.chosen)
     facts = Facts(
         "",
@@ -120,7 +130,7 @@ def sharding_blocks(found: Sharding, plan: Path, before: float | None) -> list[B
                 f"{units.seconds(placement.seconds)} a step of embeddings, all row-wise "
                 f"{units.seconds(placement.spread_seconds)}, no plan under {units.seconds(placement.bound_seconds)}",
             ),
-            ("plan of the list", "none" if before is None else f"{units.seconds(before)} a step by the same prices"),
+            ("plan of the list", listed),
             ("balance", f"{placement.balance:.2f} (least over most of the ranks' seconds)"),
             ("memory", f"{units.size(float(placement.memory_bytes.max()))} on the fullest rank"),
         ),
