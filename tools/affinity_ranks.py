@@ -9,7 +9,7 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -152,70 +152,66 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
     return {"bytes": sent, "losses": losses, "dealt": dealt, "moving": moving, "step_seconds": step}
 
 
-def _rank(rank: int, port: int, work: Work, answers: Any) -> None:
-    found = _train_all(rank, work, f"tcp://127.0.0.1:{port}")
-    if rank == 0:
-        answers.put(found)
-
-
-def _train_all(rank: int, work: Work, address: str) -> list[Any]:
-    """Train in all ways; return what each rank found."""
+def _rank(rank: int, directory: Path, address: str) -> None:
+    """Train all work in all ways; rank 0 leaves what each rank found."""
+    works: list[Work] = pickle.loads((directory / "works").read_bytes())  # noqa: S301
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=address, rank=rank, world_size=work.layout.world_size, timeout=timedelta(seconds=120)
+        "gloo", init_method=address, rank=rank, world_size=works[0].layout.world_size, timeout=timedelta(seconds=120)
     )
-    mine = {way: train(rank, work, way) for way in WAYS}
-    gathered: list[Any] = [None] * work.layout.world_size
+    mine = [_train_all(rank, work) for work in works]
+    gathered: list[Any] = [None] * works[0].layout.world_size
     dist.all_gather_object(gathered, mine)
+    if rank == 0:
+        (directory / "found").write_bytes(pickle.dumps(gathered))
     dist.destroy_process_group()
-    return gathered
 
 
-def _on_cluster(work: Work, rate_mbit: float) -> list[Any]:
-    """Train on an emulated cluster; raises ClusterError."""
-    layout = work.layout
-    with tempfile.TemporaryDirectory() as directory:
-        given, found = Path(directory, "work"), Path(directory, "found")
-        given.write_bytes(pickle.dumps(work))
-        with Cluster(layout.nodes, layout.local_ranks, rate_mbit=rate_mbit, burst_kib=64, mtu=9000) as cluster:
-            wait(cluster.start([sys.executable, __file__, str(given), str(found)]), _SECONDS)
-        answers: list[Any] = pickle.loads(found.read_bytes())  # noqa: S301
-        return answers
+def _train_all(rank: int, work: Work) -> dict[str, dict[str, Any]]:
+    mine = {way: train(rank, work, way) for way in WAYS if len(work.moved) or not way.startswith("moved")}
+    # Where no row moves they are the trainings without moves.
+    return mine if len(work.moved) else mine | {"moved": mine["dealt"], "moved_loader": mine["loader"]}
 
 
-def main() -> None:
-    """One rank of ``_on_cluster``."""
-    work: Work = pickle.loads(Path(sys.argv[1]).read_bytes())  # noqa: S301
-    found = _train_all(int(os.environ["RANK"]), work, "env://")
-    if os.environ["RANK"] == "0":
-        Path(sys.argv[2]).write_bytes(pickle.dumps(found))
-
-
-def run(work: Work, rate_mbit: float | None = None) -> dict[str, Any]:
-    """Return bytes between nodes over the chain's, the largest difference of a global loss, and what dealing counted.
+def run(works: Sequence[Work], rate_mbit: float | None = None) -> list[dict[str, Any]]:
+    """Train on ranks of one job, and return the figures of each work.
 
     Args:
+        works: of one layout.
         rate_mbit: of each node's link on an emulated cluster; None: no link is limited, and no step time is returned.
 
     Raises:
         ClusterError: no cluster can be emulated here, or a rank failed.
+    """
+    layout = works[0].layout
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        (directory / "works").write_bytes(pickle.dumps(list(works)))
+        if rate_mbit is None:
+            mp.spawn(_rank, (directory, f"tcp://127.0.0.1:{free_ports(1)[0]}"), nprocs=layout.world_size)
+        else:
+            with Cluster(layout.nodes, layout.local_ranks, rate_mbit=rate_mbit, burst_kib=64, mtu=9000) as cluster:
+                wait(cluster.start([sys.executable, __file__, name]), _SECONDS * len(works))
+        by_rank = pickle.loads((directory / "found").read_bytes())  # noqa: S301
+    return [
+        figures_of(work, [of_rank[number] for of_rank in by_rank], timed=rate_mbit is not None)
+        for number, work in enumerate(works)
+    ]
+
+
+def figures_of(work: Work, by_rank: Sequence[dict[str, dict[str, Any]]], *, timed: bool) -> dict[str, Any]:
+    """Return bytes between nodes over the chain's, the largest difference of a global loss, and what dealing counted.
 
     ``dealt``, ``loader``, ``moved`` and ``moved_loader`` are over the chain without prefetch; ``dealt_over_ahead`` over
     the same loop undealt. ``moving_bytes`` are sent once, when rows move, and counted in none of them.
     """
-    if rate_mbit is None:
-        answers = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(_rank, (free_ports(1)[0], work, answers), nprocs=work.layout.world_size)
-        by_rank = answers.get()
-    else:
-        by_rank = _on_cluster(work, rate_mbit)
     steps = {way: max(of_rank[way]["step_seconds"] for of_rank in by_rank) for way in WAYS}
     sent = {way: sum(of_rank[way]["bytes"] for of_rank in by_rank) for way in WAYS}
     losses = {way: np.mean([of_rank[way]["losses"] for of_rank in by_rank], axis=0) for way in WAYS}
     totals = by_rank[0]["dealt"]["dealt"]
     return {
         "batches": work.batches,
-        "step_ms": {} if rate_mbit is None else {way: 1e3 * seconds for way, seconds in steps.items()},
+        "step_ms": {} if not timed else {way: 1e3 * seconds for way, seconds in steps.items()},
         "chain_bytes": sent["chain"],
         **{way: sent[way] / max(1, sent["chain"]) for way in WAYS[1:]},
         "dealt_over_ahead": sent["dealt"] / max(1, sent["ahead"]),
@@ -230,4 +226,4 @@ def run(work: Work, rate_mbit: float | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    _rank(int(os.environ["RANK"]), Path(sys.argv[1]), "env://")

@@ -127,10 +127,17 @@ def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64A
     return figures
 
 
-def exchanged(samples: SampleRows, batches: int, rate_mbit: float | None = None) -> dict[str, Any]:
-    """Return the figures of the real exchange. Raises ClusterError where no link can be limited."""
-    work = affinity_ranks.Work.of(samples, RankLayout(2, 2), PER_RANK, batches, WINDOW)
-    return affinity_ranks.run(work, rate_mbit)
+def exchanged(works: dict[str, tuple[SampleRows, int]], rate_mbit: float | None = None) -> dict[str, dict[str, Any]]:
+    """Return the figures of the real exchange, of samples in so many global batches, by name.
+
+    Raises:
+        ClusterError: no link can be limited here.
+    """
+    made = [
+        affinity_ranks.Work.of(samples, RankLayout(2, 2), PER_RANK, batches, WINDOW)
+        for samples, batches in works.values()
+    ]
+    return dict(zip(works, affinity_ranks.run(made, rate_mbit), strict=True))
 
 
 def checks_of_exchange(workload: str, of: dict[str, Any]) -> list[dict[str, Any]]:
@@ -185,15 +192,17 @@ def main() -> int:
     figures: dict[str, Any] = {}
     real, checks = {}, []
     if not options.no_exchange:
+        few = 8 if options.quick else 24
+        try:
+            real = exchanged(
+                {name: (samples, 24 if name == "catalogue" else few) for name, (samples, _) in made.items()},
+                options.rate_mbit,
+            )
+        except ClusterError as error:
+            print(f"no links are limited: {error}", file=sys.stderr)
+            return SKIPPED
         print(f"{'2 nodes x 2 ranks, exchanged':36s}  dealt loader samples  codes shipped  moved loader moving")
-        for workload, (samples, _) in made.items():
-            few = 8 if options.quick else 24
-            try:
-                of = exchanged(samples, 24 if workload == "catalogue" else few, options.rate_mbit)
-            except ClusterError as error:
-                print(f"no links are limited: {error}", file=sys.stderr)
-                return SKIPPED
-            real[workload] = of
+        for workload, of in real.items():
             checks += checks_of_exchange(workload, of)
             print(
                 f"{workload:36s}{of['dealt']:7.3f}{of['loader']:7.3f}{of['shipped_bytes']:8.3f}{of['id_bytes']:7.3f}"
