@@ -103,6 +103,30 @@ def sum_loads(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Arr
     return loads.of.reshape(len(work.names), len(Part), -1)
 
 
+def copy_loads(work: TableWork, layout: RankLayout) -> Float64Array:
+    """Return float64[T, 4, 16], the loads of tables that every rank has copies of: those of rows, then what is sent and
+    received inside and between nodes to sum gradients.
+
+    As rows at DEVICE in the chain (``row_bytes.chain_byte_factors``): one bit a row travels with ids and with rows,
+    gradients climb to the node owner with those of other rows, the owners of a rail all-reduce them, and the ranks of
+    a node receive the sums.
+    """
+    nodes, local = layout.nodes, layout.local_ranks
+    hop1, hop2 = (local - 1) / local, (nodes - 1) / (nodes * local)
+    with_rows = _Bytes(np.zeros((len(work.names), len(Part), len(MESSAGES), LINKS, 2)))
+    bits = work.rows * work.trained / 8
+    for message in (_IDS, _VALUES):
+        with_rows.even(message, _INTRA, bits * hop1)
+        with_rows.even(message, _INTER, bits * hop2)
+    statistics = work.statistics.T
+    with_rows.even(_GRADIENTS, _INTRA, statistics[BACK_PER_RANK] * work.wire_bytes * hop1)
+    summed = np.zeros((len(work.names), len(Part), LINKS, 2))
+    summed[:, _EVERY, _INTRA] += (statistics[ANYWHERE] * work.wire_bytes * hop1)[:, None]
+    summed[:, _EVERY, _INTER] += (2 * statistics[ANYWHERE] * work.wire_bytes * hop2)[:, None]
+    flat = (len(work.names), len(Part), -1)
+    return np.concatenate([with_rows.of.reshape(flat), summed.reshape(flat)], axis=2)
+
+
 def parts_of_bags(length: Float64Array, places: int) -> Float64Array:
     """Return float64[T]: of ``places`` equally likely places those that have any of a bag's ids, expected.
 
@@ -119,6 +143,7 @@ def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind, *, sums: b
     statistics, size = work.statistics.T, work.row_bytes
     part, ranks = {
         HomeKind.ALL: (_EVERY, world), HomeKind.NODE: (_NODE, layout.local_ranks), HomeKind.RANK: (_RANK, 1),
+        HomeKind.COPIES: (_EVERY, 1),
     }[rule]  # fmt: skip
     stored = 2 * statistics[ANYWHERE] * (size + work.state_bytes)
     accesses = statistics[ACCESSES] * size
@@ -130,6 +155,10 @@ def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind, *, sums: b
     out = np.where(work.bags > 0, work.bags * size, accesses)
     loads[:, _EVERY, 0] = accesses + out
     loads[:, _EVERY, 1] = (accesses + statistics[BACK_PER_RANK] * size) * work.trained
+    if rule is HomeKind.COPIES:
+        loads[:, _EVERY, 0] += statistics[PER_RANK] * size
+        loads[:, _EVERY, 1] += stored
+        return loads
     # The station between, and the home.
     station, share = (_RAIL, layout.local_ranks) if rule is HomeKind.RANK else (_EVERY, 1)
     loads[:, station, 0] += statistics[PER_RANK] * size * share

@@ -45,6 +45,8 @@ class Answer(StrEnum):
     """Each distinct row once; it is pooled where it is looked up."""
     SUMS = "sums"
     """The sum of the bag's rows that are there."""
+    NONE = "none"
+    """Nothing: every rank has the rows, and the sums of their gradients travel."""
 
 
 class Part(IntEnum):

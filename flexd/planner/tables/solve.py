@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -122,13 +123,17 @@ class _Solver:
         if even.any():
             even_pieces = pieces_of(self.tables, even)
             candidates += [even_pieces, self._search(even_pieces, self.tables, self.evaluations // _ROUNDINGS)]
-        bounds = []
-        for tables, fixed in self._restricted():
-            relaxed = relax(self._with_moves(tables), self.layout, self.capacity)
-            bounds.append(relaxed.bound_seconds + fixed)
-            if relaxed.shares.any() and (relaxed.shares[:, 0] < 1 - 1e-9).any():
-                candidates.append(self._rounded(tables, relaxed))
         priced = [self.seconds(pieces) for pieces in candidates]
+        relaxed = [
+            (relax(self._with_moves(t), self.layout, self.capacity), t, fixed) for t, fixed in self._restricted()
+        ]
+        relaxed.sort(key=lambda one: one[0].bound_seconds + one[2])
+        for number, (found, tables, fixed) in enumerate(relaxed):
+            if found.bound_seconds + fixed >= min(priced):
+                break
+            if found.shares.any() and (found.shares[:, 0] < 1 - 1e-9).any():
+                candidates.append(self._rounded(tables, found) if number == 0 else self._rounded_once(tables, found))
+                priced.append(self.seconds(candidates[-1]))
         best = int(np.argmin(priced))
         if not np.isfinite(priced[best]):
             raise PlanError(
@@ -144,7 +149,7 @@ class _Solver:
             self.layout,
             candidates[best],
             priced[best],
-            min(min(bounds), priced[best]),
+            min(relaxed[0][0].bound_seconds + relaxed[0][2], priced[best]),
             self.seconds(spread, check_memory=False),
             self.seconds(candidates[1], check_memory=False) if moving else None,
             flat[:-1],
@@ -172,6 +177,10 @@ class _Solver:
             near = replace(near, target=0.5 * (near.target + np.maximum(most, relaxed.target)))
         return self._search(min(rounded)[2], tables, self.evaluations)
 
+    def _rounded_once(self, tables: TableOptions, relaxed: Relaxation) -> Pieces:
+        placed = round_shares(tables, self.layout, self.capacity, relaxed)
+        return self._search(placed, tables, self.evaluations // _ROUNDINGS)
+
     def seconds(self, pieces: Pieces, *, check_memory: bool = True) -> float:
         """Return the seconds of a step, inf if memory does not suffice."""
         loads = RankLoads.of(self.tables, self.layout, self.capacity, pieces)
@@ -189,16 +198,16 @@ class _Solver:
         return loads.seconds() + float(extra.sum()) + moved + fixed
 
     def _restricted(self) -> Sequence[tuple[TableOptions, float]]:
-        """(tables with fewer options allowed, fixed seconds of what they allow)."""
+        """(tables without some of the answers that cost fixed seconds, fixed seconds of the others)."""
         fixed = {answer: seconds for answer, seconds in self.tables.answer_seconds if seconds > 0}
-        result = [(self.tables, sum(fixed.values()))]
-        for answer in fixed:
-            # A table that is held by every rank has no answer of either kind.
-            other = np.array([option.answer is not answer for option in self.tables.options])
-            allowed = self.tables.allowed & other
-            if allowed[:, 0].all():
-                rest = sum(seconds for name, seconds in fixed.items() if name is not answer)
-                result.append((replace(self.tables, allowed=allowed), rest))
+        result = []
+        for count in range(len(fixed) + 1):
+            for left_out in combinations(fixed, count):
+                kept = np.array([option.answer not in left_out for option in self.tables.options])
+                allowed = self.tables.allowed & kept
+                if allowed[:, 0].all():
+                    rest = sum(seconds for answer, seconds in fixed.items() if answer not in left_out)
+                    result.append((replace(self.tables, allowed=allowed), rest))
         return result
 
     def _with_moves(self, tables: TableOptions) -> TableOptions:

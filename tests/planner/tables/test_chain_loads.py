@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.row_bytes import EXCHANGE_PHASES, ID_BYTES, TrafficLink, chain_byte_factors
+from flexd.planner.model.row_bytes import EXCHANGE_PHASES, ID_BYTES, Phase, TrafficLink, chain_byte_factors
 from flexd.planner.model.workload import (
     ACCESSES,
     ANYWHERE,
@@ -17,8 +17,9 @@ from flexd.planner.model.workload import (
     PER_NODE,
     PER_RANK,
     STATISTICS,
+    SYNCED,
 )
-from flexd.planner.tables.chain_loads import kernel_bytes, parts_of_bags, row_loads, sum_loads
+from flexd.planner.tables.chain_loads import copy_loads, kernel_bytes, parts_of_bags, row_loads, sum_loads
 from flexd.planner.tables.options import HomeKind
 from flexd.planner.tables.table_work import TableWork
 from tests.planner.tables.cases import work_of
@@ -128,6 +129,26 @@ def test_rows_spread_over_all_ranks_cost_what_plans_say(layout):
                 np.testing.assert_allclose(loads[table, 0, at, link], bytes_[phase, of], rtol=1e-9)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_tables_that_every_rank_has_cost_what_plans_say_of_rows_at_device(layout):
+    work = work_of(0, 4, layout)
+    statistics = work.statistics.copy()
+    statistics[:, SYNCED] = work.rows
+    loads = copy_loads(work, layout)
+    assert not loads[:, 1:].any()
+    with_rows, summed = loads[:, 0, :12].reshape(4, 3, 2, 2), loads[:, 0, 12:].reshape(4, 2, 2)
+    for table in range(4):
+        factors = chain_byte_factors(layout, int(work.wire_bytes[table]))[Tier.DEVICE]
+        bytes_ = factors @ statistics[table]
+        for link, of in ((INTRA, TrafficLink.INTRA_NODE), (INTER, TrafficLink.INTER_NODE)):
+            for direction in (0, 1):
+                bits = with_rows[table, :2, link, direction].sum()
+                assert bits == pytest.approx(bytes_[Phase.SYNC_MASK, of])
+                assert with_rows[table, 2, link, direction] == pytest.approx(bytes_[Phase.BACKWARD_ROWS, of])
+                sums = bytes_[Phase.SYNC_SUMS, of] + bytes_[Phase.SYNC_ROWS, of]
+                assert summed[table, link, direction] == pytest.approx(sums)
+
+
 def test_frozen_tables_have_no_gradients():
     layout = RankLayout(2, 2)
     work = work_of(0, 4, layout)
@@ -139,6 +160,8 @@ def test_frozen_tables_have_no_gradients():
             assert not of(frozen, layout, rule).reshape(4, 4, 3, 4)[:, :, 2].any()
         for sums in (False, True):
             assert not kernel_bytes(frozen, layout, rule, sums=sums)[..., 1].any()
+    assert not copy_loads(frozen, layout).any()
+    assert not kernel_bytes(frozen, layout, HomeKind.COPIES, sums=False)[..., 1].any()
 
 
 def test_parts_of_bags():
