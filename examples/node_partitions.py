@@ -1,6 +1,6 @@
 """Send each user's samples to a partition that a rank of her node reads, so that training ships nothing.
 
-    flexd affinity learn --trace purchases.npz --nodes 2 --local-ranks 4 -o nodes.npz
+    flexd affinity users -o nodes.npz    # or, from a trace: flexd affinity learn --trace purchases.npz --nodes 2 ...
     python examples/node_partitions.py --nodes nodes.npz --local-ranks 4 --users 17 42 1001
 
 A topic has one partition for each rank: ``partition_of`` gives the producer the partition of a user, and a trainer
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.affinity import NodeMap
+from flexd.affinity import NodeMap, NodeMapFile
 
 
 def partition_of(users: npt.ArrayLike, node_map: NodeMap, local_ranks: int) -> npt.NDArray[np.int64]:
@@ -39,11 +39,12 @@ def assign_partition(consumer: Any, topic: str, rank: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", required=True, metavar="FILE.npz", help="written by flexd affinity learn")
+    parser.add_argument("--nodes", required=True, metavar="FILE.npz", help="written by flexd affinity")
     parser.add_argument("--local-ranks", type=int, default=8)
     parser.add_argument("--users", type=int, nargs="+", required=True)
     options = parser.parse_args()
-    node_map = NodeMap.load(options.nodes)
+    # A producer that runs for long calls NodeMapFile.node_of: it reads the file again when it is replaced.
+    node_map = NodeMapFile(options.nodes).map
     for user, partition in zip(
         options.users, partition_of(options.users, node_map, options.local_ranks).tolist(), strict=True
     ):

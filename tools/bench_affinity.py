@@ -15,8 +15,9 @@ batches before the middle of the samples and judged on up to 8 after it. A sampl
 ``sample``), a user's next 32 events (``user``), or 32 events of the stream; none overlaps another. Made up: 64 groups
 of 100 rows, 16 rows of a sample of which 95 % are of its group; uniform traffic over 100,000 rows; large batches of a
 catalogue of 200 rows. A row that crosses is 64 float32, its gradient and ids: 520 bytes; a shipped sample 64 bytes and
-4 an id. Where the choice says "not here" the chain goes on as it is. ``planted`` beside the planted groups is what the
-planted homes send.
+4 an id. ``by user``: rows that cross with all samples of a user in her node, with homes by rule and with rows moved.
+Where the choice says "not here" the chain goes on as it is. ``planted`` beside the planted groups is what the planted
+homes send.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,11 @@ from bench_report import check, ending
 from cluster import SKIPPED, ClusterError
 
 from flexd.core.layout import RankLayout
+from flexd.core.node_map import NodeMap
 from flexd.planner.affinity.partition import NodeHomes, learn_homes
 from flexd.planner.affinity.sample_rows import SampleRows
-from flexd.planner.affinity.traffic import WireBytes, choose_affinity, rule_nodes, traffic
+from flexd.planner.affinity.traffic import WireBytes, choose_affinity, crossing_rows, rule_nodes, traffic
+from flexd.planner.affinity.users import assign_users
 
 Int64Array = npt.NDArray[np.int64]
 LOCAL_RANKS, WINDOW, JUDGED, LENGTH = 8, 40, 8, 32
@@ -49,12 +53,21 @@ PLANTED_TOLERANCE, LOSS = 0.05, 0.01
 
 def trace_samples(path: Path) -> SampleRows:
     """Return the samples of a trace in order of time (of their last event); they do not overlap."""
+    return _pieces(path)[0]
+
+
+def trace_users(path: Path) -> Int64Array | None:
+    """Return the user of each of ``trace_samples``; None of a trace without users, or of bags."""
+    return _pieces(path)[1]
+
+
+def _pieces(path: Path) -> tuple[SampleRows, Int64Array | None]:
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     first = np.concatenate([[0], np.cumsum(arrays["table_rows"].astype(np.int64))])
     keys = arrays["row"].astype(np.int64) + first[arrays.get("table", 0)]
     if "sample" in arrays:
-        return SampleRows.of(np.unique(arrays["sample"], return_inverse=True)[1].reshape(-1), keys)
+        return SampleRows.of(np.unique(arrays["sample"], return_inverse=True)[1].reshape(-1), keys), None
     user = arrays["user"] if "user" in arrays else np.zeros(len(keys), dtype=np.int64)
     order = np.argsort(user, kind="stable")
     starts = np.flatnonzero(np.concatenate([[True], np.diff(user[order]) != 0]))
@@ -63,7 +76,8 @@ def trace_samples(path: Path) -> SampleRows:
     full = position < np.repeat(sizes // LENGTH * LENGTH, sizes)
     pieces = order[full].reshape(-1, LENGTH)
     pieces = pieces[np.argsort(pieces[:, -1], kind="stable")]
-    return SampleRows.of(np.repeat(np.arange(len(pieces)), LENGTH), keys[pieces.reshape(-1)])
+    samples = SampleRows.of(np.repeat(np.arange(len(pieces)), LENGTH), keys[pieces.reshape(-1)])
+    return samples, user[pieces[:, 0]] if "user" in arrays else None
 
 
 def planted(samples: int) -> tuple[SampleRows, Int64Array]:
@@ -92,7 +106,22 @@ def planted_homes(window: SampleRows, batches: int, group_of_key: Int64Array, no
     return NodeHomes(window.keys, home, np.exp(-each).astype(np.float32), 0.0, 0)
 
 
-def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64Array | None = None) -> dict[str, Any]:
+def by_user(
+    window: SampleRows, known: Int64Array, judged: SampleRows, user: Int64Array, batch: Int64Array, homes: NodeHomes,
+    layout: RankLayout,
+) -> float:  # fmt: skip
+    """Return rows that cross with each user's samples in the node that the window says, over the chain's."""
+    nodes = layout.nodes
+    users = NodeMap(*assign_users(window, known, homes, rule_nodes(window.keys, layout)), nodes)
+    rule = rule_nodes(judged.keys, layout)
+    sent = crossing_rows(judged, batch, users.node_of(user), homes.home_of(judged.keys, rule), nodes)
+    return sent / max(1.0, crossing_rows(judged, batch, np.arange(len(judged)) % nodes, rule, nodes))
+
+
+def measure(
+    samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64Array | None = None,
+    user: Int64Array | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the figures of one setting, or nothing if there are fewer than eight global batches."""
     size, layout = nodes * per_node, RankLayout(nodes, LOCAL_RANKS)
     batches = len(samples) // size
@@ -121,6 +150,12 @@ def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64A
         / len(window.keys),
         "rows_learnt": len(window.keys), "rows_moved": choice.homes.moved,
     }  # fmt: skip
+    if user is not None:
+        at_rule = replace(choice.homes, home=rule_nodes(window.keys, layout))
+        figures["by_user_moved"], figures["by_user"] = (
+            by_user(window, user[before], judged, user[after], after // size - half, homes, layout)
+            for homes in (choice.homes, at_rule)
+        )
     if group_of_key is not None:
         best = planted_homes(samples, batches, group_of_key, nodes)
         figures["planted_rows"] = traffic(judged, after // size - half, best, layout, WIRE).rows_ratio
@@ -181,6 +216,8 @@ def main() -> int:
     options = parser.parse_args()
     settings = [(2, 64)] if options.quick else [(nodes, each) for nodes in (2, 4, 8) for each in (64, 512)]
     groups, group_of_key = planted(60_000)
+    found = {path.stem: trace_users(path) for path in options.trace}
+    users = {name: user for name, user in found.items() if user is not None}
     made: dict[str, tuple[SampleRows, Int64Array | None]] = {
         path.stem: (trace_samples(path), None) for path in options.trace
     }
@@ -214,14 +251,19 @@ def main() -> int:
     print(f"{'':36s}{'rows':>7s}{'bytes':>7s}{'loader':>7s}{'planted':>8s}{'learn us':>9s}{'deal us':>8s}  says")
     for workload, (samples, groups_of) in made.items():
         for nodes, per_node in settings:
-            of = measure(samples, nodes, per_node, groups_of)
+            of = measure(samples, nodes, per_node, groups_of, users.get(workload))
             if of:
                 name = f"{workload}, {nodes} nodes of {per_node}"
                 figures[name] = of
                 print(
                     f"{name:36s}{of['rows']:7.3f}{of['bytes']:7.3f}{of['loader']:7.3f}"
                     f"{of.get('planted_rows', np.nan):8.3f}{of['learn_us_a_sample']:9.1f}"
-                    f"{of['deal_and_count_us_a_sample']:8.1f}  {'pays' if of['pays'] else 'not here'}",
+                    f"{of['deal_and_count_us_a_sample']:8.1f}  {'pays' if of['pays'] else 'not here'}"
+                    + (
+                        f"; by user {of['by_user']:.3f}, rows moved {of['by_user_moved']:.3f}"
+                        if "by_user" in of
+                        else ""
+                    ),
                     flush=True,
                 )
     checks += checks_of(figures)

@@ -11,7 +11,10 @@ from flexd.api.families import gauge, gauges
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from flexd.operations.affinity import UserNodes
     from flexd.planner.affinity.outlook import AffinityOutlook
+
+MAX_PAGE_USERS = 100_000
 
 
 class ShareRangeReport(Model):
@@ -61,9 +64,30 @@ class AffinityReport(Model):
     """Whether a loader that deals pays."""
     users: int = 0
     """Users whose node is known."""
+    by_user: ShareRangeReport | None = None
+    """Share left with each user's samples in her node and nothing shipped; null without ids of users."""
+    learning: bool = False
+    """Whether homes are being learnt for the first time: nothing else is known then."""
 
 
-SHARES = ("ranks", "loader", "dealing", "dealing_loader")
+class UserNodePage(Model):
+    """Users, ascending by id, and the node in which the samples of each are best trained."""
+
+    learnt: int = 0
+    """Number of the learning that found them: pages of equal numbers belong together."""
+    nodes: int = 0
+    """Nodes of the job."""
+    users: int = 0
+    """Users of all pages."""
+    ids: tuple[int, ...] = ()
+    """Of this page."""
+    nodes_of: tuple[int, ...] = ()
+    """Node of each."""
+    by_user: ShareRangeReport | None = None
+    """Share of the chain's bytes left with all samples of a user in her node; null if it is not known."""
+
+
+SHARES = ("ranks", "loader", "dealing", "dealing_loader", "by_user")
 
 
 def affinity_report(outlook: AffinityOutlook) -> AffinityReport:
@@ -72,6 +96,16 @@ def affinity_report(outlook: AffinityOutlook) -> AffinityReport:
     return AffinityReport.from_object(
         outlook, **{name: None if each is None else ShareRangeReport.from_object(each) for name, each in found.items()}
     )
+
+
+def user_node_page(found: UserNodes, offset: int, limit: int) -> UserNodePage:
+    """Return at most ``limit`` users from ``offset`` on."""
+    users, page = found.users, slice(offset, offset + limit)
+    return UserNodePage(
+        learnt=found.number, nodes=users.nodes, users=len(users.ids), ids=tuple(users.ids[page].tolist()),
+        nodes_of=tuple(users.nodes_of[page].tolist()),
+        by_user=None if found.share is None else ShareRangeReport.from_object(found.share),
+    )  # fmt: skip
 
 
 def affinity_metrics(report: AffinityReport | None) -> Iterator[Metric]:

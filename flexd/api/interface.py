@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from flexd.api.abort import AbortPreview, AbortResult
+from flexd.api.affinity import UserNodePage
 from flexd.api.attempt import AttemptList, AttemptResult
 from flexd.api.config import ConfigReport, ReloadReport
 from flexd.api.errors import ProbeResult
@@ -69,6 +70,14 @@ class PlanningApi(Protocol):
 
         Raises:
             ApiError: no plan of that id is kept (404).
+        """
+        ...
+
+    def user_nodes(self, offset: int, limit: int) -> UserNodePage:
+        """Return at most ``limit`` users and their nodes from ``offset`` on.
+
+        Raises:
+            ApiError: no user's node is known (409).
         """
         ...
 

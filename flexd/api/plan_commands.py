@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 
+from flexd.api.affinity import UserNodePage, user_node_page
 from flexd.api.explanation import Explanation, explanation
 from flexd.api.migration import migration_report
 from flexd.api.operator_commands import OperatorCommands
@@ -84,6 +85,18 @@ class PlanCommands:
     def proposal(self, plan_id: str) -> PlanReport:
         """Return a kept plan. Raises ApiError if there is none of that id (404)."""
         return proposal_report(self._planning.proposals.get(plan_id))
+
+    def user_nodes(self, offset: int, limit: int) -> UserNodePage:
+        """Return users and their nodes. Raises ApiError if none is known (409)."""
+        affinity = self._planning.affinity
+        found = None if affinity is None else affinity.user_nodes()
+        if found is None:
+            raise ApiError(
+                "the node of no user is known",
+                status=409,
+                remedy="send user_ids with the samples, set sketch.coaccess_memory_bytes, and make a plan: flexd plan",
+            )
+        return user_node_page(found, offset, limit)
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
         """Implement ``DaemonApi.replan``."""

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 from pydantic import BaseModel, ValidationError
 
 from flexd.api.abort import AbortPreview, AbortResult
+from flexd.api.affinity import UserNodePage
 from flexd.api.attempt import AttemptList, AttemptResult
 from flexd.api.base import MAX_REASON_CHARACTERS, REQUEST_HEADER
 from flexd.api.config import ConfigReport, ReloadReport
@@ -138,6 +139,9 @@ class DaemonClient:
 
     def proposal(self, plan_id: str) -> PlanReport:
         return self._call("GET", f"/v1/proposals/{quote(plan_id, safe='')}", PlanReport, ANSWER_SECONDS)
+
+    def user_nodes(self, offset: int) -> UserNodePage:
+        return self._call("GET", f"/v1/affinity/users?offset={offset}", UserNodePage, ANSWER_SECONDS)
 
     def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, who: str) -> ReplanResult:
         body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}

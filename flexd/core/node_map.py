@@ -1,7 +1,10 @@
-"""The node of each user, as ``flexd affinity learn`` writes it and producers and loaders read it."""
+"""The node of each user: written by ``flexd affinity``, read by producers and loaders."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +15,8 @@ import numpy.typing as npt
 from flexd.core.errors import ConfigError
 
 Int64Array = npt.NDArray[np.int64]
+
+_log = logging.getLogger(__name__)
 
 _FORMAT = "flexd node map 1"
 
@@ -38,12 +43,12 @@ class NodeMap:
         if not fits or (np.diff(self.ids) <= 0).any():
             raise ConfigError(
                 f"a node map of ids {self.ids.shape} and nodes {self.nodes_of.shape}, or ids that do not ascend",
-                remedy="write it with flexd affinity learn",
+                remedy="write it with flexd affinity users or flexd affinity learn",
             )
         if len(self.nodes_of) and not 0 <= self.nodes_of.min() <= self.nodes_of.max() < self.nodes:
             raise ConfigError(
                 f"a node map of {self.nodes} nodes names nodes {self.nodes_of.min()} to {self.nodes_of.max()}",
-                remedy="write it with flexd affinity learn",
+                remedy="write it with flexd affinity users or flexd affinity learn",
             )
 
     def node_of(self, ids: npt.ArrayLike) -> Int64Array:
@@ -56,12 +61,29 @@ class NodeMap:
         return np.where(self.ids[at] == wanted, self.nodes_of[at], unknown)
 
     def save(self, path: str | Path) -> None:
-        """Write an npz file."""
-        with Path(path).open("wb") as file:
-            np.savez_compressed(
-                file, format=np.array(_FORMAT), ids=self.ids, nodes_of=self.nodes_of.astype(np.uint16),
-                nodes=np.array(self.nodes),
-            )  # fmt: skip
+        """Write an npz file. A file of that name is replaced at once: a reader has the old one or the new one.
+
+        Raises:
+            ConfigError: it cannot be written; the file of that name is unchanged.
+        """
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                np.savez_compressed(
+                    file, format=np.array(_FORMAT), ids=self.ids, nodes_of=self.nodes_of.astype(np.uint16),
+                    nodes=np.array(self.nodes),
+                )  # fmt: skip
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{path} cannot be written: {error.strerror or error}",
+                remedy="give a file in a directory you may write",
+            ) from error
 
     @staticmethod
     def load(path: str | Path) -> NodeMap:
@@ -77,5 +99,42 @@ class NodeMap:
                 return NodeMap(file["ids"], file["nodes_of"].astype(np.int64), int(file["nodes"]))
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise ConfigError(
-                f"{path} is no node map: {error}", remedy="write one with flexd affinity learn --users-to FILE"
+                f"{path} is no node map: {error}", remedy="write one with flexd affinity users or flexd affinity learn"
             ) from error
+
+
+class NodeMapFile:
+    """A node map that is read again whenever its file is replaced. Not thread-safe.
+
+    A file that goes away, or that cannot be read, changes nothing: the map read last stays, and a warning is logged
+    once for each such file.
+
+    Args:
+        path: of ``NodeMap.save``.
+
+    Raises:
+        ConfigError: it cannot be read at first.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._stamp = self._file_stamp()
+        self.map = NodeMap.load(path)
+
+    def node_of(self, ids: npt.ArrayLike) -> Int64Array:
+        """Return int64 [n]: nodes of users, as ``NodeMap.node_of``, by the file as it is now."""
+        stamp = self._file_stamp()
+        if stamp != self._stamp:
+            self._stamp = stamp
+            try:
+                self.map = NodeMap.load(self._path)
+            except ConfigError as error:
+                _log.warning("the node map read before stays in use: %s", error)
+        return self.map.node_of(ids)
+
+    def _file_stamp(self) -> tuple[int, int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return 0, 0, 0
+        return found.st_ino, found.st_mtime_ns, found.st_size

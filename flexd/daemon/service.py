@@ -168,11 +168,12 @@ class Daemon:
             config.planner, keyspace, prices, self._ingestor.profile, self._coordinator, executions, self._training,
             supervisor,
         )  # fmt: skip
+        samples_kept = config.sketch.coaccess_memory_bytes > 0
         planning = self._planning = Planning(
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
             self._drift.planned, self._operator.record_withheld, self._ingestor.sequence_length_quantiles,
             self._slow_memory,
-            AffinityMonitor(keyspace, self._ingestor.coaccess) if config.sketch.coaccess_memory_bytes else None,
+            AffinityMonitor(keyspace, self._ingestor.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)

@@ -1,4 +1,4 @@
-"""Homes by affinity, learnt anew from the co-access sample whenever a plan is made."""
+"""Homes by affinity, learnt from the co-access sample in a thread beside the plans."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import numpy as np
 
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
+from flexd.core.node_map import NodeMap
 from flexd.core.placement import Placement
+from flexd.core.supervision import Supervisor
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.sampled_window import sampled_window
-from flexd.planner.affinity.streaming import CONTINUE_WITHIN, AffinityPlan, plan_affinity
+from flexd.planner.affinity.streaming import CONTINUE_WITHIN, AffinityPlan, ShareRange, plan_affinity
 from flexd.planner.affinity.traffic import MIN_SAVING
 from flexd.planner.model.row_bytes import TrafficLink
 from flexd.planner.moves import MoveRoom, moved_placement, placed_homes
 from flexd.planner.plan import Plan
 from flexd.sketch.coaccess import CoAccess
+
+PLAN_WAITS_SECONDS = 2.0
+"""Longest time that a plan waits for homes; those of a longer learning are in the next plan."""
 
 
 @dataclass(frozen=True)
@@ -36,30 +41,81 @@ class WantedMoves:
     saved_seconds: float
 
 
+@dataclass(frozen=True)
+class LearntHomes:
+    """Result of one learning.
+
+    Attributes:
+        number: of the learning, from 1.
+        live: the placement when it began, if rows move; None: all were where their rule puts them.
+        moves: where rows are to live; None if they are not learnt to move rows, or not known.
+    """
+
+    number: int
+    plan: AffinityPlan
+    layout: RankLayout
+    outlook: AffinityOutlook
+    live: Placement | None
+    moves: WantedMoves | None
+
+    def moves_from(self, live: Placement | None) -> WantedMoves | None:
+        """Return where rows are to live, if they live now where they lived when this was learnt."""
+        if live is None or self.live is None:
+            return None
+        now, then = live.moved, self.live.moved
+        same = np.array_equal(now.keys, then.keys) and np.array_equal(now.tiers, then.tiers)
+        return self.moves if same else None
+
+
+@dataclass(frozen=True)
+class UserNodes:
+    """The node of each user, of the newest learning.
+
+    Attributes:
+        number: of the learning.
+        share: of the chain's bytes that is left with it; None if it is not known.
+    """
+
+    number: int
+    users: NodeMap
+    share: ShareRange | None
+
+
 def _anywhere(homes: NodeHomes) -> NodeHomes:
     return homes
 
 
 class AffinityMonitor:
-    """Keeps the newest homes by affinity and what they would win. Thread-safe.
+    """Learns homes by affinity, one learning at a time, and keeps the newest. Thread-safe.
 
     Args:
         coaccess: returns the co-access sample; None if none is kept.
+        supervisor: of the process; records the faults of the thread.
+        wait_seconds: longest time that ``refresh`` waits.
     """
 
-    def __init__(self, keyspace: KeySpace, coaccess: Callable[[], CoAccess | None]) -> None:
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        coaccess: Callable[[], CoAccess | None],
+        supervisor: Supervisor | None = None,
+        wait_seconds: float = PLAN_WAITS_SECONDS,
+    ) -> None:
         self._keyspace = keyspace
         self._coaccess = coaccess
+        self._supervisor = supervisor or Supervisor()
+        self._wait_seconds = wait_seconds
         self._lock = threading.Lock()
-        self._plan: AffinityPlan | None = None
-        self._layout: RankLayout | None = None
-        self._outlook: AffinityOutlook | None = None
-        self._moves: WantedMoves | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._learnings = 0
+        self._newest: LearntHomes | None = None
 
     @property
     def outlook(self) -> AffinityOutlook | None:
         """What the newest homes would win; None before the first, without a sample, and with one node."""
-        return self._outlook
+        newest = self._newest
+        return None if newest is None else newest.outlook
 
     def refresh(
         self,
@@ -69,8 +125,12 @@ class AffinityMonitor:
         horizon_steps: float,
         live: Placement | None = None,
         room: MoveRoom | None = None,
-    ) -> AffinityOutlook | None:
-        """Learn homes from the sample as it is now, on from those before, and return what they would win.
+    ) -> tuple[AffinityOutlook | None, WantedMoves | None]:
+        """Begin to learn homes from the sample as it is now, on from those before. Return what the newest would win,
+        and where rows are to live by them.
+
+        They are the result of the learning that this begins if it ends within the deadline, else those of the one
+        before. While one is running no other begins.
 
         Args:
             plan: made just now; its chain without copies prices the bytes that are saved.
@@ -78,29 +138,62 @@ class AffinityMonitor:
             live: the placement, if rows move; None: all are where their rule puts them.
             room: for rows that move; None: every row may.
         """
+        if layout.nodes < 2:
+            self._newest = None
+            return None, None
+        chain = plan.baselines["two_hop"]
+        transfer = float(chain.transfer_seconds[:, :, TrafficLink.INTER_NODE].sum())
+        exposed = transfer * chain.exposed_seconds / chain.total_seconds
+
+        def learn() -> None:
+            try:
+                learnt = self._learn(layout, accesses_per_step, horizon_steps, live, room, transfer, exposed)
+                with self._lock:
+                    self._newest = learnt
+            finally:
+                self._idle.set()
+
         with self._lock:
-            self._outlook = self._moves = None
-            sampled = self._coaccess() if layout.nodes > 1 else None
-            if sampled is None:
-                self._plan = None
-                return None
-            window = sampled_window(
-                sampled, self._keyspace, horizon_steps=horizon_steps, accesses_per_step=accesses_per_step
-            )
-            before = self._plan if layout == self._layout else None
-            if before is not None and live is not None:
-                before = replace(before, homes=placed_homes(before.homes, live, layout))
-            found = plan_affinity(
-                window, layout, before, in_place=live is not None, fit=room.fit if room is not None else _anywhere
-            )
-            self._plan, self._layout = found, layout
-            chain = plan.baselines["two_hop"]
-            chain_seconds = float(chain.transfer_seconds[:, :, TrafficLink.INTER_NODE].sum())
-            self._outlook = AffinityOutlook.of(found, sampled.samples, chain_seconds)
-            if live is not None:
-                exposed = chain_seconds * chain.exposed_seconds / chain.total_seconds
-                self._moves = self._wanted(found, live, layout, exposed)
-            return self._outlook
+            begins = self._idle.is_set()
+            if begins:
+                self._idle.clear()
+        if begins:
+            # It changes nothing but this object, so a daemon that stops does not wait for it.
+            self._supervisor.job("flexd-affinity", learn)
+        ended = self._idle.wait(self._wait_seconds)
+        newest = self._newest
+        if newest is None or newest.layout != layout:
+            return (None if ended and newest is None else AffinityOutlook.first()), None
+        return newest.outlook, newest.moves_from(live)
+
+    def _learn(
+        self,
+        layout: RankLayout,
+        accesses_per_step: float,
+        horizon_steps: float,
+        live: Placement | None,
+        room: MoveRoom | None,
+        transfer_seconds: float,
+        exposed_seconds: float,
+    ) -> LearntHomes | None:
+        sampled = self._coaccess()
+        if sampled is None:
+            return None
+        window = sampled_window(
+            sampled, self._keyspace, horizon_steps=horizon_steps, accesses_per_step=accesses_per_step
+        )
+        newest = self._newest
+        before = newest.plan if newest is not None and newest.layout == layout else None
+        if before is not None and live is not None:
+            before = replace(before, homes=placed_homes(before.homes, live, layout))
+        found = plan_affinity(
+            window, layout, before, in_place=live is not None, fit=room.fit if room is not None else _anywhere
+        )
+        self._learnings += 1
+        return LearntHomes(
+            self._learnings, found, layout, AffinityOutlook.of(found, sampled.samples, transfer_seconds), live,
+            None if live is None else self._wanted(found, live, layout, exposed_seconds),
+        )  # fmt: skip
 
     def _wanted(
         self, found: AffinityPlan, live: Placement, layout: RankLayout, exposed_seconds: float
@@ -116,19 +209,19 @@ class AffinityMonitor:
             return WantedMoves(live.moved, 0.0)
         return WantedMoves(Placement.empty(), exposed_seconds * (placed - alone))
 
-    @property
-    def wanted(self) -> WantedMoves | None:
-        """Where rows are to live, of the newest homes; None if they are not learnt to move rows, or not known."""
-        with self._lock:
-            return self._moves
+    def user_nodes(self) -> UserNodes | None:
+        """Return the node of each user; None if none is known."""
+        newest = self._newest
+        if newest is None or newest.plan.users is None:
+            return None
+        return UserNodes(newest.number, newest.plan.users, newest.plan.by_user)
 
     def home_of(self, key: int) -> tuple[int, float] | None:
         """Return (node in which a row would live, share of its touches that come from there); None if not sampled."""
-        with self._lock:
-            plan = self._plan
-        if plan is None:
+        newest = self._newest
+        if newest is None:
             return None
-        homes = plan.homes
+        homes = newest.plan.homes
         at = int(np.searchsorted(homes.keys, key))
         if at == len(homes.keys) or int(homes.keys[at]) != key:
             return None

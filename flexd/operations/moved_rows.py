@@ -24,7 +24,8 @@ def plan_moves(
 ) -> tuple[Plan, AffinityOutlook | None]:
     """Learn homes by affinity, and return the plan with the rows that move by them, and what homes would win.
 
-    Without ``planner.moved_slots_share`` rows that have moved come home. While nothing is known of rows that are used
+    Homes are those of the newest learning (``AffinityMonitor``), which a plan waits for only shortly. Without
+    ``planner.moved_slots_share`` rows that have moved come home. While nothing is known of rows that are used
     together, they stay.
 
     Args:
@@ -39,10 +40,9 @@ def plan_moves(
         room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
     outlook = wanted = None
     if affinity is not None:
-        outlook = affinity.refresh(
+        outlook, wanted = affinity.refresh(
             plan, layout, accesses_per_step, settings.horizon_steps, None if room is None else live, room
         )
-        wanted = affinity.wanted
     if room is None and not len(live.moved):
         return plan, outlook
     stays = Placement.empty() if room is None else room.fit_placement(live.moved)

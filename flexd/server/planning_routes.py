@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import FastAPI, Path, Response
+from fastapi import FastAPI, Path, Query, Response
 
+from flexd.api.affinity import MAX_PAGE_USERS, UserNodePage
 from flexd.api.interface import PlanningApi
 from flexd.api.plan import PlanReport
 from flexd.api.planning import ProposalList
@@ -47,6 +48,15 @@ def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCa
                 plan_id, request.reason, request.wait_seconds, force=request.force, who=requester(request.who)
             )
         return json_response(result, replan_status(result))
+
+    @app.get("/v1/affinity/users", response_model=UserNodePage, responses=VERB_ERRORS)
+    def user_nodes(
+        offset: Annotated[int, Query(ge=0, le=2**40)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE_USERS)] = MAX_PAGE_USERS,
+    ) -> Response:
+        """The node in which the samples of each user are best trained, ascending by user id."""
+        with slow.one():
+            return json_response(planning().user_nodes(offset, limit))
 
     @app.get("/v1/throttle", response_model=ThrottleStatus, responses=VERB_ERRORS)
     def throttle() -> Response:

@@ -23,7 +23,7 @@ from tests.support.repository import ROOT as REPOSITORY
 SMALLER = {
     "simulate": ["--steps", "8", "--batch", "4", "--history", "2"],
     "advise": ["--steps", "8", "--batch", "4", "--history", "2", "--nodes", "1", "--local-ranks", "2"],
-    "affinity": ["--batch", "8", "--history", "4"],
+    "affinity learn": ["--batch", "8", "--history", "4"],
 }
 """Options that make a long example short."""
 PARSED_ONLY = {
@@ -103,7 +103,7 @@ def test_the_example_runs(path, line, workplace, flexd_command, url):
             assert context.params
         return
     assert "--watch" not in arguments, "an example ends by itself"
-    done = flexd_command(*arguments, *SMALLER.get(path[0], []), FLEXD_URL=url)
+    done = flexd_command(*arguments, *SMALLER.get(" ".join(path), []), FLEXD_URL=url)
     assert "Traceback" not in done.stderr
     allowed = {("config", "diff"): {7}, ("doctor",): {0, 7}}.get(path, {0})
     assert done.returncode in allowed, (done.stdout, done.stderr)

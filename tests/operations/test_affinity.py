@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +14,18 @@ from flexd.api.affinity import AffinityReport
 from flexd.api.explanation import explanation
 from flexd.api.placement import placement_status
 from flexd.api.plan import plan_metrics, proposal_report
+from flexd.api.plan_commands import PlanCommands
 from flexd.cli.explain_command import explain_blocks
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.view import OutputFormat, emit
 from flexd.config.checks import check_config
 from flexd.config.load import parse_config
-from flexd.core.errors import ConfigError
+from flexd.core.errors import ApiError, ConfigError
 from flexd.core.layout import RankLayout, nodes_of_moved
+from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.verification import plan_kind
+from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
 
@@ -38,8 +42,9 @@ def with_samples(directory: Path, batches: int = 20, **planner: float) -> Planni
     for batch in range(batches):
         group = random.integers(0, 10, SAMPLES)
         rows = (group[:, None] + 10 * random.integers(0, ROWS // 10, (SAMPLES, LENGTH))).reshape(-1)
-        sketches.ingest("item", rows, 0, float(batch), np.full(SAMPLES, LENGTH, np.int32), step=batch)
-    harness.planning.affinity = AffinityMonitor(keyspace, sketches.coaccess)
+        lengths = np.full(SAMPLES, LENGTH, np.int32)
+        sketches.ingest("item", rows, 0, float(batch), lengths, step=batch, user_ids=group + 100)
+    harness.planning.affinity = AffinityMonitor(keyspace, sketches.coaccess, wait_seconds=60)
     harness.report(SAMPLES * LENGTH // 4)
     return harness
 
@@ -145,6 +150,77 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     assert execution is not None, "rows come home whatever that saves"
     harness.coordinator.execute(execution.migration)
     assert not len(harness.coordinator.placement().moved)
+
+
+def test_a_plan_does_not_wait_for_a_long_learning_and_the_next_one_has_it(tmp_path: Path) -> None:
+    harness = with_samples(tmp_path, moved_slots_share=0.5)
+    sampled = harness.planning.affinity._coaccess
+    may_end, supervisor, begun = threading.Event(), Supervisor(), []
+
+    def slow() -> CoAccess | None:
+        begun.append(len(begun))
+        assert may_end.wait(60)
+        return sampled()
+
+    monitor = AffinityMonitor(harness.config.keyspace(), slow, supervisor, wait_seconds=0.01)
+    harness.planning.affinity = monitor
+    for _ in range(3):
+        proposal = harness.propose("meanwhile")
+        assert proposal.affinity is not None
+        assert proposal.affinity.learning
+        assert "are being learnt for the first time" in proposal_report(proposal).affinity.words[0]
+        assert not len(proposal.plan.target.moved)
+    assert begun == [0], "one at a time"
+    monitor._wait_seconds = 60
+    may_end.set()
+    moved = harness.propose("next").plan.target.moved
+    assert len(moved) > 50
+
+    # Homes learnt before rows moved say nothing of where they are to go now.
+    may_end.clear()
+    monitor._wait_seconds = 0.01
+    _, execution = harness.execute("with those of before")
+    assert execution is not None
+    harness.coordinator.execute(execution.migration)
+    live = harness.coordinator.placement()
+    assert np.array_equal(live.moved.keys, moved.keys)
+    after = harness.propose("while rows have moved")
+    assert np.array_equal(after.plan.target.moved.keys, moved.keys)
+    assert after.plan.moves_save_seconds == 0
+    assert after.affinity is not None
+    assert not after.affinity.learning, "what it would win is that of the newest"
+
+    # One that fails is counted, and the next plan begins another.
+    monitor._wait_seconds = 60
+    may_end.set()
+    harness.propose("ends")
+    monitor._coaccess = lambda: 1 / 0
+    harness.propose("fails")
+    assert supervisor.faults()["flexd-affinity"] == 1
+    assert monitor.outlook is not None
+    monitor._coaccess = lambda: None
+    assert harness.propose("no sample any more").affinity is None
+
+
+def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
+    harness = with_samples(tmp_path, moved_slots_share=0.5)
+    monitor = harness.planning.affinity
+    commands = PlanCommands(
+        harness.config.keyspace(), harness.planning, None, None, harness.coordinator, threading.Event(), None
+    )
+    with pytest.raises(ApiError, match="the node of no user is known"):
+        commands.user_nodes(0, 10)
+    shown = proposal_report(harness.propose("first")).affinity
+    assert shown.users == 10
+    assert shown.by_user.expected < 0.9
+    found = monitor.user_nodes()
+    page = commands.user_nodes(4, 3)
+    assert (page.ids, page.users, page.nodes, page.learnt) == ((104, 105, 106), 10, 2, 1)
+    assert page.nodes_of == tuple(found.users.nodes_of[4:7].tolist())
+    assert page.by_user == shown.by_user
+    assert len(commands.user_nodes(0, 100).ids) == 10
+    harness.propose("again")
+    assert commands.user_nodes(0, 1).learnt == 2
 
 
 def test_moves_need_samples_of_rows_that_occur_together() -> None:

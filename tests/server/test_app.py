@@ -7,6 +7,7 @@ import socket
 import httpx
 import pytest
 
+from flexd.api.affinity import UserNodePage
 from flexd.api.errors import ErrorBody, ProbeResult
 from flexd.api.families import MAX_LABEL_VALUES
 from flexd.api.plan import PlanReport
@@ -15,6 +16,7 @@ from flexd.core.errors import ApiError, ControlError, EmbeddingError, PlanError
 from flexd.server import guard
 from flexd.server.guard import MAX_REQUEST_BYTES
 from tests.support.api_requests import COMMAND_HEADERS
+from tests.support.fake_planning import USERS
 
 
 def test_every_verb_reaches_the_daemon(client, daemon):
@@ -167,6 +169,7 @@ def test_openapi_describes_verbs_and_errors(client):
         "/v1/rows",
         "/v1/topology",
         "/v1/timeline",
+        "/v1/affinity/users",
         "/v1/proposals",
         "/v1/proposals/{plan_id}",
         "/v1/proposals/{plan_id}/apply",
@@ -217,3 +220,11 @@ def test_garbage_on_the_wire_does_not_stop_the_server(client, server):
             raw.settimeout(5)
             raw.recv(4096)
     assert client.get("/healthz").status_code == 200
+
+
+def test_users_and_their_nodes_are_read_in_pages(client, daemon):
+    page = UserNodePage.model_validate(client.get("/v1/affinity/users", params={"offset": 2, "limit": 2}).json())
+    assert page.ids == USERS[2:4]
+    assert daemon.calls == [("user_nodes", 2, 2)]
+    for wrong in ({"limit": 0}, {"limit": 10**6}, {"offset": -1}):
+        assert client.get("/v1/affinity/users", params=wrong).status_code == 422

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flexd.api.affinity import ShareRangeReport, UserNodePage
 from flexd.api.plan import PlanReport
 from flexd.api.planning import GateReport, ProposalList, ProposalReport
 from flexd.api.replan import ReplanResult
@@ -18,6 +19,7 @@ SEEN = ProposalReport(
     plan_id="p6", trigger="manual", reason="dry run", dry_run=True, promotions=2, closed_gates=("samples",),
     outdated="the ranks have changed",
 )  # fmt: skip
+USERS = (-4, 1, 5, 8, 9, 40, 2**62)
 
 
 class FakePlanning:
@@ -42,6 +44,15 @@ class FakePlanning:
     def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, who: str) -> ReplanResult:
         self._entered("apply", plan_id, reason, wait_seconds, force, who)
         return ReplanResult(outcome=self._outcome(), plan=self.proposal(plan_id))
+
+    def user_nodes(self, offset: int, limit: int) -> UserNodePage:
+        """Return three users at most."""
+        self._entered("user_nodes", offset, limit)
+        page = slice(offset, offset + min(limit, 3))
+        return UserNodePage(
+            learnt=1, nodes=2, users=7, ids=USERS[page], nodes_of=tuple(user % 2 for user in USERS[page]),
+            by_user=ShareRangeReport(expected=0.9, low=0.8, high=1.0),
+        )  # fmt: skip
 
     def throttle(self) -> ThrottleStatus:
         self._entered("throttle")

@@ -13,6 +13,8 @@ WITHOUT_MOVES = (
     "loader that deals {loader}."
 )
 
+BY_USER = "With each user's samples in her node (flexd affinity users -o FILE.npz) {share} would be left."
+
 
 @dataclass(frozen=True)
 class AffinityOutlook:
@@ -30,6 +32,8 @@ class AffinityOutlook:
             known.
         pays_ranks, pays_loader: whether it saves at least ``MIN_SAVING`` and something in the worst twentieth.
         users: users whose node is known.
+        by_user: share left with each user's samples in her node and nothing shipped; None without ids of users.
+        learning: whether homes are being learnt for the first time; the other values say nothing then.
     """
 
     samples: int
@@ -47,6 +51,13 @@ class AffinityOutlook:
     pays_ranks: bool
     pays_loader: bool
     users: int
+    by_user: ShareRange | None = None
+    learning: bool = False
+
+    @classmethod
+    def first(cls) -> AffinityOutlook:
+        """Return the outlook while homes are learnt for the first time."""
+        return cls(0, 0, 0, 0, 0.0, None, None, None, None, None, None, None, False, False, 0, learning=True)
 
     @classmethod
     def of(cls, plan: AffinityPlan, samples: int, chain_seconds: float | None = None) -> AffinityOutlook:
@@ -62,12 +73,19 @@ class AffinityOutlook:
             plan.dealing, plan.dealing_loader,
             None if plan.traffic is None else chain, _saved(plan.ranks, chain_seconds),
             _saved(plan.loader, chain_seconds), plan.pays(), plan.pays(loader_deals=True),
-            0 if plan.user_ids is None else len(plan.user_ids),
+            0 if plan.users is None else len(plan.users.ids), plan.by_user,
         )  # fmt: skip
 
     @property
     def words(self) -> tuple[str, ...]:
         """The outlook in sentences, the verdict first."""
+        if self.learning:
+            return ("Homes by affinity are being learnt for the first time: the next plan says what they would win.",)
+        by_user = () if self.by_user is None else (BY_USER.format(share=_share(self.by_user)),)
+        return (*self._verdict, *by_user)
+
+    @property
+    def _verdict(self) -> tuple[str, ...]:
         if self.ranks is None or self.loader is None or self.dealing is None or self.dealing_loader is None:
             needed = MIN_BATCHES * self.batch_samples
             return (

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
+from flexd.core.node_map import NodeMap
 from flexd.planner.affinity.partition import AffinityLimits, NodeHomes, learn_homes
 from flexd.planner.affinity.sampled_window import SampledWindow
 from flexd.planner.affinity.traffic import MIN_SAVING, AffinityTraffic, rule_nodes, traffic
-from flexd.planner.affinity.users import assign_users
-from flexd.sketch.coaccess import NO_USER
+from flexd.planner.affinity.users import crossing_by_user, users_of_window
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -57,7 +57,9 @@ class AffinityPlan:
         dealing, dealing_loader: the same two with every row where its rule puts it: dealing alone.
         placed: bytes by the ranks with every row where it is now; as ``dealing`` if none has moved.
         traffic: behind ``ranks`` and ``loader``, of the newest batches together.
-        user_ids, user_nodes: int64 [users], ascending ids and the node of each; None without ids of users.
+        users: the node of each user, by where rows are to live: ``homes`` if they are in place, else where their rule
+            puts them. None without ids of users.
+        by_user: bytes with each user's samples in her node, nothing shipped, judged as ``ranks``.
         batches, batch_samples: of the window.
         continued: whether it went on from the homes before.
         probability: of the bisection that was best; the next call may start with it.
@@ -74,8 +76,8 @@ class AffinityPlan:
     dealing_loader: ShareRange | None
     placed: ShareRange | None
     traffic: AffinityTraffic | None
-    user_ids: Int64Array | None
-    user_nodes: Int64Array | None
+    users: NodeMap | None
+    by_user: ShareRange | None
     batches: int
     batch_samples: int
     continued: bool
@@ -137,10 +139,8 @@ def plan_affinity(
     homes = fit(learn_homes(rows, window.batch, current, layout.nodes, how, start, window.costs))
     at = np.flatnonzero(homes.home != current)
     moves, move_bytes = homes.keys[at], float(window.costs.stored_bytes[at].sum(dtype=np.float64))
-    user_ids = user_nodes = None
-    if window.users_known:
-        known = np.flatnonzero(window.user != NO_USER)
-        user_ids, user_nodes = assign_users(rows.select(known), window.user[known], homes, current)
+    users = users_of_window(window, homes if in_place else replace(homes, home=current), layout)
+    by_user = None if divided is None else _by_user(window, divided, layout, in_place=in_place)
     ranks = loader = dealing = dealing_loader = as_placed = sent = None
     if judged is not None:
         ranks, loader, sent = judged
@@ -155,7 +155,7 @@ def plan_affinity(
     moved_rows = int(np.count_nonzero(homes.home != rule_nodes(homes.keys, layout)))
     return AffinityPlan(
         homes, unseen, moves, moved_rows, move_bytes, ranks, loader, dealing, dealing_loader, as_placed, sent,
-        user_ids, user_nodes, window.batches, window.batch_samples, continued, probability,
+        users, by_user, window.batches, window.batch_samples, continued, probability,
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def _judge(
     batches = window.batches
     if batches < MIN_BATCHES:
         return None, before is not None, None if before is None else before.probability, None
-    count = max(1, min(MAX_JUDGED, int(JUDGED_SHARE * batches)))
+    count = _judged_batches(batches)
     entries = max(1.0, len(window.rows.rows) / batches)
     oldest = max(0, batches - count - max(MIN_BATCHES, int(_DIVIDED_ENTRIES / entries)))
     learnt, newest = window.of_batches(oldest, batches - count), window.of_batches(batches - count, batches)
@@ -226,6 +226,23 @@ def _judge(
             best = cost, judged, continued, probability, homes
     assert best is not None  # noqa: S101
     return best[1:]
+
+
+def _judged_batches(batches: int) -> int:
+    return max(1, min(MAX_JUDGED, int(JUDGED_SHARE * batches)))
+
+
+def _by_user(window: SampledWindow, divided: NodeHomes, layout: RankLayout, *, in_place: bool) -> ShareRange | None:
+    """Return the range over the newest batches with users, and homes, learnt from those before them."""
+    first = window.batches - _judged_batches(window.batches)
+    learnt, newest = window.of_batches(0, first), window.of_batches(first, window.batches)
+    homes = divided if in_place else replace(divided, home=rule_nodes(divided.keys, layout))
+    users = users_of_window(learnt, homes, layout)
+    if users is None:
+        return None
+    sent, chain = crossing_by_user(users, newest, homes, layout)
+    counted = chain > 0
+    return _range(float(sent.sum() / max(1e-30, chain.sum())), sent[counted] / chain[counted])
 
 
 def _ranges(newest: SampledWindow, homes: NodeHomes, layout: RankLayout) -> _Judged:

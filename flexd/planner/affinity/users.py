@@ -5,11 +5,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.layout import RankLayout
+from flexd.core.node_map import NodeMap
 from flexd.planner.affinity.homes import level
 from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.sample_rows import SampleRows
+from flexd.planner.affinity.sampled_window import SampledWindow
+from flexd.planner.affinity.traffic import crossing_rows, rule_nodes
+from flexd.sketch.coaccess import NO_USER
 
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 
 
 def assign_users(
@@ -30,3 +36,30 @@ def assign_users(
     node = by_user.argmin(axis=1)
     level(-by_user.astype(np.float32), node, count, np.full(homes.nodes, (1 + slack) * count.sum() / homes.nodes))
     return ids, node
+
+
+def users_of_window(window: SampledWindow, homes: NodeHomes, layout: RankLayout) -> NodeMap | None:
+    """Return the node of each user whose samples the window has; None without ids of users."""
+    known = np.flatnonzero(window.user != NO_USER)
+    if not len(known):
+        return None
+    by_rule = rule_nodes(window.rows.keys, layout)
+    return NodeMap(*assign_users(window.rows.select(known), window.user[known], homes, by_rule), layout.nodes)
+
+
+def crossing_by_user(
+    users: NodeMap, newest: SampledWindow, homes: NodeHomes, layout: RankLayout
+) -> tuple[Float64Array, Float64Array]:
+    """Return (float64 [batches], float64 [batches]): rows that cross, by weight, with each user's samples in her node,
+    and those of the chain. Samples of no user are where they are read, those of unknown users as ``NodeMap`` says.
+    """
+    sent, chain = np.zeros(newest.batches), np.zeros(newest.batches)
+    for number in range(newest.batches):
+        one = newest.of_batches(number, number + 1)
+        read_in = np.arange(len(one.rows)) % layout.world_size // layout.local_ranks
+        to = np.where(one.user == NO_USER, read_in, users.node_of(one.user))
+        by_rule, weight = rule_nodes(one.rows.keys, layout), one.costs.weight
+        home = homes.home_of(one.rows.keys, by_rule)
+        sent[number] = crossing_rows(one.rows, one.batch, to, home, layout.nodes, weight)
+        chain[number] = crossing_rows(one.rows, one.batch, read_in, by_rule, layout.nodes, weight)
+    return sent, chain

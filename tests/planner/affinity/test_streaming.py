@@ -16,6 +16,7 @@ from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
 from flexd.planner.affinity.sampled_window import SampledWindow, row_costs, sampled_window
 from flexd.planner.affinity.streaming import FORGOTTEN_AFTER, plan_affinity
 from flexd.planner.affinity.traffic import rule_nodes
+from flexd.planner.affinity.users import crossing_by_user, users_of_window
 from flexd.sketch.coaccess import NO_USER, CoAccess, CoAccessSample
 
 LAYOUT = RankLayout(2, 4)
@@ -83,18 +84,50 @@ def test_planted_groups_are_found_and_priced() -> None:
     assert np.array_equal(plan.moves, plan.homes.keys[plan.homes.home != rule])
     stored = np.array([spec.row_bytes + spec.state_bytes for spec in KEYSPACE.tables])
     assert plan.move_bytes == stored[KEYSPACE.table_of(plan.moves)].sum()
-    # Users of a group are where its items are, and both nodes have as many samples.
-    assert plan.user_ids is not None
-    assert plan.user_ids.tolist() == list(range(1_000, 1_000 + GROUPS))
+    assert plan.users is not None
+    assert plan.users.ids.tolist() == list(range(1_000, 1_000 + GROUPS))
     chain, left = plan.bytes_per_step(loader_deals=True)
     assert left == pytest.approx(plan.loader.expected * chain)
+
+
+def test_users_are_where_their_rows_live() -> None:
+    before = plan_affinity(window_of(40), LAYOUT)
+    moved = plan_affinity(window_of(40, seed=1), LAYOUT, before, in_place=True)
+    by_rule = plan_affinity(window_of(40, seed=1), LAYOUT, before)
+    assert moved.users is not None
+    # A user is a group: her node is that of most of the group's rows.
+    mixed = np.random.default_rng(5).permutation(GROUPS * GROUP_ROWS).reshape(GROUPS, GROUP_ROWS)
+    node = moved.homes.home_of(mixed.reshape(-1), rule_nodes(mixed.reshape(-1), LAYOUT)).reshape(mixed.shape)
+    most = np.array([np.bincount(each, minlength=2).argmax() for each in node])
+    assert np.array_equal(moved.users.node_of(1_000 + np.arange(GROUPS)), most)
+    assert moved.by_user is not None
+    assert by_rule.by_user is not None
+    assert moved.by_user.expected < 0.3, "with rows in their node"
+    assert by_rule.by_user.expected > 0.6, "with rows where their rule puts them"
+    words = AffinityOutlook.of(moved, 2_560).words
+    assert any("With each user's samples in her node (flexd affinity users -o FILE.npz)" in each for each in words)
+
+
+def test_samples_of_no_user_are_where_they_are_read() -> None:
+    window = window_of(40)
+    users = users_of_window(window, plan_affinity(window, LAYOUT).homes, LAYOUT)
+    assert users is not None
+    nameless = dataclasses.replace(window, user=np.full(len(window.rows), NO_USER))
+    sent, chain = crossing_by_user(users, nameless, plan_affinity(nameless, LAYOUT).homes, LAYOUT)
+    assert len(sent) == 40
+    assert 0.7 < sent.sum() / chain.sum() < 1.3
+    assert plan_affinity(nameless, LAYOUT).users is None
+    assert plan_affinity(nameless, LAYOUT).by_user is None
 
 
 def test_equal_inputs_give_equal_plans() -> None:
     first, second = (plan_affinity(window_of(20), LAYOUT) for _ in range(2))
     assert np.array_equal(first.homes.home, second.homes.home)
     assert first.ranks == second.ranks
-    assert np.array_equal(first.user_nodes, second.user_nodes)
+    assert first.users is not None
+    assert second.users is not None
+    assert np.array_equal(first.users.nodes_of, second.users.nodes_of)
+    assert first.by_user == second.by_user
 
 
 def test_learnt_on_homes_stay_and_only_what_pays_moves() -> None:
