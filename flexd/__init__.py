@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
     from flexd.embedding.serving.export import export_table, table_blocks
     from flexd.embedding.serving.serving_table import ServingTable
+    from flexd.embedding.table_rules import TableRules
     from flexd.embedding.tap.tap import Tap
     from flexd.stream.publisher import Publisher
 
@@ -50,6 +51,7 @@ _HOMES = {
     "SGD": "flexd.embedding.row_optimizers",
     "ServingTable": "flexd.embedding.serving.serving_table",
     "ShardedState": "flexd.embedding.checkpoint.checkpoint",
+    "TableRules": "flexd.embedding.table_rules",
     "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embed_all",
@@ -81,6 +83,7 @@ __all__ = [
     "RowWiseAdam",
     "ServingTable",
     "ShardedState",
+    "TableRules",
     "Tap",
     "__version__",
     "connect",

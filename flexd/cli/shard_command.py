@@ -1,4 +1,4 @@
-"""``shard``: a TorchRec sharding plan by flexd's planner."""
+"""``shard``: the sharding of every table by flexd's planner, for TorchRec or for flexd's trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,9 +25,19 @@ from flexd.cli.replay_options import (
 from flexd.cli.simulate_command import make_cluster
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
+from flexd.core.home_rules import COPIED
 
 if TYPE_CHECKING:
+    from flexd.planner.tables.home_rules import RulePlan
     from flexd.planner.tables.sharding import Sharding
+    from flexd.planner.tables.solve import TablePlacement
+
+
+class Trainer(StrEnum):
+    """Who trains with the plan."""
+
+    TORCHREC = "torchrec"
+    FLEXD = "flexd"
 
 
 class ShardingKind(StrEnum):
@@ -50,9 +60,17 @@ def shard(
         str,
         typer.Argument(metavar="TABLES", help="Table list (.csv, .json), or a Python function, module:function."),
     ],
-    plan: Annotated[Path, typer.Option("--plan", metavar="FILE.json", help="Where the plan is written.")] = Path(
-        "sharding.json"
-    ),
+    trainer: Annotated[
+        Trainer, typer.Option("--for", help="Who trains with it: TorchRec, or flexd by home rules and answers.")
+    ] = Trainer.TORCHREC,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan",
+            metavar="FILE.json",
+            help="Where it is written. [default: sharding.json, with --for flexd rules.json]",
+        ),
+    ] = None,
     nodes: NodesOption = 2,
     local_ranks: LocalRanksOption = 2,
     preset: PresetOption = None,
@@ -72,7 +90,8 @@ def shard(
         ),
     ] = None,
     without: Annotated[
-        list[ShardingKind] | None, typer.Option("--without", help="A sharding that no table may get; repeatable.")
+        list[ShardingKind] | None,
+        typer.Option("--without", help="A sharding (or flexd's rule for it) that no table may get; repeatable."),
     ] = None,
     batch: Annotated[
         int, typer.Option("--batch", help="Samples of a rank, of a function's tables without batch_sizes.", min=1)
@@ -81,31 +100,41 @@ def shard(
     optimizer: OptimizerOption = RowOptimizer.ROWWISE_ADAGRAD,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Choose TorchRec's sharding of every table, for those who stay with TorchRec.
+    """Choose the sharding of every table, for TorchRec or for flexd's trainer.
 
-    Needs no daemon and no GPU. Load the plan by flexd.torchrec.sharding_plan(model, FILE).
+    Needs no daemon and no GPU. Load the plan by flexd.torchrec.sharding_plan(model, FILE), or home rules and answers
+    by EmbeddingBagCollection(tables, rules=FILE).
 
     Example: flexd shard tables.csv --nodes 2 --local-ranks 8 --plan sharding.json
     """
-    check_file("--plan", plan)
+    file = plan or Path("rules.json" if trainer is Trainer.FLEXD else "sharding.json")
+    check_file("--plan", file)
     from flexd.cli.model_tables import tables_of_source
     from flexd.core.layout import RankLayout
+    from flexd.planner.tables.home_rules import plan_rules
     from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
     from flexd.sketch.profile_file import read_profile
 
     statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype.value, optimizer.value)
     listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
     cluster = make_cluster(preset, topology, 1.0)
+    left_out = [kind.value for kind in without or ()]
+    if trainer is Trainer.FLEXD:
+        rules = plan_rules(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
+        _write(rules.document(), file, rule_blocks(rules, file), output)
+        return
     listed_ranks = 1 + max((max(table.ranks, default=-1) for table in listed), default=-1)
     # A list may come from another job: its plan is then no reason to make none.
     before = None if listed_ranks > layout.world_size else listed_seconds(listed, layout, cluster, statistics)
-    found = shard_tables(
-        listed, layout, cluster, memory_gb * 1e9, statistics, without=[kind.value for kind in without or ()]
-    )
+    found = shard_tables(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
     document = found.document()
     document["predicted"]["listed_step_seconds"] = before
-    plan.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    emit(document | {"plan": str(plan)}, sharding_blocks(found, plan, before, listed_ranks), output)
+    _write(document, file, sharding_blocks(found, file, before, listed_ranks), output)
+
+
+def _write(document: dict[str, Any], file: Path, blocks: list[Block], output: OutputFormat) -> None:
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    emit(document | {"plan": str(file)}, blocks, output)
 
 
 def sharding_blocks(found: Sharding, plan: Path, before: float | None, listed_ranks: int) -> list[Block]:
@@ -120,27 +149,49 @@ def sharding_blocks(found: Sharding, plan: Path, before: float | None, listed_ra
     if listed_ranks > placement.layout.world_size:
         listed = f"not priced: it is for {listed_ranks} ranks or more"
     counts = Counter(kind for kind, _ in found.chosen)
-    facts = Facts(
-        "",
-        (
-            ("plan", str(plan)),
-            ("tables", f"{len(found.tables)}: " + ", ".join(f"{n} {kind}" for kind, n in counts.most_common())),
-            (
-                "busiest rank",
-                f"{units.seconds(placement.seconds)} a step of embeddings, all row-wise "
-                f"{units.seconds(placement.spread_seconds)}, no plan under {units.seconds(placement.bound_seconds)}",
-            ),
-            ("plan of the list", listed),
-            ("balance", f"{placement.balance:.2f} (least over most of the ranks' seconds)"),
-            ("memory", f"{units.size(float(placement.memory_bytes.max()))} on the fullest rank"),
-        ),
-    )
+    facts = _facts(plan, placement, counts, "all row-wise", ("plan of the list", listed))
     columns = ("table", "rows", "dim", "sharding", "ranks")
     rows = tuple(
         (table.name, units.count(table.rows), str(table.dim), kind, _ranks(ranks))
         for table, (kind, ranks) in zip(found.tables, found.chosen, strict=True)
     )
     return [facts, Table("sharding", columns, rows, frozenset(columns[1:3]), ("dim", "rows"))]
+
+
+def rule_blocks(found: RulePlan, plan: Path) -> list[Block]:
+    """Return the predicted step, and home rule and answer of every table."""
+    counts = Counter(
+        rule if rule == COPIED else f"{rule.partition(':')[0]}, {f'by {answer}' if answer else 'un-pooled'}"
+        for rule, answer in found.chosen
+    )
+    columns = ("table", "rows", "dim", "homes", "answer")
+    rows = tuple(
+        (table.name, units.count(table.rows), str(table.dim), rule, answer or "un-pooled")
+        for table, (rule, answer) in zip(found.tables, found.chosen, strict=True)
+    )
+    return [
+        _facts(plan, found.placement, counts, "all spread by rows"),
+        Table("home rules", columns, rows, frozenset(columns[1:3]), ("dim", "rows")),
+    ]
+
+
+def _facts(plan: Path, placement: TablePlacement, counts: Counter[str], compared: str, *more: tuple[str, str]) -> Facts:
+    """``compared``: the placement of ``spread_seconds``, in words."""
+    return Facts(
+        "",
+        (
+            ("plan", str(plan)),
+            ("tables", f"{counts.total()}: " + "; ".join(f"{n} {kind}" for kind, n in counts.most_common())),
+            (
+                "busiest rank",
+                f"{units.seconds(placement.seconds)} a step of embeddings, {compared} "
+                f"{units.seconds(placement.spread_seconds)}, no plan under {units.seconds(placement.bound_seconds)}",
+            ),
+            *more,
+            ("balance", f"{placement.balance:.2f} (least over most of the ranks' seconds)"),
+            ("memory", f"{units.size(float(placement.memory_bytes.max()))} on the fullest rank"),
+        ),
+    )
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -34,6 +35,7 @@ from flexd.embedding.store.memory import RankMemory
 from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
+from flexd.embedding.table_rules import TableRules
 
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, a dense tensor, or (values, offsets)."""
@@ -109,14 +111,16 @@ class EmbeddingCollection(TableAccess):
         fast_memory_bytes: of home rows that a rank keeps in fast memory, with optimizer state; the others are in slow
             memory, and come in when a step needs them. Default: all rows are fast. It does not change the result.
         slow_memory_dir: directory of a rank's file of slow rows, on a disk of its own machine; default: host memory.
+        rules: home rules and answers that ``flexd shard --for flexd`` planned, instead of those of ``tables``.
         seed: seed of the initial values; the same seed gives the same tables on any number of ranks.
         device: of the tables; default ``torch.get_default_device()``. On ``meta`` nothing is allocated and no other
             rank is needed; ``to_empty(device=...)`` of the collection or the model then makes the tables with their
             initial values, and raises what the constructor would. It is collective.
 
     Raises:
-        TopologyError: layout and process group disagree, or ranks have different tables or settings.
-        EmbeddingError: two tables read the same feature, the replica budget is malformed, or a table answers by sums.
+        TopologyError: layout and process group or ``rules`` disagree, or ranks have different tables or settings.
+        EmbeddingError: two tables read the same feature, the replica budget is malformed, a table answers by sums, or
+            ``rules`` are not of these tables.
     """
 
     pools: ClassVar[bool] = False
@@ -138,17 +142,19 @@ class EmbeddingCollection(TableAccess):
         max_migration_bytes_per_step: int = 2**20,
         fast_memory_bytes: int | None = None,
         slow_memory_dir: str | os.PathLike[str] | None = None,
+        rules: TableRules | str | Path | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device)
         row_optimizer = optimizer or SGD()
-        self.tables = tuple(tables)
-        rules = [table.optimizer or row_optimizer for table in tables]
+        planned = None if rules is None else TableRules.read(rules)
+        self.tables = tuple(tables if planned is None else planned.apply(tables))
+        optimizers = [table.optimizer or row_optimizer for table in tables]
         self.keyspace = KeySpace(
             [
-                TableSpec(t.name, t.rows, t.dim, t.dtype, rule.name, t.homes)
-                for t, rule in zip(tables, rules, strict=True)
+                TableSpec(t.name, t.rows, t.dim, t.dtype, of_table.name, t.homes)
+                for t, of_table in zip(self.tables, optimizers, strict=True)
             ]
         )
         self.given_arguments: dict[str, Any] = {
@@ -174,7 +180,8 @@ class EmbeddingCollection(TableAccess):
                 comm_dtype=comm_dtype,
                 replica_sums=replica_sums,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
-                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir, rules),
+                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir, optimizers),
+                planned=planned,
             )
         )
 
@@ -189,12 +196,15 @@ class EmbeddingCollection(TableAccess):
         replica_sums: str,
         max_migration_bytes_per_step: int,
         two_memories: TwoMemories | None,
+        planned: TableRules | None,
     ) -> None:
         self.traffic = Traffic()
         self.traffic.phases = PhaseMeter(self.device)
         self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
         self.layout = self._groups.layout
         self.rank = self._groups.rank
+        if planned is not None:
+            planned.check_layout(self.layout)
         with self.traffic.uncounted():
             settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
             compared = [

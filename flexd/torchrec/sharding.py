@@ -43,6 +43,11 @@ def sharding_plan(
     """
     if not isinstance(document, Mapping):
         document = _read(Path(document))
+    if document.get("for") == "flexd":
+        raise EmbeddingError(
+            "home rules for flexd's trainer in place of a sharding plan",
+            remedy="flexd.torchrec.replace(model, rules=...), or write a plan by flexd shard --for torchrec",
+        )
     if document.get("format") != FORMAT:
         raise EmbeddingError(
             f"sharding plan of format {document.get('format')!r}", remedy=f"format {FORMAT}: write it again"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import flexd
 from flexd.cli.exit_codes import ExitCode
+from flexd.core.layout import RankLayout
 
 
 def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
@@ -21,6 +23,27 @@ def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
     assert "busiest rank" in text
     assert "t5" in text
     assert answer["predicted"]["listed_step_seconds"] is None
+
+
+def test_home_rules_for_a_flexd_trainer(flexd_command, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tables = [{"name": f"t{i}", "rows": 20 if i < 2 else 500_000, "dim": 64, "lookups": 30} for i in range(4)]
+    tables.append({"name": "history", "rows": 500_000, "dim": 64, "lookups": 30, "bags": 0})
+    (tmp_path / "tables.json").write_text(json.dumps(tables))
+    done = flexd_command("shard", "tables.json", "--for", "flexd", "-o", "json")
+    assert done.returncode == 0, done.stderr
+    answer, written = json.loads(done.stdout), json.loads((tmp_path / "rules.json").read_text())
+    assert answer == written | {"plan": "rules.json"}
+    rules = flexd.TableRules.read(tmp_path / "rules.json")
+    assert rules.layout == RankLayout(2, 2)
+    assert {rules.by_name[f"t{i}"].answer for i in (2, 3)} == {"sums"}
+    assert rules.by_name["history"].answer is None
+    text = flexd_command(
+        "shard", "tables.json", "--for", "flexd", "--without", "table_wise", "--without", "table_row_wise"
+    ).stdout
+    assert "all spread by rows" in text
+    assert "node:" not in text
+    assert "rank:" not in text
 
 
 def test_a_plan_of_another_job_in_the_list_is_left_out(flexd_command, tmp_path: Path):

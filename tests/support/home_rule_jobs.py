@@ -119,3 +119,24 @@ def unequal(rank: int, layout: RankLayout) -> str:
     except TopologyError as error:
         return str(error)
     return "accepted"
+
+
+def planned(rank: int, layout: RankLayout, tables: Any, rules: str | None) -> dict[str, Any]:
+    """Train bags of ``tables``, by the rules of a file or their own."""
+    bags = flexd.EmbeddingBagCollection(tables, optimizer=flexd.SGD(lr=0.1), layout=layout, rules=rules)
+    losses = []
+    for step in range(4):
+        rng = np.random.default_rng([step, rank])
+        given = {
+            table.name: flexd.Jagged(torch.from_numpy(rng.integers(0, table.rows, 9)), torch.tensor([4, 0, 5]))
+            for table in tables
+        }
+        loss = torch.stack([(out - 0.1).square().sum() for out in bags(given).values()]).sum()
+        loss.backward()
+        bags.optimizer.step()
+        losses.append(float(loss.detach()))
+    return {
+        "losses": losses,
+        "rules": [(table.homes, table.answer) for table in bags.tables],
+        "device_accesses": bags.traffic.device_accesses,
+    }

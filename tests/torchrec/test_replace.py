@@ -193,6 +193,20 @@ def test_equal_names_are_told_apart_and_a_module_in_two_places_stays_one() -> No
     assert torch.equal(model.rows(kjt)["f"].values(), values[1][5:7])
 
 
+def test_planned_home_rules_reach_the_tables_of_the_model_by_name() -> None:
+    model = make()
+    dims = {name: 4 if name in ("tag", "word") else 8 for name in ROWS}
+    entries = [
+        {"name": name, "rows": ROWS[name], "dim": dims[name], "homes": "node:0", "answer": answer}
+        for name, answer in (("user", "sums"), ("shop", "rows"), ("tag", "sums"), ("item", None), ("word", None))
+    ]
+    document = {"format": 1, "for": "flexd", "nodes": 1, "local_ranks": 1, "tables": entries}
+    tables = replace(model, layout=ONE, rules=flexd.TableRules.read(document))
+    assert {(table.name, table.homes, getattr(table, "answer", None)) for table in tables.tables} == {
+        (entry["name"], entry["homes"], entry["answer"]) for entry in entries
+    }
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_modules_on_meta_get_the_values_of_their_configurations(later: bool) -> None:
     init_fn = partial(nn.init.normal_, std=2.0)

@@ -124,22 +124,31 @@ class Sharding:
         placement = self.placement
         modules: dict[str, dict[str, Any]] = {}
         for table, (kind, ranks) in zip(self.tables, self.chosen, strict=True):
-            name = table.name.removeprefix(f"{table.module}.") if table.module else table.name
-            modules.setdefault(table.module, {})[name] = {"sharding_type": kind, "ranks": ranks}
+            modules.setdefault(table.module, {})[short_name(table)] = {"sharding_type": kind, "ranks": ranks}
         return {
             "format": FORMAT,
             "nodes": placement.layout.nodes,
             "local_ranks": placement.layout.local_ranks,
-            "predicted": {
-                "step_seconds": placement.seconds,
-                "row_wise_step_seconds": placement.spread_seconds,
-                "bound_seconds": placement.bound_seconds,
-                "gap": placement.gap,
-                "balance": placement.balance,
-                "memory_bytes": placement.memory_bytes.tolist(),
-            },
+            "predicted": predicted(placement),
             "modules": modules,
         }
+
+
+def predicted(placement: TablePlacement) -> dict[str, Any]:
+    """Return what documents say of a placement, JSON-able."""
+    return {
+        "step_seconds": placement.seconds,
+        "row_wise_step_seconds": placement.spread_seconds,
+        "bound_seconds": placement.bound_seconds,
+        "gap": placement.gap,
+        "balance": placement.balance,
+        "memory_bytes": placement.memory_bytes.tolist(),
+    }
+
+
+def short_name(table: ListedTable) -> str:
+    """Return the name of a table in its module."""
+    return table.name.removeprefix(f"{table.module}.") if table.module else table.name
 
 
 def torchrec_work(tables: Sequence[ListedTable], layout: RankLayout, statistics: TableStatistics) -> TableWork:

@@ -1,0 +1,58 @@
+"""``flexd shard --for flexd``: home rules and answers of a list, and the document that a trainer reads."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+
+import flexd
+from flexd.core.layout import RankLayout
+from flexd.planner.tables.home_rules import RulePlan, plan_rules
+from flexd.planner.tables.table_list import ListedTable
+from flexd.topology.files import load_preset
+
+CLUSTER = load_preset("azure-a100-200g").bandwidth_only()
+"""Without latencies: those of one more collective are more than three small tables save."""
+LAYOUT = RankLayout(2, 2)
+POOLED = ListedTable("t", 1000, 64, 5.0, 1.0, 512, float("nan"), "", 1)
+
+
+def listed() -> list[ListedTable]:
+    rng = np.random.default_rng(0)
+    large = [
+        replace(POOLED, name=f"sparse.large{i}", module="sparse", rows=int(rng.integers(10**5, 10**6)), lookups=40.0)
+        for i in range(6)
+    ]
+    small = [replace(POOLED, name=f"small{i}", rows=20) for i in range(3)]
+    return [*large, *small, replace(POOLED, name="history", rows=10**6, bags=0.0)]
+
+
+def planned(*without: str) -> RulePlan:
+    return plan_rules(listed(), LAYOUT, CLUSTER, 4e9, evaluations=300, without=without)
+
+
+def test_small_tables_are_copied_and_long_bags_answered_by_sums_at_single_places():
+    found = planned()
+    rules = dict(zip((table.name for table in found.tables), found.chosen, strict=True))
+    assert [rules[f"small{i}"] for i in range(3)] == [("every rank", "rows")] * 3
+    assert {rule.partition(":")[0] for rule, _ in list(rules.values())[:6]} <= {"node", "rank"}
+    assert {answer for _, answer in list(rules.values())[:6]} == {"sums"}
+    assert rules["history"][1] is None
+    assert found.placement.seconds < found.placement.spread_seconds
+
+
+def test_rules_that_are_left_out_are_not_in_the_plan():
+    kinds = {rule.partition(":")[0] for rule, _ in planned("data_parallel", "table_wise", "table_row_wise").chosen}
+    assert kinds == {"all"}
+
+
+def test_the_document_is_what_a_trainer_reads():
+    found = planned()
+    read = flexd.TableRules.read(json.loads(json.dumps(found.document())))
+    assert read.layout == LAYOUT
+    for table, (rule, answer) in zip(found.tables, found.chosen, strict=True):
+        of_table = read.by_name[table.name.removeprefix("sparse.")]
+        assert (of_table.rows, of_table.dim, of_table.homes, of_table.answer) == (table.rows, table.dim, rule, answer)
+    assert read.by_name["sparse/large0"] == read.by_name["large0"]
