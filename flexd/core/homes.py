@@ -9,7 +9,8 @@ plans, chunks, checkpoints) reads keys. ``Homes`` is the only place that knows b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -82,29 +83,42 @@ class AddressFinder:
 
 
 class Homes:
-    """The homes of all rows of a job.
+    """The homes of all rows of a job. Immutable: a rule that changes makes another map (``flexd.core.home_changes``).
 
     Args:
         rules: of each table; default those of the table list.
+        spare: of each dim-group, slots on each rank beyond those that its rows fill, for rules that change; default 0.
 
     Raises:
         TopologyError: a rule names a node or rank that the job does not have.
         ConfigError: more rows on a rank than addresses have room for.
     """
 
-    def __init__(self, keyspace: KeySpace, layout: RankLayout, rules: Sequence[HomeRule] | None = None) -> None:
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        layout: RankLayout,
+        rules: Sequence[HomeRule] | None = None,
+        spare: Sequence[int] = (),
+    ) -> None:
         self.keyspace, self.layout = keyspace, layout
         self.rules = tuple(keyspace.home_rules if rules is None else rules)
-        self.linear = all(rule.spread for rule in self.rules)
+        """Of each table; of one that changes, that of its last rows."""
+        self.lower_rules: Mapping[int, HomeRule] = {}
+        """Of the tables that change, the rule of their first rows."""
+        self.linear = all(rule.spread for rule in self.rules) and not any(spare)
         """True if addresses are keys."""
         world = layout.world_size
         parts: list[HomePart] = []
         groups: list[DimGroup] = []
         turns: list[tuple[Int64Array, Int64Array]] = []
         end = 0
-        for group in keyspace.groups:
+        for number, group in enumerate(keyspace.groups):
             first = end + (group.first_key - end) % world
             of_group, begins, ends = _place_group(keyspace, group, layout, self.rules, first)
+            if any(spare):
+                # One more, since ranks of a rule use the same turns, and those that a table fills may differ by one.
+                ends = ends + spare[number] + (spare[number] > 0)
             used = ends > begins
             end = int(((ends - 1) * world + np.arange(world) + 1)[used].max())
             parts += of_group
@@ -120,7 +134,31 @@ class Homes:
         self.groups = tuple(groups)
         """The dim-groups, with ranges of addresses in place of ranges of keys."""
         self._turns = turns
-        """Of each dim-group int64 [ranks]: the first turn of each rank, and the one after its last."""
+
+    def with_parts(self, table: int, parts: Sequence[HomePart], rule: HomeRule, lower: HomeRule | None = None) -> Homes:
+        """Return a map with other places for the rows of a table.
+
+        Args:
+            parts: in the order of their rows.
+            rule: of the last rows.
+            lower: of the first ones, if they have another.
+        """
+        made = self.with_places([*(part for part in self.home_parts if part.table != table), *parts])
+        made.rules = (*self.rules[:table], rule, *self.rules[table + 1 :])
+        changing = {other: of_other for other, of_other in self.lower_rules.items() if other != table}
+        made.lower_rules = changing if lower is None else changing | {table: lower}
+        return made
+
+    def with_places(self, parts: Sequence[HomePart]) -> Homes:
+        """Return a map with other places for all rows, whose rules are not those of the places: to read what was saved
+        by slots."""
+        made = copy.copy(self)
+        for name in ("first_keys", "end_keys", "factors", "finder", "copied_keys", "_parts_of"):
+            made.__dict__.pop(name, None)
+        first_key = self.keyspace.first_key
+        made.home_parts = tuple(sorted(parts, key=lambda part: int(first_key[part.table]) + part.first_row))
+        made.linear = False
+        return made
 
     # ---- keys and addresses ----
 
@@ -190,6 +228,24 @@ class Homes:
         tables = self.keyspace.groups[group].tables
         rows = sum(self.keyspace.tables[table].rows for table in tables if self.rules[table].copied)
         return rows if self.layout.world_size > 1 else 0
+
+    # ---- tables ----
+
+    def parts_of(self, table: int) -> Sequence[HomePart]:
+        """Return the parts of a table in the order of their rows: two while its rule changes."""
+        return self._parts_of[table]
+
+    def boundary(self, table: int) -> int:
+        """Return how many of a table's first rows have another rule than its last: 0 unless its rule changes."""
+        return self._parts_of[table][0].end_row if table in self.lower_rules else 0
+
+    def group_of(self, table: int) -> int:
+        """Return the dim-group of a table."""
+        return self._group_of[table]
+
+    def turns(self, group: int) -> tuple[Int64Array, Int64Array]:
+        """Return of a dim-group int64 [ranks] the first turn of each rank, and int64 [ranks] the one after its last."""
+        return self._turns[group]
 
     # ---- slots of a rank ----
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlacementError
+from flexd.core.home_block import HomeBlock
 from flexd.core.layout import Tier, is_moved
 
 Int64Array = npt.NDArray[np.int64]
@@ -34,11 +35,15 @@ class Delta:
     """Rows whose tier changes: int64[n] ``keys`` (unique), uint8[n] ``old_tiers`` and ``new_tiers``.
 
     Rows are applied in order; any prefix leaves a valid placement.
+
+    Attributes:
+        homes: rows whose homes change, in a chunk of its own.
     """
 
     keys: Int64Array
     old_tiers: UInt8Array
     new_tiers: UInt8Array
+    homes: HomeBlock | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -46,6 +51,11 @@ class Delta:
     @staticmethod
     def empty() -> Delta:
         return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
+
+    @staticmethod
+    def of_homes(block: HomeBlock) -> Delta:
+        """Return a chunk that changes the homes of a block of rows."""
+        return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8), block)
 
     def select(self, index: npt.NDArray[np.int64] | slice) -> Delta:
         return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])
@@ -58,7 +68,8 @@ class Delta:
     def digest_change(self) -> int:
         """Return the change of ``Placement.digest`` (mod 2^64) when this delta is applied."""
         after, before = (_row_hash(self.keys, tiers).sum(dtype=np.uint64) for tiers in (self.new_tiers, self.old_tiers))
-        return (int(after) - int(before)) % 2**64
+        of_homes = 0 if self.homes is None else self.homes.digest_change()
+        return (int(after) - int(before) + of_homes) % 2**64
 
 
 @dataclass(frozen=True)

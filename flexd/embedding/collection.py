@@ -45,6 +45,10 @@ ResolvedInput = tuple[dict[str, Jagged], list[str]]
 """Features of a batch, and their names dim-group by dim-group."""
 
 
+_MOST_SPARE = 16.0
+"""Times the rows of a dim-group: with more a mistake is likelier than a need."""
+
+
 @dataclass(frozen=True)
 class EmbeddingTable:
     """One table of a collection.
@@ -96,6 +100,9 @@ class EmbeddingCollection(TableAccess):
         layout: nodes x local ranks; default from torchrun's ``LOCAL_WORLD_SIZE`` (one node without it).
         replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
         replica_slots: replica slots of each rank, one number a dim-group, instead of ``replica_fraction``.
+        spare_home_fraction: home slots of each rank beyond those that its rows fill, as a fraction of all rows of the
+            dim-group: room for tables whose home rule changes in training.
+        spare_home_slots: the same as numbers, one a dim-group.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
         exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home), "auto" (the
             one of these whose steps take less time, measured from time to time, beginning with the one that the daemon
@@ -135,6 +142,8 @@ class EmbeddingCollection(TableAccess):
         layout: RankLayout | None = None,
         replica_fraction: float = 0.0,
         replica_slots: Sequence[int] | None = None,
+        spare_home_fraction: float = 0.0,
+        spare_home_slots: Sequence[int] | None = None,
         average_gradients: bool = True,
         exchange: str = "chain",
         comm_dtype: str | None = None,
@@ -166,7 +175,8 @@ class EmbeddingCollection(TableAccess):
         """Arguments of the constructor, beside tables, replicas and device."""
         self.__dict__["_joined"] = None
         """The tables that this collection reads if they were joined with those of others."""
-        self.replica_slots = self._replica_slots(replica_fraction, replica_slots)
+        self.replica_slots = self._slots("replica budget", replica_fraction, replica_slots, 1.0)
+        self.spare_home_slots = self._slots("spare home slots", spare_home_fraction, spare_home_slots, _MOST_SPARE)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
@@ -206,7 +216,10 @@ class EmbeddingCollection(TableAccess):
         if planned is not None:
             planned.check_layout(self.layout)
         with self.traffic.uncounted():
-            settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
+            settings = (
+                exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step,
+                self.spare_home_slots,
+            )  # fmt: skip
             compared = [
                 rows_of_tables([(table.name, table.rows) for table in self.tables]),
                 Setting("tables", self.keyspace.digest),
@@ -226,6 +239,7 @@ class EmbeddingCollection(TableAccess):
             self._groups,
             self.traffic,
             replica_slots=self.replica_slots,
+            spare_home_slots=self.spare_home_slots,
             exchange=exchange,
             gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
             max_migration_bytes_per_step=max_migration_bytes_per_step,
@@ -401,15 +415,15 @@ class EmbeddingCollection(TableAccess):
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.training
 
-    def _replica_slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
-        if slots is None:
-            slots = [int(fraction * group.rows) for group in self.keyspace.groups]
-        if not 0.0 <= fraction <= 1.0 or len(slots) != len(self.keyspace.groups) or min(slots) < 0:
+    def _slots(self, what: str, fraction: float, slots: Sequence[int] | None, most: float) -> tuple[int, ...]:
+        groups = self.keyspace.groups
+        if not 0.0 <= fraction <= most or (slots is not None and (len(slots) != len(groups) or min(slots) < 0)):
             raise EmbeddingError(
-                f"replica budget: fraction {fraction}, slots {list(slots)} for {len(self.keyspace.groups)} dim-groups",
-                remedy="a fraction of 0 to 1, or one number of slots a dim-group",
+                f"{what}: fraction {fraction}, slots {slots if slots is None else list(slots)} for {len(groups)} "
+                "dim-groups",
+                remedy=f"a fraction of 0 to {most:g}, or one number of slots a dim-group",
             )
-        return tuple(int(count) for count in slots)
+        return tuple(int(fraction * group.rows) for group in groups) if slots is None else tuple(map(int, slots))
 
     @torch.no_grad()
     def clip_grad_norm_(

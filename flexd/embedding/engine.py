@@ -50,6 +50,7 @@ class RowEngine:
 
     Args:
         replica_slots: of each dim-group, for chunks; copies by the rule "every rank" have slots beside them.
+        spare_home_slots: of each dim-group, as in ``Homes``; default 0.
         exchange: "auto", "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype, replica_sums: as in ``EmbeddingCollection``.
@@ -68,6 +69,7 @@ class RowEngine:
         traffic: Traffic,
         *,
         replica_slots: Sequence[int],
+        spare_home_slots: Sequence[int] = (),
         exchange: str,
         gradient_scale: float,
         max_migration_bytes_per_step: int,
@@ -79,19 +81,20 @@ class RowEngine:
         keep_keys: bool = False,
     ) -> None:
         self.keyspace = keyspace
-        self.homes = Homes(keyspace, groups.layout)
+        self.first_homes = homes = Homes(keyspace, groups.layout, spare=spare_home_slots)
+        """Homes before any chunk."""
         self._two_memories = two_memories
         self.groups = groups
         self.passes: list[ForwardPass] = []
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
-        frames = None if two_memories is None else two_memories.frames(self.homes.groups, groups.layout)
-        all_slots = [slots + self.homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
+        frames = None if two_memories is None else two_memories.frames(homes.groups, groups.layout)
+        all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
         self.stores = make_stores(
-            self.homes.groups, groups.layout, groups.rank, all_slots, device, frames, keep_keys=keep_keys,
-            homes=self.homes,
+            homes.groups, groups.layout, groups.rank, all_slots, device, frames, keep_keys=keep_keys, homes=homes,
         )  # fmt: skip
         self.changed_rows = ChangedRows(self.stores)
-        self.lone_saves = LoneSaves(groups, sum(store.home_rows for store in self.stores), keyspace.total_rows)
+        mine = (run for table in range(len(keyspace.tables)) for run in homes.runs(table, groups.rank))
+        self.lone_saves = LoneSaves(groups, sum(len(run.rows) for run in mine), keyspace.total_rows)
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
@@ -104,10 +107,10 @@ class RowEngine:
         self._sums = sums
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(
-            groups, self.stores, self.homes, traffic, max_migration_bytes_per_step, self.changed_rows.add
+            groups, self.stores, homes, traffic, max_migration_bytes_per_step, self.changed_rows.add
         )
         self.inbox = ChunkInbox(
-            self.homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
+            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
@@ -121,6 +124,11 @@ class RowEngine:
         self._max_migration_bytes = max_migration_bytes_per_step
         self._stale_replicas = self.migrator.list_copied_tables()
         self._summed: StepGradients | None = None
+
+    @property
+    def homes(self) -> Homes:
+        """Homes of all rows in the applied placement."""
+        return self.migrator.homes
 
     @property
     def phases(self) -> PhaseMeter:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flexd.core.errors import EmbeddingError
+from flexd.core.keyspace import KeySpace
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.jagged import Jagged
@@ -98,7 +99,8 @@ class JoinedCollections(EmbeddingCollection):
             ],
             **arguments,
             optimizer=first["optimizer"],
-            replica_slots=_added_slots(members),
+            replica_slots=_added_slots([(member.keyspace, member.replica_slots) for member in members]),
+            spare_home_slots=_added_slots([(member.keyspace, member.spare_home_slots) for member in members]),
             max_migration_bytes_per_step=max(m.given_arguments["max_migration_bytes_per_step"] for m in members),
             fast_memory_bytes=None if fast[0] is None else sum(fast),
             # The files of the members are in use until their values are copied.
@@ -123,7 +125,10 @@ class JoinedCollections(EmbeddingCollection):
                 for name in table.feature_names
             ]
             first_table = tables.stop
-            for name in ("engine", "optimizer", "traffic", "layout", "rank", "_groups", "keyspace", "replica_slots"):
+            for name in (
+                "engine", "optimizer", "traffic", "layout", "rank", "_groups", "keyspace", "replica_slots",
+                "spare_home_slots",
+            ):  # fmt: skip
                 setattr(member, name, getattr(self, name))
             member._features = FeatureMap(
                 self.keyspace, features, self.rank, self.device, summed, self.engine.stores[0].homes
@@ -279,12 +284,12 @@ def _with_own_optimizer(
     return dataclasses.replace(table, features=features, optimizer=rule)
 
 
-def _added_slots(members: Sequence[EmbeddingCollection]) -> list[int]:
-    """Return the replica slots of the joined dim-groups, in the order of their first table."""
+def _added_slots(of_members: Sequence[tuple[KeySpace, Sequence[int]]]) -> list[int]:
+    """Return the sums, over the dim-groups of members, for the joined dim-groups in the order of their first table."""
     slots: dict[tuple[int, str, str], int] = {}
-    for member in members:
-        for table in member.keyspace.tables:
+    for keyspace, counts in of_members:
+        for table in keyspace.tables:
             slots.setdefault((table.dim, table.dtype, table.optimizer), 0)
-        for group, count in zip(member.keyspace.groups, member.replica_slots, strict=True):
+        for group, count in zip(keyspace.groups, counts, strict=True):
             slots[group.dim, group.dtype, group.optimizer] += count
     return list(slots.values())

@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 run-ahead, dealing, evaluation, migrations, kills and reloads, rows in two memories, home rules, bags answered by rows
-and by sums, optimizers and rates by table, two joined collections, and the kernels of an accelerator.
+and by sums, home rules that change in training, optimizers and rates by table, two joined collections, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -60,6 +60,7 @@ scenarios = st.builds(
     joined=st.booleans(),
     dealt=st.sampled_from([False, False, True]),
     moved=st.booleans(),
+    rules_change=st.booleans(),
 )
 three_nodes = st.builds(
     Scenario,
@@ -77,6 +78,7 @@ three_nodes = st.builds(
     joined=st.booleans(),
     dealt=st.booleans(),
     moved=st.booleans(),
+    rules_change=st.booleans(),
 )
 
 

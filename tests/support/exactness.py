@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from flexd.core.errors import ChunkRefusedError
+from flexd.core.home_block import HomeBlock
+from flexd.core.home_changes import after_block
 from flexd.core.home_rules import SPREAD, HomeRule
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -67,8 +69,19 @@ class Scenario:
     """The tables are in two collections that are joined; features of the first are not pooled then."""
     moved: bool = False
     """Rows also move to other nodes than those of their homes."""
+    rules_change: bool = False
+    """Home rules change between steps, block by block, and on the way some change back."""
     dealt: bool = False
     """Losses are sums over samples, and batches have every feature of each sample, so that any rank may train it."""
+
+    def due(self, step: int, chunks: int) -> int:
+        """Return how many of the chunks have been released before a step."""
+        return min(chunks, step // self.migrate_every * (4 if self.rules_change else 1))
+
+    @property
+    def spare(self) -> float:
+        """Spare home slots of a rank, as a fraction of the rows: room for all tables by two rules on it."""
+        return 3.0 if self.rules_change else 0.0
 
     @property
     def pooled(self) -> tuple[str, ...]:
@@ -254,13 +267,28 @@ def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> to
     return sums / lengths.clamp(min=1).unsqueeze(1) if mean else sums
 
 
-def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]) -> list[Delta]:
-    """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers."""
+def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[Delta]:
+    """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers; and blocks of
+    rows between home rules."""
+    keyspace = collection.keyspace
     rng = np.random.default_rng([scenario.seed, 999])
-    placement, homes = Placement.empty(), Homes(keyspace, scenario.layout)
+    placement = Placement.empty()
+    homes = Homes(keyspace, scenario.layout, spare=collection.spare_home_slots)
     chunks = []
-    limits = np.array(slots)
+    limits = np.array(collection.replica_slots)
     for _ in range(scenario.steps // scenario.migrate_every):
+        for _ in range(2 if scenario.rules_change else 0):
+            block = _random_block(homes, rng)
+            if block is None:
+                continue
+            first = int(keyspace.first_key[block.table])
+            listed = (placement.keys >= first + block.first_row) & (placement.keys < first + block.end_row)
+            if listed.any():
+                none = np.zeros(int(listed.sum()), np.uint8)
+                chunks.append(Delta(placement.keys[listed], placement.tiers[listed], none))
+                placement = placement.apply(chunks[-1])
+            homes = after_block(homes, block)
+            chunks.append(Delta.of_homes(block))
         keys = np.sort(rng.choice(keyspace.total_rows, size=int(rng.integers(1, 24)), replace=False)).astype(np.int64)
         keys = keys[~np.isin(keys, homes.copied_keys)]
         if scenario.only_rail >= 0:
@@ -286,20 +314,38 @@ def random_chunks(scenario: Scenario, keyspace: KeySpace, slots: tuple[int, ...]
     return chunks
 
 
+def _random_block(homes: Homes, rng: np.random.Generator) -> HomeBlock | None:
+    """Return a block that goes on with a change, takes some of it back, or begins one; None for a table that cannot."""
+    table = int(rng.integers(len(homes.keyspace.tables)))
+    rows, upper, boundary = homes.keyspace.tables[table].rows, homes.rules[table], homes.boundary(table)
+    lower = homes.lower_rules.get(table)
+    if upper.copied:
+        return None
+    if lower is None:
+        layout = homes.layout
+        kinds = [HomeRule("all"), HomeRule("node", int(rng.integers(layout.nodes)))]
+        lower = [*kinds, HomeRule("rank", int(rng.integers(layout.world_size)))][int(rng.integers(3))]
+        if lower == upper:
+            return None
+    if boundary and rng.random() < 0.2:
+        return HomeBlock(table, lower, upper, int(rng.integers(boundary)), boundary)
+    return HomeBlock(table, upper, lower, boundary, min(rows, boundary + int(rng.integers(1, rows + 1))))
+
+
 def train(rank: int, scenario: Scenario) -> dict[str, object]:
     """Train on one rank. Chunks arrive at each rank at its own time; replicas are compared after every step."""
     collection = EmbeddingCollection(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
         max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
-        replica_sums=scenario.replica_sums, **scenario.memories(),
+        replica_sums=scenario.replica_sums, spare_home_fraction=scenario.spare, **scenario.memories(),
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
-    chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)
+    chunks = random_chunks(scenario, collection)
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses, versions, unequal = [], [], 0
     for step in range(scenario.steps):
-        due = min(len(chunks), step // scenario.migrate_every)
+        due = scenario.due(step, len(chunks))
         while collection.engine.inbox._received_version < due and rng.random() < 0.7:
             version = collection.engine.inbox._received_version + 1
             collection.engine.inbox.offer(version, chunks[version - 1])

@@ -79,6 +79,7 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
         "layout": scenario.layout, "replica_fraction": scenario.replica_fraction, "exchange": scenario.exchange,
         "seed": scenario.seed, "max_migration_bytes_per_step": 2000, "average_gradients": scenario.average_gradients,
         "comm_dtype": scenario.comm_dtype, "replica_sums": scenario.replica_sums,
+        "spare_home_fraction": scenario.spare,
     }  # fmt: skip
     collection: EmbeddingCollection
     if scenario.joined:
@@ -142,11 +143,11 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     collection = make(scenario, memories)
     inbox = collection.engine.inbox
     schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
-    chunks = random_chunks(scenario, collection.keyspace, collection.replica_slots)
+    chunks = random_chunks(scenario, collection)
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses: list[float] = []
     trained: list[float] = []
-    versions, errors, unequal, deferred, most_moved = [], [], 0, 0, 0
+    versions, errors, unequal, deferred, most_moved, home_changes = [], [], 0, 0, 0, 0
     saved: list[dict[str, Any]] = []
     exchanges: list[str] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
@@ -164,7 +165,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         collection.engine.after_step = divide
 
     def restart() -> None:
-        nonlocal collection, inbox, schedule
+        nonlocal collection, inbox, schedule, home_changes
+        home_changes += collection.engine.migrator.home_changes
         kept, rates = collection.state_dict(), [group["lr"] for group in collection.optimizer.param_groups]
         directory = memories.get("slow_memory_dir")
         left = [] if directory is None else list(Path(directory).iterdir())
@@ -189,7 +191,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         nonlocal unequal, deferred, most_moved
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
-            due = min(len(chunks), step // scenario.migrate_every)
+            due = scenario.due(step, len(chunks))
             every_nth = scenario.switch_every
             proposes = every_nth > 0 and number == 0 and step % every_nth == 1 % every_nth
             if proposes and rank == step // every_nth % scenario.layout.world_size:
@@ -263,8 +265,15 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(), "shipped": dealt,
-        "most_moved": most_moved,
+        "most_moved": most_moved, "home_changes": home_changes + collection.engine.migrator.home_changes,
+        "rules": rules_of(collection),
     }  # fmt: skip
+
+
+def rules_of(collection: EmbeddingCollection) -> list[tuple[str, int]]:
+    """Return the rule of each table, and how many of its first rows have another."""
+    homes = collection.engine.homes
+    return [(str(rule), homes.boundary(table)) for table, rule in enumerate(homes.rules)]
 
 
 def threads() -> list[str]:

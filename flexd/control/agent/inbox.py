@@ -34,7 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.protocol.network import named_error
-from flexd.core.errors import ChunkRefusedError, ControlError
+from flexd.core.errors import ChunkRefusedError, ControlError, FlexdError
+from flexd.core.home_block import HomeBlock
+from flexd.core.home_changes import after_block
 from flexd.core.homes import Homes
 from flexd.core.layout import MOVED, is_moved, nodes_of_moved
 from flexd.core.placement import Delta
@@ -77,6 +79,8 @@ class _Chunk:
     delta: Delta
     slot_change: Int64Array
     digest_change: int
+    homes: Homes
+    """After the chunk."""
     prepared: Prepared | None = None
 
 
@@ -85,7 +89,7 @@ class ChunkInbox:
     thread.
 
     Args:
-        homes: of all rows.
+        homes: of all rows, before any chunk.
         rank: this rank in the layout of ``homes``.
         replica_slots: replica slots of this rank for each dim-group.
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
@@ -181,11 +185,12 @@ class ChunkInbox:
             if version <= self._received_version:
                 return
             received, waiting = self._received_version, [chunk.delta for chunk in self._chunks]
+            homes = self._chunks[-1].homes if self._chunks else self._homes
         if version != received + 1:
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} after {received}", remedy="push chunks in order"
             )
-        change = self._slot_change(version, delta)
+        change = self._slot_change(version, delta, homes)
         after = self._slots_used + change
         if bool((after > self._slots).any()):
             group = int(np.argmax(after - self._slots))
@@ -195,9 +200,11 @@ class ChunkInbox:
                 remedy="plan with the replica slots of the rank's hello",
             )
         self._check_start(version, delta, waiting)
+        if delta.homes is not None:
+            homes = self._homes_after(version, delta.homes, homes, waiting)
         with self._changed:
             self._slots_used = after
-            self._chunks.append(_Chunk(version, delta, change, delta.digest_change()))
+            self._chunks.append(_Chunk(version, delta, change, delta.digest_change(), homes))
             self._received_version = version
             if self._prepare is None:
                 self._prepared_version = version
@@ -311,7 +318,7 @@ class ChunkInbox:
             self._applied_version = version
             # ``offer`` reads the applied placement with these chunks on top, applied or not, so they stay until now.
             while self._chunks and self._chunks[0].version <= version:
-                self._chunks.popleft()
+                self._homes = self._chunks.popleft().homes
         self._notify()
 
     def _notify(self) -> None:
@@ -338,10 +345,28 @@ class ChunkInbox:
                 remedy="push deltas from the placement that the ranks agreed on",
             )
 
-    def _slot_change(self, version: int, delta: Delta) -> Int64Array:
-        """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError."""
+    def _homes_after(self, version: int, block: HomeBlock, homes: Homes, waiting: list[Delta]) -> Homes:
+        """Return the homes after a chunk that changes them. Raises ChunkRefusedError: they cannot change so, or rows of
+        the block have copies or have moved."""
+        try:
+            after = after_block(homes, block)
+        except FlexdError as error:
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version}: {error.message}", remedy=error.remedy
+            ) from error
+        first = int(homes.keyspace.first_key[block.table])
+        keys = np.arange(first + block.first_row, first + block.end_row, dtype=np.int64)
+        self._check_start(version, Delta(keys, np.zeros(len(keys), np.uint8), np.zeros(len(keys), np.uint8)), waiting)
+        return after
+
+    def _slot_change(self, version: int, delta: Delta, homes: Homes) -> Int64Array:
+        """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError.
+
+        Args:
+            homes: before the chunk.
+        """
         keys = delta.keys
-        total = self._homes.keyspace.total_rows
+        total = homes.keyspace.total_rows
         if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= total):
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} names keys outside 0..{total - 1}",
@@ -356,14 +381,14 @@ class ChunkInbox:
                 remedy="a fault of the daemon: please report it with the daemon's journal",
             )
         moved = is_moved(delta.new_tiers)
-        if bool((self._homes.home_node(keys[moved]) == nodes_of_moved(delta.new_tiers[moved])).any()):
+        if bool((homes.home_node(keys[moved]) == nodes_of_moved(delta.new_tiers[moved])).any()):
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} moves rows to the nodes of their homes",
                 remedy="a fault of the daemon: please report it with the daemon's journal",
             )
-        groups = self._homes.keyspace.group_of(keys)
-        before = self._homes.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
-        after = self._homes.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
+        groups = homes.keyspace.group_of(keys)
+        before = homes.holds_replica(self._rank, keys, delta.old_tiers).astype(np.int64)
+        after = homes.holds_replica(self._rank, keys, delta.new_tiers).astype(np.int64)
         change = np.zeros(len(self._slots), dtype=np.int64)
         np.add.at(change, groups, after - before)
         return change

@@ -46,13 +46,13 @@ class TableHomes:
 
     @property
     def spread(self) -> bool:
-        """True if the rows are dealt out over all ranks."""
-        return self.homes.rules[self.table].spread
+        """True if all rows are dealt out over all ranks by one rule."""
+        return self.homes.rules[self.table].spread and self.table not in self.homes.lower_rules
 
     @property
     def sharing(self) -> int:
-        """Ranks that share the rows."""
-        return len(self.homes.rules[self.table].ranks(self.homes.layout))
+        """Ranks that share the rows, at least."""
+        return min(part.span for part in self.homes.parts_of(self.table))
 
     @property
     def block_rows(self) -> int:
@@ -73,6 +73,14 @@ class TableHomes:
     def count(self, rank: int, rows: range) -> int:
         """Return how many of a contiguous range of rows have their home on a rank."""
         return sum(len(run.rows) for run in self.homes.runs(self.table, rank, rows))
+
+    def most_rows(self, rows: range) -> int:
+        """Return how many of a contiguous range of rows a rank has at most, equal on all ranks."""
+        lengths = [
+            (max(0, min(part.end_row, rows.stop) - max(part.first_row, rows.start)), part.span)
+            for part in self.homes.parts_of(self.table)
+        ]
+        return sum(-(-length // span) for length, span in lengths)
 
     def read(self, held: RowColumn, rows: range) -> torch.Tensor:
         """Return [n, c] of the rows of ``runs``; ``held`` is [slots, c]."""
@@ -103,8 +111,12 @@ class TableHomes:
 
     def home_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Map int64 [n] rows to int64 [n] home ranks."""
-        ranks = self.homes.rules[self.table].ranks(self.homes.layout)
-        return (rows + self.first_key) % len(ranks) + ranks.start
+        keys = rows + self.first_key
+        first, *others = self.homes.parts_of(self.table)
+        found = keys % first.span + first.first_rank
+        for part in others:
+            found = torch.where(rows < part.first_row, found, keys % part.span + part.first_rank)
+        return found
 
 
 def to_block(world: Peers, homes: TableHomes, held: RowColumn, device: torch.device) -> torch.Tensor:

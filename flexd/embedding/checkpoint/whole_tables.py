@@ -38,7 +38,7 @@ def gather_rows(
 def gather_block(world: Peers, homes: TableHomes, held: RowColumn, block: range) -> torch.Tensor:
     """Collective. Return [n, c] of n consecutive rows of a table on every rank, with one all-gather."""
     mine = homes.read(held, block)
-    part = held.new_zeros((-(-len(block) // homes.sharing), held.shape[1]))
+    part = held.new_zeros((homes.most_rows(block), held.shape[1]))
     part[: len(mine)] = mine
     gathered = world.all_gather(part)
     if homes.spread:

@@ -135,7 +135,8 @@ class Prefetch(Generic[Batch]):
     def _next_batch(self, batch: Any) -> NextBatch:
         if batch is END or isinstance(batch, LoaderFailure):
             return NextBatch(None, None, failed=batch is not END)
-        return NextBatch.of(self._features(batch), self._collection.resolve)
+        migrator = self._collection.engine.migrator
+        return NextBatch.of(self._features(batch), self._collection.resolve, lambda: migrator.home_changes)
 
 
 def prefetch(
