@@ -47,7 +47,7 @@ def drawn_block(draw: st.DataObject, found: Homes) -> HomeBlock | None:
     return HomeBlock(table, upper, lower, boundary, draw.draw(st.integers(boundary + 1, rows)))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(homes(), st.data())
 def test_after_every_block_rows_are_where_their_rules_say_and_no_other_has_moved(
     first: Homes, data: st.DataObject
@@ -56,7 +56,7 @@ def test_after_every_block_rows_are_where_their_rules_say_and_no_other_has_moved
     keys = np.arange(found.keyspace.total_rows)
     of_table, first_keys = found.keyspace.table_of(keys), found.keyspace.first_key
     expected = [np.full(spec.rows, str(found.rules[t]), dtype=object) for t, spec in enumerate(found.keyspace.tables)]
-    for _ in range(12):
+    for _ in range(8):
         block = drawn_block(data, found)
         if block is None:
             continue

@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-run-ahead, dealing, evaluation, migrations, kills and reloads, rows in two memories, home rules, bags answered by rows
-and by sums, home rules that change in training, optimizers and rates by table, two joined collections, and the kernels of an accelerator.
+run-ahead, dealing, evaluation, migrations, kills and reloads, rows in two memories, home rules and their changes, bags
+answered by rows and by sums, optimizers and rates by table, two joined collections, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
