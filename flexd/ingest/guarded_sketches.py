@@ -125,7 +125,6 @@ class GuardedSketches:
         with self.lock:
             drained = self.sketches
             self.sketches = drained.empty_copy(secrets.randbits(62), clock)
-            drained.close_steps()
             return drained
 
     @contextlib.contextmanager

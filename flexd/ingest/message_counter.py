@@ -120,7 +120,9 @@ class MessageCounter:
             else:
                 try:
                     fault_point("thread.counting")
-                    accesses = sum((_ingest(sketches, batch, arrival) for batch in batches), AccessCounts())
+                    accesses = sum(
+                        (_ingest(sketches, batch, arrival, message.partition) for batch in batches), AccessCounts()
+                    )
                 except Exception as error:
                     # Before the lock is released: nobody may drain or save these counters.
                     refused = self._sketches.damage = error
@@ -156,7 +158,7 @@ def _check(sketches: SketchSet, batch: AccessBatch | TapCounts) -> None:
         )
 
 
-def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float) -> AccessCounts:
+def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float, partition: str) -> AccessCounts:
     rank, time = batch.source_rank, batch.event_time_seconds
     if isinstance(batch, TapCounts):
         counted = [sketches.ingest_counted(counts, rank, time, arrival) for counts in batch.tables]
@@ -164,5 +166,5 @@ def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float)
         return sum(counted, AccessCounts())
     return sketches.ingest(
         batch.table, batch.rows, rank, time, batch.sequence_lengths, arrival, batch.step, batch.sample_ids,
-        batch.user_ids,
+        batch.user_ids, partition,
     )  # fmt: skip

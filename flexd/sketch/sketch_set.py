@@ -21,6 +21,7 @@ from flexd.sketch import budget, kinds, saved_counters, saved_state
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.coaccess import CoAccess, CoAccessSample
 from flexd.sketch.decay import Admission, ForwardDecay, check_event_time
+from flexd.sketch.open_steps import SharedRows
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.quantiles import KllQuantiles, check_values
 from flexd.sketch.saved_state import SavedState, SavedTable
@@ -156,6 +157,7 @@ class SketchSet:
         step: int | None = None,
         sample_ids: Int64Array | None = None,
         user_ids: Int64Array | None = None,
+        partition: str = "",
     ) -> AccessCounts:
         """Count one batch. Call ``check`` first where a part of a message must not be counted.
 
@@ -168,6 +170,7 @@ class SketchSet:
             arrival_seconds: as in ``ForwardDecay.admit``.
             step: number of the forward pass that the rank looked the rows up in, equal on all ranks; None if unknown.
             sample_ids, user_ids: int64[s] or None: the sample of each sequence, and its user. They sum up to n.
+            partition: of the stream, where a rank's batches are in the order of their steps.
 
         Raises:
             SketchError: as ``check``. Nothing is counted then.
@@ -179,7 +182,7 @@ class SketchSet:
         if not len(rows):
             if step is not None and not math.isnan(self._decay.newest_seconds):
                 # The rank looked nothing up: without this entry its step would never be complete.
-                self._touches[index].add(rows, source_rank, step, self._decay.newest_seconds, self._decay)
+                self._touches[index].add(rows, source_rank, step, self._decay.newest_seconds, self._decay, partition)
             return AccessCounts()
         admission = self._decay.admit(event_time_seconds, arrival_seconds)
         ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
@@ -193,7 +196,7 @@ class SketchSet:
                     index, np.ascontiguousarray(ids), sequence_lengths.astype(np.int32, copy=False), source_rank,
                     admission.event_time_seconds, step, sample_ids, user_ids,
                 )  # fmt: skip
-        self._touches[index].add(ids, source_rank, step, admission.event_time_seconds, self._decay)
+        self._touches[index].add(ids, source_rank, step, admission.event_time_seconds, self._decay, partition)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
     def check(
@@ -400,6 +403,8 @@ class SketchSet:
             kinds.make_table(spec, choice, seed + index, self.settings.conservative)
             for index, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
         ]
+        shared = SharedRows()
+        fresh._touches = [touches.empty_copy(shared) for touches in self._touches]
         if self._coaccess is not None:
             fresh._coaccess = self._coaccess.empty_copy()
         if clock is not None:
@@ -412,7 +417,7 @@ class SketchSet:
         return fresh
 
     def close_steps(self) -> None:
-        """Count the touches of steps of which batches may be missing, before the set is merged into another."""
+        """Count the touches of steps of which batches may be missing: what arrives of them later counts for a rank."""
         for touches in self._touches:
             touches.flush(self._decay)
 
@@ -435,7 +440,7 @@ class SketchSet:
         for mine, theirs in zip(self._tables, other._tables, strict=True):
             mine.merge(theirs)
         for mine_touched, theirs_touched in zip(self._touches, other._touches, strict=True):
-            mine_touched.merge(theirs_touched, other._decay)
+            mine_touched.merge(theirs_touched, self._decay)
         for index, lengths in other._lengths.items():
             self._lengths.setdefault(index, KllQuantiles()).merge(lengths)
         if self._coaccess is not None and other._coaccess is not None:

@@ -3,13 +3,15 @@
 A batch is what one rank looks up in one forward pass. Without step numbers every entry of the stream is taken for a
 batch, and only the touches by a rank (u) are known. Batches of the same step number together give the touches by a
 node (v) and by any rank (w) too; only steps in which every rank of the layout has a batch count for these two.
+
+A step's batches may lie in messages that several daemons read. Counters that are made to be merged (``empty_copy``)
+keep their steps open, and whoever merges them counts a step when every rank and every partition has passed it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.core.sampled_steps import is_sampled
 from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.open_steps import OpenStep, OpenSteps, SharedRows
 from flexd.sketch.profile import RowTouches
+from flexd.sketch.step_progress import StepProgress
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -57,17 +61,6 @@ def capacity(rows: int, tables: int, memory_bytes: int) -> int:
     return max(256, min(rows, MAX_ROWS, memory_bytes // 16 // tables // ROW_BYTES))
 
 
-@dataclass
-class _OpenStep:
-    """A step of which batches may still arrive: distinct rows of each entry, by rank."""
-
-    event_time_seconds: float
-    ranks: list[int] = field(default_factory=list)
-    rows: list[Int64Array] = field(default_factory=list)
-    accesses: int = 0
-    size: int = 0
-
-
 class TableTouches:
     """Counters of one table. Not thread-safe: the owner holds a lock.
 
@@ -79,14 +72,18 @@ class TableTouches:
         rows: of the table; others are ignored.
         capacity: rows kept by a prune, the most frequently touched ones.
         tables: number of tables that share the limits of memory and time.
+        holds_steps: the counters are to be merged: steps are closed by whoever merges them.
     """
 
-    def __init__(self, rows: int, capacity: int, tables: int = 1) -> None:
+    def __init__(self, rows: int, capacity: int, tables: int = 1, *, holds_steps: bool = False) -> None:
         self._table_rows = rows
         self._capacity = capacity
+        self._tables = tables
+        self._holds_steps = holds_steps
         self._whole_accesses = WHOLE_ACCESSES // tables
         self._max_open_rows = max(_LEAST_OPEN_ROWS, _MAX_OPEN_ROWS // tables)
         self._seen_accesses = self._seen_batches = 0
+        self._seen_before = (0, 0)
         self.layout: RankLayout | None = None
         self._forget()
 
@@ -99,9 +96,8 @@ class TableTouches:
         self._floor: Float64Array = np.zeros(2)
         self._pending: list[tuple[Int64Array, Float64Array]] = []
         self._pending_rows = 0
-        self._open: dict[int, _OpenStep] = {}
-        self._open_rows = 0
-        self._latest: dict[int, int] = {}
+        self._open = OpenSteps()
+        self._progress = StepProgress()
         self._closed_before = 0
         self._closed: set[int] = set()
         self._passed = 0
@@ -109,7 +105,7 @@ class TableTouches:
     @property
     def nbytes(self) -> int:
         """Memory in use."""
-        return ROW_BYTES * len(self._rows) + 32 * self._pending_rows + 8 * self._open_rows
+        return ROW_BYTES * len(self._rows) + 32 * self._pending_rows + 8 * self._open.total_rows
 
     def set_layout(self, layout: RankLayout) -> None:
         """Count nodes and complete steps of this layout; what was counted under another one is forgotten."""
@@ -120,8 +116,9 @@ class TableTouches:
         self.layout = layout
 
     def add(
-        self, rows: npt.NDArray[Any], rank: int, step: int | None, event_time_seconds: float, decay: ForwardDecay
-    ) -> None:
+        self, rows: npt.NDArray[Any], rank: int, step: int | None, event_time_seconds: float, decay: ForwardDecay,
+        partition: str = "",
+    ) -> None:  # fmt: skip
         """Count one entry of the stream: the rows that a rank looked up, in the step if its number is known."""
         if self.layout is not None and rank >= self.layout.world_size:
             return
@@ -136,7 +133,9 @@ class TableTouches:
         if step is None:
             self._count_batch(distinct, len(inside), event_time_seconds, decay)
         else:
-            self._add_to_step(distinct, len(inside), rank, step, event_time_seconds, decay)
+            self._add_to_step(distinct, len(inside), rank, step, event_time_seconds, decay, close=False)
+            if self._progress.reach(partition, step, self._open.opened) or self._progress.latest(rank) == step:
+                self._close_passed(decay)
 
     def add_pass(
         self,
@@ -154,47 +153,44 @@ class TableTouches:
         """
         if self.layout is not None and rank >= self.layout.world_size:
             return
-        if number <= self._latest.get(rank, -1):
+        if number <= self._progress.latest(rank):
             self._restart(decay)
         inside = distinct[: np.searchsorted(distinct, self._table_rows)]
         self._add_to_step(inside, accesses, rank, number, event_time_seconds, decay)
 
     def _restart(self, decay: ForwardDecay) -> None:
         self.flush(decay)
-        self._latest.clear()
+        self._progress = StepProgress()
         self._closed.clear()
         self._passed = 0
         self._closed_before = 0
 
     def _add_to_step(
-        self, distinct: Int64Array, accesses: int, rank: int, step: int, event_time_seconds: float, decay: ForwardDecay
-    ) -> None:
+        self, distinct: Int64Array, accesses: int, rank: int, step: int, event_time_seconds: float, decay: ForwardDecay,
+        *, close: bool = True,
+    ) -> None:  # fmt: skip
         if step < self._closed_before or step in self._closed:
             if step > self._closed_before - _RESTART_STEPS:
                 # The step is closed; as a batch of its own the entry still counts for u.
                 self._count_batch(distinct, accesses, event_time_seconds, decay)
                 return
             self._restart(decay)
-        found = self._open.get(step)
-        if found is None:
-            found = self._open[step] = _OpenStep(event_time_seconds)
-        found.event_time_seconds = max(found.event_time_seconds, event_time_seconds)
-        found.ranks.append(rank)
-        found.rows.append(distinct)
-        found.accesses += accesses
-        found.size += len(distinct)
-        self._open_rows += len(distinct)
-        before = self._latest.get(rank, -1)
-        if step > before:
-            self._latest[rank] = step
-            if self.layout is None or len(self._latest) == self.layout.world_size:
-                self._close_passed(min(self._latest.values()), decay)
-        while len(self._open) > _MAX_OPEN_STEPS or self._open_rows > self._max_open_rows:
+        if self._holds_steps:
+            self._weight(event_time_seconds, decay)  # so that there is an exponent
+        self._open.add(step, rank, distinct, accesses, event_time_seconds)
+        if self._progress.advance(rank, step) and close:
+            self._close_passed(decay)
+        while len(self._open) and self._open_too_much():
             self._close_before(min(self._open) + 1, decay)
+
+    def _open_too_much(self) -> bool:
+        opened = self._open
+        rows_fit = opened.total_rows <= self._max_open_rows and opened.shared.count <= _MAX_OPEN_ROWS
+        return len(opened) > _MAX_OPEN_STEPS or not rows_fit
 
     def flush(self, decay: ForwardDecay) -> None:
         """Close all open steps: what arrives of them later is not counted."""
-        if self._open:
+        if len(self._open):
             self._close_before(max(self._open) + 1, decay)
 
     def read(self, rows: Int64Array, decay: ForwardDecay, layout: RankLayout) -> RowTouches | None:
@@ -226,12 +222,38 @@ class TableTouches:
         accesses = float(self._totals[2] / batches)
         return RowTouches(layout.nodes, layout.local_ranks, touches[0], touches[1], touches[2], accesses)
 
+    def empty_copy(self, shared: SharedRows | None = None) -> TableTouches:
+        """Return empty counters of the same table, to be merged; they sample as these would go on to.
+
+        Args:
+            shared: counts the rows of all tables that are merged together, of which there is a largest number.
+        """
+        fresh = TableTouches(self._table_rows, self._capacity, self._tables, holds_steps=True)
+        fresh._open = OpenSteps(shared)
+        fresh._seen_accesses, fresh._seen_batches = fresh._seen_before = (self._seen_accesses, self._seen_batches)
+        return fresh
+
     def merge(self, other: TableTouches, decay: ForwardDecay) -> None:
-        """Add the other's closed steps and batches, which are of other messages; the other is not changed."""
+        """Add the other's counts and open steps, which are of other messages; the other is not changed.
+
+        Args:
+            decay: the clock of this set.
+        """
+        self._merge_counts(other)
+        for step, rank, rows, accesses, event_time_seconds in other._open.entries():
+            if self.layout is None or rank < self.layout.world_size:
+                self._add_to_step(rows, accesses, rank, step, event_time_seconds, decay, close=False)
+        # Only now: the entries of a step may be in any order.
+        for partition, step in other._progress.partitions().items():
+            self._progress.reach(partition, step, self._open.opened)
+        self._close_passed(decay)
+
+    def _merge_counts(self, other: TableTouches) -> None:
         if other._exponent is None:
             return
+        other = copy.copy(other)
+        other._open = OpenSteps()
         other = copy.deepcopy(other)
-        other.flush(decay)
         other._fold()
         self._fold()
         if other.layout is not None and other.layout != self.layout:
@@ -245,25 +267,31 @@ class TableTouches:
         mine, theirs = self._aligned(rows), other._aligned(rows)
         self._rows, self._counts, self._since = rows, mine[0] + theirs[0], mine[1] + theirs[1]
         self._totals = self._totals + other._totals
-        self._seen_accesses += other._seen_accesses
-        self._seen_batches += other._seen_batches
+        self._seen_accesses += other._seen_accesses - other._seen_before[0]
+        self._seen_batches += other._seen_batches - other._seen_before[1]
         self._floor = self._floor + other._floor
         self._prune()
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Return what ``load`` takes: (JSON-able values, arrays). Open steps are not part of it."""
+        """Return what ``load`` takes: (JSON-able values, arrays).
+
+        Open steps are part of it where they are to be merged, and not in a snapshot.
+        """
         if self._exponent is None:
             return {}, {}
         self._fold()
         layout = self.layout
-        meta = {
+        meta: dict[str, Any] = {
             "exponent": self._exponent,
             "layout": None if layout is None else [layout.nodes, layout.local_ranks],
-            "seen": [self._seen_accesses, self._seen_batches],
+            "seen": [self._seen_accesses - self._seen_before[0], self._seen_batches - self._seen_before[1]],
         }
         totals = np.concatenate([self._totals, self._floor])
         arrays = (np.diff(self._rows, prepend=0), self._counts, self._since, totals)
-        return meta, {name: _narrow(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
+        if self._holds_steps:
+            meta["partitions"] = self._progress.partitions()
+        named = {name: _narrow(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
+        return meta, {**named, **self._open.state()} if self._holds_steps else named
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         """Replace everything by what ``state`` returned.
@@ -279,8 +307,12 @@ class TableTouches:
             raise SketchError("touch counts do not fit each other", remedy="use an earlier snapshot")
         if int((gaps[1:] == 0).sum()) or float(gaps.sum(dtype=np.float64)) >= self._table_rows:
             raise SketchError("touch counts do not fit the table", remedy="use an earlier snapshot")
-        layout = meta["layout"]
+        layout, open_steps = meta["layout"], OpenSteps.of_state(arrays, self._table_rows)
+        partitions = StepProgress.parsed(meta.get("partitions", {}))
         self._forget()
+        self._open = open_steps
+        for partition, step in partitions.items():
+            self._progress.reach(partition, step, 0)
         self.layout = None if layout is None else RankLayout(int(layout[0]), int(layout[1]))
         self._exponent = int(meta["exponent"])
         self._seen_accesses, self._seen_batches = (int(number) for number in meta["seen"])
@@ -288,34 +320,34 @@ class TableTouches:
         self._counts, self._since = counts.astype(np.float64), since.astype(np.float64)
         self._totals, self._floor = totals[:3].astype(np.float64), totals[3:].astype(np.float64)
 
-    def _close_passed(self, passed: int, decay: ForwardDecay) -> None:
-        """Close whole steps that every rank has passed, and others some steps later.
+    def _close_passed(self, decay: ForwardDecay) -> None:
+        """Close whole steps that every rank and partition has passed, and others some steps later.
 
-        Entries of one rank overtake each other where they are spread over partitions.
+        Entries of one rank may overtake each other on their way into the stream.
         """
+        whole = 0 if self.layout is None else self.layout.world_size
+        passed = -1 if self._holds_steps else self._progress.passed(whole, self._open.opened)
         if passed <= self._passed:
             return
         self._passed = passed
         if passed - _OVERTAKING_STEPS > self._closed_before:
             self._close_before(passed - _OVERTAKING_STEPS, decay)
-        whole = 0 if self.layout is None else self.layout.world_size
-        for number in sorted(number for number, step in self._open.items() if number < passed):
-            if len(set(self._open[number].ranks)) == whole:
+        for number in self._open.before(passed):
+            if len(self._open.ranks_of(number)) == whole:
                 self._close(self._open.pop(number), decay)
                 self._closed.add(number)
 
     def _close_before(self, step: int, decay: ForwardDecay) -> None:
         self._closed_before = max(self._closed_before, step)
         self._closed = {number for number in self._closed if number >= self._closed_before}
-        for number in sorted(number for number in self._open if number < step):
+        for number in self._open.before(step):
             self._close(self._open.pop(number), decay)
 
-    def _close(self, step: _OpenStep, decay: ForwardDecay) -> None:
-        self._open_rows -= step.size
+    def _close(self, step: OpenStep, decay: ForwardDecay) -> None:
         ranks, layout = set(step.ranks), self.layout
         complete = layout is not None and len(ranks) == layout.world_size
         weight = self._weight(step.event_time_seconds, decay)
-        self._totals += weight * np.array([len(ranks), complete, step.accesses])
+        self._totals += weight * np.array([len(ranks), complete, sum(step.accesses)])
         row = np.concatenate(step.rows)
         rank = np.repeat(np.array(step.ranks, dtype=np.int64), [len(part) for part in step.rows])
         width = int(max(step.ranks)) + 1

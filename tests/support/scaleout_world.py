@@ -34,15 +34,16 @@ SETTINGS = SketchSettings(memory_bytes=2**21, half_life_seconds=None, max_future
 BAD = b"bad"
 
 
-def payload(row: int, times: int) -> bytes:
-    return b"%d %d" % (row, times)
+def payload(row: int, times: int, rank: int = 0, step: int | None = None) -> bytes:
+    return b"%d %d" % (row, times) if step is None else b"%d %d %d %d" % (row, times, rank, step)
 
 
 def decode(data: bytes | memoryview, max_bytes: int) -> list[AccessBatch]:
     if data == BAD:
         raise CodecError("no", reason="bad_json")
-    row, times = (int(text) for text in bytes(data).split())
-    return [AccessBatch("item", np.full(times, row, dtype=np.int64), 0, 100.0)]
+    row, times, *place = (int(text) for text in bytes(data).split())
+    rank, step = place or (0, None)
+    return [AccessBatch("item", np.full(times, row, dtype=np.int64), rank, 100.0, step=step)]
 
 
 def count_delta_of(
@@ -286,7 +287,7 @@ class World:
             end = len(messages) if positions is None else positions.get(name, 0)
             for data in messages[:end]:
                 if data != BAD:
-                    row, times = (int(text) for text in data.split())
+                    row, times = (int(text) for text in data.split()[:2])
                     counts[row] += times
         return [counts[row] for row in range(ROWS)]
 
