@@ -7,9 +7,15 @@ with the code paths of an accelerator. A dispatch mode counts the operators of f
 * host waits: operators whose result the host must have (a number read, ``nonzero``, ``unique``, a boolean index, a
   copy to the host);
 * uploads: host lists copied to the device, from pinned memory, for which the host does not wait;
-* collectives; and the processor time of the step on this machine without that of the mirrors (median).
-  (``gc.freeze`` first: the garbage collector does not visit what exists before the steps). It includes the forward
-  pass of a function of all features that stands in for a model; "of it model" says how much that is (median).
+* collectives;
+* processor ms: the processor time of the step on this machine without that of the mirrors (median; ``gc.freeze`` first:
+  the garbage collector does not visit what exists before the steps). It includes the arithmetic on CPU tensors that a
+  device would do, and the forward pass of a function of all features that stands in for a model: "of it model";
+* host ms: the same without that function, in a step with one id a feature, rows of 4 to 16 numbers and two copies a
+  table: what is left is the work of the host, which launches kernels for equally many features, tables and peers. "its
+  launches" are fewer by those of columns that have no rows;
+* us a launch: processor time of a minimal operator (8 numbers), taken before each of these steps: how fast this machine
+  is at that moment. Milliseconds of two machines, or of two hours, compare only by it.
 
     python tools/bench_dispatch.py [--quick] [--json] [--operators]
 
@@ -46,7 +52,6 @@ from flexd.core.placement import Delta
 MAX_LAUNCHES, MAX_WAITS = 400, 16
 MILLISECONDS = {100: 12.0, 1935: 25.0}
 """Processor time a step at the most, by number of tables."""
-_DIMS = (16, 32, 64, 128)
 
 _FREE = {
     "view", "_unsafe_view", "reshape", "select", "slice", "expand", "t", "transpose", "detach", "alias", "as_strided",
@@ -69,6 +74,13 @@ class Case:
     pooled: bool = False
     exchange: str = "chain"
     sums: float = 0.0
+    dims: tuple[int, ...] = (16, 32, 64, 128)
+
+    @property
+    def of_host(self) -> Case:
+        """The same job with hardly any arithmetic."""
+        copies = 1e-9 if self.copies else 0.0
+        return replace(self, ids=1, copies=copies, dims=tuple(range(4, 4 * len(self.dims) + 1, 4)))
 
 
 CASES = [
@@ -160,7 +172,7 @@ def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
     if case.tables == 1:
         return [flexd.EmbeddingTable("t0", 200_000, 64)]
     make = flexd.EmbeddingBagTable if case.pooled else flexd.EmbeddingTable
-    tables = [make(f"t{i}", int(n), _DIMS[i % len(_DIMS)]) for i, n in enumerate(rows)]
+    tables = [make(f"t{i}", int(n), case.dims[i % len(case.dims)]) for i, n in enumerate(rows)]
     by_sums = range(round(case.sums * case.tables))
     return [replace(table, answer="sums") if i in by_sums else table for i, table in enumerate(tables)]
 
@@ -223,10 +235,11 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
         with counting, counting.host_reads():
             step(2)
         collectives = len(mirror_ranks.COLLECTIVES)
-        seconds, model_seconds = [], []
+        seconds, model_seconds, launch_seconds = [], [], []
         gc.collect()
         gc.freeze()
         for number in range(steps):
+            launch_seconds.append(minimal_launch())
             started, of_mirrors = time.thread_time(), mirror_ranks.MIRROR_SECONDS[0]
             step(number)
             of_mirrors = mirror_ranks.MIRROR_SECONDS[0] - of_mirrors
@@ -239,8 +252,33 @@ def measure(case: Case, steps: int, *, lines: bool) -> tuple[dict[str, float], C
         "collectives": float(collectives),
         "processor ms": 1e3 * statistics.median(seconds),
         "of it model": 1e3 * statistics.median(model_seconds),
+        "us a launch": 1e6 * statistics.median(launch_seconds),
     }
     return figures, counting
+
+
+def minimal_launch() -> float:
+    """Return the processor seconds of an operator on 8 numbers: the mean of four kinds."""
+    numbers, index = torch.arange(64), torch.arange(8)
+    rows, part = torch.zeros(16, 1), torch.ones(8, 1)
+    rounds = 50
+    started = time.thread_time()
+    for _ in range(rounds):
+        numbers.index_select(0, index)
+        torch.cat([index, index])
+        torch.add(index, index)
+        rows.index_add_(0, index, part)
+    return (time.thread_time() - started) / (4 * rounds)
+
+
+def host_figures(case: Case, steps: int) -> dict[str, float]:
+    """Return the processor milliseconds of the host alone, the launches of that step, and the microseconds of one."""
+    figures, _ = measure(case.of_host, steps, lines=False)
+    return {
+        "host ms": figures["processor ms"] - figures["of it model"],
+        "its launches": figures["launches"],
+        "us a launch": figures["us a launch"],
+    }
 
 
 def main() -> int:
@@ -255,14 +293,16 @@ def main() -> int:
     checks = []
     print(
         f"{'case':28} {'launches':>9} {'host waits':>11} {'uploads':>8} {'collectives':>12} {'processor ms':>13} "
-        f"{'of it model':>12}"
+        f"{'of it model':>12} {'host ms':>8} {'its launches':>13} {'us a launch':>12}"
     )
     for case in (case for case in (QUICK if options.quick else CASES) if options.only in case.name):
         figures[case.name], counting = measure(case, 3 if options.quick else 7, lines=options.operators)
+        figures[case.name] |= host_figures(case, 5 if options.quick else 11)
         f = figures[case.name]
         print(
             f"{case.name:28} {f['launches']:9.0f} {f['host waits']:11.0f} {f['uploads']:8.0f} {f['collectives']:12.0f} "
-            f"{f['processor ms']:13.1f} {f['of it model']:12.1f}", flush=True,
+            f"{f['processor ms']:13.1f} {f['of it model']:12.1f} {f['host ms']:8.1f} {f['its launches']:13.0f} "
+            f"{f['us a launch']:12.1f}", flush=True,
         )  # fmt: skip
         if options.operators:
             for title, counter in (("launches", counting.launches), ("host waits", counting.waits)):
@@ -275,8 +315,8 @@ def main() -> int:
         ]
         if case.layout.world_size > 1 and case.tables in MILLISECONDS:
             most = MILLISECONDS[case.tables]
-            value = f["processor ms"]
-            checks.append(check(f"{case.name}: processor ms a step", value, f"<= {most:g}", value <= most))
+            for name in ("processor ms", "host ms"):
+                checks.append(check(f"{case.name}: {name} a step", f[name], f"<= {most:g}", f[name] <= most))
     if options.json:
         print(last_line(figures, checks))
     return 0 if all(entry["ok"] for entry in checks) else 1

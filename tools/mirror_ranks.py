@@ -68,12 +68,7 @@ class MirrorPeers(Peers):
             return send
         COLLECTIVES.append("all_to_all")
         with _outside():
-            sent = torch.split(send, list(send_counts))
-            pieces = []
-            for piece, size in zip(sent, receive_counts, strict=True):
-                repeats = -(-size // max(1, len(piece)))
-                pieces.append(piece.repeat(repeats)[:size] if len(piece) else send.new_zeros(size))
-            received = torch.cat([*pieces, send.new_zeros(room)]) if pieces else send.clone()
+            received = torch.cat([send, send.new_zeros(1)])[_mirrored(send_counts, receive_counts, room)]
         width = send.element_size()
         self._count([count * width for count in send_counts])
         return received
@@ -90,6 +85,16 @@ class MirrorPeers(Peers):
 
     def check_world_unchanged(self) -> None:
         pass
+
+
+def _mirrored(sent: Sequence[int], received: Sequence[int], room: int) -> torch.Tensor:
+    """Return int64 [received and room]: for each number of a peer, one that was sent to it, again and again, or the
+    place after all if none was."""
+    out, back = np.array(sent, dtype=np.int64), np.array(received, dtype=np.int64)
+    within = np.arange(back.sum()) - np.repeat(np.cumsum(back) - back, back)
+    places = np.repeat(np.cumsum(out) - out, back) + within % np.repeat(np.maximum(out, 1), back)
+    places[np.repeat(out == 0, back)] = out.sum()
+    return torch.from_numpy(np.concatenate([places, np.full(room, out.sum())]))
 
 
 class MirrorGroups:

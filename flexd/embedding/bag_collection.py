@@ -164,7 +164,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
             sizes = [routed.features[name].values.numel() for name in names]
             # The requests after them are those of bags of any rank that are added up here.
             own = indices[: sum(sizes)] if of_bags else indices
-            index_of = dict(zip(names, torch.split(own, sizes), strict=True))
+            index_of = dict(zip(names, own.split_with_sizes(sizes), strict=True))
             size_of = dict(zip(names, sizes, strict=True))
             for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
                 alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
@@ -185,7 +185,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 include_last_offset=True,
                 per_sample_weights=call.factors,
             )
-            pooled |= zip(call.names, torch.split(bags, [part.shape[0] for part in call.lengths]), strict=True)
+            pooled |= zip(call.names, bags.split_with_sizes([part.shape[0] for part in call.lengths]), strict=True)
         return {name: pooled[name] for name in routed.features if name in pooled}
 
     def _answered_by_sums(
@@ -195,7 +195,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
         pooled: dict[str, torch.Tensor] = {}
         for names, of_group in zip(self._features.summed_by_group(list(routed.features), weights), sums, strict=True):
             sizes = [routed.features[name].lengths.shape[0] for name in names]
-            for name, total in zip(names, torch.split(of_group, sizes), strict=False):
+            for name, total in zip(names, of_group.split_with_sizes(sizes), strict=False):
                 if self._pooling[name] == "mean":
                     lengths = routed.features[name].lengths.clamp(min=1).to(total.dtype)
                     total = total / lengths.unsqueeze(1)

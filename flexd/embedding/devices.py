@@ -56,7 +56,7 @@ def zeros(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], devi
         chosen = [at for at, one in enumerate(dtypes) if one == dtype]
         # Each begins where a kernel may read and write vectors.
         sizes = [-(-shapes[at][0] * shapes[at][1] // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS for at in chosen]
-        parts = torch.split(torch.zeros(sum(sizes), dtype=dtype, device=device), sizes)
+        parts = torch.zeros(sum(sizes), dtype=dtype, device=device).split_with_sizes(sizes)
         for at, part in zip(chosen, parts, strict=True):
             rows, width = shapes[at]
             made[at] = part[: rows * width].view(rows, width)

@@ -15,6 +15,7 @@ from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
 from flexd.embedding.store.device_homes import DeviceHomes
 
+_ID_DTYPES = {torch.int64, torch.int32}
 _KEPT_ORDERS = 64
 """Orders of features of which what is known stays, with bounds on the device."""
 
@@ -84,7 +85,6 @@ class FeatureMap:
         self._rank = rank
         self._device = device
         self._group_of = {table: g for g, group in enumerate(keyspace.groups) for table in group.tables}
-        self._allowed = {(dtype, device, 1) for dtype in (torch.int64, torch.int32)}
         self._summed = frozenset(summed)
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._orders: dict[tuple[tuple[str, ...], frozenset[str]], _Order] = {}
@@ -108,19 +108,14 @@ class FeatureMap:
         Raises:
             EmbeddingError: unknown feature, or ids of a wrong dtype, shape or device.
         """
-        values = [jagged.values for jagged in features.values()]
         known = self._known(tuple(features), self.summed(weights))
-        # One look at each tensor: there may be thousands of features. Errors are named afterwards.
-        if any(kind not in self._allowed for kind in {(ids.dtype, ids.device, ids.ndim) for ids in values}):
-            for name, jagged in features.items():
-                self._check_tensor(name, jagged.values)
         if not known.order:
             return self.no_features()
         ordered = [features[name] for name in known.order]
         values = [one.values for one in ordered]
-        sizes = [ids.shape[0] for ids in values]
+        ids = self._joined_ids(features, values)
+        sizes = _sizes(values)
         on_device = self._on_device(sizes)
-        ids = _joined(values)
         if isinstance(known.bounds, torch.Tensor):
             firsts, rows = known.bounds.repeat_interleave(on_device, dim=1, output_size=ids.shape[0])
             inside = ids.clamp(self._zero, rows)
@@ -142,6 +137,26 @@ class FeatureMap:
         rows = ends[known.ends[-1]]
         bags = self._bag_ids(keys[rows:], known, of_bags, features, weights or {})
         return replace(found, keys=keys[:rows], bags=bags)
+
+    def _joined_ids(self, features: Mapping[str, Jagged], values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return int64 [n], all ids. There may be thousands of features: what joining them shows is not looked up at
+        each of them.
+
+        Raises:
+            EmbeddingError: ids of a wrong dtype, shape or device.
+        """
+        dtypes = {ids.dtype for ids in values}
+        fault: RuntimeError | None = None
+        if dtypes <= _ID_DTYPES:
+            try:
+                ids = _joined(values, dtypes)
+                if ids.ndim == 1 and ids.device == self._device:
+                    return ids
+            except RuntimeError as error:  # of several devices or shapes, which are named below
+                fault = error
+        for name, jagged in features.items():
+            self._check_tensor(name, jagged.values)
+        raise fault or AssertionError("ids that cannot be joined")
 
     def summed(self, weights: Mapping[str, torch.Tensor] | None) -> frozenset[str]:
         """Return the features that are answered by sums in a batch with these factors."""
@@ -225,9 +240,10 @@ class FeatureMap:
             ids: int64 [features], numbers of ids.
         """
         of_features = [one.lengths for one in features]
-        counts = [lengths.shape[0] for lengths in of_features]
+        counts = _sizes(of_features)
         lengths = _joined(of_features)
-        firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)]
+        by_offsets = JaggedByOffsets in set(map(type, features))
+        firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)] if by_offsets else []
         faults = [lengths < 0]
         if len(set(counts)) == 1:
             sums = lengths.view(len(features), -1).sum(dim=1)
@@ -280,11 +296,11 @@ class FeatureMap:
         out: dict[str, Jagged] = {}
         for names, part in zip(self._known(tuple(features)).groups, rows, strict=False):  # sums of bags may follow
             if names:
-                sizes = [features[name].values.shape[0] for name in names]
+                given = [features[name] for name in names]
+                sizes = _sizes([one.values for one in given])
                 ids = sum(sizes)
-                pieces = torch.split(part if part.shape[0] == ids else part[:ids], sizes)
-                made = Jagged.checked
-                out |= {n: made(piece, features[n].lengths) for n, piece in zip(names, pieces, strict=True)}
+                pieces = (part if part.shape[0] == ids else part[:ids]).split_with_sizes(sizes)
+                out |= zip(names, map(Jagged.checked, pieces, [one.lengths for one in given]), strict=True)
         return out
 
     def by_group(self, order: Sequence[str]) -> list[list[str]]:
@@ -308,8 +324,17 @@ class FeatureMap:
             )
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate integer tensors as int64, with one kernel if they have one dtype."""
-    if len({part.dtype for part in parts}) > 1:
+def _sizes(parts: Sequence[torch.Tensor]) -> list[int]:
+    """Return the number of elements of each tensor: of one dimension, so that it takes half the time of its shape."""
+    return list(map(torch.Tensor.numel, parts))
+
+
+def _joined(parts: Sequence[torch.Tensor], dtypes: Collection[torch.dtype] | None = None) -> torch.Tensor:
+    """Concatenate integer tensors as int64, with one kernel if they have one dtype.
+
+    Args:
+        dtypes: theirs; None: not known.
+    """
+    if len({part.dtype for part in parts} if dtypes is None else dtypes) > 1:
         parts = [part.to(torch.int64) for part in parts]
     return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).to(torch.int64)

@@ -117,7 +117,7 @@ def _joined_indices(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
     if len(parts) == 1:
         return parts
     sizes = [sum(index.shape[0] for index, _ in group.gradients) for group in groups]
-    return list(torch.split(torch.cat(parts), sizes))
+    return list(torch.cat(parts).split_with_sizes(sizes))
 
 
 def _joined_grads(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ def _joined_grads(groups: Sequence[GroupUpdate]) -> list[torch.Tensor]:
             for group, dtype in zip(groups, wide, strict=True)
         ]
     sizes = [sum(grads.numel() for _, grads in group.gradients) for group in groups]
-    pieces = torch.split(torch.cat([grads.reshape(-1) for grads in parts]).to(wide[0]), sizes)
+    pieces = torch.cat([grads.reshape(-1) for grads in parts]).to(wide[0]).split_with_sizes(sizes)
     return [piece.view(-1, group.rows.shape[1]) for piece, group in zip(pieces, groups, strict=True)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -48,18 +50,30 @@ def test_no_features_give_no_keys() -> None:
     assert found.faulty is None
 
 
+@pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize(
     ("feature", "values", "cause"),
     [
         ("b", torch.tensor([1.0]), "float32"),
         ("b", torch.tensor([[1]]), r"\(1, 1\)"),
         ("b", torch.tensor([1], dtype=torch.int16), "int16"),
+        ("b", torch.empty(0, 2, dtype=torch.int64), r"\(0, 2\)"),
+        ("b", torch.tensor([1], device="meta"), "ids on meta, the tables are on cpu"),
         ("d", torch.tensor([1]), "no table reads feature 'd'"),
     ],
 )
-def test_invalid_ids_are_refused(feature: str, values: torch.Tensor, cause: str) -> None:
+def test_invalid_ids_are_refused(feature: str, values: torch.Tensor, cause: str, others: bool) -> None:
+    """Alone and beside valid ids, with which they cannot be joined, or only as another dtype."""
+    more = {"a2": Jagged(torch.tensor([3]), torch.tensor([1]))} if others else {}
     with pytest.raises(EmbeddingError, match=f"rank 3.*{cause}"):
-        feature_map().keys({feature: Jagged(values, torch.tensor([1]))})
+        feature_map().keys({**more, feature: Jagged(values, torch.tensor([1]))})
+
+
+def test_what_hinders_the_joining_of_valid_ids_is_raised() -> None:
+    features = {"b": Jagged(torch.tensor([1]), torch.tensor([1]))}
+    fault = torch.OutOfMemoryError("out of memory")
+    with mock.patch("flexd.embedding.features._joined", side_effect=fault), pytest.raises(torch.OutOfMemoryError):
+        feature_map().keys(features)
 
 
 @pytest.mark.parametrize("others", [False, True])

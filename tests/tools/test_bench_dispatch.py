@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import mirror_ranks
 import pytest
 from bench_dispatch import Case, measure
 
@@ -61,6 +62,12 @@ def test_sums_of_bags_grow_with_neither_tables_nor_peers() -> None:
         assert other["collectives"] == few["collectives"]
 
 
+def test_mirrors_answer_with_what_they_were_sent_again_and_again() -> None:
+    sent, received, room = [3, 0, 2, 1], [5, 2, 1, 0], 2
+    places = mirror_ranks._mirrored(sent, received, room)
+    assert places.tolist() == [0, 1, 2, 0, 1, 6, 6, 3, 6, 6]
+
+
 @pytest.mark.long
 def test_the_tool_prints_its_figures_and_checks() -> None:
     run = subprocess.run(
@@ -68,6 +75,10 @@ def test_the_tool_prints_its_figures_and_checks() -> None:
         capture_output=True, text=True, timeout=120, check=False, env=child_environment(),
     )  # fmt: skip
     last = json.loads(run.stdout.splitlines()[-1])
-    assert last["figures"]["16x8, 100 tables/host waits"] <= 16
+    figures = last["figures"]
+    assert figures["16x8, 100 tables/host waits"] <= 16
+    launches, of_host = (figures[f"16x8, 100 tables/{name}"] for name in ("launches", "its launches"))
+    assert 0.9 * launches <= of_host <= launches  # the step without arithmetic is the same step
+    assert 0 < figures["16x8, 100 tables/us a launch"] < 1e3 * figures["16x8, 100 tables/host ms"] / of_host
     assert {entry["name"] for entry in last["checks"]} >= {"16x8, 100 tables: launches a step"}
     assert run.returncode == (0 if all(entry["ok"] for entry in last["checks"]) else 1), run.stderr

@@ -138,7 +138,7 @@ class BagExchange:
         ends_in = ended.to(torch.int64)
         places = bag.new_empty(int(sent.vectors.sum())).scatter_(0, ends.cumsum(0) - ends, bag)
         sent_parts = sent.vectors.sum(axis=0).tolist()
-        leg = BagLeg(ids.bags, torch.split(places, sent_parts), sent.vectors, received.vectors)
+        leg = BagLeg(ids.bags, places.split_with_sizes(sent_parts), sent.vectors, received.vectors)
         return leg, BagIds(
             torch.where(ended, ~words, words).to(torch.int64),
             ends_in.cumsum(0) - ends_in,
@@ -235,7 +235,7 @@ class BagExchange:
         return [
             functional.embedding_bag(bags, grad, ends, mode="sum", include_last_offset=True, per_sample_weights=factors)
             for bags, grad, ends, factors in zip(
-                torch.split(bag.index_select(0, order), list(route.numbers)),
+                bag.index_select(0, order).split_with_sizes(list(route.numbers)),
                 grads,
                 _offsets(devices.sum_by_place(index, None, sum(rows)), rows, route.numbers),
                 self._by_group(weights, route),
@@ -247,7 +247,7 @@ class BagExchange:
         """Return the factors of the ids of each dim-group, in the dtype in which its sums are made."""
         if weights is None:
             return [None] * self._groups
-        parts = torch.split(weights, list(route.numbers))
+        parts = weights.split_with_sizes(list(route.numbers))
         return [part.to(wide) for part, wide in zip(parts, self._wide, strict=True)]
 
 
@@ -296,7 +296,7 @@ def _with_ones(weights: torch.Tensor, sizes: _PeerSizes) -> torch.Tensor:
     """Return [ids] factors, ordered by dim-group: 1 for the ids of peers that sent none."""
     parts = [
         part if number else weights.new_ones(ids)
-        for part, number, ids in zip(torch.split(weights, sizes.weights), sizes.weights, sizes.ids, strict=True)
+        for part, number, ids in zip(weights.split_with_sizes(sizes.weights), sizes.weights, sizes.ids, strict=True)
     ]
     return _by_dim_group(torch.cat(parts), sizes)
 
@@ -321,7 +321,7 @@ def _of_groups(numbers: Sequence[Sequence[int]], sizes: Sequence[int], device: t
 def _offsets(counts: torch.Tensor, sizes: Sequence[int], numbers: Sequence[int]) -> Sequence[torch.Tensor]:
     """Return of each dim-group int64 [size + 1] offsets, from 0 on, of int64 [sum of sizes] counts that sum to its
     number."""
-    return joined_offsets([[part] for part in torch.split(counts, list(sizes))], numbers)
+    return joined_offsets([[part] for part in counts.split_with_sizes(list(sizes))], numbers)
 
 
 def joined_offsets(lengths: Sequence[Sequence[torch.Tensor]], numbers: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -334,4 +334,4 @@ def joined_offsets(lengths: Sequence[Sequence[torch.Tensor]], numbers: Sequence[
     begins = torch.split(devices.uploaded(firsts, lengths[0][0].device), 1)
     pieces = [piece for begin, of_list in zip(begins, lengths, strict=True) for piece in (begin, *of_list)]
     sums = torch.cat(pieces).cumsum(0)
-    return torch.split(sums, [1 + sum(piece.shape[0] for piece in of_list) for of_list in lengths])
+    return sums.split_with_sizes([1 + sum(piece.shape[0] for piece in of_list) for of_list in lengths])

@@ -90,13 +90,13 @@ class ReceivedRows:
     def write_to(self, rows: torch.Tensor) -> None:
         """Write the rows of all peers, in their order, to [n, width] ``rows``."""
         parts = [part for part in self.by_peer if part.shape[0]]
-        for part, at in zip(parts, torch.split(rows, [part.shape[0] for part in parts]), strict=True):
+        for part, at in zip(parts, rows.split_with_sizes([part.shape[0] for part in parts]), strict=True):
             at.copy_(part)
 
     def add_to(self, total: torch.Tensor, places: torch.Tensor) -> None:
         """Add the rows to ``total`` [rows, width] at int64 [n] ``places``, ordered by peer: those of the other peers in
         their order, then those of this rank."""
-        parts = list(zip(self.by_peer, torch.split(places, self.counts), strict=True))
+        parts = list(zip(self.by_peer, places.split_with_sizes(self.counts), strict=True))
         mine = parts.pop(self.me)
         for part, at in (*parts, mine):
             if part.shape[0]:
@@ -104,7 +104,7 @@ class ReceivedRows:
 
     def copy_to(self, rows: torch.Tensor, places: torch.Tensor) -> None:
         """Write the rows to int64 [n] ``places`` of ``rows``, ordered by peer; each place once."""
-        for part, at in zip(self.by_peer, torch.split(places, self.counts), strict=True):
+        for part, at in zip(self.by_peer, places.split_with_sizes(self.counts), strict=True):
             if part.shape[0]:
                 rows.index_copy_(0, at, part.to(rows.dtype))
 
@@ -229,7 +229,7 @@ def add_columns(
         moved = moved or first < end < at.shape[0]
         pieces += [at[:first], at[end:], at[first:end]]
     if moved:
-        ordered = list(torch.split(torch.cat(pieces), [at.shape[0] for at in ordered]))
+        ordered = list(torch.cat(pieces).split_with_sizes([at.shape[0] for at in ordered]))
     for number, at, joined in zip(used, ordered, joined_columns(packed, own_last=True), strict=True):
         totals[number].index_add_(0, at, joined.to(totals[number].dtype))
 
@@ -282,7 +282,7 @@ def joined_columns(
             rows, before = arrived[number], ahead[number : number + 1]
             parts += [*map(_as_bytes, before), *rows.as_bytes(own_last=own_last)]
             sizes.append((sum(len(some) for some in before) + sum(rows.received)) * rows.width)
-        for number, part in zip(numbers, torch.split(torch.cat(parts).view(wire), sizes), strict=True):
+        for number, part in zip(numbers, torch.cat(parts).view(wire).split_with_sizes(sizes), strict=True):
             joined[number] = part.view(-1, arrived[number].width)
     return [joined[number] for number in range(len(arrived))]
 
@@ -305,7 +305,7 @@ def pack(columns: Sequence[Column], sent_bytes: Sequence[int], me: int) -> tuple
         own.append(rows[place[me] : place[me + 1]])
         width = column.row_bytes
         flat = _as_bytes(rows.to(column.wire).contiguous())
-        parts.append(torch.split(flat, [count * width for count in column.sent]))
+        parts.append(flat.split_with_sizes([count * width for count in column.sent]))
     of_peers = list(zip(*parts, strict=True))
     pieces = [part for of_peer in (*of_peers[:me], *of_peers[me + 1 :]) for part in of_peer]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device), own
@@ -339,7 +339,7 @@ def unpack(
         for peer in range(peers)
         for column, width in zip(columns, widths, strict=True)
     ]
-    pieces = torch.split(arrived, sizes)
+    pieces = arrived.split_with_sizes(sizes)
     by_column = [list(pieces[number :: len(columns)]) for number in range(len(columns))]
     if not devices.in_host_memory(arrived):
         for parts, mine in zip(by_column, own, strict=True):
@@ -399,7 +399,7 @@ class UnitColumns:
         for of_class in message.classes:
             if all(columns[c].index is not None and self._own[c] is None for c in of_class):
                 flat = torch.empty(message.flat_bytes(of_class), dtype=torch.uint8, device=columns[0].source.device)
-                for c, out in zip(of_class, torch.split(flat, message.sizes_of(of_class)), strict=True):
+                for c, out in zip(of_class, flat.split_with_sizes(message.sizes_of(of_class)), strict=True):
                     columns[c].write(0, sum(columns[c].sent), out.view(columns[c].wire).view(-1, columns[c].width))
                 parts.append(flat)
                 continue

@@ -46,7 +46,7 @@ def merge_passes(
             sizes, of_served = both[: len(located.sections)], both[len(located.sections) :]
         away = lookup.split_sections(sizes, peers).away
         stations.append(lookup.stations(located, sizes, peers, numbers))
-        all_keys.append(lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, numbers))
+        all_keys.append(lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(numbers))
         if hop is None:
             break
         by_group = of_served.reshape(lookup.groups, peers)
@@ -60,7 +60,7 @@ def merge_passes(
             total.append(torch.cat(parts))
             continue
         total.append(parts[0].new_zeros((first.rows, parts[0].shape[1])))
-        for part, at in zip(parts, torch.split(first.expand, [len(part) for part in parts]), strict=True):
+        for part, at in zip(parts, first.expand.split_with_sizes([len(part) for part in parts]), strict=True):
             total[group].index_add_(0, at, part)
     merged = Route(tuple(stations), tuple(requested), tuple(served), routes[-1].agreement, tuple(all_keys))
     return merged, total

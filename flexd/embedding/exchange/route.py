@@ -102,4 +102,4 @@ def counts_of_group(group: int, counts: Counts) -> list[int]:
 
 def split_by_peer(column: torch.Tensor, counts: Counts, group: int) -> tuple[torch.Tensor, ...]:
     """Split a tensor of one dim-group that is ordered by peer."""
-    return torch.split(column, counts_of_group(group, counts))
+    return column.split_with_sizes(counts_of_group(group, counts))

@@ -206,7 +206,7 @@ class Router:
                 _check_all_held(int(lookup.split_sections(sizes, 1).away.sum()))
                 stations.append(lookup.stations(located, sizes, 1, numbers))
                 all_keys.append(
-                    lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, list(numbers))
+                    lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(list(numbers))
                 )
                 if rest[len(accesses) :].any():
                     agreement = replace(agreement, fault=1)
@@ -220,7 +220,7 @@ class Router:
             )
             stations.append(lookup.stations(located, sizes, peers, numbers))
             all_keys.append(
-                lookup.numbered_keys(located, stations[0]) if station == 0 else torch.split(ids, list(numbers))
+                lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(list(numbers))
             )
             if agreement.diverged:  # the peers of the next hop must detect it too
                 ids, numbers, weights, piggyback = ids[:0], [0] * lookup.groups, None, None

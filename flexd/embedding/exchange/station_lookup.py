@@ -123,7 +123,7 @@ class StationLookup:
         else:
             keys, expand = self._dedup.unique(ids) if self._deduplicates else (ids, None)
         sections = (_HELD + (1 if hop is None else hop.peers.size)) * self.groups
-        zeros = torch.split(keys.new_zeros(2 * sections + len(keys)), [sections, sections, len(keys)])
+        zeros = keys.new_zeros(2 * sections + len(keys)).split_with_sizes([sections, sections, len(keys)])
         if expand is None:
             accesses = torch.ones_like(keys) if weights is None else weights
         else:
@@ -206,12 +206,12 @@ class StationLookup:
         rows: list[int] = (of_held + split.away.sum(axis=1)).tolist()
         held, plain = of_held.tolist(), split.held[:, 0].tolist()
         order = located.order[: sum(held)]
-        slots = torch.split(located.slots.index_select(0, order), held)
-        entries = torch.split(located.entries.index_select(0, order), held)
+        slots = located.slots.index_select(0, order).split_with_sizes(held)
+        entries = located.entries.index_select(0, order).split_with_sizes(held)
         expands: Sequence[torch.Tensor | None] = [None] * self.groups
         numbered = _numbered(located, split, self._numbers.first(len(located.order)))
         if numbered is not None:
-            expands = torch.split(numbered, list(requests))
+            expands = numbered.split_with_sizes(list(requests))
         return tuple(
             StationRows(rows[g], expands[g], held[g], slots[g], entries[g], plain[g]) for g in range(self.groups)
         )
@@ -222,9 +222,9 @@ class StationLookup:
         order = located.order
         if self.groups > 1:
             away = [a - b for a, b in zip(rows, held, strict=True)]
-            pieces = torch.split(order, [*held, *away])
+            pieces = order.split_with_sizes([*held, *away])
             order = torch.cat([piece for g in range(self.groups) for piece in pieces[g :: self.groups]])
-        return torch.split(located.keys.index_select(0, order), rows)
+        return located.keys.index_select(0, order).split_with_sizes(rows)
 
     def requests(self, located: LocatedRows, requested: Counts) -> torch.Tensor:
         """Return int64 [rows requested from the next station]: keys with their accesses, by dim-group and peer."""

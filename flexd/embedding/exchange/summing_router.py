@@ -64,7 +64,7 @@ class SummingRouter(Router):
         arrived, route = self.bags.send(bags)
         if numbers is None:
             keys, numbers = self._lookup.by_group(keys)
-        pairs = zip(torch.split(keys, list(numbers)), torch.split(arrived, list(route.numbers)), strict=True)
+        pairs = zip(keys.split_with_sizes(list(numbers)), arrived.split_with_sizes(list(route.numbers)), strict=True)
         both = torch.cat([part for pair in pairs for part in pair])
         totals = [own + of_bags for own, of_bags in zip(numbers, route.numbers, strict=True)]
         return replace(super().find(both, agreement, piggyback, faulty, totals), bags=route)

@@ -65,7 +65,7 @@ def places_of_units(tables: Sequence[PartTable], numbers: devices.Numbers) -> li
     part = torch.repeat_interleave(of_parts[2], output_size=first)
     shift, step = of_parts[:2].index_select(1, part)
     return list(
-        torch.split(torch.addcmul(shift, step, numbers.first(first)), [int(table.sizes.sum()) for table in tables])
+        torch.addcmul(shift, step, numbers.first(first)).split_with_sizes([int(table.sizes.sum()) for table in tables])
     )
 
 
@@ -87,7 +87,7 @@ def with_parts_transposed(flat: torch.Tensor, sizes: Int64Array, places: torch.T
         return flat.index_select(0, places)
     if min(sizes.shape) == 1:
         return flat
-    parts = torch.split(flat, sizes.ravel().tolist())
+    parts = flat.split_with_sizes(sizes.ravel().tolist())
     return torch.cat([part for b in range(sizes.shape[1]) for part in parts[b :: sizes.shape[1]]])
 
 
@@ -253,7 +253,7 @@ class UnitMessage:
             return dict.fromkeys(columns, whole[:0])
         rows = self._windows(whole, unit).index_select(0, self._taking[number][first:end])
         sizes = [(last - begin) * unit for begin, last in spans]
-        return dict(zip(columns, torch.split(rows.view(-1).view(torch.uint8), sizes), strict=True))
+        return dict(zip(columns, rows.view(-1).view(torch.uint8).split_with_sizes(sizes), strict=True))
 
     def rows_ahead(self, whole: torch.Tensor, column: int) -> torch.Tensor:
         """Return uint8 [bytes] of ``whole`` for the rows ahead of a column, to be filled before ``take``."""

@@ -45,7 +45,7 @@ class HomeSlots:
         received = arrived_counts.tolist()
         message = torch.cat([of_group[peer] for peer in range(self._world.size) for of_group in mine]).to(torch.int32)
         arrived = self._world.all_to_all(message, sent.sum(dim=1).tolist(), [sum(of_peer) for of_peer in received])
-        parts = torch.split(arrived, [number for of_peer in received for number in of_peer])
+        parts = arrived.split_with_sizes([number for of_peer in received for number in of_peer])
         return [
             torch.cat(parts[group :: len(mine)]).to(torch.int64).unique()  # type: ignore[no-untyped-call]
             for group in range(len(mine))
@@ -57,10 +57,10 @@ class HomeSlots:
         if found is None:
             return [[torch.empty(0, dtype=torch.int64, device=device)] * world for _ in self._stores]
         result = []
-        for store, keys in zip(self._stores, torch.split(found.keys, found.numbers), strict=True):
+        for store, keys in zip(self._stores, found.keys.split_with_sizes(found.numbers), strict=True):
             distinct = keys.unique()  # type: ignore[no-untyped-call]
             home = distinct % world
             order = home.argsort(stable=True)
             slots = torch.div(distinct - store.group.first_key, world, rounding_mode="floor").index_select(0, order)
-            result.append(list(torch.split(slots, torch.bincount(home, minlength=world).tolist())))
+            result.append(list(slots.split_with_sizes(torch.bincount(home, minlength=world).tolist())))
         return result

@@ -213,7 +213,7 @@ def _exchange_bits(
     peers: Peers, columns: Sequence[torch.Tensor], to_send: Counts, to_receive: Counts
 ) -> list[torch.Tensor]:
     """Exchange bool [n] columns ordered by peer, eight rows a byte; return the received columns."""
-    parts = [torch.split(column, counts_of_group(index, to_send)) for index, column in enumerate(columns)]
+    parts = [column.split_with_sizes(counts_of_group(index, to_send)) for index, column in enumerate(columns)]
     ordered = torch.cat([part[peer] for peer in range(peers.size) for part in parts])
     sent, received = (counts.sum(axis=1).tolist() for counts in (to_send, to_receive))
     bytes_sent, bytes_received = ([-(-bits // 8) for bits in sizes] for sizes in (sent, received))
@@ -224,7 +224,7 @@ def _exchange_bits(
     packed = (padded.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
     arrived = peers.all_to_all(packed, bytes_sent, bytes_received)
     bits = (arrived.unsqueeze(1) & weights).ne(0).view(-1)[_without_padding(received, device)]
-    pieces = torch.split(bits, to_receive.ravel().tolist())
+    pieces = bits.split_with_sizes(to_receive.ravel().tolist())
     width = len(columns)
     return [torch.cat(pieces[index::width]) for index in range(width)]
 

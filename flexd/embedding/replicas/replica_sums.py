@@ -66,7 +66,7 @@ class ReplicaSums:
         self._number_of_entry = self._rows.new_empty(touched.lists.rows + 1)
         self._number_of_entry.index_copy_(0, self._rows, self._numbered(order, tier, numbers.first(len(order))))
         self._node_rows = sizes[::2]
-        self._slots_by_tier = torch.split(listed.slots_at(self._rows.index_select(0, order)), sizes)
+        self._slots_by_tier = listed.slots_at(self._rows.index_select(0, order)).split_with_sizes(sizes)
         shapes = [(end - start, dim) for (start, end), dim in zip(pairwise(self._starts), dims, strict=True)]
         self.sums = devices.zeros(shapes, wide, order.device)
         self._parts = lists.by_part(self._places(entries), counts)
@@ -88,7 +88,7 @@ class ReplicaSums:
 
     def start(self, stations: Sequence[Sequence[StationRows]]) -> None:
         entries = [rows.entries[rows.plain :] for of_station in stations for rows in of_station]
-        places = torch.split(self._places(torch.cat(entries)), [part.shape[0] for part in entries])
+        places = self._places(torch.cat(entries)).split_with_sizes([part.shape[0] for part in entries])
         self._held = [list(places[first : first + self._groups]) for first in range(0, len(places), self._groups)]
 
     def add(self, station: int, group: int, rows: StationRows, grads: torch.Tensor) -> None:
@@ -156,7 +156,7 @@ class ReplicaSums:
                 continue
             flat = torch.cat(parts)
             hop.peers.all_reduce(flat, kind=TrafficKind.SYNC)
-            for g, part in zip(groups, torch.split(flat, [len(part) for part in parts]), strict=True):
+            for g, part in zip(groups, flat.split_with_sizes([len(part) for part in parts]), strict=True):
                 self.sums[g].index_copy_(0, rows[g], part.view(-1, self.sums[g].shape[1]))
 
     def _columns(self, hop: int, sent: int, received: int) -> list[Column]:

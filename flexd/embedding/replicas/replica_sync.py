@@ -224,7 +224,7 @@ class ReplicaSync:
                 numbers_distinct = numbers
         else:
             numbers_distinct = [len(distinct)]
-        of_places = [None] * len(groups) if places is None else torch.split(places, numbers)
+        of_places = [None] * len(groups) if places is None else places.split_with_sizes(numbers)
         shapes = [
             (0 if places is None else number, store.rows.shape[1])
             for number, store in zip(numbers_distinct, self._stores, strict=True)
@@ -232,7 +232,7 @@ class ReplicaSync:
         totals = devices.zeros(shapes, self._router.wide, slots.device)
         joined = [] if places is None or devices.in_host_memory(distinct) else self._joined(held, sizes)
         summed = []
-        for g, own_slots in enumerate(torch.split(distinct, numbers_distinct)):
+        for g, own_slots in enumerate(distinct.split_with_sizes(numbers_distinct)):
             grads = [grad[:size] for (_, grad), size in zip(held[g], sizes[g], strict=True)]
             at = of_places[g]
             if at is None:
@@ -242,7 +242,7 @@ class ReplicaSync:
                 if not devices.in_host_memory(total):
                     total.index_add_(0, at, joined[g])
                 else:
-                    for place, grad in zip(torch.split(at, sizes[g]), grads, strict=True):
+                    for place, grad in zip(at.split_with_sizes(sizes[g]), grads, strict=True):
                         total.index_add_(0, place, grad)
             # Rounded like the sum that copies of a replicated row receive: training must not depend on the placement.
             summed.append(RowGradients(g, own_slots, total.to(self._router.wire[g]).to(total.dtype), sole=True))
@@ -261,7 +261,7 @@ class ReplicaSync:
             chosen = [g for g, wide in enumerate(self._router.wide) if wide == dtype]
             flat = torch.cat([part for g in chosen for part in parts[g]])
             numbers = [sum(part.shape[0] for part in parts[g]) for g in chosen]
-            joined |= dict(zip(chosen, torch.split(flat, numbers), strict=True))
+            joined |= dict(zip(chosen, flat.split_with_sizes(numbers), strict=True))
         return [joined[g].view(-1, store.rows.shape[1]) for g, store in enumerate(self._stores)]
 
 

@@ -113,6 +113,6 @@ class SumLists:
             for end in range(first + peers, first + (self.groups + 1) * peers, peers):
                 of_peers.append(list(counts[end - peers : end]))
             first += self.groups * peers
-        rows = torch.split(places, [sum(of_group) for of_group in of_peers])
+        rows = places.split_with_sizes([sum(of_group) for of_group in of_peers])
         parts = list(zip(rows, of_peers, strict=True))
         return [parts[i : i + self.groups] for i in range(0, len(parts), self.groups)]

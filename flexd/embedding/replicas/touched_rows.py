@@ -79,7 +79,7 @@ class SyncList:
             # A block is in the lists of several peers: their bits are united.
             table.scatter_reduce_(0, self.index.unsqueeze(1).expand(-1, BLOCK), rows, "amax")
             return
-        of_peers = zip(torch.split(self.index, self.words), torch.split(rows, self.words), strict=True)
+        of_peers = zip(self.index.split_with_sizes(self.words), rows.split_with_sizes(self.words), strict=True)
         for blocks, part in of_peers:
             if len(blocks):
                 table.index_copy_(0, blocks, table.index_select(0, blocks) | part)
