@@ -1,0 +1,1 @@
+"""Measures the kernels of look-up, pooling and update on the device that runs them."""

@@ -1,0 +1,112 @@
+"""Measure sets of tables until a budget is used up; the kernels are given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from flexd.core.errors import ConfigError, TopologyError
+from flexd.embedding.kernels.clock import KernelClock
+from flexd.topology.kernel_design import Int64Array, drawn_ids
+from flexd.topology.kernel_file import Float64Array, KernelMeasurements, TableSet
+
+TURNS = 5
+"""Of each set, of which the shortest counts."""
+_TURN_SECONDS = 0.2
+"""After so long a set has no further turn; two at least."""
+_WARM_UP = 1
+PHASES = 3
+
+
+class FusedKernels(Protocol):
+    """The kernels of one runtime."""
+
+    @property
+    def name(self) -> str:
+        """Name in the file of measurements."""
+        ...
+
+    def phases(self, tables: TableSet, ids: Sequence[Int64Array]) -> Sequence[Callable[[], object]]:
+        """Return look-up, pooling and update of one step of these tables; each is run after the one before.
+
+        Args:
+            ids: int64 [ids] of each table, bag by bag.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class KernelBudget:
+    """Bounds of a run.
+
+    Attributes:
+        seconds: after which no further set is begun.
+        sets: most sets.
+
+    Raises:
+        ConfigError: a bound that allows nothing.
+    """
+
+    seconds: float = 60.0
+    sets: int = 1000
+
+    def __post_init__(self) -> None:
+        if not (0 < self.seconds <= 24 * 3600 and self.sets >= 1):
+            raise ConfigError(
+                f"kernel budget of {self.seconds} s and {self.sets} sets", remedy="give above 0, and at most a day"
+            )
+
+
+def measure_kernels(
+    kernels: FusedKernels, wanted: Iterable[TableSet], device: torch.device, budget: KernelBudget, seed: int = 1
+) -> KernelMeasurements:
+    """Measure sets of tables in their order until the budget is used up. Rows hold zeros, so no step changes them.
+
+    Args:
+        wanted: sets whose ids are drawn here.
+        seed: of the ids.
+
+    Raises:
+        TopologyError: a set does not fit the device's memory, or not one was measured.
+    """
+    clock, rng = KernelClock(device), np.random.default_rng(seed)
+    deadline = time.monotonic() + budget.seconds
+    sets: list[TableSet] = []
+    seconds: list[Float64Array] = []
+    for tables in wanted:
+        if len(sets) == budget.sets or (sets and time.monotonic() > deadline):
+            break
+        ids = drawn_ids(tables, rng)
+        try:
+            seconds.append(_shortest(kernels.phases(tables, ids), clock))
+        except torch.OutOfMemoryError as error:
+            raise TopologyError(
+                f"a set of {len(tables.rows)} tables of {tables.rows.sum():.3g} rows does not fit {device}",
+                remedy="give less kernel memory",
+            ) from error
+        sets.append(replace(tables, distinct=np.array([float(len(np.unique(of_table))) for of_table in ids])))
+    if not sets:
+        raise TopologyError("no set of tables to measure", remedy="report this")
+    columns = np.array(seconds).T
+    source = f"{len(sets)} sets, shortest of {TURNS} turns or fewer, {clock.name}, torch {torch.__version__}"
+    return KernelMeasurements(kernels.name, str(device), source, tuple(sets), columns[0], columns[1], columns[2])
+
+
+def _shortest(phases: Sequence[Callable[[], object]], clock: KernelClock) -> Float64Array:
+    """float64[3]: the shortest time of each phase over the turns, after one that is not counted."""
+    turns: list[list[float]] = []
+    spent = 0.0
+    for turn in range(_WARM_UP + TURNS):
+        times = [clock.seconds(phase) for phase in phases]
+        spent += sum(times)
+        if turn >= _WARM_UP:
+            turns.append(times)
+        if len(turns) >= 2 and spent > _TURN_SECONDS:
+            break
+    shortest: Float64Array = np.array(turns).min(axis=0)
+    return shortest

@@ -1,0 +1,88 @@
+"""A run of measurements: budget, the shortest turn, distinct rows, and errors."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from flexd.core.errors import ConfigError, TopologyError
+from flexd.embedding.kernels import probe
+from flexd.embedding.kernels.flexd_kernels import FlexdKernels
+from flexd.embedding.kernels.probe import KernelBudget, measure_kernels
+from flexd.topology.kernel_design import KernelRange, designed_sets
+
+LIMITS = KernelRange(memory_bytes=2**20, max_ids=2**10, max_numbers=2**14)
+CPU = torch.device("cpu")
+
+
+class Sleepless:
+    """Kernels whose phases take given seconds, turn by turn."""
+
+    name = "none"
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds, self.calls = seconds, 0
+
+    def phases(self, tables, ids):
+        def phase() -> None:
+            self.calls += 1
+
+        return [phase] * 3
+
+
+def test_real_kernels_are_measured() -> None:
+    measured = measure_kernels(FlexdKernels(LIMITS.memory_bytes, CPU), designed_sets(LIMITS), CPU, KernelBudget(60, 6))
+    assert len(measured.sets) == 6
+    assert measured.kernels == "flexd"
+    for seconds in (measured.look_up_seconds, measured.pooling_seconds, measured.update_seconds):
+        assert (seconds > 0).all()
+        assert (seconds < 1).all()
+    for one in measured.sets:
+        assert (one.distinct >= 1).all()
+        assert (one.distinct <= np.minimum(one.ids, one.rows)).all()
+    assert "6 sets" in measured.source
+
+
+def test_the_shortest_turn_after_the_first_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = iter([0.001, 0.05, 0.02, 0.03, 0.04, 0.06] * 3)
+
+    class Clock:
+        name = "given"
+
+        def __init__(self, device: torch.device) -> None:
+            self.values: list[float] = []
+
+        def seconds(self, work) -> float:
+            work()
+            if not self.values:
+                self.values = [next(turns) / 3] * 3
+            return self.values.pop()
+
+    monkeypatch.setattr(probe, "KernelClock", Clock)
+    measured = measure_kernels(Sleepless([]), designed_sets(LIMITS), CPU, KernelBudget(60, 1))
+    assert measured.update_seconds[0] == pytest.approx(0.02 / 3)
+
+
+def test_a_run_ends_with_its_budget() -> None:
+    started = time.monotonic()
+    measured = measure_kernels(Sleepless([]), designed_sets(LIMITS), CPU, KernelBudget(0.05, 10**9))
+    assert time.monotonic() - started < 5
+    assert len(measured.sets) >= 1
+    for wrong in ((0, 5), (float("nan"), 5), (1, 0)):
+        with pytest.raises(ConfigError, match="kernel budget"):
+            KernelBudget(*wrong)
+
+
+def test_too_little_memory_is_named() -> None:
+    class Full(Sleepless):
+        def phases(self, tables, ids):
+            raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(TopologyError, match="does not fit cpu"):
+        measure_kernels(Full([]), islice(designed_sets(LIMITS), 2), CPU, KernelBudget(5, 2))
+    with pytest.raises(TopologyError, match="no set of tables"):
+        measure_kernels(Sleepless([]), [], CPU, KernelBudget(5, 2))

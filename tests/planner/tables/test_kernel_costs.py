@@ -1,0 +1,106 @@
+"""Learned kernel costs on kernels of a known law: the choice by held-out error, monotony, and beyond the data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from flexd.core.errors import PlanError
+from flexd.planner.tables.kernel_costs import FITS, HeldOutError, KernelCosts, PhysicalModel, work_of
+from flexd.planner.tables.kernel_work import DIMS_TERM, IDS, SUM_BYTES, TERMS, analytic_bytes
+from flexd.topology.kernel_design import KernelRange, designed_sets
+from flexd.topology.kernel_file import KernelMeasurements, TableSet
+
+FIXED = 2e-5
+
+
+def measured(law, sets: int = 200) -> KernelMeasurements:
+    """Measurements of kernels whose seconds are ``law(work)`` for both phases, within 2 %."""
+    rng = np.random.default_rng(1)
+    chosen = tuple(
+        replace(one, distinct=np.minimum(one.ids, one.rows) * (1 - 0.5 * one.skew / 1.4))
+        for one in islice(designed_sets(KernelRange()), sets)
+    )
+    nothing = np.ones(sets)
+    empty = KernelMeasurements("flexd", "cpu", "made up", chosen, nothing, nothing, nothing)
+    seconds = law(work_of(empty)) * rng.uniform(0.98, 1.02, (sets, 2)).T
+    return replace(empty, look_up_seconds=seconds[0] / 2, pooling_seconds=seconds[0] / 2, update_seconds=seconds[1])
+
+
+def physical_law(work: np.ndarray) -> np.ndarray:
+    return FIXED + 3e-6 * work[:, 0] + 2e-9 * work[:, IDS] + 1e-10 * work[:, SUM_BYTES]
+
+
+def stepped_law(work: np.ndarray) -> np.ndarray:
+    """Twice as slow once the tables leave a cache."""
+    return physical_law(work) * np.where(work[:, TERMS.index("stored_bytes")] > 2**24, 2.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def stepped() -> KernelCosts:
+    return KernelCosts.learned(measured(stepped_law))
+
+
+def test_prices_of_a_sum_of_terms_are_found() -> None:
+    work = work_of(measured(physical_law))
+    model = PhysicalModel.fit(work, physical_law(work))
+    np.testing.assert_allclose(model.seconds(work), physical_law(work), rtol=0.02)
+    assert (model.prices >= 0).all()
+    assert model.seconds(np.zeros((1, len(TERMS))))[0] == 0
+
+
+def test_the_model_is_chosen_by_held_out_error(stepped: KernelCosts) -> None:
+    found = KernelCosts.learned(measured(physical_law))
+    assert [phase.chosen for phase in found.phases] == ["physical", "physical"]
+    assert found.phases[0].errors["physical"].median < 0.05
+    assert [phase.chosen for phase in stepped.phases] == ["boosted", "boosted"]
+    errors = stepped.phases[0].errors
+    assert errors["boosted"].median < 0.1 < errors["physical"].median
+    by_bytes = KernelCosts.learned(measured(lambda work: analytic_bytes(work)[:, 1] * 1e-10)).phases[1]
+    assert by_bytes.errors["analytic"].median < 0.02
+    assert set(by_bytes.errors) == set(FITS)
+
+
+def test_seconds_grow_with_every_term(stepped: KernelCosts) -> None:
+    work = work_of(stepped.measurements)
+    rng = np.random.default_rng(2)
+    for term in range(len(TERMS)):
+        more = work.copy()
+        more[:, term] *= rng.uniform(1.0, 5.0, len(work))
+        assert (stepped.seconds(more) >= stepped.seconds(work) * (1 - 1e-12)).all(), TERMS[term]
+    both = work + work[rng.permutation(len(work))]
+    both[:, DIMS_TERM] = np.maximum(work[:, DIMS_TERM], both[:, DIMS_TERM] / 2)
+    assert (stepped.seconds(both) >= stepped.seconds(work) * (1 - 1e-12)).all()
+
+
+def test_beyond_the_data_the_analytic_model_carries_on(stepped: KernelCosts) -> None:
+    phase = stepped.phases[0]
+    edge = phase.most[None]
+    far = 10 * edge
+    np.testing.assert_allclose(phase.seconds(far) / phase.seconds(edge), 10.0)
+    np.testing.assert_allclose(phase.measured_share(far), 0.1)
+    assert phase.measured_share(edge) == 1.0
+    assert phase.seconds(np.zeros((1, len(TERMS))))[0] == 0.0
+
+
+def test_too_few_sets_are_refused() -> None:
+    few = measured(physical_law, 20)
+    with pytest.raises(PlanError, match="20 measured sets of tables, 40 are needed"):
+        KernelCosts.learned(few)
+    enough = measured(physical_law, 60)
+    with pytest.raises(PlanError, match="took no time"):
+        KernelCosts.learned(replace(enough, update_seconds=np.zeros(60)))
+
+
+def test_errors_are_relative() -> None:
+    error = HeldOutError.of(np.array([1.1, 2.0, 3.0]), np.array([1.0, 2.0, 6.0]))
+    assert error.median == pytest.approx(0.1)
+    assert error.high == pytest.approx(0.46)
+
+
+def test_a_set_has_one_dtype() -> None:
+    with pytest.raises(Exception, match="dtype"):
+        TableSet("int4", *(np.ones(1),) * 6)
