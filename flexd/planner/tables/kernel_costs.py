@@ -27,7 +27,7 @@ PHASES = ("lookup", "update")
 FOLDS = 5
 LEAST_SETS = 40
 """Measured sets below which no model is learned."""
-_REWEIGHTINGS = 8
+_REWEIGHTINGS = 10
 _LEAST_RELATIVE = 0.02
 """Relative errors below this weigh alike."""
 
@@ -76,14 +76,20 @@ class PhysicalModel:
 
     @classmethod
     def fit(cls, work: Float64Array, seconds: Float64Array) -> PhysicalModel:
-        """Minimise relative errors, large ones by their size and not by its square."""
-        terms = np.concatenate([np.ones((len(work), 1)), work], axis=1) / seconds[:, None]
-        scale = np.maximum(terms.max(axis=0), 1e-300)
-        weight, prices = np.ones(len(work)), np.zeros(terms.shape[1])
+        """Minimise relative errors, large ones by their size and not by its square.
+
+        They are relative to the geometric mean of measured and predicted seconds: relative to the measured ones alone
+        low predictions would cost less than high ones.
+        """
+        terms = np.concatenate([np.ones((len(work), 1)), work], axis=1)
+        scale = np.maximum((terms / seconds[:, None]).max(axis=0), 1e-300)
+        middle, weight, prices = seconds, np.ones(len(work)), np.zeros(terms.shape[1])
         for _ in range(_REWEIGHTINGS):
-            prices, _ = nnls(terms / scale * weight[:, None], weight)
-            error = np.abs(terms @ (prices / scale) - 1.0)
+            prices, _ = nnls(terms / scale * (weight / middle)[:, None], seconds * weight / middle)
+            predicted = np.maximum(terms @ (prices / scale), 1e-3 * seconds)
+            error = np.abs(np.log(predicted / seconds))
             weight = 1.0 / np.sqrt(np.maximum(error, _LEAST_RELATIVE))
+            middle = np.sqrt(seconds * predicted)
         return cls(prices / scale)
 
     def seconds(self, work: Float64Array) -> Float64Array:

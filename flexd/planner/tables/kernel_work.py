@@ -20,7 +20,7 @@ Int64Array = npt.NDArray[np.int64]
 
 TERMS = (
     "tables", "ids", "bags", "distinct", "read_bytes", "sum_bytes", "distinct_bytes", "stored_bytes", "numbers",
-    "lines", "sorted", "distinct_lines", "far_lines", "dims",
+    "lines", "sorted", "distinct_lines", "far_lines", "narrow_numbers", "dims",
 )  # fmt: skip
 """Sums over tables, but the last: the number of different dims, which kernels are fused by."""
 TABLES, IDS, BAGS, DISTINCT, READ_BYTES, SUM_BYTES, DISTINCT_BYTES = range(7)
@@ -67,7 +67,9 @@ class Pieces:
                 np.ones(len(self.rows)), self.ids, self.bags, self.distinct, self.ids * self.row_bytes,
                 4.0 * self.bags * self.dim, self.distinct * self.row_bytes, stored, self.ids * self.dim,
                 self.ids * lines, self.ids * np.log2(self.ids + 1.0), distinct_lines,
-                distinct_lines * np.log2(1.0 + stored / _NEAR_BYTES), np.ones(len(self.rows)),
+                distinct_lines * np.log2(1.0 + stored / _NEAR_BYTES),
+                # Numbers of rows in half precision, which are converted.
+                self.distinct * self.dim * (self.row_bytes < 4.0 * self.dim), np.ones(len(self.rows)),
             ],
             axis=1,
         )  # fmt: skip
