@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile, Bytes, Int64Array, aligned_bytes
-from flexd.embedding.store.slow.block_sums import BlockSums
-from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_rows import BlockLayout, BlockRows
 
 _HEAD_BYTES = 16
 """At the start of a block: uint64 checksum of the rest, uint64 mask of the rows that were written."""
@@ -28,56 +26,27 @@ def rows_per_block(row_bytes: int) -> tuple[int, int]:
     return min(_MAX_ROWS_PER_BLOCK, (block_bytes - _HEAD_BYTES) // row_bytes), block_bytes
 
 
-class FileRows:
-    """See ``SlowRows``. Row ``slot`` is in block ``slot // rows_per_block``.
+class FileRows(BlockRows):
+    """See ``SlowRows`` and ``BlockRows``. Row ``slot`` is in block ``slot // rows_per_block``.
 
-    A block that was never written is a hole: it takes no room and is not read. The file holds nothing of worth beyond
-    its process: a run begins with a new one (``BlockFile``), and its rows come from a checkpoint.
-
-    Args:
-        threads: calls in flight.
-        deadline_seconds: of a batch of blocks.
-
-    Raises:
-        SlowMemoryError: as ``BlockFile``.
+    A block that was never written is a hole: it takes no room and is not read.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        rows: int,
-        row_bytes: int,
-        fresh: FreshRows,
-        *,
-        threads: int = 32,
-        deadline_seconds: float = 60.0,
-    ) -> None:
-        self._rows, self._row_bytes, self._fresh = rows, row_bytes, fresh
-        self._per_block, block_bytes = rows_per_block(row_bytes)
-        blocks = -(-rows // self._per_block)
-        self._file = BlockFile(path, blocks, block_bytes, threads=threads, deadline_seconds=deadline_seconds)
-        self._traffic = SlowTraffic()
+    def _allocate(self) -> None:
+        block_bytes = self._file.block_bytes
         self._window = max(1, _WINDOW_BYTES // block_bytes)
         self._buffer = aligned_bytes(self._window * block_bytes).reshape(self._window, block_bytes)
-        self._sums = BlockSums(block_bytes)
-        self._written = np.zeros(-(-blocks // 8), dtype=np.uint8)
+        self._written = np.zeros(-(-self._blocks // 8), dtype=np.uint8)
         """A bit a block."""
 
-    @property
-    def rows(self) -> int:
-        return self._rows
-
-    @property
-    def row_bytes(self) -> int:
-        return self._row_bytes
+    @staticmethod
+    def layout(rows: int, row_bytes: int) -> BlockLayout:
+        per_block, block_bytes = rows_per_block(row_bytes)
+        return BlockLayout(per_block, block_bytes, -(-rows // per_block))
 
     @property
     def fast_nbytes(self) -> int:
         return self._written.nbytes + self._buffer.nbytes
-
-    @property
-    def traffic(self) -> SlowTraffic:
-        return self._traffic
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         began = time.perf_counter()
@@ -123,8 +92,7 @@ class FileRows:
             int64 [n] in which block of the buffer each row is, and int64 [n] the row's place in it.
         """
         self._file.check()
-        if len(slots) and not 0 <= slots.min() <= slots.max() < self._rows:
-            raise SlowMemoryError(f"{self._file.path}: slots beyond its {self._rows} rows", remedy="report this")
+        self._check_slots(slots)
         order = np.argsort(slots, kind="stable")
         of_slots = slots[order] // self._per_block
         starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(slots)), np.bool_), np.diff(of_slots) > 0]))

@@ -13,17 +13,15 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockBatch, BlockFile, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockBatch, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_rows import BlockLayout, BlockRows
 from flexd.embedding.store.slow.block_space import BlockSpace
-from flexd.embedding.store.slow.block_sums import BlockSums
-from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
 
 INDEX_BYTES = 5
 """Of a row in memory: where it is, and its part of the counts of blocks."""
@@ -67,41 +65,18 @@ class _Fetch:
     batch: BlockBatch | None
 
 
-class LogRows:
-    """See ``SlowRows``. ``write`` returns when the rows are in a buffer that a thread writes: an error of the disk is
-    raised by a later call, the first one that reads what may be lost at the latest.
+class LogRows(BlockRows):
+    """See ``SlowRows`` and ``BlockRows``. ``write`` returns when the rows are in a buffer that a thread writes: an
+    error of the disk is raised by a later call, the first one that reads what may be lost at the latest.
 
-    The file holds nothing of worth beyond its process, as that of ``FileRows``. It is sparse, and at most twice as
-    large as its rows.
-
-    Args:
-        threads: calls in flight.
-        deadline_seconds: of a batch of blocks.
-
-    Raises:
-        SlowMemoryError: as ``BlockFile``.
+    The file is sparse, and at most twice as large as its rows.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        rows: int,
-        row_bytes: int,
-        fresh: FreshRows,
-        *,
-        threads: int = 32,
-        deadline_seconds: float = 60.0,
-    ) -> None:
-        self._rows, self._row_bytes, self._fresh = rows, row_bytes, fresh
-        self._deadline_seconds = deadline_seconds
-        self._per_block, block_bytes = log_rows_per_block(row_bytes)
-        blocks = _SPACE * -(-rows // self._per_block) + 1
-        self._file = BlockFile(path, blocks, block_bytes, threads=threads, deadline_seconds=deadline_seconds)
+    def _allocate(self) -> None:
+        blocks, block_bytes = self._blocks, self._file.block_bytes
         self._space = BlockSpace(blocks, self._per_block)
         # 1 + the place of each row among all rows of all blocks; 0: never written.
-        self._places = np.zeros(rows, dtype=np.int32 if blocks * self._per_block < 2**31 - 1 else np.int64)
-        self._sums = BlockSums(block_bytes)
-        self._traffic = SlowTraffic()
+        self._places = np.zeros(self._rows, dtype=np.int32 if blocks * self._per_block < 2**31 - 1 else np.int64)
         self._buffers = [_blocks_of(max(1, min(blocks, _READ_BYTES // block_bytes)), block_bytes) for _ in range(2)]
         """One is read into while what is in the other is used."""
         self._staged = [
@@ -110,22 +85,15 @@ class LogRows:
         """In the order of their writes."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flexd-slow-writer")
 
-    @property
-    def rows(self) -> int:
-        return self._rows
-
-    @property
-    def row_bytes(self) -> int:
-        return self._row_bytes
+    @staticmethod
+    def layout(rows: int, row_bytes: int) -> BlockLayout:
+        per_block, block_bytes = log_rows_per_block(row_bytes)
+        return BlockLayout(per_block, block_bytes, _SPACE * -(-rows // per_block) + 1)
 
     @property
     def fast_nbytes(self) -> int:
         buffers = [*self._buffers, *(staged.buffer for staged in self._staged)]
         return self._places.nbytes + self._space.nbytes + sum(buffer.nbytes for buffer in buffers)
-
-    @property
-    def traffic(self) -> SlowTraffic:
-        return self._traffic
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         began = time.perf_counter()
@@ -179,8 +147,7 @@ class LogRows:
             if staged.written is not None and staged.written.done():
                 self._end(staged)
         wanted: Int64Array = slots.numpy()
-        if len(wanted) and not 0 <= wanted.min() <= wanted.max() < self._rows:
-            raise SlowMemoryError(f"{self._file.path}: slots beyond its {self._rows} rows", remedy="report this")
+        self._check_slots(wanted)
         return wanted
 
     def _forget(self, slots: Int64Array) -> None:

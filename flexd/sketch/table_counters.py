@@ -1,0 +1,267 @@
+"""What is remembered of all tables of a job: their counters within one memory budget, saved, loaded and merged."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from flexd.core.errors import SketchError
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.sketch import budget, kinds, saved_counters, saved_state
+from flexd.sketch.budget import TableChoice
+from flexd.sketch.coaccess import CoAccessSample
+from flexd.sketch.decay import ForwardDecay
+from flexd.sketch.open_steps import SharedRows
+from flexd.sketch.quantiles import KllQuantiles
+from flexd.sketch.saved_state import SavedState, SavedTable
+from flexd.sketch.table_sketch import Arrays, TableSketch
+from flexd.sketch.touch_counts import TableTouches, capacity
+from flexd.sketch.types import SketchSettings
+
+
+class TableCounters:
+    """Counters of every table, and the event-time clock by which they decay. Not thread-safe: the owner holds a lock.
+
+    Args:
+        key_tables: the tables of the key space, in its order.
+        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
+            logarithmic, coaccess_memory_bytes: as in ``SketchSettings``.
+
+    Raises:
+        ConfigError: no tables, or two of the same name.
+        SketchError: impossible settings, or more tables than the memory can hold at all.
+    """
+
+    def __init__(
+        self,
+        key_tables: Sequence[TableSpec],
+        memory_bytes: int = SketchSettings.memory_bytes,
+        half_life_seconds: float | None = SketchSettings.half_life_seconds,
+        max_future_seconds: float = SketchSettings.max_future_seconds,
+        max_hot_rows: int = SketchSettings.max_hot_rows,
+        late_after_seconds: float = SketchSettings.late_after_seconds,
+        conservative: bool = SketchSettings.conservative,
+        logarithmic: bool = SketchSettings.logarithmic,
+        coaccess_memory_bytes: int = SketchSettings.coaccess_memory_bytes,
+    ) -> None:
+        keyspace = KeySpace(key_tables)
+        if max_hot_rows < 1:
+            raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
+        settings = SketchSettings(
+            memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
+            logarithmic, coaccess_memory_bytes,
+        )  # fmt: skip
+        self.settings = settings
+        self.digest = keyspace.digest
+        self._index = keyspace.index
+        self._specs = keyspace.tables
+        self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds, settings.late_after_seconds)
+        self._choices = budget.choose(
+            self._specs, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic
+        )
+        self._tables: list[TableSketch] = [
+            kinds.make_table(spec, choice, seed, settings.conservative)
+            for seed, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
+        ]
+        self._lengths: dict[int, KllQuantiles] = {}
+        self._touches = [
+            TableTouches(spec.rows, capacity(spec.rows, len(self._specs), settings.memory_bytes), len(self._specs))
+            for spec in self._specs
+        ]
+        self._coaccess = self._make_coaccess()
+
+    def _make_coaccess(self) -> CoAccessSample | None:
+        settings = self.settings
+        if not settings.coaccess_memory_bytes:
+            return None
+        rows = [spec.rows for spec in self._specs]
+        return CoAccessSample(rows, settings.coaccess_memory_bytes, settings.half_life_seconds)
+
+    @classmethod
+    def of(cls, key_tables: Sequence[TableSpec], settings: SketchSettings) -> Self:
+        """Return an empty set. Raises the errors of the constructor."""
+        return cls(
+            key_tables,
+            settings.memory_bytes,
+            settings.half_life_seconds,
+            settings.max_future_seconds,
+            settings.max_hot_rows,
+            settings.late_after_seconds,
+            settings.conservative,
+            settings.logarithmic,
+            settings.coaccess_memory_bytes,
+        )
+
+    def choices(self) -> tuple[TableChoice, ...]:
+        """Return how each table is counted, in the order of the key space."""
+        return self._choices
+
+    @property
+    def table_names(self) -> tuple[str, ...]:
+        """Names of the tables, in the order of the key space."""
+        return tuple(spec.name for spec in self._specs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all counters of accesses in use, within ``SketchSettings.memory_bytes``."""
+        return sum(table.nbytes for table in self._tables)
+
+    @property
+    def touches_nbytes(self) -> int:
+        """Memory of the counters of touches in use, beside it: rows kept (an eighth of it at most) and open steps."""
+        return sum(touches.nbytes for touches in self._touches)
+
+    @property
+    def coaccess_sample(self) -> CoAccessSample | None:
+        """The sample of rows that occur together; None if none is kept."""
+        return self._coaccess
+
+    @property
+    def samples(self) -> int:
+        """Accesses counted, undecayed."""
+        return sum(table.samples for table in self._tables)
+
+    def samples_by_table(self) -> tuple[int, ...]:
+        """Return the accesses counted of each table, undecayed, in the order of the tables."""
+        return tuple(table.samples for table in self._tables)
+
+    def empty_copy(self, seed: int, clock: Mapping[str, Any] | None = None) -> Self:
+        """Return an empty set of the same tables and settings, to be merged later.
+
+        Its clock continues from this one: an empty clock would accept any first event time.
+
+        Args:
+            seed: of its samples; sets that are merged must draw differently.
+            clock: of another set (``clock``), merged into its clock.
+
+        Raises:
+            SketchError: the clock is malformed or of another half-life.
+        """
+        fresh = type(self).of(self._specs, self.settings)
+        fresh._decay = copy.deepcopy(self._decay)
+        fresh._tables = [
+            kinds.make_table(spec, choice, seed + index, self.settings.conservative)
+            for index, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
+        ]
+        shared = SharedRows()
+        fresh._touches = [touches.empty_copy(shared) for touches in self._touches]
+        if self._coaccess is not None:
+            fresh._coaccess = self._coaccess.empty_copy()
+        if clock is not None:
+            other = copy.deepcopy(self._decay)
+            try:
+                other.load(dict(clock))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise SketchError(f"malformed clock: {error!r}", remedy="run the same flexd on both sides") from error
+            fresh._decay.merge(other)
+        return fresh
+
+    def close_steps(self) -> None:
+        """Count the touches of steps of which batches may be missing: what arrives of them later counts for a rank."""
+        for touches in self._touches:
+            touches.flush(self._decay)
+
+    def clock(self) -> dict[str, Any]:
+        """Return the event-time clock as JSON-able values, for ``empty_copy`` of another set."""
+        return self._decay.state()
+
+    def merge(self, other: TableCounters) -> None:
+        """Add the counters of another daemon, which counted other messages; the other is not changed.
+
+        Raises:
+            SketchError: the other has other tables or settings. Nothing is merged then.
+        """
+        if other.digest != self.digest or other.settings != self.settings:
+            raise SketchError(
+                "sketches of other tables or settings cannot be merged",
+                remedy="give all daemons of a job the same tables and sketch settings",
+            )
+        self._decay.merge(other._decay)
+        for mine, theirs in zip(self._tables, other._tables, strict=True):
+            mine.merge(theirs)
+        for mine_touched, theirs_touched in zip(self._touches, other._touches, strict=True):
+            mine_touched.merge(theirs_touched, self._decay)
+        for index, lengths in other._lengths.items():
+            self._lengths.setdefault(index, KllQuantiles()).merge(lengths)
+        if self._coaccess is not None and other._coaccess is not None:
+            self._coaccess.merge(other._coaccess)
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Return a copy of everything for ``from_state``: (JSON-able description, arrays by name)."""
+        metas, arrays = saved_counters.arrays_of(self._tables, self._lengths, self._touches)
+        meta = saved_state.describe(self._specs, self._choices, self.settings, self._decay.state(), metas)
+        if self._coaccess is not None:
+            meta[saved_state.COACCESS], words = self._coaccess.state()
+            arrays.update(words)
+        return meta, arrays
+
+    @classmethod
+    def from_state(
+        cls, key_tables: Sequence[TableSpec], settings: SketchSettings, meta: Mapping[str, Any], arrays: Arrays
+    ) -> Self:
+        """Return the set that ``state`` described, in any format that this flexd reads.
+
+        Raises:
+            SketchError: the state is of other tables or settings, of another format, or damaged.
+        """
+        saved = saved_counters.parse_same(meta, key_tables, settings)
+        fresh = cls.of(key_tables, settings)
+        fresh.load_clock(saved.decay)
+        for index, table in enumerate(saved.tables):
+            fresh.load_table(index, table, arrays)
+        fresh.load_coaccess(saved, arrays)
+        return fresh
+
+    def load_coaccess(self, saved: SavedState, arrays: Arrays) -> None:
+        """Load the saved sample of rows that occur together, where both have one; tables are found by their names.
+
+        Raises:
+            SketchError: it is damaged.
+        """
+        if self._coaccess is not None and saved.coaccess is not None:
+            same = saved.settings.half_life_seconds == self.settings.half_life_seconds
+            names = [self._index.get(table.spec.name, -1) for table in saved.tables]
+            saved_counters.load_coaccess(self._coaccess, saved.coaccess, arrays, names, same_decay=same)
+
+    def load_clock(self, decay: Mapping[str, Any]) -> None:
+        """Replace the clock by a saved one. Raises SketchError if it is malformed."""
+        saved_counters.load_clock(self._decay, decay)
+
+    def load_table(
+        self, index: int, saved: SavedTable, arrays: Arrays, replace: Callable[[TableSketch], None] | None = None
+    ) -> None:
+        """Load the saved counters of one table.
+
+        Args:
+            index: of the table in this set.
+            replace: receives the loaded counters instead of this set, for a conversion into ``sketch(index)``.
+
+        Raises:
+            SketchError: they are damaged, or do not fit.
+        """
+        sketch = self._tables[index]
+        if replace is not None:
+            sketch = kinds.make_table(saved.spec, saved.choice, index, self.settings.conservative)
+        lengths = saved_counters.load_table(sketch, saved, arrays)
+        if replace is not None:
+            replace(sketch)
+        else:
+            saved_counters.load_touches(self._touches[index], saved, arrays)
+        if lengths is not None:
+            self._lengths[index] = lengths
+
+    def sketch(self, index: int) -> TableSketch:
+        """Return the counters of one table, for a conversion."""
+        return self._tables[index]
+
+    @property
+    def event_clock(self) -> ForwardDecay:
+        """The event-time clock, for a conversion."""
+        return self._decay
+
+    def _index_of(self, table: str) -> int:
+        index = self._index.get(table)
+        if index is None:
+            raise SketchError(f"unknown table {table!r}", remedy=f"one of {', '.join(self._index)}"[:500])
+        return index
