@@ -11,7 +11,8 @@ counts them; and distinct rows of a step read from slow memory, which is what a 
 step, however many samples use it. flexd's are those of the frame table, each rank's and dim-group's replayed.
 
 Half way the popularity of the rows in a share of the tables moves. Counting begins when the frames are warm, and again
-right after the move.
+right after the move. With ``--trace`` the popularity moves as it did: planned from a trace's first quarter, counted in
+its second and in its last.
 
 Balance: the slow accesses of the busiest rank over the mean. Reading: of the slowest rank, 1,555 GB/s and 32 GB/s.
 
@@ -24,8 +25,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,9 @@ import numpy.typing as npt
 import torch
 from bench_report import check, ending
 from planner_problems import made_up_tables
+from recshard_tables import EXPONENTS, LAYOUT, MOVED, PLANNED, Tables, TraceTables
 
 from flexd.core.fast_memory import FRAME_BYTES
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
 from flexd.embedding.store.slow.frame_table import FrameTable
 from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
 from flexd.embedding.store.slow.two_memories import TwoMemories
@@ -52,87 +52,22 @@ from flexd.planner.baselines.whole_tables import (
     place_greedily,
 )
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.tables.table_list import ListedTable, read_tables
-from flexd.sketch.profile import Profile
-from flexd.sketch.zipf_profile import zipf_table
+from flexd.planner.tables.table_list import read_tables
 from flexd.topology.files import load_preset
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 Figures = dict[str, Any]
 
-LAYOUT = RankLayout(2, 8)
-"""RecShard's experiments have 16 GPUs."""
-EXPONENTS = (0.7, 1.4)
 PAPER = {"fewer slow accesses": 87.0, "better balance": 12.0}
 """RecShard's abstract: from production models of Meta, over the best of whole tables."""
-PLANNED, MOVED = "as planned", "moved"
 FLEXD, DIVIDED = "flexd", "flexd, divided by access"
-
-
-@dataclass(frozen=True)
-class Tables:
-    """Pooled tables with a popularity each; rows are numbered from 0 over all tables, popular ones first in each.
-
-    Attributes:
-        row_bytes: float64[tables], read from a memory.
-        stored_bytes: float64[tables], of a row with its optimizer state.
-        accesses: float64[tables], of all ranks in one step.
-        first: int64[tables + 1], first row.
-        cumulative: for each table float64[rows], shares of the accesses added up.
-    """
-
-    keyspace: KeySpace
-    row_bytes: Float64Array
-    stored_bytes: Float64Array
-    accesses: Float64Array
-    exponents: Float64Array
-    first: Int64Array
-    cumulative: list[Float64Array]
-
-    @classmethod
-    def of(cls, listed: Sequence[ListedTable], scale: float) -> Tables:
-        rows = [max(10, round(table.rows / scale)) for table in listed]
-        specs = [
-            TableSpec(table.name, count, table.dim, "float16", "rowwise_adagrad")
-            for table, count in zip(listed, rows, strict=True)
-        ]
-        exponents = np.random.default_rng(7).uniform(*EXPONENTS, len(listed))
-        cumulative = []
-        for count, exponent in zip(rows, exponents, strict=True):
-            share = np.arange(1, count + 1) ** -exponent
-            cumulative.append(np.cumsum(share / share.sum()))
-        samples = listed[0].batch * LAYOUT.world_size / scale
-        return cls(
-            KeySpace(specs),
-            np.array([float(spec.row_bytes) for spec in specs]),
-            np.array([float(spec.row_bytes + spec.state_bytes) for spec in specs]),
-            np.array([table.lookups * samples for table in listed]),
-            exponents, np.concatenate([[0], np.cumsum(rows)]), cumulative,
-        )  # fmt: skip
-
-    def batches(self, steps: int, moved_at: int, moved_share: float, seed: int) -> Iterator[Int64Array]:
-        """Yield the rows that the samples of a step access. From ``moved_at`` on the rows of a share of the tables
-        have changed places in the order of popularity."""
-        generator = np.random.default_rng(seed)
-        tables = len(self.cumulative)
-        moves = generator.permutation(tables) < round(moved_share * tables)
-        order = [generator.permutation(len(cumulative)) for cumulative in self.cumulative]
-        for step in range(steps):
-            accesses = []
-            for table, number in enumerate(generator.poisson(self.accesses)):
-                drawn = np.searchsorted(self.cumulative[table], generator.random(number))
-                drawn = np.minimum(drawn, len(self.cumulative[table]) - 1)
-                if step >= moved_at and moves[table]:
-                    drawn = order[table][drawn]
-                accesses.append(self.first[table] + drawn)
-            yield np.concatenate(accesses)
 
 
 class Static:
     """Whole tables on ranks, some rows of each in fast memory for good."""
 
-    def __init__(self, tables: Tables, rank: Int64Array, fast_rows: Float64Array) -> None:
+    def __init__(self, tables: Tables | TraceTables, rank: Int64Array, fast_rows: Float64Array) -> None:
         number = np.diff(tables.first)
         within = np.arange(tables.first[-1]) - np.repeat(tables.first[:-1], number)
         self._slow = within >= np.repeat(np.floor(fast_rows), number)
@@ -147,7 +82,7 @@ class Static:
 class Frames:
     """Rows at homes by number, frames in fast memory, as collections have them."""
 
-    def __init__(self, tables: Tables, frames: Sequence[int]) -> None:
+    def __init__(self, tables: Tables | TraceTables, frames: Sequence[int]) -> None:
         keyspace, world = tables.keyspace, LAYOUT.world_size
         number = np.diff(tables.first)
         group = np.zeros(len(number), dtype=np.int64)
@@ -199,11 +134,10 @@ class Frames:
         return missed
 
 
-def divided_by_access(tables: Tables, memory_bytes: float) -> list[int]:
+def divided_by_access(tables: Tables | TraceTables, memory_bytes: float) -> list[int]:
     """Return the frames of each dim-group on a rank: those of the rows most likely used in a step, by byte."""
     number = np.diff(tables.first)
-    share = np.concatenate([np.diff(cumulative, prepend=0.0) for cumulative in tables.cumulative])
-    used = -np.expm1(-np.repeat(tables.accesses, number) * share)
+    used = -np.expm1(-np.repeat(tables.accesses, number) * tables.shares())
     size = np.repeat(tables.stored_bytes + FRAME_BYTES, number)
     order = np.argsort(-used / size, kind="stable")
     chosen = order[np.cumsum(size[order]) <= memory_bytes * LAYOUT.world_size]
@@ -212,18 +146,11 @@ def divided_by_access(tables: Tables, memory_bytes: float) -> list[int]:
     return [max(1, int(taken[list(group.tables)].sum()) // LAYOUT.world_size) for group in tables.keyspace.groups]
 
 
-def strategies(tables: Tables, memory_bytes: float, preset: str) -> dict[str, Static | Frames]:
+def strategies(tables: Tables | TraceTables, memory_bytes: float, preset: str) -> dict[str, Static | Frames]:
     specs, world = tables.keyspace.tables, LAYOUT.world_size
-    profile = Profile(
-        tuple(
-            zipf_table(spec.name, spec.rows, float(exponent), min(spec.rows, 1_000), float(accesses), 0)
-            for spec, exponent, accesses in zip(specs, tables.exponents, tables.accesses, strict=True)
-        ),
-        generation=1, samples=10**9,
-    )  # fmt: skip
     shape = TrainingShape(bags_per_step={spec.name: 1.0 for spec in specs})
     slots = (0,) * len(tables.keyspace.groups)
-    case = PlanningProblem(profile, tables.keyspace, LAYOUT, load_preset(preset), memory_bytes, slots, shape)
+    case = PlanningProblem(tables.profile(), tables.keyspace, LAYOUT, load_preset(preset), memory_bytes, slots, shape)
     shards = make_shards(case)
     answer: dict[str, Static | Frames] = {}
     for peer in (TABLE_WISE_SIZE_HOST, TABLE_WISE_LOOKUP_HOST):
@@ -244,25 +171,24 @@ def strategies(tables: Tables, memory_bytes: float, preset: str) -> dict[str, St
 
 
 def replay(
-    tables: Tables, held: dict[str, Static | Frames], steps: int, moved_share: float
+    tables: Tables | TraceTables, held: dict[str, Static | Frames], batches: Iterable[tuple[str, Int64Array]]
 ) -> dict[str, dict[str, Figures]]:
-    """Return figures a step by strategy and period; a period is ``steps`` long, after as many to warm up."""
+    """Return figures a step by strategy and period, of batches with their periods; "" is not counted."""
     bandwidths, world = Bandwidths(), LAYOUT.world_size
-    table_of = np.repeat(np.arange(len(tables.cumulative)), np.diff(tables.first))
+    row_bytes = np.repeat(tables.row_bytes, np.diff(tables.first))
     sums = {
         (name, period): {"slow": np.zeros(world), "rows": np.zeros(world), "seconds": np.zeros(world), "written": 0}
         for name in held
         for period in (PLANNED, MOVED)
     }  # fmt: skip
-    accesses = {PLANNED: 0, MOVED: 0}
-    for step, keys in enumerate(tables.batches(3 * steps, 2 * steps, moved_share, seed=1)):
+    accesses, steps = {PLANNED: 0, MOVED: 0}, {PLANNED: 0, MOVED: 0}
+    for period, keys in batches:
         rows, counts = np.unique(keys, return_counts=True)
-        size = tables.row_bytes[table_of[rows]]
-        period = MOVED if step >= 2 * steps else PLANNED
+        size = row_bytes[rows]
         for name, strategy in held.items():
             before = getattr(strategy, "written", 0)
             rank, slow, read = strategy.step(rows, counts)
-            if step < steps:
+            if not period:
                 continue
             # With frames every row is read once a step; whole tables read one a sample.
             reads = np.ones(len(rows)) if isinstance(strategy, Frames) else counts.astype(np.float64)
@@ -272,16 +198,17 @@ def replay(
             for figure, values in (("slow", slow), ("rows", read), ("seconds", seconds)):
                 total[figure] += np.bincount(rank, weights=values, minlength=world)
             total["written"] += getattr(strategy, "written", 0) - before
-        if step >= steps:
+        if period:
             accesses[period] += len(keys)
+            steps[period] += 1
     answer: dict[str, dict[str, Figures]] = {name: {} for name in held}
     for (name, period), total in sums.items():
         slow = total["slow"]
         answer[name][period] = {
-            "slow accesses": float(slow.sum()) / steps, "rows read": float(total["rows"].sum()) / steps,
-            "share": float(slow.sum()) / accesses[period], "rows written back": total["written"] / steps,
+            "slow accesses": float(slow.sum()) / steps[period], "rows read": float(total["rows"].sum()) / steps[period],
+            "share": float(slow.sum()) / accesses[period], "rows written back": total["written"] / steps[period],
             "balance": float(slow.max() / max(slow.mean(), 1e-300)),
-            "reading_seconds": float(total["seconds"].max()) / steps,
+            "reading_seconds": float(total["seconds"].max()) / steps[period],
         }  # fmt: skip
     return answer
 
@@ -313,6 +240,15 @@ def checks_of(answer: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
     return checks
 
 
+def checks_of_trace(name: str, answer: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
+    """Return the checks of a trace: real popularity moves in the second quarter already, so the whole is checked."""
+    checks = []
+    for period in (PLANNED, MOVED):
+        ratio = answer[DIVIDED][period]["rows read"] / max(answer["recshard"][period]["rows read"], 1e-300)
+        checks.append(check(f"{name}, {period}: rows read / RecShard's, each once a step", ratio, "< 1", ratio < 1))
+    return checks
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, metavar="FILE.csv", help="TorchRec's published list")
@@ -322,30 +258,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--moved", type=float, default=0.5, help="share of the tables whose popularity moves")
     parser.add_argument("--steps", type=int, default=40, help="of a period")
     parser.add_argument("--preset", default="azure-a100-200g")
+    parser.add_argument("--trace", type=Path, action="append", metavar="FILE.npz", help="instead of a list")
+    parser.add_argument("--batch", type=int, default=16_384, help="accesses of a step of a trace")
     parser.add_argument("--quick", action="store_true", help="40 tables, 10 steps, a scale of 10,000 at least")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     if given.quick:
         given.number, given.steps, given.scale = 40, 10, max(given.scale, 10_000.0)
     torch.set_num_threads(1)
+    if given.trace:
+        found = {path.stem: of_trace(path, given) for path in given.trace}
+        checks = [check_ for name, answer in found.items() for check_ in checks_of_trace(name, answer)]
+        return ending(found, checks, as_json=given.json)
     listed = [table for table in (read_tables(given.tables) if given.tables else made_up_tables()) if table.bags > 0]
     listed = [replace(table, batch=listed[0].batch) for table in listed[: given.number]]
     tables = Tables.of(listed, given.scale)
-    whole = float(np.diff(tables.first) @ tables.stored_bytes)
-    memory = given.share * whole / LAYOUT.world_size
+    memory, words = memory_of(tables, given.share)
     print(
-        f"{len(listed)} pooled tables, {tables.first[-1]:,} rows ({whole / 1e6:.1f} MB), Zipf {EXPONENTS[0]:g} to "
-        f"{EXPONENTS[1]:g}, {tables.accesses.sum():,.0f} accesses a step, {LAYOUT.world_size} ranks, fast memory for "
-        f"{given.share:.0%}; moved: the popularity in {given.moved:.0%} of the tables"
+        f"{len(listed)} pooled tables, {words}, Zipf {EXPONENTS[0]:g} to {EXPONENTS[1]:g}, "
+        f"{tables.accesses.sum():,.0f} accesses a step; moved: the popularity in {given.moved:.0%} of the tables"
     )
-    answer = replay(tables, strategies(tables, memory, given.preset), given.steps, given.moved)
-    for name, periods in answer.items():
-        for period, figures in periods.items():
-            print(
-                f"  {name:26}{period:12}{figures['slow accesses']:12,.0f} slow accesses a step ({figures['share']:.2%} "
-                f"of all), {figures['rows read']:9,.0f} rows read once, {figures['rows written back']:9,.0f} written "
-                f"back; balance {figures['balance']:5.2f}, reading {figures['reading_seconds'] * 1e6:9.1f} us"
-            )
+    answer = replay(tables, strategies(tables, memory, given.preset), tables.periods(given.steps, given.moved))
+    show(answer)
     paper = {"RecShard's paper": PAPER} | beside_paper(answer)
     for name, figures in paper.items():
         print(
@@ -353,6 +287,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{figures['better balance']:6.2f} times better balance"
         )
     return ending({"strategies": answer, "beside the paper": paper}, checks_of(answer), as_json=given.json)
+
+
+def of_trace(path: Path, given: argparse.Namespace) -> dict[str, dict[str, Figures]]:
+    tables = TraceTables.of(path, given.batch)
+    memory, words = memory_of(tables, given.share)
+    print(
+        f"{path.stem}: {len(tables.row_bytes)} tables, {words}, {given.batch:,} accesses a step; planned from the "
+        "first quarter of the trace, counted in the second (as planned) and the last (moved)"
+    )
+    answer = replay(tables, strategies(tables, memory, given.preset), tables.periods())
+    show(answer)
+    return answer
+
+
+def memory_of(tables: Tables | TraceTables, share: float) -> tuple[float, str]:
+    """Return the fast memory of a rank in bytes, and what there is in words."""
+    whole = float(np.diff(tables.first) @ tables.stored_bytes)
+    words = f"{tables.first[-1]:,} rows ({whole / 1e6:.1f} MB), {LAYOUT.world_size} ranks, fast memory for {share:.0%}"
+    return share * whole / LAYOUT.world_size, words
+
+
+def show(answer: dict[str, dict[str, Figures]]) -> None:
+    for name, periods in answer.items():
+        for period, figures in periods.items():
+            print(
+                f"  {name:26}{period:12}{figures['slow accesses']:12,.0f} slow accesses a step ({figures['share']:.2%} "
+                f"of all), {figures['rows read']:9,.0f} rows read once, {figures['rows written back']:9,.0f} written "
+                f"back; balance {figures['balance']:5.2f}, reading {figures['reading_seconds'] * 1e6:9.1f} us"
+            )
 
 
 if __name__ == "__main__":
