@@ -125,3 +125,28 @@ def test_rows_ahead_may_be_filled_after_another_column_was_taken() -> None:
     assert joined_columns([second])[0].tolist() == [[2.0] * 4] * 2
     first.rows_ahead.fill_(5.0)
     assert joined_columns([first])[0].tolist() == [[5.0] * 4, [1.0] * 4, [1.0] * 4]
+
+
+def test_rows_that_a_rank_sends_to_itself_are_not_rounded_by_a_narrow_wire() -> None:
+    """Rows of other peers are. Beside a column whose wire is that of its rows, which travels whole."""
+    thirds = torch.full((2, 8), 1 / 3)
+    of_ranks = [
+        [
+            Column(thirds, None, [1, 1], [1, 1], torch.float16, ahead=1),
+            Column(thirds, None, [1, 1], [1, 1], torch.float16, added=True),
+            Column(thirds, None, [1, 1], [1, 1], torch.float32),
+        ]
+        for _ in range(2)
+    ]
+    rounded, exact = float(torch.tensor(1 / 3).half()), float(torch.tensor(1 / 3))
+    assert rounded != exact
+    for me in range(2):
+        received = received_by(me, of_ranks)
+        received[0].rows_ahead.fill_(0.5)
+        own_and_other = [exact, rounded] if me == 0 else [rounded, exact]
+        (with_ahead,) = joined_columns(received[:1])
+        assert with_ahead[:, 0].tolist() == [0.5, *own_and_other]
+        total = torch.zeros(2, 8)
+        add_columns(received[1:2], [total], [torch.arange(2)])
+        assert total[:, 0].tolist() == own_and_other
+        assert received[2].whole(torch.float32)[:, 0].tolist() == [exact, exact]

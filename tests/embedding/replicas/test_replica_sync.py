@@ -51,6 +51,19 @@ def test_gradients_are_added_in_the_same_order_at_every_tier(
             np.testing.assert_array_equal(table, sums)
 
 
+@pytest.mark.parametrize("kernels", ["run", "run_in_units"])
+def test_messages_of_an_accelerator_round_in_the_same_places_at_every_tier(ranks: Ranks, kernels: str) -> None:
+    """Gradients that a rank sends to itself on their way are rounded nowhere, as those of host memory."""
+    layout = RankLayout(2, 2)
+    pool = ranks(4)
+    home = pool.run("exchange_jobs:summed_gradients", layout, 0, "float32", "float16")
+    for tier in (0, 1, 2, None):
+        job = ("exchange_jobs:summed_gradients", layout, tier, "float32", "float16")
+        for table, equal in pool.run(f"accelerator_jobs:{kernels}", *job):
+            assert equal, "a replica differed from its home copy"
+            np.testing.assert_array_equal(table, home[0][0])
+
+
 @pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (3, 2), (4, 1)])
 def test_float32_gradients_that_are_summed_at_home_are_added_in_the_same_order_at_every_tier(
     ranks: Ranks, nodes: int, local_ranks: int
