@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Int64Array = npt.NDArray[np.int64]
 
-_SHARES = (0.75, 0.5, 0.25, 0.0, 0.0, 0.0)
+_SHARES = (0.75, 0.5, 0.0, 0.0)
 """Share of the bytes of a row that one more sample costs in a node where one uses it already, its square where two do,
 and so on, sweep by sweep. Above 0 samples gather where others use their rows (the fanout of ``planner.affinity``); 0 is
 what crosses."""
@@ -102,17 +102,18 @@ class _Dealing:
         # Sums of float64 are exact: bytes of a batch are below 2**53.
         at_home = np.bincount(alone, batch.row_bytes[~shared], len(self.to) * nodes).astype(np.int64)
         self.alone_at_home = at_home.reshape(-1, nodes)
-        self.sample, self.home, self.bytes = sample[shared], batch.homes[shared], batch.row_bytes[shared]
-        _, first, self.row = np.unique(row[shared], return_index=True, return_inverse=True)
-        self.row = self.row.reshape(-1)
-        self.home_of_row, self.bytes_of_row = self.home[first], self.bytes[first]
+        self.sample = sample[shared]
+        _, first, place = np.unique(row[shared], return_index=True, return_inverse=True)
+        self.first_code = place.reshape(-1) * nodes
+        """int64 [entries]: where the nodes of the entry's row begin in a flat [rows, nodes]."""
+        home, row_bytes = batch.homes[shared][first], batch.row_bytes[shared][first]
+        self.away_bytes = row_bytes[:, None] * (np.arange(nodes) != home[:, None])
+        """int64 [rows, nodes]: of the row in a node that is not its home."""
         self.offsets = np.concatenate([[0], np.cumsum(np.bincount(self.sample, minlength=len(self.to)))])
 
     def crossing(self) -> int:
-        needed = self._counts() > 0
-        away = needed.sum(axis=1) - needed[np.arange(len(needed)), self.home_of_row]
         alone = self.alone_at_home.sum() - self.alone_at_home[self.at, self.to].sum()
-        return int((self.bytes_of_row * away).sum() + alone)
+        return int(self.away_bytes[self._counts() > 0].sum() + alone)
 
     def shipped(self) -> int:
         return int(self.batch.sample_bytes[self.to != self.batch.node].sum())
@@ -126,16 +127,17 @@ class _Dealing:
 
     def _counts(self) -> Int64Array:
         """int64 [rows, nodes]: samples of each node that use a row."""
-        code = self.row * self.nodes + self.to[self.sample]
-        return np.bincount(code, minlength=len(self.bytes_of_row) * self.nodes).reshape(-1, self.nodes)
+        code = self.first_code + self.to[self.sample]
+        return np.bincount(code, minlength=self.away_bytes.size).reshape(self.away_bytes.shape)
 
     def _gain(self, other: Int64Array, powers: Int64Array) -> Int64Array:
         """int64 [samples]: bytes times ``_SCALE`` that training each sample in its other node saves."""
         counts = self._counts()
-        here, there = self.to[self.sample], other[self.sample]
-        of_here = powers[np.minimum(counts[self.row, here] - 1, _DEEPEST - 1)] * (here != self.home)
-        of_there = powers[np.minimum(counts[self.row, there], _DEEPEST - 1)] * (there != self.home)
-        sums = np.concatenate([[0], np.cumsum(self.bytes * (of_here - of_there))])
+        # By row and node first: entries are several times as many. Where no sample is, none leaves.
+        leaves = powers[np.minimum(counts - 1, _DEEPEST - 1)] * self.away_bytes
+        arrives = powers[np.minimum(counts, _DEEPEST - 1)] * self.away_bytes
+        here, there = self.first_code + self.to[self.sample], self.first_code + other[self.sample]
+        sums = np.concatenate([[0], np.cumsum(leaves.reshape(-1)[here] - arrives.reshape(-1)[there])])
         alone = self.alone_at_home[self.at, other] - self.alone_at_home[self.at, self.to]
         read = self.batch.node
         ship = self.batch.sample_bytes * ((self.to != read).astype(np.int64) - (other != read))
