@@ -20,6 +20,8 @@ KeysOf = Callable[[torch.Tensor], torch.Tensor]
 """int64 [n] slots -> int64 [n] keys."""
 _BLOCK_NUMBERS = 1 << 16
 """Numbers in a block of rows, for each thread."""
+_ADDED_BLOCK_NUMBERS = 1 << 20
+"""The same of an update that only adds a change to the rows: each call has a fixed cost, and there is one temporary."""
 
 
 class RowOptimizer(Protocol):
@@ -202,11 +204,15 @@ class _FusedRowOptimizer(_CommonSettings):
             keys_of, rates_of: as in ``GroupUpdate``.
         """
         # Blocks whose temporaries stay in the cache of a CPU are two to three times faster than all rows at once.
-        cached = (
-            _BLOCK_NUMBERS * torch.get_num_threads() // rows.shape[1] if devices.in_host_memory(rows) else len(index)
-        )
+        numbers = self._block_numbers(rows) * torch.get_num_threads()
+        cached = numbers // rows.shape[1] if devices.in_host_memory(rows) else len(index)
         for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
             self._update([GroupUpdate(rows, state, [(at, some)], keys_of, rates_of)], step)
+
+    def _block_numbers(self, rows: torch.Tensor) -> int:
+        """Return the numbers of a block of rows, for each thread of a CPU."""
+        del rows
+        return _BLOCK_NUMBERS
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """Apply one step to the rows of several dim-groups, bit for bit as ``update`` of each part.
@@ -288,6 +294,10 @@ class SGD(_FusedRowOptimizer):
 
     def __post_init__(self) -> None:
         self._check()
+
+    def _block_numbers(self, rows: torch.Tensor) -> int:
+        adds = rows.dtype == _wide(rows.dtype) and not self.weight_decay
+        return _ADDED_BLOCK_NUMBERS if adds else _BLOCK_NUMBERS
 
     def _changes(
         self,

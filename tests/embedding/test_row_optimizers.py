@@ -256,6 +256,7 @@ def test_the_size_of_blocks_does_not_change_results(monkeypatch: pytest.MonkeyPa
         ends = []
         for size in (1 << 16, numbers):
             monkeypatch.setattr("flexd.embedding.row_optimizers._BLOCK_NUMBERS", size)
+            monkeypatch.setattr("flexd.embedding.row_optimizers._ADDED_BLOCK_NUMBERS", size)
             monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
             ends.append(start(optimizer))
             optimizer.update(*ends[-1], index, gradients(1, index), 1)
