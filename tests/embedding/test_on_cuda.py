@@ -64,10 +64,10 @@ class Job:
 @contextmanager
 def job(
     layout: RankLayout, *, exchange: str = "chain", pooled: bool = False, copies: float = 0.05,
-    optimizer: RowOptimizer | None = None, comm_dtype: str | None = None,
+    optimizer: RowOptimizer | None = None, comm_dtype: str | None = None, sums: float = 0.0,
 ) -> Iterator[Job]:  # fmt: skip
     """Rank 0 of a job of three tables in three dim-groups, with copies from its first step on."""
-    case = Case("", layout, 3, 64, copies, pooled, exchange)
+    case = Case("", layout, 3, 64, copies, pooled, exchange, sums)
     keyspace = keyspace_of(case)
     make = flexd.EmbeddingBagCollection if pooled else flexd.EmbeddingCollection
     with PretendedCuda().running() as cuda, mirrored([(g.first_key, g.end_key) for g in keyspace.groups]):
@@ -93,8 +93,12 @@ def job(
             SMALL, {"comm_dtype": "float16", "copies": 0.0, "optimizer": flexd.Adagrad()}, marks=pytest.mark.long
         ),
         (SMALL, {"pooled": True}),
+        pytest.param(SMALL, {"pooled": True, "sums": 0.5}, marks=pytest.mark.long),
         pytest.param(LARGE, {"exchange": "chain"}, marks=pytest.mark.long),
         pytest.param(LARGE, {"exchange": "direct", "pooled": True, "comm_dtype": "bfloat16"}, marks=pytest.mark.long),
+        pytest.param(
+            LARGE, {"pooled": True, "sums": 1.0, "copies": 0.0, "comm_dtype": "float16"}, marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )
