@@ -94,6 +94,20 @@ def advise(
             help="Read the stream of this daemon's YAML file; of a tap, what the daemon has counted.",
         ),
     ] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(
+            "--tables",
+            metavar="TABLES",
+            help="TorchRec's tables or plan: a list (.csv, .json) or a Python function, module:function, as for shard.",
+        ),
+    ] = None,
+    zipf: Annotated[
+        float, typer.Option("--zipf", help="Exponent of --tables that --profile does not have.", min=0, max=4)
+    ] = 1.05,
+    memory_gb: Annotated[
+        float, typer.Option("--memory-gb", metavar="GB", min=1e-6, help="10^9 bytes of a rank for --tables.")
+    ] = 40.0,
     seconds: Annotated[
         float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
     ] = 60.0,
@@ -133,13 +147,25 @@ def advise(
 ) -> None:
     """Predict what flexd would save: milliseconds a step, GPU-hours a day, and the memory it takes.
 
-    Needs no daemon and no GPU. Give one of --trace, --profile or --config, and the step time of your training.
+    Needs no daemon and no GPU. Give one of --trace, --profile, --config or --tables, and your training's step time.
 
     Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8
     """
-    if sum(given is not None for given in (trace, profile, config)) != 1:
-        raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile and --config")
+    # A profile beside a list of tables says how they are looked up.
+    if sum(given is not None for given in (trace, None if tables else profile, config, tables)) != 1:
+        raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile, --config and --tables")
     check_file("--html", html)
+    if tables is not None:
+        from flexd.cli.advise_tables import answer_on_tables
+
+        answer, blocks = answer_on_tables(
+            tables, batch or DRAWN_BATCH, (nodes, local_ranks), make_cluster(preset, topology, 1.0), memory_gb * 1e9,
+            zipf, profile, (dtype.value, optimizer.value), step_seconds=step_ms / 1e3,
+            computing_seconds=None if computing_ms is None else computing_ms / 1e3, price_error=price_error,
+            worth=worth,
+        )  # fmt: skip
+        _show(f"flexd advise: {tables}", answer, blocks, html, output)
+        return
     from flexd.core.layout import RankLayout
     from flexd.planner.memory.saving import memory_points
     from flexd.simulate.accesses import RowFormat
@@ -178,11 +204,15 @@ def advise(
         points = memory_points(miss_curves(accesses, layout), slow_row_us / 1e6)
         answer["memory"] = [asdict(point) for point in points]
         blocks.append(memory_block(points, step_ms / 1e3))
+    _show(f"flexd advise: {accesses.name}", answer, blocks, html, output)
+
+
+def _show(title: str, answer: dict[str, Any], blocks: Sequence[Block], html: Path | None, output: OutputFormat) -> None:
     if html is not None:
         from flexd.simulate.html_report import ReportTable, write_page
 
         tables = [ReportTable(b.title, b.columns, b.rows, b.right) for b in blocks if isinstance(b, Table)]
-        write_page(f"flexd advise: {accesses.name}", answer["words"], tables, html)
+        write_page(title, answer["words"], tables, html)
     emit(answer, blocks, output)
 
 

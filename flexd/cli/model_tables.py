@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from flexd.planner.tables.table_list import ListedTable, read_tables
 
 DTYPES = {"FP32": "float32", "FP16": "float16", "BF16": "bfloat16"}
 """Names of TorchRec's DataType; others cannot be priced."""
-_REMEDY = "return a model, an EmbeddingBagCollection, a list of its configurations, or one of them with constraints"
+_REMEDY = (
+    "return a model, an EmbeddingBagCollection, a list of its configurations, or one of them with constraints, with a "
+    "ShardingPlan, or with both"
+)
 
 
 def tables_of_source(source: str, batch: int) -> list[ListedTable]:
@@ -57,14 +61,20 @@ def _called(source: str) -> Any:
 
 
 def tables_of_model(found: Any, source: str, batch: int) -> list[ListedTable]:
-    """Return the tables of a model, collection or configurations, with constraints of TorchRec's planner or without.
+    """Return the tables of a model, collection or configurations.
+
+    Args:
+        found: may be a tuple of it with the constraints of TorchRec's planner, with its ``ShardingPlan``, or with both.
 
     Raises:
-        ConfigError: it has no tables, or one of a dtype that cannot be priced.
+        ConfigError: it has no tables, one of a dtype that cannot be priced, or a plan that leaves tables out.
     """
     constraints: Mapping[str, Any] = {}
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
-        found, constraints = found
+    plan: Mapping[str, Any] | None = None
+    if isinstance(found, tuple) and len(found) > 1 and all(map(_beside_a_model, found[1:])):
+        found, *beside = found
+        constraints = next((given for given in beside if isinstance(given, Mapping)), constraints)
+        plan = next((given.plan for given in beside if not isinstance(given, Mapping)), None)
     tables = []
     seen: set[int] = set()
     for path, configs in _collections(found):
@@ -77,7 +87,23 @@ def tables_of_model(found: Any, source: str, batch: int) -> list[ListedTable]:
     unknown = sorted(set(constraints) - {table.name for table in tables})
     if unknown:
         raise ConfigError(f"{source}: constraints of no table: {', '.join(unknown)}", remedy="name the model's tables")
-    return tables
+    return tables if plan is None else [_planned(table, plan, source) for table in tables]
+
+
+def _beside_a_model(given: Any) -> bool:
+    return isinstance(given, Mapping) or isinstance(getattr(given, "plan", None), Mapping)
+
+
+def _planned(table: ListedTable, plan: Mapping[str, Any], source: str) -> ListedTable:
+    """Return the table with its sharding and ranks in a ``ShardingPlan``: module path -> table -> ParameterSharding."""
+    found = (plan.get(table.module) or {}).get(table.name)
+    if found is None:
+        raise ConfigError(
+            f"{source}: no sharding of table {table.name!r} of module {table.module!r} in the plan",
+            remedy="give the plan of this model, with the modules' paths in it",
+        )
+    ranks = tuple(int(rank) for rank in found.ranks or (0,))
+    return replace(table, sharding=str(found.sharding_type), shards=len(ranks), ranks=ranks)
 
 
 def _collections(found: Any) -> Iterable[tuple[str, list[Any]]]:

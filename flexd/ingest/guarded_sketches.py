@@ -92,6 +92,11 @@ class GuardedSketches:
         with self.lock:
             self.sketches.limit_clock(now_seconds)
 
+    def set_backlog(self, backlog: bool) -> None:
+        """Apply ``SketchSet.set_backlog``."""
+        with self.lock:
+            self.sketches.set_backlog(backlog)
+
     def clock(self) -> dict[str, Any]:
         """Return ``SketchSet.clock``."""
         with self.lock:

@@ -126,6 +126,8 @@ class Ingestor:
         self._lag_at = -math.inf
         self._rates = RateMeter(time.monotonic())
         self._counted_at = time.monotonic()
+        self._backlog: bool | None = None
+        """From the first messages on until a poll has none: by then every partition has been seen. None: not begun."""
 
         state = restore(snapshots, tables, settings, start_empty=start_empty)
         self.restored = state.extra
@@ -336,6 +338,10 @@ class Ingestor:
 
     def _read_some(self) -> None:
         messages = self._source.poll(self._poll_seconds)
+        if self._backlog is None and messages:
+            self._set_backlog(True)
+        elif self._backlog and not messages:
+            self._set_backlog(False)
         if messages:
             count = self._counter.count
             for message in messages:
@@ -349,6 +355,10 @@ class Ingestor:
         if now >= self._lag_at + _LAG_INTERVAL_SECONDS:
             self._sketches.limit_clock(self._arrivals.now())
             self._lag, self._lag_at = self._source.lag(), now
+
+    def _set_backlog(self, backlog: bool) -> None:
+        self._backlog = backlog
+        self._sketches.set_backlog(backlog)
 
     def _begin_save(self) -> None:
         self._snapshots.begin(self._source, self._sketches, lambda: self._generation)

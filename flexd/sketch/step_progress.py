@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_STALE_STEPS = 128
+STALE_STEPS = 128
 """A partition has no more batches of the table, because publishers have left it, after so many opened steps without."""
 _MAX_PARTITIONS = 65_536
 
@@ -45,7 +45,7 @@ class StepProgress:
         """Return the step that all have reached; -1 if fewer than ``ranks`` ranks are known."""
         if not self._ranks or len(self._ranks) < ranks:
             return -1
-        stale = [name for name, then in self._advanced.items() if opened - then > _STALE_STEPS]
+        stale = [name for name, then in self._advanced.items() if opened - then > STALE_STEPS]
         for name in stale:
             del self._partitions[name], self._advanced[name]
         slowest = min(self._ranks.values())

@@ -157,6 +157,11 @@ class TableCounters:
             fresh._decay.merge(other)
         return fresh
 
+    def set_backlog(self, backlog: bool) -> None:
+        """Say whether the stream's backlog is being read: see ``TableTouches.set_backlog``."""
+        for touches in self._touches:
+            touches.set_backlog(backlog, self._decay)
+
     def close_steps(self) -> None:
         """Count the touches of steps of which batches may be missing: what arrives of them later counts for a rank."""
         for touches in self._touches:

@@ -23,7 +23,7 @@ from flexd.core.sampled_steps import is_sampled
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.open_steps import OpenStep, OpenSteps, SharedRows
 from flexd.sketch.profile import RowTouches
-from flexd.sketch.step_progress import StepProgress
+from flexd.sketch.step_progress import STALE_STEPS, StepProgress
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -84,6 +84,7 @@ class TableTouches:
         self._max_open_rows = max(_LEAST_OPEN_ROWS, _MAX_OPEN_ROWS // tables)
         self._seen_accesses = self._seen_batches = 0
         self._seen_before = (0, 0)
+        self._backlog = False
         self.layout: RankLayout | None = None
         self._forget()
 
@@ -106,6 +107,14 @@ class TableTouches:
     def nbytes(self) -> int:
         """Memory in use."""
         return ROW_BYTES * len(self._rows) + 32 * self._pending_rows + 8 * self._open.total_rows
+
+    def set_backlog(self, backlog: bool, decay: ForwardDecay) -> None:
+        """Count no step while a backlog is read, of which the first partitions may come long before the others.
+
+        It ends after as many steps as a partition is waited for.
+        """
+        self._backlog = backlog
+        self._close_passed(decay)
 
     def set_layout(self, layout: RankLayout) -> None:
         """Count nodes and complete steps of this layout; what was counted under another one is forgotten."""
@@ -326,7 +335,8 @@ class TableTouches:
         Entries of one rank may overtake each other on their way into the stream.
         """
         whole = 0 if self.layout is None else self.layout.world_size
-        passed = -1 if self._holds_steps else self._progress.passed(whole, self._open.opened)
+        self._backlog = self._backlog and self._open.opened <= STALE_STEPS
+        passed = -1 if self._holds_steps or self._backlog else self._progress.passed(whole, self._open.opened)
         if passed <= self._passed:
             return
         self._passed = passed

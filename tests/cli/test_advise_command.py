@@ -159,7 +159,7 @@ def test_one_source_is_needed(flexd_command, tmp_path: Path, monkeypatch: pytest
     Path("t.npz").touch()
     done = flexd_command("advise", "--step-ms", 5, *given)
     assert done.returncode == ExitCode.USAGE
-    assert "give one of --trace, --profile and --config" in done.stderr
+    assert "give one of --trace, --profile, --config and --tables" in done.stderr
 
 
 def test_fast_memory_is_shown_over_what_a_step_waits_for_it(flexd_command, trace: Path):
@@ -177,3 +177,41 @@ def test_fast_memory_is_shown_over_what_a_step_waits_for_it(flexd_command, trace
     assert "memory" not in json.loads(
         flexd_command("advise", "--step-ms", 50, "--trace", trace, *SMALL, "-o", "json").stdout
     )
+
+
+def listed(tmp_path: Path, **more: object) -> Path:
+    tables = [
+        {"name": f"t{i}", "rows": 400_000, "dim": 128, "lookups": 50, "bags": 0, "batch": 4096, **more}
+        for i in range(4)
+    ]
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps(tables))
+    return path
+
+
+def test_a_list_of_tables_with_its_plan_is_the_job(flexd_command, tmp_path: Path):
+    tables = listed(tmp_path, sharding="TW", ranks=[1])
+    done = flexd_command(
+        "advise", "--step-ms", 400, "--tables", tables, "--html", tmp_path / "answer.html", "-o", "json"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["now"] == "listed"
+    assert found["best"] in ("two_hops", "homes_and_answers")
+    assert found["words"][0].startswith("Worth it: two hops")
+    best = found["options"][found["best"]]
+    assert best["step_seconds"]["low"] < best["step_seconds"]["expected"] < best["step_seconds"]["high"] < 0.4
+    assert "Worth it" in (tmp_path / "answer.html").read_text()
+    text = " ".join(flexd_command("advise", "--step-ms", 400, "--tables", tables).stdout.split())
+    assert "TorchRec, the plan of the list: 400 ms a step" in text
+
+
+def test_a_list_of_tables_may_say_not_here_or_that_the_prices_do_not_fit(flexd_command, tmp_path: Path):
+    tables = listed(tmp_path)
+    for step_ms, verdict in ((1e6, "Not here"), (0.01, "The prices do not fit")):
+        done = flexd_command("advise", "--step-ms", step_ms, "--tables", tables, "-o", "json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["now"] == "row_wise"
+        assert found["best"] is None
+        assert found["words"][0].startswith(verdict)

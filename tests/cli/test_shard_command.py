@@ -85,3 +85,26 @@ def test_a_function_is_called_in_the_working_directory(flexd_command, tmp_path: 
         assert done.returncode == ExitCode.USAGE, done.stderr
         assert message in done.stderr
     assert flexd_command("shard", "my_model:tables", "--memory-gb", 0.000001).returncode == ExitCode.FAILED
+
+
+def test_a_function_may_return_its_sharding_plan(flexd_command, tmp_path: Path, monkeypatch):
+    """Attributes as of TorchRec's ShardingPlan: module path -> table -> sharding type and ranks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "planned_model.py").write_text(
+        "from types import SimpleNamespace as N\n"
+        "def config(name):\n"
+        "    return N(name=name, num_embeddings=90_000, embedding_dim=64, feature_names=['f'],\n"
+        "             data_type=N(name='FP32'), pooling='sum')\n"
+        "tables = [config('a'), config('b')]\n"
+        "lookups = {name: N(pooling_factors=[20.0], num_poolings=None, batch_sizes=[256]) for name in 'ab'}\n"
+        "whole = {'': {'a': N(sharding_type='table_wise', ranks=[0]), 'b': N(sharding_type='row_wise', ranks=None)}}\n"
+        "def plan():\n    return tables, lookups, N(plan=whole)\n"
+        "def short():\n    return tables, N(plan={'': {'a': whole['']['a']}})\n"
+    )
+    done = flexd_command("shard", "planned_model:plan", "-o", "json")
+    assert done.returncode == 0, done.stderr
+    predicted = json.loads(done.stdout)["predicted"]
+    assert predicted["listed_step_seconds"] > predicted["step_seconds"]
+    done = flexd_command("shard", "planned_model:short")
+    assert done.returncode == ExitCode.USAGE
+    assert "no sharding of table 'b'" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ from tests.support.until import until
 pytestmark = pytest.mark.slow
 
 STEPS = 120
+STEP_SECONDS = 0.02
+"""As in a training: all at once, a producer would write many steps of a rank to one partition and then to the other."""
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +58,16 @@ def test_a_plan_from_a_log_of_correlated_batches_predicts_the_bytes_between_node
     for step, of_ranks in enumerate(steps):
         for publisher, rows in zip(ranks, of_ranks, strict=True):
             assert publisher.publish(TABLE.name, rows, step=step)
+        time.sleep(STEP_SECONDS)
     for publisher in ranks:
         assert publisher.close(20.0)
     total = STEPS * LAYOUT.world_size * ACCESSES
     until(lambda: ingestor.stats().accesses == total, 30, lambda: str(ingestor.stats()))
+    with ingestor._sketches.lock:
+        touches = ingestor._sketches.sketches._touches[0]
+        # The stream ends here: no later step of both partitions closes the last ones.
+        ingestor._sketches.sketches.close_steps()
+        assert touches._totals[1] >= 0.95 * STEPS
     profile = ingestor.profile(ACCESSES * LAYOUT.world_size, LAYOUT)
     target = planned(profile)
     sent = sent_between_nodes(steps, target)

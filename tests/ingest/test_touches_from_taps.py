@@ -48,7 +48,7 @@ def profile_of(steps: list[list[np.ndarray]], touch_steps: int) -> Profile:
     sketches.profile(layout=LAYOUT)
     for rank in range(LAYOUT.world_size):
         message = counted_by_a_tap([ranks[rank] for ranks in steps], touch_steps)
-        _ingest(sketches, replace(message, source_rank=rank), 1e9)
+        _ingest(sketches, replace(message, source_rank=rank), 1e9, "")
     sketches.close_steps()
     return sketches.profile(ACCESSES * LAYOUT.world_size, layout=LAYOUT)
 

@@ -295,3 +295,20 @@ def test_drained_counters_sample_as_those_before_would_have_gone_on_to():
         fresh.add(np.arange(40), 0, step, 0.0, FOREVER)
     assert 1 <= len(fresh._open) <= 3
     assert fresh.state()[0]["seen"] == [100 * 40, 100]
+
+
+def test_no_step_is_counted_while_a_backlog_is_read():
+    steps = correlated(100)
+    touches = table()
+    touches.set_backlog(True, FOREVER)
+    for partition, part in (("first", slice(20)), ("second", slice(20, None))):
+        for step, ranks in enumerate(steps):
+            for rank, rows in enumerate(ranks):
+                touches.add(rows[part], rank, step, 0.0, FOREVER, partition)
+    assert touches.read(np.arange(ROWS), FOREVER, LAYOUT) is None
+    touches.set_backlog(False, FOREVER)
+    np.testing.assert_allclose(counted(touches, np.arange(ROWS)), exact(steps[:99], np.arange(ROWS)))
+    endless = table()
+    endless.set_backlog(True, FOREVER)
+    feed(endless, correlated(200))
+    assert len(endless._open) <= 17

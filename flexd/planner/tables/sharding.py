@@ -193,19 +193,33 @@ def listed_seconds(
     Raises:
         PlanError: the plan is of more ranks, or has a sharding that is not known; names the table.
     """
+    if (listed := listed_pieces(tables, layout)) is None:
+        return None
+    options, pieces = listed
+    work = torchrec_work(tables, layout, statistics or TableStatistics())
+    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
+    loads = torchrec_options(work, [table.dim for table in tables], layout, cluster, options=options)
+    return RankLoads.of(loads, layout, np.full(layout.world_size, np.inf), pieces).seconds()
+
+
+def listed_pieces(tables: Sequence[ListedTable], layout: RankLayout) -> tuple[tuple[Option, ...], Pieces] | None:
+    """Return the plan that the list itself has: options (``torchrec_costs.OPTIONS`` first), and the tables' pieces.
+
+    Returns:
+        None if a table has no sharding or no ranks.
+
+    Raises:
+        PlanError: the plan is of more ranks, or has a sharding that is not known; names the table.
+    """
     if not all(table.sharding and table.ranks for table in tables):
         return None
     held = [_listed_option(table, layout) for table in tables]
     options = (*OPTIONS, *dict.fromkeys(option for option, _ in held if option not in OPTIONS))
-    work = torchrec_work(tables, layout, statistics or TableStatistics())
-    cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
-    loads = torchrec_options(work, [table.dim for table in tables], layout, cluster, options=options)
-    pieces = Pieces(
+    return options, Pieces(
         np.repeat(np.arange(len(tables)), [len(places) for _, places in held]),
         np.array([options.index(option) for option, places in held for _ in places]),
         np.array([place for _, places in held for place in places]),
     )
-    return RankLoads.of(loads, layout, np.full(layout.world_size, np.inf), pieces).seconds()
 
 
 def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[Option, list[int]]:
