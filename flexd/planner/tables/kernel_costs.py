@@ -39,6 +39,10 @@ class SetModel(Protocol):
         """Return float64[n] of float64[n, TERMS]."""
         ...
 
+    def added(self, work: Float64Array) -> Float64Array:
+        """Return float64[n]: ``seconds`` without what a step takes once, whatever its tables are."""
+        ...
+
 
 @dataclass(frozen=True)
 class AnalyticModel:
@@ -62,6 +66,10 @@ class AnalyticModel:
         """See ``SetModel``."""
         result: Float64Array = analytic_bytes(work)[:, self.phase] * self.seconds_per_byte
         return result
+
+    def added(self, work: Float64Array) -> Float64Array:
+        """See ``SetModel``."""
+        return self.seconds(work)
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,11 @@ class PhysicalModel:
     def seconds(self, work: Float64Array) -> Float64Array:
         """See ``SetModel``."""
         result: Float64Array = self.prices[0] * (work[:, DIMS_TERM] > 0) + work @ self.prices[1:]
+        return result
+
+    def added(self, work: Float64Array) -> Float64Array:
+        """See ``SetModel``: dims are kernels, which a step has once."""
+        result: Float64Array = work[:, :DIMS_TERM] @ self.prices[1 : 1 + DIMS_TERM]
         return result
 
 
@@ -138,8 +151,17 @@ class BoostedModel:
 
     def seconds(self, work: Float64Array) -> Float64Array:
         """See ``SetModel``."""
-        result: Float64Array = self.physical.seconds(work) * np.exp(self.trees.predict(np.log1p(work)))
+        result: Float64Array = self.physical.seconds(work) * self._correction(work)
         return result
+
+    def added(self, work: Float64Array) -> Float64Array:
+        """See ``SetModel``."""
+        result: Float64Array = self.physical.added(work) * self._correction(work)
+        return result
+
+    def _correction(self, work: Float64Array) -> Float64Array:
+        factor: Float64Array = np.exp(self.trees.predict(np.log1p(work)))
+        return factor
 
 
 FITS: Mapping[str, Callable[[Float64Array, Float64Array, int], SetModel]] = {
@@ -191,10 +213,20 @@ class PhaseCosts:
         """Return float64[n] seconds of float64[n, TERMS]; beyond the measured sets the analytic model carries on from
         their edge."""
         inside = np.clip(work, self.least, self.most)
+        result: Float64Array = self.model.seconds(inside) * self._beyond(work, inside)
+        return result
+
+    def added(self, work: Float64Array) -> Float64Array:
+        """Return float64[n]: ``seconds`` without what a step takes once."""
+        inside = np.clip(work, self.least, self.most)
+        result: Float64Array = self.model.added(inside) * self._beyond(work, inside)
+        return result
+
+    def _beyond(self, work: Float64Array, inside: Float64Array) -> Float64Array:
+        """float64[n]: growth of the analytic model from the edge of the data; 0 without tables."""
         edge = self.analytic.seconds(inside)
-        beyond = self.analytic.seconds(work) / np.where(edge > 0, edge, 1.0)
-        some = work[:, DIMS_TERM] > 0
-        result: Float64Array = self.model.seconds(inside) * np.maximum(beyond, 1.0) * some
+        growth = self.analytic.seconds(work) / np.where(edge > 0, edge, 1.0)
+        result: Float64Array = np.maximum(growth, 1.0) * (work[:, DIMS_TERM] > 0)
         return result
 
     def measured_share(self, work: Float64Array) -> float:

@@ -57,6 +57,10 @@ class Pieces:
         ]
         return cls(*columns), np.repeat(np.arange(len(sets)), [len(one.rows) for one in sets])
 
+    def chosen(self, at: Int64Array) -> Pieces:
+        """Return the pieces with these numbers, each as often as it is named."""
+        return Pieces(*(column[at] for column in vars(self).values()))
+
     def terms(self) -> Float64Array:
         """float64[n, TERMS], of each piece as a set of its own."""
         lines = np.ceil(self.row_bytes / _LINE_BYTES)
