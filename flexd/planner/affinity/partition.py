@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
+FROM_HOMES = 0.0
+"""As ``AffinityLimits.probability``: begin at the homes of now instead of with a bisection (``gather_samples``)."""
+_GATHERINGS = 8
+
 
 @dataclass(frozen=True)
 class AffinityLimits:
@@ -30,7 +34,8 @@ class AffinityLimits:
         min_gain: touches a batch that a moved row must win: what a move costs in rows over the batches it will serve
             (``RowCosts.min_gain`` where rows differ).
         rounds: of alternating between dealing and homes, at most; it ends where a round wins nothing.
-        probability: of a use to count in the bisection; None: one over the number of batches, what a batch touches.
+        probability: of a use to count in the bisection; None: one over the number of batches, what a batch touches;
+            ``FROM_HOMES``: no bisection.
         seed: of the bisection. Equal inputs give equal homes.
         sweeps: of exchanging pairs of samples in each dealing, at most.
     """
@@ -137,7 +142,9 @@ def learn_homes(
         raise ValueError(f"costs of {len(rows.weight)} rows for {len(window.keys)}")
     alternating = _Alternating(matrix, batch, current, nodes, limits, rows)
     weight = None if rows is None else rows.weight
-    if start is None:
+    if start is None and limits.probability == FROM_HOMES:
+        to = gather_samples(matrix, batch, current, nodes, limits.seed, weight)
+    elif start is None:
         probability = limits.probability or 1 / (int(batch.max(initial=0)) + 1)
         to = named_as_homes(bisect(matrix, nodes, probability, limits.seed, weight), matrix, current, nodes)
     else:
@@ -146,6 +153,31 @@ def learn_homes(
             costs *= weight[:, None]
         to = deal(np.asarray(matrix @ costs, dtype=np.float32), batch, limits.sweeps)
     return alternating.run(window.keys, to)
+
+
+def gather_samples(
+    matrix: csr_matrix, batch: Int64Array, current: Int64Array, nodes: int, seed: int = 0,
+    weight: Float32Array | None = None,
+) -> Int64Array:  # fmt: skip
+    """Return int64 [samples]: nodes of the samples, by turns: samples go to the node with most of their rows, in equal
+    numbers of each batch, and rows to the node with most of their samples.
+
+    Args:
+        weight: float32 [rows], of a row; None: all alike.
+    """
+    home, rng = current, np.random.default_rng(seed)
+    each = np.eye(nodes, dtype=np.float32)
+    to = np.zeros(matrix.shape[0], dtype=np.int64)
+    for turn in range(_GATHERINGS):
+        there = each[home]
+        if turn == 0:
+            # Homes by rule are even: samples of equal rows must find one another.
+            there = there + np.float32(0.3) * rng.random(there.shape, dtype=np.float32)
+        if weight is not None:
+            there = there * weight[:, None]
+        to = deal(-np.asarray(matrix @ there, dtype=np.float32), batch, 0)
+        home = np.asarray(matrix.T @ each[to]).argmax(axis=1)
+    return to
 
 
 class _Alternating:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
 from flexd.core.node_map import NodeMap
-from flexd.planner.affinity.partition import AffinityLimits, NodeHomes, learn_homes
+from flexd.planner.affinity.partition import FROM_HOMES, AffinityLimits, NodeHomes, learn_homes
 from flexd.planner.affinity.sampled_window import SampledWindow
 from flexd.planner.affinity.traffic import MIN_SAVING, AffinityTraffic, rule_nodes, traffic
 from flexd.planner.affinity.users import crossing_by_user, users_of_window
@@ -18,7 +18,7 @@ from flexd.planner.affinity.users import crossing_by_user, users_of_window
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-PROBABILITIES = (None, 0.5)
+PROBABILITIES = (None, 0.5, FROM_HOMES)
 """Of a use to count in the bisection; the newest batches decide (``AffinityLimits.probability``)."""
 MIN_BATCHES = 4
 JUDGED_SHARE, MAX_JUDGED = 0.25, 8
@@ -116,8 +116,8 @@ def plan_affinity(
 ) -> AffinityPlan:
     """Return homes for the batches to come, with what the newest batches say of them. Equal inputs give equal plans.
 
-    The newest quarter of the batches judges what is learnt from the others: two divisions made anew and, if there is a
-    plan from before, that one learnt on. Then the homes are learnt from all batches in the way that was best.
+    The newest quarter of the batches judges what is learnt from the others: three divisions made anew and, if there is
+    a plan from before, that one learnt on. Then the homes are learnt from all batches in the way that was best.
 
     Args:
         before: the previous plan, whose homes are learnt on from if that is as good.

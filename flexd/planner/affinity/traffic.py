@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.dealing import deal
-from flexd.planner.affinity.partition import AffinityLimits, NodeHomes, learn_homes
+from flexd.planner.affinity.partition import FROM_HOMES, AffinityLimits, NodeHomes, learn_homes
 from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
 
 Int64Array = npt.NDArray[np.int64]
@@ -17,7 +17,7 @@ Float32Array = npt.NDArray[np.float32]
 
 MIN_SAVING = 0.02
 """Share of the chain's bytes between nodes below which affinity does not pay."""
-_PROBABILITIES = (None, 0.5)
+_PROBABILITIES = (None, 0.5, FROM_HOMES)
 _MIN_BATCHES = 4
 _JUDGED = 0.25
 """Share of a window's batches that judge the homes learnt from the others."""

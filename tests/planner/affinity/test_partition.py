@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from flexd.planner.affinity.homes import choose_homes
-from flexd.planner.affinity.partition import AffinityLimits, NodeHomes, learn_homes, named_as_homes
+from flexd.planner.affinity.partition import (
+    FROM_HOMES,
+    AffinityLimits,
+    NodeHomes,
+    gather_samples,
+    learn_homes,
+    named_as_homes,
+)
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.traffic import crossing_rows
 
@@ -35,6 +42,19 @@ def test_planted_groups_are_found():
     # A division of the groups would have none.
     assert homes.crossing * 20 < 0.05 * apart
     assert np.bincount(homes.home, minlength=NODES).max() <= 1.05 * len(window.keys) / NODES + 1
+
+
+def test_samples_gather_from_the_homes_of_now_in_equal_numbers():
+    window, group = grouped(1280)
+    batch, rule = np.arange(1280) // 64, window.keys % NODES
+    to = gather_samples(window.matrix(), batch, rule, NODES)
+    counts = np.bincount(batch * NODES + to, minlength=20 * NODES).reshape(20, NODES)
+    assert (counts == 16).all()
+    together = np.bincount(group * NODES + to, minlength=16 * NODES).reshape(16, NODES).max(axis=1)
+    assert together.sum() > 0.7 * 1280, "samples of a group meet"
+    gathered = learn_homes(window, batch, rule, NODES, AffinityLimits(probability=FROM_HOMES))
+    apart = crossing_rows(window, batch, np.arange(1280) % NODES, rule, NODES)
+    assert gathered.crossing * 20 < 0.35 * apart
 
 
 def test_equal_inputs_give_equal_homes_in_any_order_of_accesses():
