@@ -2,9 +2,9 @@
 """Hold ``flexd advise`` against measured steps on an emulated cluster (tools/bench_cluster.py).
 
 The step time of one strategy, ``direct, no dedup``, is measured with a dense part and without; those of five others are
-predicted from it, its time on the unlimited link (``--computing-ms``), the batches and the link's given rate, as by a
-user of ``flexd advise``, and compared with what the same processes measured in turns with it; beside it the error
-without the computing time.
+predicted from it, its time on the unlimited link (``--computing-ms``), that time without a dense part
+(``--row-work-ms``), the batches and the link's given rate, as by a user of ``flexd advise``, and compared with what the
+same processes measured in turns with it; beside it the error without the computing time.
 
 Needs root, ip, tc and setpriv; says so and exits 0 without. Without TorchRec (``make torchrec``) its row is missing.
 
@@ -58,11 +58,14 @@ class BatchAccesses:
         return [tuple(keys_of(self._setting, batches[step]) for batches in self._batches)]
 
 
-def predict(setting: Setting, rate_mbit: float, step_seconds: float, computing_seconds: float | None = None) -> Advice:
+def predict(
+    setting: Setting, rate_mbit: float, step_seconds: float, row_work_seconds: float = 0.0,
+    computing_seconds: float | None = None,
+) -> Advice:  # fmt: skip
     return advise(
         BatchAccesses(setting), setting.layout, given_cluster(setting, rate_mbit),
         SimulationSettings(replica_fraction=0.0), step_seconds=step_seconds,
-        computing_seconds=computing_seconds, now=NOW["row_wise"],
+        computing_seconds=computing_seconds, row_work_seconds=row_work_seconds, now=NOW["row_wise"],
     )  # fmt: skip
 
 
@@ -70,10 +73,12 @@ def compare(setting: Setting, rate_mbit: float, effort: Effort) -> dict[str, Any
     """Return measured and predicted seconds of each part and strategy."""
     measured = run_setting(setting, rate_mbit, effort, [MEASURED, *PREDICTED])
     parts: dict[str, Any] = {}
+    # Without a dense part, on an unlimited link, a step is the work on rows.
+    row_work = min(rows[MEASURED]["unlimited_step_seconds"] for rows in measured["parts"].values())
     for title, rows in measured["parts"].items():
         basis = rows[MEASURED]
-        blind = predict(setting, rate_mbit, basis["step_seconds"])
-        found = predict(setting, rate_mbit, basis["step_seconds"], basis["unlimited_step_seconds"])
+        blind = predict(setting, rate_mbit, basis["step_seconds"], row_work)
+        found = predict(setting, rate_mbit, basis["step_seconds"], row_work, basis["unlimited_step_seconds"])
         parts[title] = {}
         for name, option in PREDICTED.items():
             if name not in rows:

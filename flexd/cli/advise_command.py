@@ -70,6 +70,15 @@ def advise(
             help="Measured time of the same step with rows that need no exchange; corrects the prices.",
         ),
     ] = None,
+    row_work_ms: Annotated[
+        float,
+        typer.Option(
+            "--row-work-ms",
+            metavar="MS",
+            min=0,
+            help="Of the computing: look-up, dedup and update of rows, behind which run-ahead hides nothing.",
+        ),
+    ] = 0.0,
     now: Annotated[Now, typer.Option("--now", help="Exchange of that training.")] = Now.ROW_WISE,
     trace: Annotated[
         Path | None,
@@ -190,7 +199,7 @@ def advise(
         )
     found = advise_on(
         accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
-        computing_seconds=None if computing_ms is None else computing_ms / 1e3,
+        computing_seconds=None if computing_ms is None else computing_ms / 1e3, row_work_seconds=row_work_ms / 1e3,
         now=NOW[now.value], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
     )  # fmt: skip
     answer, blocks = document(found), advice_blocks(found)

@@ -135,6 +135,7 @@ def advise(
     *,
     step_seconds: float,
     computing_seconds: float | None = None,
+    row_work_seconds: float = 0.0,
     now: Option = OPTIONS[0],
     scale: float = 1.0,
     price_error: float = 0.15,
@@ -148,6 +149,8 @@ def advise(
         computing_seconds: measured part of the step that is not exchange (the same step with rows that need none). The
             prices are then corrected by one factor, so that today's exchange takes the rest of the step. None: the
             step less today's exchange by the prices.
+        row_work_seconds: of the computing, the look-up, dedup and update of rows. They are before, between and after
+            the messages, so run-ahead hides nothing behind them.
         scale: bytes of a step of the job over those of the replay, for which ``cluster`` is a scale model
             (``flexd.topology.scale``). Larger batches share more rows than this allows for.
         price_error: the relative error of the cluster's prices, which widens the ranges.
@@ -163,6 +166,8 @@ def advise(
         raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
     if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
         raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
+    if not (math.isfinite(row_work_seconds) and 0 <= row_work_seconds < step_seconds):
+        raise ConfigError(f"row work {row_work_seconds} s", remedy="a part of the computing: at least 0")
     if not (math.isfinite(scale) and scale > 0):
         raise ConfigError(f"scale {scale}", remedy="give a number above 0")
     if not 0 <= price_error <= MAX_PRICE_ERROR:
@@ -173,7 +178,7 @@ def advise(
     simulation = simulate(accesses, layout, cluster, settings, strategies, progress)
     steps = compared_steps(simulation.steps)
     reused = reused_share(accesses, steps)
-    model = _StepModel(simulation, steps, now, step_seconds, reused, scale)
+    model = _StepModel(simulation, steps, now, step_seconds, reused, scale, row_work_seconds)
     if computing_seconds is not None:
         correction = (step_seconds - computing_seconds) / float(model.exchange(now).mean())
         model = replace(model, measured_computing_seconds=computing_seconds, correction=correction)
@@ -212,6 +217,7 @@ class _StepModel:
     step_seconds: float
     reused: float
     scale: float
+    row_work_seconds: float
     measured_computing_seconds: float | None = None
     correction: float = 1.0
 
@@ -238,7 +244,7 @@ class _StepModel:
         if option.run_ahead:
             parts = price_factor * self.seconds(option)
             ahead = (1 - self.reused) * parts[:, list(_AHEAD)].sum(axis=1)
-            result -= np.minimum(ahead, computing)
+            result -= np.minimum(ahead, max(0.0, computing - self.row_work_seconds))
         return result
 
     def today(self, price_factor: float) -> Float64Array:

@@ -173,3 +173,16 @@ def test_one_rank_is_refused(computing_seconds: float | None) -> None:
             zipf(), RankLayout(1, 1), cluster(1e7), SimulationSettings(), step_seconds=0.1,
             computing_seconds=computing_seconds,
         )  # fmt: skip
+
+
+def test_run_ahead_hides_nothing_behind_the_work_on_rows() -> None:
+    free, some, none = (
+        advice(step_seconds=1.0, computing_seconds=0.5, row_work_seconds=work).predictions for work in (0, 0.498, 0.5)
+    )
+    exposed = [one["dedup_run_ahead"].step_seconds.expected for one in (free, some, none)]
+    assert exposed[0] < exposed[1] < exposed[2]
+    assert exposed[2] == pytest.approx(none["dedup"].step_seconds.expected)
+    assert exposed[2] - exposed[1] == pytest.approx(0.002, rel=1e-6)
+    assert free["dedup"].step_seconds == none["dedup"].step_seconds
+    with pytest.raises(ConfigError, match="row work"):
+        advice(step_seconds=1.0, row_work_seconds=1.0)
