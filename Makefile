@@ -77,9 +77,11 @@ soak: $(STAMP)
 bench-pause: $(STAMP)
 	$(BIN)/python tools/bench_pause.py $(BENCH)
 
-# Root, ip, tc and setpriv needed; says so and ends well without. BENCH: its arguments, such as --quick.
+# Root, ip, tc and setpriv needed; says so and ends well without. BENCH: arguments of the exchange strategies, RANKING:
+# those of the ranking model, such as --quick.
 bench-cluster: $(TORCHREC)
 	$(BIN)/python tools/bench_cluster.py $(BENCH)
+	$(BIN)/python tools/bench_ranking.py $(RANKING)
 
 torchrec: $(TORCHREC)
 

@@ -101,6 +101,9 @@ def table(title: str, settings: Sequence[Setting], found: Sequence[dict[str, flo
             last += f" ({entry['of_best_torchrec']:.2f} of TorchRec's best)"
         print(f"{setting.skew:>6}{setting.bag:>5}" + "".join(f"{sent[n] / 1e6:>13.2f} MB" for n in shardings) + last)
         figures.append(entry)
+    if all("column-wise" in sent for sent in found):
+        over = [entry["column-wise"] / entry["better"] for entry in figures]
+        print(f"column-wise over flexd's better answer: {min(over):.1f} to {max(over):.1f}")
     for skew in dict.fromkeys(setting.skew for setting in settings):
         pays = [
             setting.bag

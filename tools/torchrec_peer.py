@@ -151,3 +151,72 @@ def sharded_bags(tables: Sequence[EmbeddingTable], *, sharding: str, layout: Ran
         device_type="cpu",
     )
     return sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
+
+
+def sharded_by_document(
+    model: torch.nn.Module,
+    tables: Sequence[EmbeddingTable],
+    document: Mapping[str, Any],
+    *,
+    learning_rate: float,
+    eps: float,
+    seed: int = 0,
+) -> dict[str, torch.nn.Module]:
+    """Collective. TorchRec's sharded collections of a model on ``meta``, on CPU, by a plan of ``flexd shard``: by path.
+
+    As in ``sharded_collection``: fused row-wise Adagrad, summed gradients. Data-parallel tables are not updated: their
+    parameters have gradients, averaged over the ranks. Un-pooled collections go past ``DistributedModelParallel``.
+    """
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.comm_ops import set_gradient_division
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.types import ShardingEnv
+
+    from flexd.torchrec import sharding_plan
+
+    set_gradient_division(False)
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": learning_rate, "eps": eps}
+    sharders = {
+        sharder.module_type: sharder
+        for sharder in (
+            EmbeddingBagCollectionSharder(fused_params=fused),
+            EmbeddingCollectionSharder(fused_params=fused),
+        )
+    }
+    plan = sharding_plan(model, document, device_type="cpu").plan
+    environment, found = ShardingEnv.from_process_group(dist.group.WORLD), {}
+    for path, of_module in plan.items():
+        for entry in of_module.values():
+            if entry.sharding_type != "data_parallel":
+                entry.compute_kernel = "fused"
+            elif path_is_unpooled(model, path):
+                raise ValueError(
+                    f"{path}: an un-pooled data-parallel table, which FBGEMM's dense kernel pools on a CPU"
+                )
+        module = model.get_submodule(path)
+        found[path] = sharders[type(module)].shard(module, of_module, environment, torch.device("cpu"))
+        _fill(found[path], tables, seed)
+    return found
+
+
+def path_is_unpooled(model: torch.nn.Module, path: str) -> bool:
+    return hasattr(model.get_submodule(path), "embedding_configs")
+
+
+def _fill(sharded: torch.nn.Module, tables: Sequence[EmbeddingTable], seed: int) -> None:
+    """Set every shard to its part of the initial rows of a flexd table."""
+    by_name = {table.name: table for table in tables}
+    for name, parameter in sharded.state_dict().items():
+        table = by_name[name.split(".")[-2]]
+        shards = (
+            [(shard.metadata.shard_offsets, shard.tensor) for shard in parameter.local_shards()]
+            if hasattr(parameter, "local_shards")
+            else [((0, 0), parameter)]
+        )
+        for (row, column), tensor in shards:
+            count, width = tensor.shape
+            rows = initial_rows(
+                table.name, np.arange(row, row + count), table.dim, tensor.dtype, scale=table.scale, seed=seed
+            )
+            tensor.copy_(rows[:, column : column + width])

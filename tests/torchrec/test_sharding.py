@@ -44,7 +44,13 @@ def planned() -> dict[str, Any]:
         ("bags", "t0", 40.0, 1.0, 32), ("bags", "t1", 1.0, 1.0, 8),
     ]  # fmt: skip
     assert [table.bags for table in tables[5:]] == [0.0, 0.0]
-    return shard_tables(tables, RankLayout(2, 2), load_preset("azure-a100-200g"), 1e9, evaluations=200).document()
+    # Un-pooled tables cannot be data-parallel on a CPU (sharding_jobs), and TorchRec keeps the process groups of
+    # table-row-wise tables when a pool's ranks make new ones.
+    found = shard_tables(
+        tables, RankLayout(2, 2), load_preset("azure-a100-200g"), 1e9, evaluations=200,
+        without=["data_parallel", "table_row_wise"],
+    )  # fmt: skip
+    return found.document()
 
 
 def test_training_with_a_plan_has_the_losses_of_another(four: RankPool):
