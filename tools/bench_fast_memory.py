@@ -35,7 +35,7 @@ from bench_report import check, ending
 
 from flexd.core.fast_memory import FRAME_BYTES
 from flexd.embedding.store.slow.frame_table import FrameTable
-from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
+from flexd.embedding.store.slow.half_life import HalfLife
 from flexd.planner.memory.division import FastMemoryDivision, divide, priced, proportional
 from flexd.planner.memory.miss_curve import MissCurve
 from flexd.stream.trace import Trace, load_trace
@@ -85,9 +85,10 @@ class Halves:
 
 def missed(rows: Sequence[Int64Array], distinct: int, frames: int, counted_from: int) -> float:
     """Replay; of a batch of more rows than frames one part comes after the other, for the look-up and the update."""
-    table = FrameTable(frames, distinct, torch.device("cpu"), half_life=HALF_LIFE_FILLINGS)
+    table = FrameTable(frames, distinct, torch.device("cpu"), half_life=1.0)
+    half_life = HalfLife(frames, distinct, torch.device("cpu"))
     kept = torch.full((distinct,), -math.inf, dtype=torch.float64)
-    found, clock = 0, 0.0
+    found = 0
     for step, mine in enumerate(rows):
         batch = torch.from_numpy(mine)
         for update in (False, True):
@@ -100,8 +101,7 @@ def missed(rows: Sequence[Int64Array], distinct: int, frames: int, counted_from:
                 if update:
                     table.changed(arrivals.frames)
                 else:
-                    clock += len(part) / frames
-                    table.use(arrivals.frames, clock)
+                    table.use(arrivals.frames, half_life.use(part, 0))
                 table.release(arrivals.frames)
                 found += len(come) * (step >= counted_from)
     return found / (len(rows) - counted_from)

@@ -39,13 +39,11 @@ import torch
 from bench_report import check, ending
 
 from flexd.embedding.store.slow.frame_table import FrameTable
-from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
+from flexd.embedding.store.slow.half_life import HALF_LIVES, HalfLife
 from flexd.stream.trace import Trace, load_trace
 
 Int64Array = npt.NDArray[np.int64]
 SHARES, QUICK_SHARES = (0.01, 0.05, 0.1), (0.05,)
-HALF_LIVES = (4.0, HALF_LIFE_FILLINGS, 64.0)
-"""In rows used for each frame."""
 AHEAD = (0, 1, 4)
 SINGLE_SHARE = 0.1
 PEERS = ("S3FIFO", "ARC", "WTinyLFU")
@@ -87,14 +85,17 @@ class Steps:
 
 
 def missed_by_frames(
-    steps: Steps, frames: int, half_life: float, ahead: int, *, touches: torch.Tensor | None = None
+    steps: Steps, frames: int, half_life: float | None, ahead: int, *, touches: torch.Tensor | None = None
 ) -> tuple[float, float]:
     """Return misses a distinct row, and microseconds a row of the table's own work.
 
     Args:
+        half_life: of counts, in rows used for each frame; 0: the last use counts (LRU); None: chosen live (flexd).
         touches: float64 [distinct rows], the true probability of a use, in place of counts.
     """
-    table = FrameTable(frames, steps.distinct, torch.device("cpu"), half_life=half_life)
+    device = torch.device("cpu")
+    table = FrameTable(frames, steps.distinct, device, half_life=1.0 if half_life is None else half_life)
+    live = HalfLife(frames, steps.distinct, device) if half_life is None else None
     kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
     if touches is not None:
         kept = torch.log2(touches)
@@ -109,7 +110,7 @@ def missed_by_frames(
         known = torch.where(following <= step + ahead, following, 0) if ahead else None
         come = arrivals.missing
         table.remember(arrivals.frames[come], kept[batch[come]])
-        clock_of_uses += len(batch) / frames
+        clock_of_uses = clock_of_uses + len(batch) / frames if live is None else live.use(batch, ahead)
         # A use before all time changes no count.
         table.use(arrivals.frames, clock_of_uses if touches is None else -math.inf, ahead=known)
         table.changed(arrivals.frames)
@@ -186,10 +187,9 @@ def run(path: Path, batch: int, shares: Sequence[float], single: int, library: b
         ours: dict[str, float] = {"static": missed_by_static(steps, frames)}
         ours["LRU"], _ = missed_by_frames(steps, frames, 0.0, 0)
         for ahead in AHEAD:
-            tried = [missed_by_frames(steps, frames, half_life, ahead) for half_life in HALF_LIVES]
-            ours[f"ahead {ahead}"] = min(misses for misses, _ in tried)
-            ours[f"ahead {ahead}, half-life {HALF_LIFE_FILLINGS:g}"] = tried[1][0]
-            ours[f"ahead {ahead}, microseconds a row"] = tried[1][1]
+            ours[f"ahead {ahead}"], ours[f"ahead {ahead}, microseconds a row"] = missed_by_frames(
+                steps, frames, None, ahead
+            )
         ours["Belady"], _ = missed_by_frames(steps, frames, 20.0, len(steps) + 1)
         theirs = {name: missed_by_library(steps, frames, name) for name in ("LRU", "Belady", *PEERS)} if library else {}
         answer[f"{share:g}"] = {"frames": frames, "flexd": ours, "libcachesim": theirs}
@@ -217,7 +217,7 @@ def restarted(path: Path, batch: int, share: float) -> dict[str, dict[str, float
         f"\n{path.stem}: restarted after {half} of {len(steps)} batches of {batch:,}, {frames:,} frames ({share:.0%})"
     )
     for way in RESTART_WAYS:
-        half_life = HALF_LIVES[1]
+        half_life = HALF_LIVES[2]
         table = FrameTable(frames, steps.distinct, torch.device("cpu"), half_life=half_life)
         kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
         if way.startswith("rates"):

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from memory_disk import disk_limits
 
-from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
+from flexd.embedding.store.slow.half_life import FIRST, HALF_LIVES, HalfLife
 
 LEARNING_RATE = 0.05
 COVER = 1.25
@@ -201,7 +201,7 @@ class Flexd:
     """
 
     def __init__(
-        self, setting: dict[str, Any], directory: Path, *, half_life: float = HALF_LIFE_FILLINGS, ahead: bool = False,
+        self, setting: dict[str, Any], directory: Path, *, lru: bool = False, ahead: bool = False,
         static: bool = False,
     ) -> None:  # fmt: skip
         import flexd
@@ -218,12 +218,12 @@ class Flexd:
             self._fill(setting)
         self._kept: list[Iterator[Any]] = []
         self._loop: Any = None
-        self.begin(half_life=half_life, ahead=ahead, static=static)
+        self.begin(lru=lru, ahead=ahead, static=static)
 
     def begin(
         self,
         *,
-        half_life: float = HALF_LIFE_FILLINGS,
+        lru: bool = False,
         ahead: bool = False,
         static: bool = False,
         zipf: float | None = None,
@@ -234,13 +234,13 @@ class Flexd:
 
         self._stop()
         held, rows, ids = self._tier, self._setting["rows"], self._setting["ids"]
-        held._table = FrameTable(held.frames, held.home_rows - 1, held.rows.device, half_life=half_life)
-        held._ahead, held._clock = LookAhead(held._table), 0
+        held._table = FrameTable(held.frames, held.home_rows - 1, held.rows.device, half_life=0.0 if lru else 1.0)
+        held._ahead, held._half_life = LookAhead(held._table), HalfLife(held.frames, rows, held.rows.device)
         self._ahead, self._pending = ahead, list[dict[str, Any]]()
         if zipf is not None:
             touched = popular_touches(rows, held.frames, ids, zipf)
             fillings = len(next(batches(rows, ids, zipf, seed=0)).unique()) / held.frames  # of a step
-            counts = torch.log2(touched * half_life / fillings / math.log(2)) if half_life else -1.0 / touched
+            counts = -1.0 / touched if lru else torch.log2(touched * HALF_LIVES[FIRST] / fillings / math.log(2))
             for slots, part in zip(
                 popular_rows(rows, held.frames).split(_KEPT_ROWS), counts.split(_KEPT_ROWS), strict=True
             ):
@@ -387,9 +387,8 @@ def main() -> int:
     for way in ways:
         for load in setting["loads"]:
             if isinstance(held, Flexd):
-                half_life = 0.0 if "LRU" in way else HALF_LIFE_FILLINGS
                 zipf = None if setting["traces"] else float(load)
-                held.begin(half_life=half_life, ahead="run-ahead" in way, static="static" in way, zipf=zipf)
+                held.begin(lru="LRU" in way, ahead="run-ahead" in way, static="static" in way, zipf=zipf)
             measured = Measurement(held, setting, load)
             answer = measured.answer(setting["warm_seconds"])
             known = load in setting["dense_products"] or "slow_seconds" in answer  # "all fast" alone waits for nothing

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from recshard_tables import EXPONENTS, LAYOUT, MOVED, PLANNED, Tables, TraceTabl
 
 from flexd.core.fast_memory import FRAME_BYTES
 from flexd.embedding.store.slow.frame_table import FrameTable
-from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
+from flexd.embedding.store.slow.half_life import HalfLife
 from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.planner.baselines import PlanningProblem
 from flexd.planner.baselines.recshard import RECSHARD
@@ -94,7 +93,7 @@ class Frames:
         device = torch.device("cpu")
         self._tables = [
             [
-                FrameTable(count, int(self._slot.max()), device, half_life=HALF_LIFE_FILLINGS)
+                FrameTable(count, int(self._slot.max()), device, half_life=1.0)
                 for _ in range(world)
             ]
             for count in frames
@@ -102,7 +101,9 @@ class Frames:
         self._kept = [
             torch.full((world, int(self._slot.max()) + 1), -torch.inf, dtype=torch.float64) for _ in frames
         ]  # fmt: skip
-        self._clock: defaultdict[FrameTable, float] = defaultdict(float)
+        self._half_lives = {
+            table: HalfLife(table.frames, int(self._slot.max()) + 1, device) for held in self._tables for table in held
+        }
         self.written = 0
 
     def step(self, rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
@@ -122,12 +123,11 @@ class Frames:
         for first in range(0, len(slots), table.frames):
             part = torch.from_numpy(slots[first : first + table.frames])
             arrivals = table.bring(part)
-            self._clock[table] += len(part) / table.frames
             self.written += len(arrivals.evicted_slots)
             kept[arrivals.evicted_slots] = arrivals.evicted_counts
             come = arrivals.missing
             table.remember(arrivals.frames[come], kept[part[come]])
-            table.use(arrivals.frames, self._clock[table])
+            table.use(arrivals.frames, self._half_lives[table].use(part, 0))
             table.changed(arrivals.frames)
             table.release(arrivals.frames)
             missed[first + come.numpy()] = True

@@ -7,7 +7,7 @@ import torch
 from bench_frames import Steps, missed_by_frames
 from bench_memory_job import batches, popular_rows, popular_touches
 
-from flexd.embedding.store.slow.tier import HALF_LIFE_FILLINGS
+from flexd.embedding.store.slow.half_life import HALF_LIVES
 
 ROWS_DIVIDED, IDS_DIVIDED = 100, 10
 """Table and look-ups of a step are made smaller by these, so that some hundred steps fill the frames many times over:
@@ -15,7 +15,6 @@ before that every policy misses alike."""
 SHARE = 0.05
 """Of the rows, in frames."""
 AHEAD = 4
-HALF_LIFE, LONG_HALF_LIFE = HALF_LIFE_FILLINGS, 16 * HALF_LIFE_FILLINGS
 
 
 def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
@@ -42,13 +41,13 @@ def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
         static = np.concatenate([~popular[np.unique(batch)] for batch in keys[first:]])
         figures[f"{prefix}static"] = float(static.mean())
         figures[f"{prefix}LRU"] = missed_by_frames(steps_of, frames, 0.0, 0)[0]
-        figures[f"{prefix}flexd"] = missed_by_frames(steps_of, frames, HALF_LIFE, 0)[0]
-        long = missed_by_frames(steps_of, frames, LONG_HALF_LIFE, 0)[0]
-        figures[f"{prefix}flexd, half-life {LONG_HALF_LIFE:g}"] = long
-        figures[f"{prefix}flexd, {AHEAD} ahead"] = missed_by_frames(steps_of, frames, HALF_LIFE, AHEAD)[0]
+        figures[f"{prefix}flexd"] = missed_by_frames(steps_of, frames, None, 0)[0]
+        figures[f"{prefix}flexd, {AHEAD} ahead"] = missed_by_frames(steps_of, frames, None, AHEAD)[0]
+        long = missed_by_frames(steps_of, frames, HALF_LIVES[-1], AHEAD)[0]
+        figures[f"{prefix}half-life {HALF_LIVES[-1]:g}, {AHEAD} ahead"] = long
         known = touches.roll(moved)[torch.from_numpy(np.unique(np.concatenate(keys)))]
         figures[f"{prefix}known popularity, {AHEAD} ahead"] = missed_by_frames(
-            steps_of, frames, HALF_LIFE, AHEAD, touches=known
+            steps_of, frames, 1.0, AHEAD, touches=known
         )[0]
-        figures[f"{prefix}Belady"] = missed_by_frames(steps_of, frames, HALF_LIFE, len(steps_of) + 1)[0]
+        figures[f"{prefix}Belady"] = missed_by_frames(steps_of, frames, 1.0, len(steps_of) + 1)[0]
     return figures

@@ -26,6 +26,11 @@ class LookAhead:
         self.present = 0
 
     @property
+    def known(self) -> int:
+        """Number of batches after the present one that are known."""
+        return self._last - self.present
+
+    @property
     def nbytes(self) -> int:
         return sum(slots.nbytes for _, slots in self._known)
 

@@ -18,14 +18,12 @@ import torch
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.frame_counts import FrameCounts
 from flexd.embedding.store.slow.frame_table import FrameTable
+from flexd.embedding.store.slow.half_life import HalfLife
 from flexd.embedding.store.slow.look_ahead import LookAhead
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
 
 COUNT_BYTES = 8
 """A row's decayed count of uses (float64, log2) travels with it."""
-HALF_LIFE_FILLINGS = 16.0
-"""Of counts, in rows used for each frame, so that a larger fast memory, whose rows are used more rarely, remembers as
-much longer as it must (TinyLFU's sample is as many times its cache: Einziger, Friedman, Manes, ACM TOS 13(4), 2017)."""
 _FILLED_ROWS = 1 << 16
 
 
@@ -53,7 +51,7 @@ class Tier:
         self._slow: SlowRows | None = None
         self._table = self._new_table()
         self._ahead = LookAhead(self._table)
-        self._clock = 0.0
+        self._half_life = HalfLife(frames, home_rows, rows.device)
         self._failure: SlowMemoryError | None = None
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._state_bytes = state.shape[1] * state.element_size()
@@ -76,7 +74,8 @@ class Tier:
     @property
     def table_nbytes(self) -> int:
         """Fast memory that finding rows takes, here and in slow memory's index."""
-        return self._table.nbytes + self._ahead.nbytes + (0 if self._slow is None else self._slow.fast_nbytes)
+        own = self._table.nbytes + self._half_life.nbytes + self._ahead.nbytes
+        return own + (0 if self._slow is None else self._slow.fast_nbytes)
 
     def begin(
         self,
@@ -97,7 +96,8 @@ class Tier:
             self.counts.begin(
                 tables, one if first_slots is None else first_slots, one if of_tables is None else of_tables
             )
-            self._slow, self._table, self._clock, self._failure = make(), self._new_table(), 0.0, None
+            self._slow, self._table, self._failure = make(), self._new_table(), None
+            self._half_life = HalfLife(self._frames, self.home_rows, self.rows.device)
             self._ahead = LookAhead(self._table)
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
@@ -155,7 +155,7 @@ class Tier:
                 homes = None
             number = len(slots) if homes is None else len(homes)
             if counts:
-                self._clock += number / self._frames
+                self._half_life.use(slots if homes is None else slots.index_select(0, homes), self._ahead.known)
             for first in range(0, number, self._frames):
                 block: Any = slice(first, min(number, first + self._frames))
                 if homes is not None:
@@ -209,6 +209,7 @@ class Tier:
                 column.set_(made)  # type: ignore[call-overload]
             self._table, self._frames = resized.table, frames
             self._ahead.use_table(resized.table)
+            self._half_life.resize(frames)
 
     def slots_at(self, places: torch.Tensor) -> torch.Tensor:
         """int64 [n] places of ``rows`` in use -> int64 [n] slots."""
@@ -286,7 +287,7 @@ class Tier:
             self._slow = None
 
     def _new_table(self) -> FrameTable:
-        return FrameTable(self._frames, max(0, self.home_rows - 1), self.rows.device, half_life=HALF_LIFE_FILLINGS)
+        return FrameTable(self._frames, max(0, self.home_rows - 1), self.rows.device, half_life=1.0)
 
     def _bring(self, slots: torch.Tensor, *, counts: bool) -> torch.Tensor:
         arrivals = self._table.bring(slots)
@@ -303,7 +304,7 @@ class Tier:
             known = self._read(missing, frames)
             self._table.remember(frames, known)
         if counts:
-            self._table.use(arrivals.frames, self._clock, ahead=self._ahead.use_of(slots))
+            self._table.use(arrivals.frames, self._half_life.clock, ahead=self._ahead.use_of(slots))
         return arrivals.frames
 
     def _read(self, slots: torch.Tensor, frames: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,102 @@
+"""How long the counts of frames remember, chosen live from a sample of the rows.
+
+How long is best depends on how fast popularity moves, which differs by job and changes. So a sample of the home rows is
+counted with several half-lives at once, and the one by which the sample would have missed least is used: a cache is
+judged by a small one that sees a sample of its rows (Waldspurger, Saemundsson, Ahmad, Park: Cache modeling and
+optimization using miniature simulations, USENIX ATC 2017).
+"""
+
+from __future__ import annotations
+
+import torch
+
+HALF_LIVES = (1.0, 4.0, 16.0, 64.0)
+"""In rows used for each frame, so that a larger fast memory, whose rows are used more rarely, remembers as much longer
+as it must (TinyLFU's sample is as many times its cache: Einziger, Friedman, Manes, ACM TOS 13(4), 2017)."""
+FIRST = 2
+"""The half-life of the beginning."""
+_SAMPLED_FRAMES = 2048
+_MAX_SAMPLED_ROWS = 1 << 17
+_MEMORY = 16.0
+"""Half-life of the misses that are compared, in the same unit."""
+_GAIN = 0.005
+"""A half-life is left for one that misses less by this share."""
+_EVERY = 0.25
+"""Between two choices, in the same unit."""
+_SPREAD, _MODULUS = 2_654_435_761, 1 << 32
+
+
+class HalfLife:
+    """The clock by which counts decay: it runs faster where a shorter half-life is better. Not thread-safe.
+
+    A count that decays forward needs no change when the half-life changes: from then on the clock runs at another rate.
+
+    Args:
+        rows: home rows; a block of ``stride`` of them has one row of the sample.
+
+    Attributes:
+        clock: in half-lives.
+        chosen: place in ``HALF_LIVES``.
+    """
+
+    def __init__(self, frames: int, rows: int, device: torch.device) -> None:
+        self.clock, self.chosen = 0.0, FIRST
+        self._frames = frames
+        self._stride = max(1, frames // _SAMPLED_FRAMES, -(-rows // max(1, min(frames // 4, _MAX_SAMPLED_ROWS))))
+        sampled = -(-rows // self._stride)
+        self._counts = torch.full((len(HALF_LIVES), sampled), -torch.inf, device=device)
+        self._last = torch.full((sampled,), -(1 << 30), dtype=torch.int32, device=device)
+        self._limits = torch.full((len(HALF_LIVES), 1), -torch.inf, device=device)
+        self._missed = torch.zeros(len(HALF_LIVES), dtype=torch.float64, device=device)
+        self._half_lives = torch.tensor(HALF_LIVES, device=device)[:, None]
+        self._filled = self._next_choice = 0.0
+        self._step = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._counts.nbytes + self._last.nbytes
+
+    @property
+    def half_life(self) -> float:
+        return HALF_LIVES[self.chosen]
+
+    def resize(self, frames: int) -> None:
+        """Go on with another number of frames."""
+        self._frames = frames
+
+    def use(self, slots: torch.Tensor, ahead: int) -> float:
+        """Count one use of int64 [n] distinct home rows by a look-up; return the clock.
+
+        Args:
+            ahead: batches after this one that are known: rows used so shortly ago are kept whatever their count.
+        """
+        fillings = len(slots) / self._frames
+        self._filled += fillings
+        self._step += 1
+        block = slots.div(self._stride, rounding_mode="floor")
+        sampled = block * self._stride + (block * _SPREAD % _MODULUS >> 8) % self._stride
+        at = block[sampled == slots]
+        known = self._counts[:, at]
+        far = self._last[at] < self._step - 1 - ahead
+        missed = ((known < self._limits) & far).sum(dim=1)
+        self._missed.mul_(2.0 ** (-fillings / _MEMORY)).add_(missed)
+        self._counts[:, at] = torch.logaddexp2(known, self._filled / self._half_lives.expand(-1, len(at)))
+        self._last[at] = self._step
+        if self._filled >= self._next_choice:
+            self._next_choice = self._filled + _EVERY
+            self._choose(ahead)
+        self.clock += fillings / self.half_life
+        return self.clock
+
+    def _choose(self, ahead: int) -> None:
+        """Choose the half-life with the fewest misses, and find the counts of the rows that are in frames at last."""
+        missed = self._missed.tolist()
+        best = min(range(len(missed)), key=missed.__getitem__)
+        if missed[best] < (1 - _GAIN) * missed[self.chosen]:
+            self.chosen = best
+        frames = max(1, self._frames // self._stride)
+        if frames >= self._counts.shape[1]:
+            self._limits.fill_(-torch.inf)
+            return
+        kept = torch.where(self._last >= self._step - ahead, torch.inf, self._counts)
+        self._limits = torch.topk(kept, frames, dim=1, sorted=False).values.amin(dim=1, keepdim=True)

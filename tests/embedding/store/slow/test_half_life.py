@@ -1,0 +1,62 @@
+"""The half-life of counts follows how fast popularity moves, by a sample of the rows within a few bytes a frame."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from flexd.embedding.store.slow.half_life import FIRST, HALF_LIVES, HalfLife
+
+ROWS, FRAMES, BATCH = 40_000, 4_000, 1_500
+CPU = torch.device("cpu")
+
+
+def trained(half_life: HalfLife, steps: int, moved_every: int | None) -> list[int]:
+    """Choices of steps that draw by Zipf's law, whose popular rows are others every so many steps."""
+    generator, weights = np.random.default_rng(3), 1.0 / np.arange(1, ROWS + 1)
+    cumulative, order, choices = np.cumsum(weights / weights.sum()), generator.permutation(ROWS), []
+    for step in range(steps):
+        if moved_every and step % moved_every == 0:
+            order = generator.permutation(ROWS)
+        drawn = order[np.searchsorted(cumulative, generator.random(BATCH)).clip(max=ROWS - 1)]
+        half_life.use(torch.from_numpy(np.unique(drawn)), 0)
+        choices.append(half_life.chosen)
+    return choices
+
+
+def test_counts_remember_long_while_popularity_stays_and_short_while_it_moves() -> None:
+    stays = trained(HalfLife(FRAMES, ROWS, CPU), 300, None)
+    moves = trained(HalfLife(FRAMES, ROWS, CPU), 300, 12)
+    assert np.mean(stays[100:]) >= FIRST
+    assert np.mean(moves[100:]) < FIRST - 0.5
+
+
+def test_the_clock_runs_by_uses_for_each_frame_and_faster_with_a_short_half_life() -> None:
+    half_life = HalfLife(100, 1_000, CPU)
+    assert half_life.use(torch.arange(50), 0) == pytest.approx(0.5 / HALF_LIVES[FIRST])
+    half_life.chosen = 0
+    before = half_life.clock
+    assert half_life.use(torch.arange(50), 0) - before == pytest.approx(0.5 / HALF_LIVES[half_life.chosen])
+    half_life.resize(50)
+    before = half_life.clock
+    assert half_life.use(torch.arange(50), 0) - before == pytest.approx(1.0 / HALF_LIVES[half_life.chosen])
+
+
+@pytest.mark.parametrize(("frames", "rows"), [(1, 3), (7, 7), (100, 10**6), (5_000, 6_000), (10**6, 10**7)])
+def test_a_sample_has_one_row_of_each_block_and_takes_few_bytes_a_frame(frames: int, rows: int) -> None:
+    half_life = HalfLife(frames, rows, CPU)
+    assert half_life.nbytes <= 5 * frames + 20
+    half_life.use(torch.arange(min(rows, 50_000)), 0)
+    seen = int((half_life._last > 0).sum())
+    whole = min(rows, 50_000) // half_life._stride
+    assert whole <= seen <= whole + 1
+
+
+def test_rows_that_batches_ahead_keep_are_no_misses() -> None:
+    near, far = HalfLife(1_000, 10_000, CPU), HalfLife(1_000, 10_000, CPU)
+    for step in range(40):  # each row again after three steps
+        mine = torch.arange(10_000)[step % 3 :: 3]
+        near.use(mine, 3)
+        far.use(mine, 0)
+    assert float(near._missed.sum()) < 0.1 * float(far._missed.sum())
