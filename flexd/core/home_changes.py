@@ -9,7 +9,7 @@ have the same map.
 from __future__ import annotations
 
 from flexd.core.errors import PlacementError
-from flexd.core.home_block import HomeBlock
+from flexd.core.home_block import ChangedRule, ChangedRules, HomeBlock
 from flexd.core.home_rules import HomeRule
 from flexd.core.homes import HomePart, Homes
 
@@ -25,52 +25,42 @@ def after_block(homes: Homes, block: HomeBlock) -> Homes:
     tables = homes.keyspace.tables
     if not 0 <= block.table < len(tables):
         raise PlacementError(f"a block of rows of table {block.table}, there are {len(tables)} tables")
-    rows, name = tables[block.table].rows, tables[block.table].name
-    if not 0 <= block.first_row < block.end_row <= rows or block.old == block.new:
-        raise PlacementError(
-            f"table {name!r} of {rows} rows: a block of rows {block.first_row} to {block.end_row} from rule "
-            f"{block.old} to {block.new}"
-        )
+    name = tables[block.table].name
     if block.old.copied or block.new.copied:
         raise PlacementError(
             f"table {name!r}: the rule {block.new if block.new.copied else block.old} cannot change while rows are in "
             "use",
             remedy="give it in the trainer, and start again from a checkpoint",
         )
-    upper, lower = homes.rules[block.table], homes.lower_rules.get(block.table)
-    boundary = homes.boundary(block.table)
-    if (block.old, block.first_row) == (upper, boundary) and lower in (None, block.new):
-        lower, boundary = block.new, block.end_row
-    elif (block.old, block.new, block.end_row) == (lower, upper, boundary):
-        boundary = block.first_row
-    else:
-        state = f"{upper}" if lower is None else f"{lower} below row {boundary}, {upper} from there"
-        raise PlacementError(
-            f"table {name!r} has the home rule {state}: rows {block.first_row} to {block.end_row} cannot go from rule "
-            f"{block.old} to {block.new}",
-            remedy="finish the change that has begun, or take it back",
-        )
-    assert lower is not None  # noqa: S101
-    ends = {lower: (0, boundary), upper: (boundary, rows)}
-    known = {} if homes.lower_rules.get(block.table) is None else {lower: homes.parts_of(block.table)[0]}
-    known[upper] = homes.parts_of(block.table)[-1]
-    parts = []
-    for rule in (lower, upper):
-        first, end = ends[rule]
-        if first == end:
-            continue
-        ranks = rule.ranks(homes.layout)
-        turns = known[rule].turns if rule in known else _free_turns(homes, block.table, rule)
-        parts.append(HomePart(block.table, first, end, ranks.start, len(ranks), turns))
-    if boundary in (0, rows):
-        return homes.with_parts(block.table, parts, upper if boundary == 0 else lower)
-    return homes.with_parts(block.table, parts, upper, lower)
+    before = rules_of(homes, block.table)
+    try:
+        after = before.after(block)
+    except PlacementError as error:
+        raise PlacementError(f"table {name!r}: {error.message}", remedy=error.remedy) from error
+    parts = homes.parts_of(block.table)
+    known = {before.upper: parts[-1]} if before.lower is None else {before.lower: parts[0], before.upper: parts[-1]}
+    made = []
+    for rule, first, end in ((after.lower, 0, after.boundary), (after.upper, after.boundary, after.rows)):
+        if rule is not None:
+            ranks = rule.ranks(homes.layout)
+            turns = known[rule].turns if rule in known else _free_turns(homes, block.table, rule)
+            made.append(HomePart(block.table, first, end, ranks.start, len(ranks), turns))
+    return homes.with_parts(block.table, made, after.upper, after.lower)
 
 
-def divided(homes: Homes, block: HomeBlock, rows: int) -> list[HomeBlock]:
-    """Return blocks of at most ``rows`` rows that do the same as a block, in the order in which they can be applied."""
-    blocks = block.divided(rows)
-    return blocks if block.old == homes.rules[block.table] else blocks[::-1]
+def rules_of(homes: Homes, table: int) -> ChangedRule:
+    """Return the rules that a table has now."""
+    keyspace = homes.keyspace
+    return ChangedRule(
+        table, keyspace.tables[table].rows, keyspace.home_rules[table], homes.rules[table],
+        homes.lower_rules.get(table), homes.boundary(table),
+    )  # fmt: skip
+
+
+def changed_rules(homes: Homes) -> ChangedRules:
+    """Return the tables whose rules differ from those in the table list."""
+    every = [rules_of(homes, table) for table in range(len(homes.keyspace.tables))]
+    return ChangedRules(tuple(one for one in every if one.lower is not None or one.upper != one.first))
 
 
 def _free_turns(homes: Homes, table: int, rule: HomeRule) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import PlacementError
-from flexd.core.home_block import HomeBlock
+from flexd.core.home_block import NO_CHANGES, ChangedRules, HomeBlock
 from flexd.core.layout import Tier, is_moved
 
 Int64Array = npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ class Delta:
     Rows are applied in order; any prefix leaves a valid placement.
 
     Attributes:
-        homes: rows whose homes change, in a chunk of its own.
+        homes: rows whose homes change instead, and no tier: ``len`` is their number.
     """
 
     keys: Int64Array
@@ -46,7 +46,7 @@ class Delta:
     homes: HomeBlock | None = None
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.keys) if self.homes is None else len(self.homes)
 
     @staticmethod
     def empty() -> Delta:
@@ -58,6 +58,11 @@ class Delta:
         return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8), block)
 
     def select(self, index: npt.NDArray[np.int64] | slice) -> Delta:
+        """Return some of the rows. Of rows whose homes change, ``index`` is a slice of the first or the last ones."""
+        if self.homes is not None:
+            assert isinstance(index, slice)  # noqa: S101
+            start, stop, _ = index.indices(len(self))
+            return Delta.of_homes(self.homes.split(start)[1].split(stop - start)[0])
         return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])
 
     def chunks(self, rows_per_chunk: int) -> Iterator[Delta]:
@@ -78,12 +83,14 @@ class Placement:
 
     A tier of ``MOVED`` or more states the node in which a moved row lives.
 
-    ``version`` counts the applied chunks. Immutable: ``apply`` returns the next placement.
+    ``version`` counts the applied chunks, ``homes`` has the tables whose home rules have changed. Immutable: ``apply``
+    returns the next placement.
     """
 
     keys: Int64Array
     tiers: UInt8Array
     version: int = 0
+    homes: ChangedRules = NO_CHANGES
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -93,7 +100,7 @@ class Placement:
         return Placement(np.empty(0, np.int64), np.empty(0, np.uint8), version)
 
     @staticmethod
-    def of(keys: Int64Array, tiers: UInt8Array, version: int = 0) -> Placement:
+    def of(keys: Int64Array, tiers: UInt8Array, version: int = 0, homes: ChangedRules = NO_CHANGES) -> Placement:
         """Sort the rows and drop HOME rows. Raises PlacementError on repeated keys."""
         hot = tiers != Tier.HOME
         keys, tiers = keys[hot], tiers[hot]
@@ -101,19 +108,19 @@ class Placement:
         keys, tiers = keys[order], tiers[order]
         if len(keys) > 1 and bool((keys[1:] == keys[:-1]).any()):
             raise PlacementError("a row is listed twice in a placement", remedy="list every row once")
-        return Placement(keys.astype(np.int64), tiers.astype(np.uint8), version)
+        return Placement(keys.astype(np.int64), tiers.astype(np.uint8), version, homes)
 
     @cached_property
     def copies(self) -> Placement:
         """The placement with moved rows at HOME."""
         kept = ~is_moved(self.tiers)
-        return self if kept.all() else Placement(self.keys[kept], self.tiers[kept], self.version)
+        return self if kept.all() else Placement(self.keys[kept], self.tiers[kept], self.version, self.homes)
 
     @cached_property
     def moved(self) -> Placement:
         """The moved rows alone."""
         kept = is_moved(self.tiers)
-        return Placement(self.keys[kept], self.tiers[kept], self.version)
+        return Placement(self.keys[kept], self.tiers[kept], self.version, self.homes)
 
     def tiers_of(self, keys: Int64Array) -> UInt8Array:
         """Map int64[n] keys in any order to uint8[n] tiers."""
@@ -125,15 +132,18 @@ class Placement:
         return tiers
 
     def digest(self) -> int:
-        """Return a 64-bit digest of the listed rows that does not depend on their order."""
-        return int(_row_hash(self.keys, self.tiers).sum(dtype=np.uint64))
+        """Return a 64-bit digest of the listed rows and changed rules that does not depend on their order."""
+        return (int(_row_hash(self.keys, self.tiers).sum(dtype=np.uint64)) + self.homes.digest()) % 2**64
 
     def apply(self, delta: Delta) -> Placement:
         """Return the placement after one chunk, with ``version`` one higher.
 
         Raises:
-            PlacementError: a row of the delta is not at its ``old_tier`` here, or appears twice.
+            PlacementError: a row of the delta is not at its ``old_tier`` here, or appears twice, or homes cannot
+                change so.
         """
+        if delta.homes is not None:
+            return Placement(self.keys, self.tiers, self.version + 1, self.homes.after(delta.homes))
         if not np.array_equal(self.tiers_of(delta.keys), delta.old_tiers):
             raise PlacementError(
                 f"delta of {len(delta)} rows does not start from placement version {self.version}",
@@ -144,11 +154,12 @@ class Placement:
             np.concatenate([self.keys[kept], delta.keys]),
             np.concatenate([self.tiers[kept], delta.new_tiers]),
             self.version + 1,
+            self.homes,
         )
 
     def delta_to(self, target: Placement) -> Delta:
         """Return the rows whose tier differs, by key, demotions first: they free the slots that promotions need. Rows
-        that leave a slot in one node for one in another come between."""
+        that leave a slot in one node for one in another come between. Rules are not compared."""
         keys = np.sort(np.concatenate([self.keys, target.keys]))
         keys = keys[np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]])]
         old, new = self.tiers_of(keys), target.tiers_of(keys)

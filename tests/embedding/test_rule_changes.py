@@ -80,13 +80,13 @@ def test_blocks_that_cannot_go_are_refused_by_name(ranks: Ranks) -> None:
         for text, expected in zip(
             refused,
             [
-                "has the home rule all: rows 4 to 9 cannot go from rule all to rank:1",
+                "rows 4 to 9 of table 0 cannot go from rule all to rank:1: it has 61 rows and the home rule all",
                 "from rule all to all",
                 "home rule rank:9 in a job of 2 nodes x 2 ranks",
                 "cannot change while rows are in use",
                 "needs 61 home slots in a row on each of its ranks, and there are none",
                 "3 of 30 rows of chunk 2 are not at the tier",
-                "node:1 below row 30, all from there: rows 30 to 40 cannot go from rule all to rank:1",
+                "to rank:1: it has 61 rows and the home rule node:1 below row 30, all from there",
             ],
             strict=True,
         ):

@@ -328,8 +328,8 @@ def _random_block(homes: Homes, rng: np.random.Generator) -> HomeBlock | None:
         if lower == upper:
             return None
     if boundary and rng.random() < 0.2:
-        return HomeBlock(table, lower, upper, int(rng.integers(boundary)), boundary)
-    return HomeBlock(table, upper, lower, boundary, min(rows, boundary + int(rng.integers(1, rows + 1))))
+        return HomeBlock(table, rows, lower, upper, int(rng.integers(boundary)), boundary, lowers=True)
+    return HomeBlock(table, rows, upper, lower, boundary, min(rows, boundary + int(rng.integers(1, rows + 1))))
 
 
 def train(rank: int, scenario: Scenario) -> dict[str, object]:

@@ -73,9 +73,9 @@ def save_changing(rank: int, layout: RankLayout, directory: str, window_bytes: i
         series.save()
         for version, block in enumerate(
             [
-                HomeBlock(0, HomeRule(), HomeRule("rank", 3), 0, 31),
-                HomeBlock(1, HomeRule("rank", 2), HomeRule(), 0, 11),
-                HomeBlock(0, HomeRule("rank", 3), HomeRule(), 20, 31),
+                HomeBlock(0, 61, HomeRule(), HomeRule("rank", 3), 0, 31),
+                HomeBlock(1, 17, HomeRule("rank", 2), HomeRule(), 0, 11),
+                HomeBlock(0, 61, HomeRule("rank", 3), HomeRule(), 20, 31, lowers=True),
             ],
             1,
         ):
@@ -108,19 +108,19 @@ def refused_blocks(rank: int, layout: RankLayout) -> list[str]:
     inbox.offer(1, Delta(*copies))
     refused = []
     for block in (
-        HomeBlock(0, every, one, 4, 9),
-        HomeBlock(0, every, every, 0, 9),
-        HomeBlock(0, every, HomeRule("rank", 9), 0, 9),
-        HomeBlock(1, HomeRule("every rank"), one, 0, 9),
-        HomeBlock(0, every, one, 0, 9),
-        HomeBlock(0, every, two, 0, 30),
+        HomeBlock(0, 61, every, one, 4, 9),
+        HomeBlock(0, 61, every, every, 0, 9),
+        HomeBlock(0, 61, every, HomeRule("rank", 9), 0, 9),
+        HomeBlock(1, 17, HomeRule("every rank"), one, 0, 9),
+        HomeBlock(0, 61, every, one, 0, 9),
+        HomeBlock(0, 61, every, two, 0, 30),
         None,
-        HomeBlock(0, every, one, 30, 40),
+        HomeBlock(0, 61, every, one, 30, 40),
     ):
         version = inbox._received_version + 1
         if block is None:  # the copies go, and then the rows can
             inbox.offer(version, Delta(copies[0], copies[2], copies[1]))
-            inbox.offer(version + 1, Delta.of_homes(HomeBlock(0, every, two, 0, 30)))
+            inbox.offer(version + 1, Delta.of_homes(HomeBlock(0, 61, every, two, 0, 30)))
             continue
         try:
             inbox.offer(version, Delta.of_homes(block))

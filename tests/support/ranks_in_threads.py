@@ -51,6 +51,7 @@ class Ranks:
     Args:
         port: port of the daemon, or addresses.
         placements: applied placement of each rank at the start.
+        spare: home slots of the first dim-group for rules that change.
         prepare_of_rank: makes the prepared chunks of a rank; the other ranks need none.
     """
 
@@ -68,6 +69,7 @@ class Ranks:
         identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
         prepare_of_rank: dict[int, Prepare] | None = None,
         tls: TlsFiles | None = None,
+        spare: int = 0,
     ) -> None:
         self.layout = layout or RankLayout(2, 2)
         self.steps = 0
@@ -79,7 +81,10 @@ class Ranks:
             own_slots = (slots_of_rank or {}).get(rank, slots)
             who = identities(identity(rank, self.layout, attempt, own_slots))
             inbox = ChunkInbox(
-                Homes(TABLES, self.layout), rank, who.replica_slots, prepare=(prepare_of_rank or {}).get(rank)
+                Homes(TABLES, self.layout, spare=[spare, 0]),
+                rank,
+                who.replica_slots,
+                prepare=(prepare_of_rank or {}).get(rank),
             )
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(

@@ -35,8 +35,8 @@ import numpy.typing as npt
 
 from flexd.control.protocol.network import named_error
 from flexd.core.errors import ChunkRefusedError, ControlError, FlexdError
-from flexd.core.home_block import HomeBlock
-from flexd.core.home_changes import after_block
+from flexd.core.home_block import ChangedRules, HomeBlock
+from flexd.core.home_changes import after_block, changed_rules
 from flexd.core.homes import Homes
 from flexd.core.layout import MOVED, is_moved, nodes_of_moved
 from flexd.core.placement import Delta
@@ -148,6 +148,11 @@ class ChunkInbox:
     @property
     def agreed_version(self) -> int:
         return self._agreed_version
+
+    @property
+    def changed_rules(self) -> ChangedRules:
+        """The tables whose home rules the applied chunks have changed."""
+        return changed_rules(self._homes)
 
     @property
     def waiting_bytes(self) -> int:
@@ -329,7 +334,7 @@ class ChunkInbox:
         """Raises ChunkRefusedError unless every row is at its old tier once the ``waiting`` chunks are applied."""
         if self._matches_applied is None:
             return
-        right = np.empty(len(delta), dtype=np.bool_)
+        right = np.empty(len(delta.keys), dtype=np.bool_)
         moved = np.concatenate([np.empty(0, np.int64), *(chunk.keys for chunk in waiting)])
         tiers = np.concatenate([np.empty(0, np.uint8), *(chunk.new_tiers for chunk in waiting)])
         order = np.argsort(moved, kind="stable")

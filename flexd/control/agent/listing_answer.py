@@ -65,6 +65,7 @@ class ListingAnswer:
             Listing(
                 **self._sender, sequence=self._next_sequence(), version=request.version, rows=len(keys),
                 sha256=hashlib.sha256(body).hexdigest(), error=error,
+                homes=context.inbox.changed_rules.to_texts(),
             ),
             first,
         )  # fmt: skip

@@ -55,6 +55,7 @@ from flexd.core.errors import (
     TopologyError,
     UnknownMessageError,
 )
+from flexd.core.home_block import HomeBlock
 from flexd.core.placement import Delta
 
 logger = logging.getLogger(__name__)
@@ -316,7 +317,8 @@ class RankConnection:
             raise AuthenticationError(f"chunk {header.version}: {error.message}", remedy=error.remedy) from error
         if self._refused_epoch == header.epoch:
             return  # The daemon ends this epoch; chunks after a refused one cannot follow.
-        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
+        block = HomeBlock.of_text(header.homes) if header.homes else None
+        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :], block))
         self._context.count("chunks")
 
     def _prepare_next(self) -> bool:

@@ -53,6 +53,7 @@ class LiveTopology:
         ready: whether chunks can be pushed.
         reason: why no chunk can be pushed; empty if ``ready``.
         moves_rows: whether all of them apply chunks that move rows to other nodes (``MOVED_ROWS``).
+        changes_rules: whether all of them apply chunks that change home rules (``HOME_RULES``).
     """
 
     generation: int
@@ -62,6 +63,7 @@ class LiveTopology:
     ready: bool
     reason: str
     moves_rows: bool = True
+    changes_rules: bool = True
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from flexd.control.daemon.journal_frames import (
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
+from flexd.core.home_block import ChangedRules, HomeBlock
 from flexd.core.placement import Delta, Placement
 
 Int64Array = npt.NDArray[np.int64]
@@ -153,7 +154,9 @@ class PlacementJournal:
                     remedy="number chunks from the version that all ranks agreed on",
                 )
             kept = [chunk for chunk in self._chunks if chunk.version < version]
-            if len(np.unique(delta.keys)) != len(delta) or not np.array_equal(
+            if delta.homes is not None:
+                _homes_after(self._base, kept).after(delta.homes)
+            if len(np.unique(delta.keys)) != len(delta.keys) or not np.array_equal(
                 self._tiers_of(delta.keys, kept), delta.old_tiers
             ):
                 raise PlacementError(
@@ -187,7 +190,7 @@ class PlacementJournal:
         """
         with self._lock:
             newest = self.newest_migration
-            kept = sum(len(chunk.delta) for chunk in self._chunks)
+            kept = sum(len(chunk.delta.keys) for chunk in self._chunks)
             if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
                 version = min(version, newest.rollback_version)
             rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
@@ -215,7 +218,7 @@ class PlacementJournal:
         if self._overlaid > len(chunks):
             self._overlay, self._overlaid = _latest([]), 0
         recent = chunks[self._overlaid :]
-        if sum(len(chunk.delta) for chunk in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
+        if sum(len(chunk.delta.keys) for chunk in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
             self._overlay, self._overlaid, recent = _latest(chunks), len(chunks), []
         tiers = self._base.tiers_of(keys)
         for changed, latest in (self._overlay, _latest(recent)):
@@ -230,6 +233,7 @@ class PlacementJournal:
         header = {
             "kind": "segment", "attempt": segment.attempt, "generation": segment.generation,
             "topology": segment.topology, "version": base.version, "rows": len(base),
+            "homes": base.homes.to_texts(),
         }  # fmt: skip
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -309,7 +313,7 @@ class PlacementJournal:
             rest = np.frombuffer(arrays, np.uint8, offset=8 * rows)
             if header["kind"] == "segment" and self._segment is None and len(rest) == rows:
                 self._segment = Segment(str(header["attempt"]), int(header["generation"]), str(header["topology"]))
-                self._base = Placement.of(keys, rest.copy(), version)
+                self._base = Placement.of(keys, rest.copy(), version, ChangedRules.of_texts(header.get("homes", [])))
                 return True
             if header["kind"] != "chunk" or self._segment is None or len(rest) != 2 * rows:
                 return False
@@ -317,7 +321,8 @@ class PlacementJournal:
                 return False
             while self._chunks and self._chunks[-1].version >= version:
                 self._chunks.pop()
-            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy())
+            block = HomeBlock.of_text(header["homes"]) if "homes" in header else None
+            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy(), block)
             self._chunks.append(Chunk(version, delta, migration_of(header)))
             return True
         except (KeyError, ValueError, TypeError, PlacementError):
@@ -361,4 +366,15 @@ def _latest(chunks: list[Chunk]) -> tuple[Int64Array, UInt8Array]:
 def _apply_all(base: Placement, chunks: list[Chunk], version: int) -> Placement:
     keys, tiers = _latest(chunks)
     kept = ~np.isin(base.keys, keys)
-    return Placement.of(np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version)
+    return Placement.of(
+        np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version,
+        _homes_after(base, chunks),
+    )  # fmt: skip
+
+
+def _homes_after(base: Placement, chunks: list[Chunk]) -> ChangedRules:
+    homes = base.homes
+    for chunk in chunks:
+        if chunk.delta.homes is not None:
+            homes = homes.after(chunk.delta.homes)
+    return homes

@@ -51,7 +51,7 @@ class JournalledMigration:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that change their tier at a version."""
+    """Rows that change their tier or their home at a version."""
 
     version: int
     delta: Delta
@@ -60,13 +60,15 @@ class Chunk:
     @property
     def frame_bytes(self) -> int:
         """Its size in the file, to within the length of its names."""
-        return HEADER_BYTES + _CHUNK_ROW_BYTES * len(self.delta)
+        return HEADER_BYTES + _CHUNK_ROW_BYTES * len(self.delta.keys)
 
 
 def chunk_payload(chunk: Chunk) -> bytes:
     """Return the payload of a chunk's frame."""
     delta, migration = chunk.delta, chunk.migration
-    header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta)}
+    header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta.keys)}
+    if delta.homes is not None:
+        header["homes"] = delta.homes.to_text()
     if migration is not None:
         header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
         if migration.returns_to is not None:

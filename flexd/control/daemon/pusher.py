@@ -29,7 +29,7 @@ from flexd.core.placement import Delta
 logger = logging.getLogger(__name__)
 
 CHUNK_ROW_BYTES = 10
-"""On the control channel: an int64 key and two uint8 tiers."""
+"""On the control channel: an int64 key and two uint8 tiers. Rows whose homes change travel as a range."""
 MAX_TRIES = 5
 """Epochs in a row in which chunks of a migration may become void before it fails, if no chunk is applied in between."""
 _KEPT_DIGESTS = 256
@@ -135,7 +135,7 @@ class ChunkPusher:
         self._outstanding = deque(chunk for chunk in self._outstanding if chunk.version <= version)
         for chunk in void:
             chunk.migration.count(
-                chunks_pushed=-1, rows_pushed=-len(chunk.delta), bytes_pushed=-len(chunk.delta) * CHUNK_ROW_BYTES,
+                chunks_pushed=-1, rows_pushed=-len(chunk.delta), bytes_pushed=-len(chunk.delta.keys) * CHUNK_ROW_BYTES,
                 last_version=min(version, chunk.migration.progress.last_version),
             )  # fmt: skip
         self._report_if_settled(*(chunk.migration for chunk in void))
@@ -239,7 +239,7 @@ class ChunkPusher:
         self.version += 1
         self._outstanding.append(_Outstanding(self.version, delta, active, int(copied.sum())))
         active.count(
-            chunks_pushed=1, rows_pushed=len(delta), bytes_pushed=len(delta) * CHUNK_ROW_BYTES,
+            chunks_pushed=1, rows_pushed=len(delta), bytes_pushed=len(delta.keys) * CHUNK_ROW_BYTES,
             last_version=self.version,
         )  # fmt: skip
         return NumberedChunk(self.version, active.plan_id, delta)

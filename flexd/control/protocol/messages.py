@@ -214,7 +214,11 @@ class ChunkRefused(EpochMessage):
 @dataclass(frozen=True)
 class Listing(EpochMessage):
     """The response to ``ListRequest``, with the first piece of the rows (``flexd.control.protocol.rows``: int64[rows]
-    keys, uint8[rows] tiers), unless ``error`` is set."""
+    keys, uint8[rows] tiers), unless ``error`` is set.
+
+    Attributes:
+        homes: tables whose home rules have changed (``ChangedRules.to_texts``).
+    """
 
     kind: ClassVar[str] = "listing"
     rank: int
@@ -223,6 +227,7 @@ class Listing(EpochMessage):
     rows: int
     sha256: str
     error: str = ""
+    homes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -241,6 +246,7 @@ class ChunkHeader(EpochMessage):
 
     Attributes:
         sha256: of the rows as they travel.
+        homes: rows whose homes change instead (``HomeBlock.to_text``), only to ranks that have ``HOME_RULES``.
     """
 
     kind: ClassVar[str] = "chunk"
@@ -248,6 +254,7 @@ class ChunkHeader(EpochMessage):
     version: int
     rows: int
     sha256: str
+    homes: str = ""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.home_block import HomeBlock
-from flexd.core.home_changes import after_block, divided
+from flexd.core.home_changes import after_block
 from flexd.core.homes import Homes
 from flexd.embedding.exchange.column import ReceivedRows
 from flexd.embedding.exchange.hop import Hop
@@ -81,7 +81,7 @@ class BlockMover:
         """
         store = self._stores[homes.group_of(block.table)]
         moves = []
-        for part in divided(homes, block, self._buffer_bytes // store.row_bytes):
+        for part in block.divided(self._buffer_bytes // store.row_bytes):
             after = after_block(homes, part)
             moves.append(self._move_of(homes, after, part))
             homes = after
