@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from flexd.core.errors import ConfigError, TopologyError
-from flexd.core.layout import RankLayout
+
+if TYPE_CHECKING:  # it imports numpy, which would double the time of a client command
+    from flexd.core.layout import RankLayout
 
 SPREAD = "all"
 """The rule of a table that names none."""
