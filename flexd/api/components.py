@@ -85,7 +85,7 @@ class Components:
                 "topology": topology_status(
                     self.coordinator.live(), control, self.coordinator.channel_counters(), planning.cluster.name
                 ),
-                "placement": placement_status(placement, self.keyspace.total_rows, control.digest_mismatches),
+                "placement": placement_status(placement, self.keyspace, control.digest_mismatches),
                 "training": training_status(
                     self.training.totals(),
                     self.training.ranks(),

@@ -13,6 +13,7 @@ from flexd.api.families import counter, gauge, gauges
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
 
 
@@ -25,6 +26,9 @@ class PlacementStatus(Model):
     """Rows in each tier."""
     moved_rows: int = 0
     """Rows at HOME that live in another node than that of their home rank."""
+    home_rules: dict[str, str] = Field(default_factory=dict)
+    """By table, the home rules that are others than in the table list; of a table on its way both, and the row at which
+    they meet."""
     digest: str = "0" * 16
     """Order-free digest of the hot rows, 16 hexadecimal digits."""
     digest_mismatches: int = 0
@@ -61,12 +65,14 @@ def rows_above_home(placement: Placement) -> RowsByTier:
     }
 
 
-def placement_status(placement: Placement, total_rows: int, digest_mismatches: int) -> PlacementStatus:
-    """Return the placement over ``total_rows`` rows of all tables."""
+def placement_status(placement: Placement, keyspace: KeySpace, digest_mismatches: int) -> PlacementStatus:
+    """Return the placement of the rows of all tables."""
+    total_rows = keyspace.total_rows
     return PlacementStatus(
         version=placement.version,
         rows={**rows_above_home(placement), "HOME": total_rows - len(placement.copies)},
         moved_rows=len(placement.moved),
+        home_rules={keyspace.tables[one.table].name: one.rules for one in placement.homes.tables},
         digest=f"{placement.digest():016x}",
         digest_mismatches=digest_mismatches,
     )

@@ -231,6 +231,7 @@ def _placement(status: Status) -> Facts:
                 (units.by_tier(placement.rows) or "all at HOME")
                 + (f", {units.count(placement.moved_rows)} moved to other nodes" if placement.moved_rows else ""),
             ),
+            *((f"home rule of {table}", rules) for table, rules in placement.home_rules.items()),
         ),
     )
 

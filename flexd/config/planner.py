@@ -182,6 +182,10 @@ class PlannerConfig(Section):
     of their home; copies have the others. It wins where samples are dealt to nodes (``flexd.prefetch(deal=True)``, or a
     loader that does), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that have moved come
     home."""
+    change_home_rules: bool = False
+    """Change the home rules of tables while the job trains, where the busiest rank's step becomes shorter by
+    ``planner.min_saving``, as far as the trainers' ``spare_home_fraction`` has room. With false the rules stay as they
+    are, also those that have changed."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
     """The trainers' ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan names a cheaper
     exchange if there is one."""

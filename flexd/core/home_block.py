@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from flexd.core.errors import ConfigError, PlacementError
 from flexd.core.home_rules import HomeRule
+from flexd.core.layout import RankLayout
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,17 @@ class ChangedRule:
             now = now.after(block)
         return blocks
 
+    def home_ranks(
+        self, layout: RankLayout, rows: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return int64 [n] home ranks of int64 [n] rows, given their keys."""
+        upper = self.upper.ranks(layout)
+        found: npt.NDArray[np.int64] = upper.start + keys % len(upper)
+        if self.lower is not None:
+            lower = self.lower.ranks(layout)
+            found = np.where(rows < self.boundary, lower.start + keys % len(lower), found)
+        return found
+
     def digest(self) -> int:
         """Return the part of this table in ``Placement.digest`` (mod 2^64)."""
         found = -_digest(self.table, self.first, 0, self.rows) + _digest(
@@ -140,9 +155,16 @@ class ChangedRule:
         return found if self.lower is None else found + _digest(self.table, self.lower, 0, self.boundary)
 
     def __str__(self) -> str:
-        if self.lower is None:
-            return f"the home rule {self.upper}"
-        return f"the home rule {self.lower} below row {self.boundary}, {self.upper} from there"
+        return f"the home rule {self.rules}"
+
+    @property
+    def rules(self) -> str:
+        """The rule, or both and the row at which they meet, in words."""
+        return (
+            f"{self.upper}"
+            if self.lower is None
+            else f"{self.lower} below row {self.boundary}, {self.upper} from there"
+        )
 
     def to_text(self) -> str:
         lower = "" if self.lower is None else str(self.lower)

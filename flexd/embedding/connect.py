@@ -169,6 +169,7 @@ def connect(
         replica_slots=collection.replica_slots,
         table_digest=collection.keyspace.digest,
         tables=collection.keyspace.tables,
+        spare_home_slots=collection.spare_home_slots,
     )
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
     secret = KeyFile(secret_file, "secret file") if secret_file else None

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationMetadata
 from flexd.core.errors import ApiError
+from flexd.core.home_block import HomeBlock
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
@@ -212,9 +214,7 @@ class Executions:
         """
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            target = base()
-            delta = self._delta_to(target, placement, live)
-            return self._chunked(delta, live.layout, None if target is None else target.version)
+            return self._chunks_to(base(), placement, live)
 
         return self._submit(
             name, chunks, generation, MigrationMetadata(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
@@ -235,7 +235,7 @@ class Executions:
         """
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            return self._chunked(self._delta_to(target, placement, live), live.layout)
+            return replace(self._chunks_to(target, placement, live), returns_to=None)
 
         return self._submit(
             name, chunks, generation,
@@ -247,8 +247,34 @@ class Executions:
         """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now."""
         now = self._coordinator.placement()
         delta = self._delta_to(base, now, live)
-        to_copy = int(moved_bytes(delta, self._keyspace, live.layout).sum())
+        blocks = [] if base is None else now.homes.blocks_to(base.homes)
+        changes = [delta, *map(Delta.of_homes, blocks)]
+        to_copy = sum(int(moved_bytes(each, self._keyspace, live.layout).sum()) for each in changes)
         return RollbackPlan(now.version if base is None else base.version, delta, to_copy)
+
+    def _chunks_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> ChunkedDelta:
+        """Return the chunks that lead to ``base``; where home rules differ the rows of their tables come home before,
+        and get their tiers after."""
+        blocks = [] if base is None else placement.homes.blocks_to(base.homes)
+        returns_to = None if base is None else base.version
+        if base is None or not blocks:
+            return self._chunked(self._delta_to(base, placement, live), live.layout, returns_to)
+        changes = np.isin(self._keyspace.table_of(placement.keys), [block.table for block in blocks])
+        kept = Placement(placement.keys[~changes], placement.tiers[~changes], placement.version, base.homes)
+        home = self._chunked(placement.delta_to(kept), live.layout)
+        rest = self._chunked(self._delta_to(base, kept, live), live.layout)
+        in_chunks = [part for block in blocks for part in block.divided(self._rows_of_block(block))]
+        moved = sum(int(moved_bytes(Delta.of_homes(block), self._keyspace, live.layout).sum()) for block in blocks)
+        return ChunkedDelta(
+            chain(home.chunks, map(Delta.of_homes, in_chunks), rest.chunks),
+            rows=home.rows + sum(map(len, blocks)) + rest.rows,
+            bytes_to_copy=home.bytes_to_copy + moved + rest.bytes_to_copy,
+            returns_to=returns_to,
+        )
+
+    def _rows_of_block(self, block: HomeBlock) -> int:
+        spec = self._keyspace.tables[block.table]
+        return max(1, self._control.chunk_bytes // (spec.row_bytes + spec.state_bytes))
 
     def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
         target = placement if base is None else replace(base, version=placement.version)

@@ -24,6 +24,7 @@ from flexd.operations.live_prices import LivePrices
 from flexd.operations.moved_rows import plan_moves
 from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
+from flexd.operations.rule_changes import RuleChanger, live_keyspace
 from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
@@ -96,6 +97,7 @@ class Planning:
         self.seconds = 0.0
         self._profiled_at = math.nan
         self.executions = executions
+        self.rules = RuleChanger(keyspace, executions, bag_lengths)
 
     @property
     def cluster(self) -> Cluster:
@@ -158,6 +160,34 @@ class Planning:
                     self._coordinator.set_frame_weights(weights)
             return proposal
 
+    def change_rules(self, trigger: Trigger) -> Execution | None:
+        """Start a migration to better home rules; None if those that there are stay, or ranks or configuration do not
+        let them change.
+
+        Raises:
+            PlanError: not all ranks are ready, the accesses of a step are not known, or a gate is closed.
+        """
+        topology, settings = self.live_topology(), self._config.planner
+        if not self.rules.allowed(settings, topology):
+            return None
+        with self._making:
+            per_step = self._per_step(topology)
+            profile = self._profile(per_step, topology.layout)
+            require_open(evaluate_gates(profile, settings))
+            return self.rules.start(
+                profile, topology, self.cluster, self._coordinator.placement(), settings, trigger,
+                self._training.step_seconds(),
+            )  # fmt: skip
+
+    def _per_step(self, topology: LiveTopology) -> float:
+        per_step = self.accesses_per_step(topology.layout.world_size)
+        if not per_step:
+            raise PlanError(
+                "the accesses of a training step are not known yet",
+                remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
+            )
+        return per_step
+
     def apply(self, plan_id: str, trigger: Trigger, *, force: bool = False) -> tuple[Proposal, Execution | None]:
         """Execute a proposal if it is still current.
 
@@ -198,7 +228,8 @@ class Planning:
     def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
         settings = self._config.planner
         return placement_communication(
-            profile, self._keyspace, layout, self.cluster, placement, training_shape(settings),
+            profile, live_keyspace(self._keyspace, placement.homes), layout, self.cluster, placement,
+            training_shape(settings),
             running_exchange(settings),
         )  # fmt: skip
 
@@ -215,7 +246,8 @@ class Planning:
             measured = self.last_gates
         settings = self._config.planner
         explained = explain(
-            plan, profile, live, self._keyspace, layout, horizon_steps=settings.horizon_steps, table=table,
+            plan, profile, live, live_keyspace(self._keyspace, live.homes), layout,
+            horizon_steps=settings.horizon_steps, table=table,
             rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings),
             shape=training_shape(settings),
         )  # fmt: skip
@@ -235,28 +267,24 @@ class Planning:
         """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
         topology = self.live_topology()
         settings = self._config.planner
-        per_step = self.accesses_per_step(topology.layout.world_size)
-        if not per_step:
-            raise PlanError(
-                "the accesses of a training step are not known yet",
-                remedy="wait for the ranks' first report, or set planner.batch_accesses_per_step",
-            )
+        per_step = self._per_step(topology)
         profile = self._profile(per_step, topology.layout)
         self._profiled_at = time.monotonic()
         self.last_gates = evaluate_gates(profile, settings)
         if checked:
             require_open(self.last_gates)
         live = self._coordinator.placement()
+        keyspace = live_keyspace(self._keyspace, live.homes)
         self._serial += 1
         plan = make_live_plan(
-            profile, self._keyspace, topology, self.cluster, live, settings,
+            profile, keyspace, topology, self.cluster, live, settings,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
             reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
             fast_memory=None if self._slow_memory is None else fast_memory_now(self._slow_memory, self._keyspace),
         )  # fmt: skip
         affinity = None
         if moves:
-            plan, affinity = plan_moves(plan, live, self._keyspace, topology, settings, self.affinity, per_step)
+            plan, affinity = plan_moves(plan, live, keyspace, topology, settings, self.affinity, per_step)
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout, affinity
 

@@ -113,7 +113,7 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     assert "MOVED" in plan_kind(plan)
     nodes = nodes_of_moved(moved.tiers)
     assert (nodes != RankLayout(2, 2).home_node(moved.keys)).all()
-    status = placement_status(live, ROWS, 0)
+    status = placement_status(live, harness.config.keyspace(), 0)
     assert (status.moved_rows, sum(status.rows.values())) == (len(moved), ROWS)
 
     row = int(moved.keys[0])

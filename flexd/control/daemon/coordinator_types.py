@@ -54,6 +54,7 @@ class LiveTopology:
         reason: why no chunk can be pushed; empty if ``ready``.
         moves_rows: whether all of them apply chunks that move rows to other nodes (``MOVED_ROWS``).
         changes_rules: whether all of them apply chunks that change home rules (``HOME_RULES``).
+        spare_home_slots: of every rank, for each dim-group; empty: none.
     """
 
     generation: int
@@ -64,6 +65,7 @@ class LiveTopology:
     reason: str
     moves_rows: bool = True
     changes_rules: bool = True
+    spare_home_slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

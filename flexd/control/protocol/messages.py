@@ -62,6 +62,7 @@ class Hello(Message):
             else empty.
         table_count: number of all its tables.
         address: local address of the rank's connection to the daemon.
+        spare_home_slots: as of ``RankIdentity``.
     """
 
     kind: ClassVar[str] = "hello"
@@ -82,6 +83,7 @@ class Hello(Message):
     tables: tuple[str, ...] = ()
     table_count: int = 0
     address: str = ""
+    spare_home_slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

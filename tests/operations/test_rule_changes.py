@@ -1,0 +1,156 @@
+"""The daemon changes home rules: planned from what it has seen, moved by a migration, shown, and taken back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexd.api.placement import placement_status
+from flexd.config.load import parse_config
+from flexd.core.home_block import NO_CHANGES, ChangedRule, ChangedRules
+from flexd.core.home_rules import HomeRule
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
+from flexd.operations.executions import Executions
+from flexd.operations.plan_log import PlanLog
+from flexd.operations.planning import Planning
+from flexd.operations.rule_changes import live_homes, live_keyspace
+from flexd.operations.triggers import Trigger, TriggerKind
+from flexd.sketch.sketch_set import SketchSet
+from tests.support.planning_harness import PlanningHarness
+
+TABLES = {"a": 900, "b": 1_100, "c": 1_000, "d": 700}
+POOLED = dict.fromkeys(TABLES, "sums")
+TRIGGER = Trigger(TriggerKind.INTERVAL, "interval")
+
+
+def harness_of(directory: Path, *, spare: int = 8_000, **planner: Any) -> PlanningHarness:
+    """Return a harness with four pooled tables of 2 x 2 ranks, whose bags have 20 ids."""
+    harness = PlanningHarness(directory)
+    document = {
+        "job": "j",
+        "tables": [{"name": name, "rows": rows, "dim": 64} for name, rows in TABLES.items()],
+        "stream": {"source": {"kind": "synthetic"}},
+        "control": {"chunk_rows": 16, "chunk_bytes": 4_096},
+        "planner": {
+            "min_saving": {"seconds": 0.0, "share": 0.0}, "min_samples": 1_000, "min_coverage": 0.5,
+            "horizon_steps": 1_000_000_000, "change_home_rules": True, "pooled_tables": POOLED, **planner,
+        },
+    }  # fmt: skip
+    harness.config = parse_config(document)
+    keyspace = harness.config.keyspace()
+    harness.sketches = SketchSet(keyspace.tables, half_life_seconds=None)
+    assert harness.coordinator.topology is not None
+    harness.coordinator.topology = replace(harness.coordinator.topology, spare_home_slots=(spare,))
+    executions = Executions(harness.config.control, keyspace, harness.coordinator, PlanLog(harness.log_path))  # type: ignore[arg-type]
+    harness.planning = Planning(
+        harness.config, keyspace, harness.prices, harness._make_profile, harness.coordinator,  # type: ignore[arg-type]
+        harness.training, executions, bag_lengths=harness.sketches.sequence_length_quantiles,
+    )  # fmt: skip
+    for name in TABLES:
+        see(harness, name, 20_000)
+    harness.report()
+    return harness
+
+
+def see(harness: PlanningHarness, table: str, accesses: int) -> None:
+    rng = np.random.default_rng(len(table))
+    rows = (rng.zipf(1.3, accesses) - 1) % TABLES[table]
+    harness.sketches.ingest(table, rows, 0, 1.0, np.full(accesses // 20, 20))
+
+
+def change(harness: PlanningHarness) -> Placement:
+    """Let the daemon change rules, and carry the migration out."""
+    started = harness.planning.change_rules(TRIGGER)
+    assert started is not None, harness.planning.rules.outcome
+    assert harness.planning.rules.running
+    harness.coordinator.execute(started.migration, chunks=100_000)
+    assert not harness.planning.rules.running
+    return harness.coordinator.now
+
+
+def test_rules_change_by_a_migration_that_is_shown_logged_and_taken_back(tmp_path: Path) -> None:
+    harness = harness_of(tmp_path)
+    keyspace = harness.config.keyspace()
+    keys = np.array([3, 2_500], dtype=np.int64)
+    harness.coordinator.now = Placement.of(keys, np.full(2, Tier.NODE, np.uint8))
+    before = harness.coordinator.now
+    after = change(harness)
+    assert after.homes.tables
+    changed = {one.table for one in after.homes.tables}
+    assert not np.isin(keyspace.table_of(after.keys), list(changed)).any(), "copies came home before"
+    shown = placement_status(after, keyspace, 0).home_rules
+    assert shown == {keyspace.tables[one.table].name: str(one.upper) for one in after.homes.tables}
+    entry = harness.planning.executions._log.newest
+    assert entry is not None
+    assert "becomes" in str(entry["reason"])
+    assert str(entry["plan_id"])
+    assert harness.planning.change_rules(TRIGGER) is None
+    assert harness.planning.rules.outcome.startswith("rules stay")
+    live = harness.coordinator.topology
+    assert live is not None
+    back = harness.planning.executions.start_rollback("r", "p", lambda: before, 1, TRIGGER, live)
+    harness.coordinator.execute(back.migration, chunks=100_000)
+    assert harness.coordinator.now.digest() == before.digest()
+
+
+def test_rules_stay_unless_they_are_allowed_to_change_and_can(tmp_path: Path) -> None:
+    off = harness_of(tmp_path, change_home_rules=False)
+    assert off.planning.change_rules(TRIGGER) is None
+    assert off.planning.rules.outcome == ""
+    without = harness_of(tmp_path, spare=0)
+    assert without.planning.change_rules(TRIGGER) is None
+    old = harness_of(tmp_path)
+    assert old.coordinator.topology is not None
+    old.coordinator.topology = replace(old.coordinator.topology, changes_rules=False)
+    assert old.planning.change_rules(TRIGGER) is None
+    dear = harness_of(tmp_path, min_saving={"seconds": 10.0, "share": 0.0})
+    assert dear.planning.change_rules(TRIGGER) is None
+    assert "rules stay: others would save" in dear.planning.rules.outcome
+    fixed = harness_of(tmp_path, exclude_tables=list(TABLES))
+    assert fixed.planning.change_rules(TRIGGER) is None
+
+
+def test_a_table_whose_traffic_grows_tenfold_moves_and_the_busiest_rank_is_near_a_plan_from_scratch(
+    tmp_path: Path,
+) -> None:
+    harness = harness_of(tmp_path)
+    change(harness)
+    for name in TABLES:
+        see(harness, name, 0 if name != "d" else 180_000)
+    planning, topology = harness.planning, harness.planning.live_topology()
+    profile = harness.sketches.profile(800_000, 1)
+    settings = harness.config.planner
+    live = planning.rules.plan(profile, topology, planning.cluster, harness.coordinator.now, settings)
+    scratch = planning.rules.plan(profile, topology, planning.cluster, Placement.empty(), settings)
+    assert live.changes.seconds <= 1.05 * scratch.changes.seconds
+    assert live.changes.live_seconds > live.changes.seconds
+    change(harness)
+
+
+def test_plans_of_copies_know_the_rules_of_now(tmp_path: Path) -> None:
+    harness = harness_of(tmp_path, pooled_tables={})
+    keyspace, layout = harness.config.keyspace(), RankLayout(2, 2)
+    changed = ChangedRules(
+        (
+            ChangedRule(0, 900, HomeRule(), HomeRule("rank", 3)),
+            ChangedRule(1, 1_100, HomeRule(), HomeRule(), HomeRule("node", 1), 600),
+        )
+    )
+    assert [table.homes for table in live_keyspace(keyspace, changed).tables] == ["rank:3", "node:1", "all", "all"]
+    assert live_keyspace(keyspace, NO_CHANGES) is keyspace
+    topology = harness.coordinator.topology
+    assert topology is not None
+    homes = live_homes(keyspace, topology, changed)
+    assert (str(homes.rules[0]), homes.boundary(1)) == ("rank:3", 600)
+    rows = np.arange(1_100, dtype=np.int64)
+    one = changed.of_table(1)
+    assert one is not None
+    np.testing.assert_array_equal(one.home_ranks(layout, rows, rows + 900), homes.home_rank(rows + 900))
+    harness.coordinator.now = Placement.of(np.empty(0, np.int64), np.empty(0, np.uint8), 0, changed)
+    plan = harness.propose("copies", force=True).plan
+    assert not np.isin(keyspace.table_of(plan.target.keys), [0, 1]).any()
+    assert len(plan.target.keys)

@@ -1,0 +1,100 @@
+"""Rules of a running job: what changes when traffic does, into the room that there is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexd.core.home_changes import after_block, rules_of
+from flexd.core.home_rules import HomeRule
+from flexd.core.homes import Homes
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.tables.live_rules import RuleChanges, plan_rule_changes
+from flexd.planner.tables.table_work import TableWork
+from flexd.sketch.profile import Profile
+from flexd.sketch.zipf_profile import zipf_table
+from tests.support.planner_cases import cluster
+
+LAYOUT = RankLayout(2, 2)
+COUNT = 16
+BAGS = 256.0
+NAMES = [f"t{at}" for at in range(COUNT)]
+PRICES = cluster(latency=1e-6)
+LONG = 1e12
+"""Steps in which moving rows pays in any case."""
+
+
+def work_of(keyspace: KeySpace, grown: int = -1) -> TableWork:
+    """Pooled tables of 4 to 64 look-ups a bag; those of table ``grown`` are ten times as many."""
+    rng = np.random.default_rng(7)
+    lengths = np.exp(rng.uniform(np.log(4), np.log(64), COUNT))
+    profiles = tuple(
+        zipf_table(
+            spec.name, spec.rows, 1.05, 100, BAGS * 4 * lengths[at] * (10.0 if at == grown else 1.0), 7919 * at
+        )
+        for at, spec in enumerate(keyspace.tables)
+    )  # fmt: skip
+    return TableWork.of(
+        Profile(profiles, generation=1, samples=10**9), keyspace, LAYOUT,
+        TrainingShape(bags_per_step=dict.fromkeys(NAMES, BAGS)),
+    )  # fmt: skip
+
+
+def homes_of(spare: float, rules: dict[int, HomeRule] | None = None) -> Homes:
+    rng = np.random.default_rng(3)
+    tables = [TableSpec(name, int(rng.integers(500, 20_000)), 16, "float32", "rowwise_adagrad") for name in NAMES]
+    tables = [replace(spec, homes=str((rules or {}).get(at, HomeRule()))) for at, spec in enumerate(tables)]
+    keyspace = KeySpace(tables)
+    return Homes(keyspace, LAYOUT, spare=[int(spare * keyspace.total_rows)])
+
+
+def planned(homes: Homes, grown: int = -1, horizon_steps: float = LONG, **more: object) -> RuleChanges:
+    return plan_rule_changes(work_of(homes.keyspace, grown), homes, PRICES, horizon_steps, by_sums=NAMES, **more)  # type: ignore[arg-type]
+
+
+def test_a_table_whose_traffic_grows_tenfold_moves_and_the_busiest_rank_is_near_a_plan_from_scratch() -> None:
+    first = planned(homes_of(4.0))
+    assert first.seconds < 0.9 * first.live_seconds
+    placed = homes_of(1.0, first.rules)
+    assert not planned(placed).saved_seconds > 0.02 * first.seconds, "the rules are right for this traffic"
+    grown = max(first.rules, key=lambda table: work_of(placed.keyspace).statistics[table, 1])
+    changed = planned(placed, grown)
+    scratch = planned(homes_of(4.0), grown)
+    assert changed.rules
+    assert changed.live_seconds > 1.2 * scratch.seconds
+    assert changed.seconds <= 1.05 * scratch.seconds
+    assert changed.loads.max() < changed.live_loads.max()
+
+
+def test_moves_must_pay_and_have_room_and_fixed_tables_stay() -> None:
+    free = planned(homes_of(4.0))
+    assert len(free.rules) > 4
+    assert planned(homes_of(4.0), horizon_steps=1.0).rules == {}, "a step is shorter than moving any table"
+    none = planned(homes_of(0.0))
+    assert none.rules == {}
+    assert none.saved_seconds == 0
+    tight = planned(homes_of(0.1))
+    assert tight.rules
+    assert set(tight.rules) & set(tight.without_room) == set()
+    found = homes_of(0.1)
+    for table, rule in tight.rules.items():  # in this order there is room
+        for block in rules_of(found, table).blocks_to(rule):
+            found = after_block(found, block)
+    fixed = list(map(NAMES.__getitem__, free.rules))[:3]
+    assert not {NAMES[table] for table in planned(homes_of(4.0), fixed=fixed).rules} & set(fixed)
+
+
+@pytest.mark.parametrize("boundary", [100, 400])
+def test_a_table_on_its_way_is_where_most_of_its_rows_are(boundary: int) -> None:
+    homes = homes_of(4.0)
+    block = rules_of(homes, 0).blocks_to(HomeRule(), HomeRule("rank", 2), boundary)[0]
+    homes = after_block(homes, block)
+    assert homes.keyspace.tables[0].rows > 500
+    far = plan_rule_changes(work_of(homes.keyspace), homes, PRICES, 1.0, by_sums=NAMES, fixed=NAMES)
+    assert far.rules == {}
+    whole = homes_of(4.0, {0: HomeRule("rank", 2)}) if 2 * boundary > homes.keyspace.tables[0].rows else homes_of(4.0)
+    np.testing.assert_allclose(far.live_loads, planned(whole, horizon_steps=1.0).live_loads)
