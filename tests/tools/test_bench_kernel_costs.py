@@ -71,9 +71,10 @@ def test_a_plan_by_a_model_balances_what_it_predicts(models) -> None:
 
 def test_autoshards_model_learns_sums_over_tables() -> None:
     seconds = law(SETS)
-    model = AutoShardCosts(SETS[:48], seconds[:48], epochs=60)
+    model = AutoShardCosts(SETS[:48], seconds[:48], epochs=150)
     error = np.abs(np.log(model.seconds(SETS[:48]) / seconds[:48]))
-    assert np.median(error) < 0.3
+    logs = np.log(seconds[:48])
+    assert np.median(error) < 0.4 * np.median(np.abs(logs - np.median(logs, axis=0)))
     order = [0, 2, 1]
     three = next(one for one in SETS if len(one.rows) >= 3)
     columns = [getattr(three, name)[:3] for name in ("rows", "dim", "ids", "bags", "skew", "distinct")]
