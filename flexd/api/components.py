@@ -27,6 +27,7 @@ from flexd.api.throttle import throttle_status
 from flexd.api.timeline import Timeline, timeline
 from flexd.api.training import training_status
 from flexd.operations.effects import effect_of
+from flexd.operations.plan_settings import contradictions
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
@@ -76,14 +77,18 @@ class Components:
         """Return ``base`` with the state of every component."""
         ingest, control, planning = self.ingestor.stats(), self.coordinator.status(), self.planning
         last, execution = planning.last_plan, planning.executions.last
-        placement = self.coordinator.placement()
+        placement, live = self.coordinator.placement(), self.coordinator.live()
         return base.model_copy(
             update={
                 "stream": stream_status(self.settings, ingest),
                 "sketch": sketch_status(self.ingestor.choices(), planning.last_profile, planning.profile_age_seconds()),
                 "drift": drift_status(self.drift, self.settings.planner.drift_threshold),
                 "topology": topology_status(
-                    self.coordinator.live(), control, self.coordinator.channel_counters(), planning.cluster.name
+                    live,
+                    control,
+                    self.coordinator.channel_counters(),
+                    planning.cluster.name,
+                    () if live is None else contradictions(self.settings.planner, live.trainer, self.keyspace.tables),
                 ),
                 "placement": placement_status(placement, self.keyspace, control.digest_mismatches),
                 "training": training_status(

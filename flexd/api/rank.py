@@ -51,6 +51,8 @@ class TopologyStatus(Model):
     """Ranks that the daemon refused in the last seconds, newest first."""
     attempts_waiting: int = 0
     """Attempts that are refused because another one holds the job."""
+    contradictions: tuple[str, ...] = ()
+    """Settings of the configuration that differ from what the trainer says of itself, which counts."""
     cluster: str | None = None
     """Name of the cluster description that prices plans."""
     problem: str | None = None
@@ -206,7 +208,11 @@ class RankPage(Model):
 
 
 def topology_status(
-    live: LiveTopology | None, control: ControlStatus, channel: ChannelCounters, cluster: str
+    live: LiveTopology | None,
+    control: ControlStatus,
+    channel: ChannelCounters,
+    cluster: str,
+    contradictions: tuple[str, ...],
 ) -> TopologyStatus:
     """Return the ranks that have registered and the state of the control channel."""
     from flexd.control.daemon.channel_types import REFUSED_REASONS
@@ -219,6 +225,7 @@ def topology_status(
         local_ranks=live.layout.local_ranks if live else 0,
         ready=live is not None and live.ready,
         cluster=cluster,
+        contradictions=contradictions,
         problem=control.reason or None,
         connections=channel.peers,
         connections_unproven=channel.unproven,

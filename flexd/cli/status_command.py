@@ -204,6 +204,7 @@ def _topology(status: Status) -> Facts:
         facts.append(("refused", f"rank {newest.rank} of attempt {newest.attempt}: {newest.reason}"))
     if refusals := topology.refusals():
         facts.append(("refused", f"connections before they proved themselves: {refusals}"))
+    facts += [("contradiction", text) for text in topology.contradictions]
     if unused := status.training.unused_prefetches:
         share = units.share(unused / status.training.steps) if status.training.steps else units.UNKNOWN
         facts.append(
@@ -217,7 +218,9 @@ def _topology(status: Status) -> Facts:
         ("mistake", f"{mistake.kind}, {units.count(mistake.count)} times, on rank {mistake.rank}: {mistake.text}")
         for mistake in status.training.mistakes
     ]
-    return Facts("topology", tuple(facts), PROBLEM | {"missing", "refused", "not used ahead", "mistake"})
+    return Facts(
+        "topology", tuple(facts), PROBLEM | {"missing", "refused", "not used ahead", "mistake", "contradiction"}
+    )
 
 
 def _placement(status: Status) -> Facts:

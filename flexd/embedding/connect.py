@@ -12,9 +12,11 @@ import torch
 from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.control.protocol.report import PhaseReport, RankIdentity, SlowMemoryReport, StepReport
+from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
 from flexd.core.errors import ConfigError
 from flexd.core.mistakes import MISTAKES
 from flexd.core.secrets import KeyFile
+from flexd.embedding.bag_collection import EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.slow.frame_division import divide_frames
@@ -170,6 +172,7 @@ def connect(
         table_digest=collection.keyspace.digest,
         tables=collection.keyspace.tables,
         spare_home_slots=collection.spare_home_slots,
+        trainer=_trainer_settings(collection),
     )
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
     secret = KeyFile(secret_file, "secret file") if secret_file else None
@@ -188,6 +191,13 @@ def connect(
     if tap is not None:
         tap.start()
     return connection
+
+
+def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
+    given = collection.given_arguments
+    settings = TrainerSettings(given["exchange"], given["comm_dtype"], given["replica_sums"])
+    answers = {table.name: table.answer for table in collection.tables if isinstance(table, EmbeddingBagTable)}
+    return with_answers(settings, collection.keyspace.tables, answers)
 
 
 def _tls_files(*given: str | Path | None) -> TlsFiles | None:

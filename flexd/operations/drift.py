@@ -20,7 +20,7 @@ from flexd.core.supervision import Supervisor
 from flexd.operations.gates import saving_gate
 from flexd.operations.live_plan import make_live_plan
 from flexd.operations.live_prices import LivePrices
-from flexd.operations.plan_settings import running_exchange, training_shape
+from flexd.operations.plan_settings import running_exchange, settings_of_job, training_shape
 from flexd.planner.drift import Drift, placement_communication
 from flexd.sketch.profile import Profile
 
@@ -157,7 +157,8 @@ class DriftMonitor:
             return None
         with self._guard:
             plans = self._plans
-        settings, placement = self._settings, self._coordinator.placement()
+        settings = settings_of_job(self._settings, live.trainer, self._keyspace.tables)
+        placement = self._coordinator.placement()
         profile = self._profile(per_step, live.layout)
         if profile.samples < max(1, settings.min_samples):
             return None

@@ -12,9 +12,10 @@ import numpy as np
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import RankLayout
 from flexd.operations.measured_exposure import priced_by
+from flexd.operations.plan_settings import settings_of_job
 from flexd.operations.price_samples import (
     Float64Array,
     PricedCurve,
@@ -134,7 +135,7 @@ class LivePrices:
             if len(self._ranks) == layout.world_size and all(
                 one.steps >= MIN_STEPS and one.seconds >= MIN_SECONDS for one in self._ranks.values()
             ):
-                self._learn(layout)
+                self._learn(live)
 
     def _forget(self, generation: int) -> None:
         """Forget everything learnt: groups of other sizes, perhaps over other links."""
@@ -144,7 +145,8 @@ class LivePrices:
         self._last_shown.clear()
         self._learnt = 0
 
-    def _learn(self, layout: RankLayout) -> None:
+    def _learn(self, live: LiveTopology) -> None:
+        layout = live.layout
         exchanges = {one.exchange for one in self._ranks.values()}
         values = np.stack([self._ranks[rank].values / self._ranks[rank].steps for rank in range(layout.world_size)])
         self._ranks = {rank: _RankSums(sums.exchange) for rank, sums in self._ranks.items()}
@@ -153,15 +155,15 @@ class LivePrices:
         self._learnt += 1
         samples = price_samples(
             values, layout, self._probed.of_layout(layout.nodes, layout.local_ranks), exchanges.pop(),
-            all_reduces=self._all_reduces(),
+            all_reduces=self._all_reduces(live.trainer),
         )  # fmt: skip
         for curve, sample in samples.items():
             self._corrections[curve] = self._corrections.get(curve, PriceCorrection()).learn(sample)
             self._last_shown[curve] = self._learnt
 
-    def _all_reduces(self) -> bool:
+    def _all_reduces(self, trainer: TrainerSettings | None) -> bool:
         """Return whether gradients of copies are all-reduced between nodes: those of no table travel rounded."""
-        wire = self._settings.comm_dtype
+        wire = settings_of_job(self._settings, trainer, self._keyspace.tables).comm_dtype
         return not any((wire or table.dtype) in ("float16", "bfloat16") for table in self._keyspace.tables)
 
     def _corrected(self) -> Cluster:

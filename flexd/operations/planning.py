@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 from flexd.config.model import Config
+from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator import Coordinator, LiveTopology
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
@@ -22,7 +23,13 @@ from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_ga
 from flexd.operations.live_plan import LengthQuantiles, make_live_plan
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.moved_rows import plan_moves
-from flexd.operations.plan_settings import cheaper_exchange, plan_limits, running_exchange, training_shape
+from flexd.operations.plan_settings import (
+    cheaper_exchange,
+    plan_limits,
+    running_exchange,
+    settings_of_job,
+    training_shape,
+)
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.rule_changes import RuleChanger, live_keyspace
 from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
@@ -103,6 +110,13 @@ class Planning:
     def cluster(self) -> Cluster:
         """The cluster that prices plans now."""
         return self.prices.cluster
+
+    @property
+    def _settings(self) -> PlannerConfig:
+        """The settings of the configuration, and what the live ranks say of their job."""
+        live = self._coordinator.live()
+        trainer = None if live is None else live.trainer
+        return settings_of_job(self._config.planner, trainer, self._keyspace.tables)
 
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
@@ -226,7 +240,7 @@ class Planning:
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
 
     def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
-        settings = self._config.planner
+        settings = self._settings
         return placement_communication(
             profile, live_keyspace(self._keyspace, placement.homes), layout, self.cluster, placement,
             training_shape(settings),
@@ -244,7 +258,7 @@ class Planning:
         with self._making:
             plan, profile, live, layout, _ = self._make("explain", checked=False)
             measured = self.last_gates
-        settings = self._config.planner
+        settings = self._settings
         explained = explain(
             plan, profile, live, live_keyspace(self._keyspace, live.homes), layout,
             horizon_steps=settings.horizon_steps, table=table,
@@ -266,7 +280,7 @@ class Planning:
     ) -> tuple[Plan, Profile, Placement, RankLayout, AffinityOutlook | None]:
         """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
         topology = self.live_topology()
-        settings = self._config.planner
+        settings = self._settings
         per_step = self._per_step(topology)
         profile = self._profile(per_step, topology.layout)
         self._profiled_at = time.monotonic()

@@ -42,7 +42,13 @@ def test_rows_migrate_while_a_moved_trainer_trains(tmp_path: Path, ranks: Callab
     try:
         results = ranks(2).run("any_trainer_jobs:trained", kind, coordinator.port, stop, 0.0, 20_000, False)
         pusher.join(30)
+        live = coordinator.live()
         assert states == [MigrationState.COMMITTED]
+        assert live is not None
+        assert live.trainer is not None, "the trainer says how it was constructed"
+        assert (live.trainer.exchange, live.trainer.replica_sums) == ("chain", "all_reduce")
+        pooled = {name for name, *_ in PLAIN_TABLES[kind]} if kind == "replaced" else set()
+        assert set(live.trainer.answers(keyspace.tables)) <= pooled
     finally:
         coordinator.stop(15)
         journal.close()

@@ -14,6 +14,7 @@ from flexd.cli.explain_command import explain_blocks
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepReport
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.errors import ControlError, PlanError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -298,6 +299,27 @@ def test_a_plan_states_the_better_answer_of_pooled_tables_and_copies_none_that_a
     assert of_rows.bytes.bags == pytest.approx(of_sums.bytes.bags)
     told = plan_report(by_sums, Placement.empty()).pooled_tables["item"]
     assert told.sums_inter_node_bytes == of_sums.bytes.sums[1]
+
+
+def test_plans_and_prices_follow_what_the_trainer_says_of_itself(tmp_path: Path) -> None:
+    def planned(trainer: TrainerSettings | None, **planner: Any) -> tuple[PlanningHarness, Plan]:
+        harness = PlanningHarness(tmp_path, **planner)
+        harness.see(50_000)
+        harness.report()
+        topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), True, "", trainer=trainer)
+        harness.coordinator.topology = topology
+        return harness, harness.propose("why").plan
+
+    _, configured = planned(None, comm_dtype="float16", replica_sums="home")
+    _, told = planned(TrainerSettings("chain", "float16", "home"))
+    _, plain = planned(TrainerSettings("chain"))
+    assert (told.after.exposed_seconds, told.replica_sums) == (configured.after.exposed_seconds, "home")
+    assert plain.after.exposed_seconds > told.after.exposed_seconds
+    harness, by_sums = planned(TrainerSettings("chain", pooled="1", by_sums="1"))
+    assert len(by_sums.target) == 0
+    assert [one.answer for one in by_sums.pooled_tables] == ["sums"]
+    explanation, _ = harness.planning.explain("item", 0, 1)
+    assert explanation.rows[0].reason == "excluded"
 
 
 @pytest.mark.parametrize("divides", [False, True])

@@ -234,6 +234,7 @@ class RankConnection:
                 sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
                 can_list=self._context.lists is not None, tables=self._tables, table_count=len(me.tables),
                 address=self._client.local_address, spare_home_slots=me.spare_home_slots,
+                trainer=me.trainer,
             )
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flexd.control.daemon.membership import RefusedRank
 from flexd.control.protocol.credentials import TlsFiles
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.layout import RankLayout
 from flexd.core.secrets import Secret
 
@@ -55,6 +56,7 @@ class LiveTopology:
         moves_rows: whether all of them apply chunks that move rows to other nodes (``MOVED_ROWS``).
         changes_rules: whether all of them apply chunks that change home rules (``HOME_RULES``).
         spare_home_slots: of every rank, for each dim-group; empty: none.
+        trainer: how the trainer constructed its collections; None if it does not say.
     """
 
     generation: int
@@ -66,6 +68,7 @@ class LiveTopology:
     moves_rows: bool = True
     changes_rules: bool = True
     spare_home_slots: tuple[int, ...] = ()
+    trainer: TrainerSettings | None = None
 
 
 @dataclass(frozen=True)

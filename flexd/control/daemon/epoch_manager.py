@@ -411,7 +411,7 @@ class EpochManager:
         self.live = LiveTopology(
             self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason,
             self._hosting.channels.all_have(MOVED_ROWS), self._hosting.channels.all_have(HOME_RULES),
-            topology.spare_home_slots,
+            topology.spare_home_slots, topology.trainer,
         )  # fmt: skip
 
     def _refused_count(self, kind: str) -> int:

@@ -13,6 +13,7 @@ from flexd.control.daemon.attempts import MAX_NAME_CHARACTERS, Attempt, Attempts
 from flexd.control.daemon.table_proposals import TableProposals
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.table_lists import table_differences
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.errors import ReplayedMessageError, TopologyError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
@@ -53,6 +54,11 @@ class Topology:
     def spare_home_slots(self) -> tuple[int, ...]:
         """Home slots for rules that change, which are equal on all ranks, for each dim-group; empty: none."""
         return self.hellos[0].spare_home_slots if len({hello.spare_home_slots for hello in self.hellos}) == 1 else ()
+
+    @property
+    def trainer(self) -> TrainerSettings | None:
+        """How the trainer constructed its collections; None if rank 0 does not say."""
+        return self.hellos[0].trainer
 
     @property
     def identity(self) -> str:
@@ -346,6 +352,8 @@ class Membership:
         elif hello.world_size > self._max_ranks:
             fault = f"the job has {hello.world_size} ranks, and the daemon serves {self._max_ranks} at most"
             remedy = "raise control.max_ranks in the daemon's configuration"
+        elif hello.trainer is not None and (of_trainer := hello.trainer.fault(len(self._keyspace.tables))):
+            fault, remedy = of_trainer, "run the same version of flexd on all ranks"
         elif not 0 < len(hello.attempt) <= MAX_NAME_CHARACTERS:
             fault = f"an attempt's name of {len(hello.attempt)} characters (1 to {MAX_NAME_CHARACTERS})"
             remedy = "pass flexd.connect(..., attempt=...) a shorter name, or none"

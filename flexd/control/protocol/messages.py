@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from flexd.control.protocol.report import StepReport
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.control.protocol.wire_json import build, parsed, to_json
 from flexd.core.errors import ControlError, UnknownMessageError
 
@@ -63,6 +64,7 @@ class Hello(Message):
         table_count: number of all its tables.
         address: local address of the rank's connection to the daemon.
         spare_home_slots: as of ``RankIdentity``.
+        trainer: how its collections were constructed; None from a version that does not say so.
     """
 
     kind: ClassVar[str] = "hello"
@@ -84,6 +86,7 @@ class Hello(Message):
     table_count: int = 0
     address: str = ""
     spare_home_slots: tuple[int, ...] = ()
+    trainer: TrainerSettings | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import ClassVar
 
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.keyspace import TableSpec
 from flexd.core.mistakes import MistakeReport
 
@@ -25,6 +26,7 @@ class RankIdentity:
         table_digest: ``KeySpace.digest`` of the trainer's tables.
         tables: the tables; sent to a daemon whose digest differs.
         spare_home_slots: for rules that change, of each dim-group; empty: none.
+        trainer: how its collections were constructed; None: the daemon goes by its configuration.
     """
 
     job: str
@@ -37,6 +39,7 @@ class RankIdentity:
     table_digest: str
     tables: tuple[TableSpec, ...] = ()
     spare_home_slots: tuple[int, ...] = ()
+    trainer: TrainerSettings | None = None
 
 
 class ExchangeReason(StrEnum):

@@ -11,6 +11,7 @@ from flexd.control.daemon.attempts import ENDED_SECONDS, MAX_LISTED, PREFERRED_S
 from flexd.control.daemon.membership import MAX_ATTEMPTS, MAX_REFUSALS, Membership
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.table_lists import table_entries
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.errors import ReplayedMessageError, TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
@@ -48,6 +49,17 @@ def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
     assert topology is not None
     assert [h.rank for h in topology.hellos] == [0, 1, 2, 3]
     assert (topology.layout, topology.replica_slots) == (RankLayout(2, 2), (10, 20))
+
+
+def test_what_the_trainer_says_of_itself_is_that_of_rank_0_and_is_checked() -> None:
+    ranks = new_membership()
+    with pytest.raises(TopologyError, match="pooled is no set of 2 tables"):
+        ranks.accept(hello(0, trainer=TrainerSettings(pooled="4")), 0.0)
+    for rank in range(4):
+        ranks.accept(hello(rank, trainer=TrainerSettings("chain", pooled="2")), 0.0)
+    topology = ranks.complete()
+    assert topology is not None
+    assert topology.trainer == TrainerSettings("chain", pooled="2")
 
 
 def test_a_job_with_more_ranks_than_are_served_is_refused_by_name() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from flexd.control.protocol import messages as m
 from flexd.control.protocol.report import PhaseReport
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.control.protocol.wire_json import wire_fields
 from flexd.core.errors import ControlError, UnknownMessageError
 from flexd.core.placement import Placement
@@ -42,6 +43,7 @@ EVERY_KIND: list[m.Message] = [
         ("t",),
         3,
         "127.0.0.1",
+        TrainerSettings("auto", "float16", "home", "3", "1"),
     ),
     m.TableList("job", "i", "0123456789abcdef"),
     m.HelloRefused("job", "i", "n", "reason", "remedy"),

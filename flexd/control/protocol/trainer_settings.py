@@ -1,0 +1,68 @@
+"""What a trainer says of itself when it registers, so that the daemon's configuration need not say it again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from flexd.core.keyspace import TableSpec
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """How the collections of a job were constructed; equal on all its ranks.
+
+    Attributes:
+        exchange, comm_dtype, replica_sums: as in ``flexd.EmbeddingCollection``. A rank of another version may have
+            other values.
+        pooled: tables whose look-ups are pooled, as a hexadecimal number whose bit i stands for table i; "" for none.
+        by_sums: those of them that answer by sums, in the same way.
+    """
+
+    exchange: str = ""
+    comm_dtype: str | None = None
+    replica_sums: str = ""
+    pooled: str = ""
+    by_sums: str = ""
+
+    def fault(self, table_count: int) -> str:
+        """Return what cannot be; empty if nothing."""
+        for name in ("pooled", "by_sums"):
+            try:
+                bits = _bits(getattr(self, name), table_count)
+            except ValueError:
+                bits = -1
+            if bits < 0 or bits >> table_count:
+                return f"{name} is no set of {table_count} tables"
+        return ""
+
+    def answers(self, tables: Sequence[TableSpec]) -> dict[str, str]:
+        """Return "rows" or "sums" by name of each pooled table."""
+        pooled, by_sums = _bits(self.pooled, len(tables)), _bits(self.by_sums, len(tables))
+        return {
+            table.name: "sums" if by_sums >> number & 1 else "rows"
+            for number, table in enumerate(tables)
+            if pooled >> number & 1
+        }
+
+
+def table_bits(tables: Sequence[TableSpec], names: Collection[str]) -> str:
+    """Return the tables with these names as ``TrainerSettings`` has them."""
+    bits = sum(1 << number for number, table in enumerate(tables) if table.name in names)
+    return f"{bits:x}" if bits else ""
+
+
+def with_answers(settings: TrainerSettings, tables: Sequence[TableSpec], answers: Mapping[str, str]) -> TrainerSettings:
+    """Return the settings with "rows" or "sums" by name of each pooled table."""
+    by_sums = {name for name, answer in answers.items() if answer == "sums"}
+    return TrainerSettings(
+        settings.exchange, settings.comm_dtype, settings.replica_sums, table_bits(tables, answers),
+        table_bits(tables, by_sums),
+    )  # fmt: skip
+
+
+def _bits(text: str, table_count: int) -> int:
+    """Raises ValueError: no number, or longer than so many tables need."""
+    if len(text) > table_count // 4 + 1:
+        raise ValueError("too long")
+    return int(text, 16) if text else 0
