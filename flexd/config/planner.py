@@ -187,22 +187,24 @@ class PlannerConfig(Section):
     ``planner.min_saving``, as far as the trainers' ``spare_home_fraction`` has room. With false the rules stay as they
     are, also those that have changed."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
-    """The trainers' ``EmbeddingCollection(exchange=...)``. A running job cannot change it; each plan names a cheaper
-    exchange if there is one."""
+    """The trainers' ``EmbeddingCollection(exchange=...)``, where they have ``"auto"``, or a version that does not say
+    it when they register. A running job cannot change it; each plan names a cheaper exchange if there is one."""
     micro_batches: Annotated[Int, Field(ge=1, le=4096)] = 1
     """Forward passes for each optimizer step: rows are looked up in each, replicas synchronised once."""
     comm_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """The trainers' ``EmbeddingCollection(comm_dtype=...)``; by default rows are sent as they are stored."""
+    """The trainers' ``EmbeddingCollection(comm_dtype=...)``, where they do not say it when they register; by default
+    rows are sent as they are stored."""
     replica_sums: Literal["all_reduce", "home"] = "all_reduce"
-    """The trainers' ``EmbeddingCollection(replica_sums=...)``. A running job cannot change it; each plan names the
-    price of the other way."""
+    """The trainers' ``EmbeddingCollection(replica_sums=...)``, where they do not say it when they register. A running
+    job cannot change it; each plan names the price of the other way."""
     frozen_tables: list[str] = []
     """Read-only tables, which need no backward pass and no synchronisation."""
     exclude_tables: list[str] = []
     """Tables whose rows all stay at HOME."""
     pooled_tables: dict[str, Literal["rows", "sums"]] = {}
-    """Pooled tables and the trainers' ``EmbeddingBagTable(answer=...)``, by table. Rows of a table that answers by
-    ``sums`` all stay at HOME; every plan states which answer would take less time."""
+    """Pooled tables and the trainers' ``EmbeddingBagTable(answer=...)``, by table, where trainers do not say it when
+    they register. Rows of a table that answers by ``sums`` all stay at HOME; every plan states which answer would take
+    less time."""
     verify: VerifyConfig = VerifyConfig()
     """Measurement of executed plans."""
     pins: list[PinConfig] = []

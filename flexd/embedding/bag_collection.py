@@ -39,7 +39,7 @@ class EmbeddingBagTable(EmbeddingTable):
         pooling: "sum" or "mean"; a bag without ids is zero in both.
         answer: "rows" (each distinct row is sent once, and pooled where it is requested) or "sums" (added up at the
             homes: fewer bytes for bags of many ids, see docs/training.md). The result is the same. Plans list no rows
-            of a table that answers by sums if the daemon's configuration says so too.
+            of a table that answers by sums.
 
     Raises:
         EmbeddingError: the pooling or the answer is unknown.

@@ -110,10 +110,10 @@ class EmbeddingCollection(TableAccess):
             default of sharded modules elsewhere).
         comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
             table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
-            does not depend on the placement. Set ``planner.comm_dtype`` of the daemon to the same value.
+            does not depend on the placement. The daemon is told.
         replica_sums: "all_reduce" (the ranks of a rail all-reduce gradients of copies where that loses no precision) or
             "home" (always added at the row's home, which sends back the sums, as narrow dtypes need). Exact either way;
-            the "chain" exchange alone follows it. Set ``planner.replica_sums`` of the daemon to the same value.
+            the "chain" exchange alone follows it. The daemon is told.
         max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
         fast_memory_bytes: of home rows that a rank keeps in fast memory, with optimizer state; the others are in slow
             memory, and come in when a step needs them. Default: all rows are fast. It does not change the result.

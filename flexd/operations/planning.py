@@ -181,7 +181,7 @@ class Planning:
         Raises:
             PlanError: not all ranks are ready, the accesses of a step are not known, or a gate is closed.
         """
-        topology, settings = self.live_topology(), self._config.planner
+        topology, settings = self.live_topology(), self._settings
         if not self.rules.allowed(settings, topology):
             return None
         with self._making:
