@@ -66,7 +66,7 @@ def _contradiction(key: str, configured: object, told: str | None) -> str:
 
 def _told(trainer: TrainerSettings, tables: Sequence[TableSpec]) -> Mapping[str, Any]:
     """Return the keys of ``planner`` that the trainer tells, without values that this version does not know."""
-    told: dict[str, Any] = {"pooled_tables": trainer.answers(tables)}
+    told: dict[str, Any] = {"pooled_tables": trainer.answer_by_table(tables)}
     if trainer.exchange in _EXCHANGES:
         told["exchange"] = trainer.exchange
     if trainer.comm_dtype is None or trainer.comm_dtype in DTYPE_BYTES:

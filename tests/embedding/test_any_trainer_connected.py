@@ -48,7 +48,7 @@ def test_rows_migrate_while_a_moved_trainer_trains(tmp_path: Path, ranks: Callab
         assert live.trainer is not None, "the trainer says how it was constructed"
         assert (live.trainer.exchange, live.trainer.replica_sums) == ("chain", "all_reduce")
         pooled = {name for name, *_ in PLAIN_TABLES[kind]} if kind == "replaced" else set()
-        assert set(live.trainer.answers(keyspace.tables)) <= pooled
+        assert set(live.trainer.answer_by_table(keyspace.tables)) <= pooled
     finally:
         coordinator.stop(15)
         journal.close()

@@ -318,8 +318,8 @@ def test_plans_and_prices_follow_what_the_trainer_says_of_itself(tmp_path: Path)
     harness, by_sums = planned(TrainerSettings("chain", pooled="1", by_sums="1"))
     assert len(by_sums.target) == 0
     assert [one.answer for one in by_sums.pooled_tables] == ["sums"]
-    explanation, _ = harness.planning.explain("item", 0, 1)
-    assert explanation.rows[0].reason == "excluded"
+    (answer,) = explanation(*harness.planning.explain("item", 0, 0)).explained
+    assert (answer.planned, answer.reason) == ("HOME", "excluded")
 
 
 @pytest.mark.parametrize("divides", [False, True])

@@ -36,7 +36,7 @@ class TrainerSettings:
                 return f"{name} is no set of {table_count} tables"
         return ""
 
-    def answers(self, tables: Sequence[TableSpec]) -> dict[str, str]:
+    def answer_by_table(self, tables: Sequence[TableSpec]) -> dict[str, str]:
         """Return "rows" or "sums" by name of each pooled table."""
         pooled, by_sums = _bits(self.pooled, len(tables)), _bits(self.by_sums, len(tables))
         return {

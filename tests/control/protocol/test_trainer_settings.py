@@ -15,7 +15,7 @@ TABLES = [TableSpec(f"t{number}", 10, 4) for number in range(70)]
 def test_answers_come_back(answers: dict[str, str]) -> None:
     told = with_answers(TrainerSettings("auto", "float16", "home"), TABLES, answers)
     assert (told.exchange, told.comm_dtype, told.replica_sums) == ("auto", "float16", "home")
-    assert told.answers(TABLES) == answers
+    assert told.answer_by_table(TABLES) == answers
     assert told.fault(len(TABLES)) == ""
 
 
@@ -23,7 +23,7 @@ def test_answers_come_back(answers: dict[str, str]) -> None:
 def test_what_is_no_set_of_tables_is_a_fault(text: str) -> None:
     for told in (TrainerSettings(pooled=text), TrainerSettings(by_sums=text)):
         if not told.fault(3):
-            assert set(told.answers(TABLES[:3])) <= {"t0", "t1", "t2"}
+            assert set(told.answer_by_table(TABLES[:3])) <= {"t0", "t1", "t2"}
     assert TrainerSettings(pooled="8").fault(3) == "pooled is no set of 3 tables"
     assert TrainerSettings(pooled="-1").fault(3)
     assert TrainerSettings(by_sums="f" * 5_000_000).fault(3), "not even parsed"
