@@ -80,6 +80,7 @@ class RuleChanger:
 
     Attributes:
         outcome: of the newest attempt, in words; empty before the first.
+        planned: of the newest attempt; None before the first.
     """
 
     def __init__(self, keyspace: KeySpace, executions: Executions, lengths: LengthQuantiles | None = None) -> None:
@@ -88,6 +89,7 @@ class RuleChanger:
         self._lengths = lengths
         self._serial = 0
         self.outcome = ""
+        self.planned: PlannedRules | None = None
 
     @property
     def running(self) -> bool:
@@ -148,7 +150,7 @@ class RuleChanger:
             ControlError: the coordinator is stopping.
         """
         try:
-            planned = self.plan(profile, topology, cluster, live, settings)
+            planned = self.planned = self.plan(profile, topology, cluster, live, settings)
         except PlanError as error:
             self.outcome = error.message
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ from flexd.core.home_block import NO_CHANGES, ChangedRule, ChangedRules
 from flexd.core.home_rules import HomeRule
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
+from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Executions
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rule_changes import live_homes, live_keyspace
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.sketch.sketch_set import SketchSet
+from tests.operations.test_autoplan import QuietDrift
 from tests.support.planning_harness import PlanningHarness
+from tests.support.until import until
 
 TABLES = {"a": 900, "b": 1_100, "c": 1_000, "d": 700}
 POOLED = dict.fromkeys(TABLES, "sums")
@@ -154,3 +158,29 @@ def test_plans_of_copies_know_the_rules_of_now(tmp_path: Path) -> None:
     plan = harness.propose("copies", force=True).plan
     assert not np.isin(keyspace.table_of(plan.target.keys), [0, 1]).any()
     assert len(plan.target.keys)
+
+
+def test_the_daemon_changes_rules_before_it_plans_copies_and_waits_for_them(tmp_path: Path) -> None:
+    harness = harness_of(
+        tmp_path, pooled_tables={"a": "sums", "b": "sums"}, interval_seconds=0.2, min_spacing_seconds=0.0
+    )
+    drift = QuietDrift()
+    daemon = AutoPlanner(harness.config.planner, harness.planning, drift, harness.coordinator.live)  # type: ignore[arg-type]
+    daemon.tick()
+    (rules,) = harness.coordinator.migrations
+    assert rules.migration_id.endswith("-rules")
+    assert "becomes" in rules.metadata.reason
+    drift.reason = "drift"
+    time.sleep(0.3)
+    daemon.tick()
+    assert harness.coordinator.migrations == [rules], "a plan of copies would stop it half-way"
+    harness.coordinator.execute(rules, chunks=100_000)
+    until(lambda: daemon.tick() or len(harness.coordinator.migrations) > 1, 10)
+    copies = harness.coordinator.migrations[1]
+    assert not copies.migration_id.endswith("-rules")
+    harness.coordinator.execute(copies, chunks=100_000)
+    now = harness.coordinator.now
+    assert now.homes.tables
+    listed = harness.config.keyspace().table_of(now.keys)
+    assert len(listed)
+    assert not np.isin(listed, [one.table for one in now.homes.tables]).any()
