@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flexd.api.placement import placement_status
+from flexd.api.planning import planning_status
 from flexd.config.load import parse_config
 from flexd.core.home_block import NO_CHANGES, ChangedRule, ChangedRules
 from flexd.core.home_rules import HomeRule
@@ -168,6 +169,7 @@ def test_the_daemon_changes_rules_before_it_plans_copies_and_waits_for_them(tmp_
     daemon = AutoPlanner(harness.config.planner, harness.planning, drift, harness.coordinator.live)  # type: ignore[arg-type]
     daemon.tick()
     (rules,) = harness.coordinator.migrations
+    assert planning_status(harness.planning, daemon).home_rules == harness.planning.rules.outcome
     assert rules.migration_id.endswith("-rules")
     assert "becomes" in rules.metadata.reason
     drift.reason = "drift"
