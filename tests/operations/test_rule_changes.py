@@ -11,6 +11,7 @@ import numpy as np
 
 from flexd.api.placement import placement_status
 from flexd.api.planning import planning_status
+from flexd.cli.plan_view import planning_block
 from flexd.config.load import parse_config
 from flexd.core.home_block import NO_CHANGES, ChangedRule, ChangedRules
 from flexd.core.home_rules import HomeRule
@@ -169,7 +170,9 @@ def test_the_daemon_changes_rules_before_it_plans_copies_and_waits_for_them(tmp_
     daemon = AutoPlanner(harness.config.planner, harness.planning, drift, harness.coordinator.live)  # type: ignore[arg-type]
     daemon.tick()
     (rules,) = harness.coordinator.migrations
-    assert planning_status(harness.planning, daemon).home_rules == harness.planning.rules.outcome
+    status = planning_status(harness.planning, daemon)
+    assert status.home_rules == harness.planning.rules.outcome
+    assert ("home rules", status.home_rules) in planning_block(status).pairs
     assert rules.migration_id.endswith("-rules")
     assert "becomes" in rules.metadata.reason
     drift.reason = "drift"
