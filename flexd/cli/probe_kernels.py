@@ -6,8 +6,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from flexd.cli.blocks import Block, Facts, Table
 from flexd.cli.options import check_file
 from flexd.core import units
@@ -65,6 +63,8 @@ def kernel_document(measured: KernelMeasurements, out: Path) -> dict[str, Any]:
 
 def kernel_blocks(measured: KernelMeasurements, out: Path) -> list[Block]:
     """Return the conditions of the run and the seconds by phase."""
+    import numpy as np
+
     rows = []
     read = np.array([float((one.ids * one.row_bytes).sum()) for one in measured.sets])
     for name, seconds in (
