@@ -102,7 +102,6 @@ class KernelPrices:
         for at, option in enumerate(self.tables.options):
             loads[:, at, _HOLDERS[option.rule], -_KERNELS:] = by_option[:, at]
         seconds = self.tables.seconds_per_unit.copy()
-        seconds[-_KERNELS:] = 1.0
         plain = replace(self.tables, loads=loads, seconds_per_unit=seconds)
         summed = RankLoads.of(plain, self.layout, np.full(self.layout.world_size, np.inf), pieces).maxima()[-_KERNELS:]
         sets = self.kernel_seconds(pieces).max(axis=0)
