@@ -49,8 +49,9 @@ class MistakeStatus(Model):
     """A kind of mistake that the ranks' trainers made."""
 
     kind: str
-    """``row_counts``, ``copied_ids``, ``lone_save`` (``state_dict()`` on some ranks only), ``differing_seeds`` or
-    ``numpy`` (one that pyarrow refuses); ``other`` from a newer flexd."""
+    """``row_counts``, ``copied_ids``, ``lone_save`` (``state_dict()`` on some ranks only), ``differing_seeds``,
+    ``clipped_by_torch`` (``torch.nn.utils.clip_grad_norm_`` of rows) or ``numpy`` (one that pyarrow refuses);
+    ``other`` from a newer flexd."""
     count: int
     """Over all ranks, since the daemon started."""
     rank: int

@@ -23,6 +23,8 @@ class MistakeKind(StrEnum):
     """``state_dict()`` was called on some ranks only."""
     DIFFERING_SEEDS = "differing_seeds"
     """Ranks have other seeds, or gave other values for the same rows."""
+    CLIPPED_BY_TORCH = "clipped_by_torch"
+    """The gradient of rows was given to ``torch.nn.utils.clip_grad_norm_``, which cannot compute its norm."""
     NUMPY = "numpy"
     """The installed pyarrow does not load with the installed numpy."""
 

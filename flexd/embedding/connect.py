@@ -53,6 +53,8 @@ class Connection:
         collection.phases.drain()
         collection.engine.after_step = self._report
         MISTAKES.add_listener(self._report_mistake)
+        if MISTAKES.reports():  # made before there was a connection
+            self._report_mistake()
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """Send pending reports and the tap's counts, and stop the agent's thread, within the deadline."""

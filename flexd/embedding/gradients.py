@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flexd.core.errors import EmbeddingError
+from flexd.core.mistakes import MISTAKES, MistakeKind
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.replicas.replica_sync import RowGradients, sum_by_index
 from flexd.embedding.store.store import GroupStore
+
+logger = logging.getLogger(__name__)
+
+_NORMS = frozenset({torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, torch._foreach_norm})
+"""Functions by which torch and frameworks compute norms of gradients."""
+
+
+class RowGate(torch.Tensor):
+    """``StepGradients.gate``. It has no norm of the rows, so computing one is noted as a mistake of the trainer."""
+
+    warned = False
+    """In this process."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _NORMS:
+            cls._note()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def _note(cls) -> None:
+        text = "torch computed a norm of the gradient of rows, as in torch.nn.utils.clip_grad_norm_ of param_groups"
+        MISTAKES.note(MistakeKind.CLIPPED_BY_TORCH, text)
+        if not RowGate.warned:
+            RowGate.warned = True
+            logger.warning(
+                "%s: the parameter that represents rows has no norm of theirs, so clipping by it is wrong; call "
+                "clip_grad_norm_ of the collection or of flexd.JoinedOptimizer instead",
+                text,
+            )
 
 
 class StepGradients:
@@ -61,7 +97,7 @@ class StepGradients:
         """
         if self._gate is None:
             value = 1.0 if self.finite() else math.inf
-            self._gate = torch.full((), value, device=self._parts[0].grads.device)
+            self._gate = torch.full((), value, device=self._parts[0].grads.device).as_subclass(RowGate)
         return self._gate
 
     def finite(self) -> bool:

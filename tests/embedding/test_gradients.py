@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
@@ -12,7 +13,9 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from flexd.core.mistakes import MistakeLog
 from flexd.core.placement import Delta
+from flexd.embedding import gradients
 from tests.support.gradient_jobs import Clipping, train_alone
 from tests.support.plain_tables import ids
 from tests.support.rank_pool import RankPool
@@ -93,6 +96,40 @@ def test_zero_grad_drops_clipped_gradients() -> None:
     collection.optimizer.step()
     np.testing.assert_allclose(moved(collection)[:4], [0, 0, 0.5, 0], atol=1e-12)
     assert collection.steps == 1
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_clipping_rows_by_torch_is_warned_of_once(
+    foreach: bool | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = MistakeLog()
+    monkeypatch.setattr(gradients, "MISTAKES", log)
+    monkeypatch.setattr(gradients.RowGate, "warned", False)
+    collection, dense = make(), torch.nn.Parameter(torch.zeros(3))
+    optimizer = flexd.JoinedOptimizer(torch.optim.SGD([dense], 0.1), collection.optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+
+    def step(clip: bool) -> None:
+        backward(collection, 1)
+        dense.grad = torch.ones(3)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        if clip:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach)
+        scaler.step(optimizer)
+        scaler.update()
+
+    with caplog.at_level(logging.WARNING):
+        step(clip=False)
+        assert log.reports() == (), "its own clipping and GradScaler compute no norm of the gate"
+        step(clip=True)
+        step(clip=True)
+    (report,) = log.reports()
+    assert report.kind == "clipped_by_torch"
+    assert report.count >= 2
+    assert [record.message.count("flexd.JoinedOptimizer") for record in caplog.records] == [1]
 
 
 def test_a_skipped_step_leaves_no_gradients() -> None:

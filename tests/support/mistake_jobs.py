@@ -32,9 +32,13 @@ def batch(shift: int) -> dict[str, Jagged]:
 def make_mistakes(rank: int, port: int) -> dict[str, str]:
     """Make one mistake of each kind but that of an installation; return what this rank says of them by kind."""
     collection = flexd.EmbeddingCollection(tables(), layout=RankLayout(2, 1))
-    connection = flexd.connect(collection, f"127.0.0.1:{port}", job="job", timeout_seconds=5.0)
-    with refused():  # a checkpoint of a model with other row counts
+    with refused():  # a checkpoint of a model with other row counts, loaded before the connection
         collection.load_rows("item", 0, torch.zeros(62, collection.tables[0].dim, dtype=torch.float64))
+    connection = flexd.connect(collection, f"127.0.0.1:{port}", job="job", timeout_seconds=5.0)
+    deadline = time.monotonic() + 30  # a report waits for the daemon to know all ranks
+    while not connection.agent.counters.get("reports") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert connection.agent.counters.get("reports"), "what was noted before is reported without a step"
     with refused():  # values made from another seed on each rank
         generator = torch.Generator().manual_seed(rank)
         collection.load_rows("item", 0, torch.rand(61, collection.tables[0].dim, generator=generator).double())
@@ -44,9 +48,6 @@ def make_mistakes(rank: int, port: int) -> dict[str, str]:
         copied = {name: Jagged(jagged.values.clone(), jagged.lengths) for name, jagged in features.items()}
         collection(copied)["item"].values.sum().backward()
         collection.optimizer.step()
-    deadline = time.monotonic() + 30  # a report waits for the daemon to know all ranks
-    while not connection.agent.counters.get("reports") and time.monotonic() < deadline:
-        time.sleep(0.02)
     connection.close(5.0)
     collection.close()
     return {report.kind: report.text for report in MISTAKES.reports()}
