@@ -43,13 +43,15 @@ def busiest(policy: AutoShardPolicy | None) -> float:
 
 
 def test_the_policy_learns_to_balance_tasks_that_it_never_saw() -> None:
-    learned = busiest(trained(120))
+    learned = busiest(trained(80))
     assert learned - 1 < 0.6 * (busiest(None) - 1)
     assert learned < busiest(AutoShardPolicy(2, 0))
 
 
 def test_the_same_seed_gives_the_same_policy_and_placements() -> None:
-    first, again, other = trained(5), trained(5), trained(5, seed=1)
+    first = trained(5)
+    autoshard_policy.torch.rand(1)  # the global generator moves on
+    again, other = trained(5), trained(5, seed=1)
     task = draw(np.random.default_rng(1))
     assert np.array_equal(first.best(task, 4), again.best(task, 4))
     assert all((one == two).all() for one, two in zip(first.parameters(), again.parameters(), strict=True))
