@@ -1,9 +1,10 @@
 """AutoShard's policy (Zha et al., KDD 2022, arXiv 2208.06399), for comparison: whole tables placed one by one.
 
 Tables come in descending predicted cost. A network represents each table; a device is the sum of the representations
-of its tables; an LSTM, whose weights all devices share, reads every device's sum and the next table, and a softmax over
-the devices with room for it decides. It is trained by REINFORCE with the predicted cost of the busiest device, on
-many small random tasks. Sizes of layers and the baseline (the mean of a task's episodes) are chosen here.
+of its tables, over the mean number of tables of a device, so that tasks of any size look alike; an LSTM, whose weights
+all devices share, reads every device's sum and the next table, and a softmax over the devices with room for it decides.
+It is trained by REINFORCE with the predicted cost of the busiest device, on many small random tasks. Sizes of layers,
+the scale of the sums and the baseline (the mean of a task's episodes) are chosen here.
 """
 
 from __future__ import annotations
@@ -102,10 +103,10 @@ class AutoShardPolicy(nn.Module):
         fits = torch.ones(episodes, dtype=torch.bool)
         device = torch.empty(episodes, len(order), dtype=torch.int64)
         logs, entropies = torch.zeros(episodes), torch.zeros(episodes)
-        each = torch.arange(episodes)
+        each, per_table = torch.arange(episodes), task.devices / len(order)
         for at in order.tolist():
             one = represented[at].expand(episodes, task.devices, -1)
-            hidden, cell = self.cell(torch.cat([held, one], dim=2).flatten(0, 1), (hidden, cell))
+            hidden, cell = self.cell(torch.cat([held * per_table, one], dim=2).flatten(0, 1), (hidden, cell))
             room = used + size[at] <= task.memory_bytes
             some = room.any(dim=1)
             fits &= some

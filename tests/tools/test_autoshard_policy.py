@@ -19,7 +19,7 @@ def draw(rng: np.random.Generator, memory: float = np.inf) -> ShardingTask:
     def seconds(device: np.ndarray) -> np.ndarray:
         return np.stack([(cost * (device == one)).sum(axis=1) for one in range(DEVICES)], axis=1)
 
-    share = cost * DEVICES / cost.sum()
+    share = cost * TABLES / cost.sum()
     return ShardingTask(np.stack([share, np.log(share)], axis=1), cost, np.ones(TABLES), DEVICES, memory, seconds)
 
 

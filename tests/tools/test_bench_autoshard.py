@@ -1,0 +1,95 @@
+"""``bench_autoshard`` on a small list: its strategies, their prices, its checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import autoshard_policy
+import bench_autoshard
+import numpy as np
+import pytest
+from autoshard_tasks import TablePool, analytic_costs, split_tables
+from planner_problems import made_up_tables
+
+from flexd.core.layout import RankLayout
+
+TRAIN, HELD_OUT = split_tables(made_up_tables(48), 40e9, np.random.default_rng(0))
+
+
+def pool_of(tables, memory: float = 40e9) -> TablePool:
+    return TablePool(tuple(tables), RankLayout(2, 2), analytic_costs(), memory)
+
+
+@pytest.fixture(scope="module")
+def compared():
+    policy, training = bench_autoshard.trained_policy(TRAIN, analytic_costs(), 10, (4, 8))
+    case = bench_autoshard.Case(pool_of(HELD_OUT), learned=False, evaluations=300)
+    found, places = bench_autoshard.compare("small", case, policy, torchrec=False)
+    return case, found, places, training
+
+
+def test_tables_of_the_tasks_are_not_those_that_the_policy_is_trained_on() -> None:
+    assert not {table.name for table in TRAIN} & {table.name for table in HELD_OUT}
+    assert len(TRAIN) == len(HELD_OUT) == 24
+
+
+def test_every_strategy_is_a_row(compared) -> None:
+    _, found, places, training = compared
+    named = {row["strategy"]: row for row in found["strategies"]}
+    greedy = {f"{name} greedy" for name in ("size", "dim", "lookup", "size_lookup", "predicted cost")}
+    assert greedy | {"random (median)", "AutoShard's policy", "RecShard", "flexd"} <= named.keys()
+    assert all(0 <= row["balance"] <= 1 for row in named.values())
+    assert named["flexd"]["step_milliseconds"] <= min(row["step_milliseconds"] for row in named.values()) * 1.0001
+    assert (
+        named[bench_autoshard.BEST_OF]["busiest_milliseconds"] <= named[bench_autoshard.POLICY]["busiest_milliseconds"]
+    )
+    assert all(len(rank) == 24 and rank.max() < 4 for rank in places.values())
+    assert training["train_seconds"] > 0
+
+
+def test_the_policy_is_trained_on_the_costs_that_plans_are_compared_by(compared) -> None:
+    case, found, places, _ = compared
+    task = case.pool.task(np.arange(24))
+    for row in found["strategies"]:
+        if row["strategy"] in places:
+            seconds = task.device_seconds(places[row["strategy"]][None])[0]
+            assert row["busiest_milliseconds"] == pytest.approx(seconds.max() * 1e3)
+            assert row["balance"] == pytest.approx(seconds.min() / seconds.max())
+
+
+def test_a_strategy_without_room_is_not_applicable() -> None:
+    one = HELD_OUT[0]
+    tables = [replace(one, name=f"t{number}") for number in range(9)]
+    pool = pool_of(tables, memory=2.5 * one.rows * (2.0 * one.dim + 4))
+    plans = bench_autoshard.whole_plans(bench_autoshard.Case(pool, learned=False), autoshard_policy.AutoShardPolicy(6))
+    assert plans["size greedy"]() is None
+    assert plans["AutoShard's policy"]() is None
+
+
+def test_measured_ranks_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        bench_autoshard, "measured",
+        lambda kernels, sets, seed: (sets, np.array([[len(one.rows), one.ids.sum()] for one in sets])),
+    )  # fmt: skip
+    pool = pool_of(bench_autoshard.scaled(HELD_OUT[:6], 4))
+    place = np.array([0, 0, 0, 1, 1, 3])
+    ids = np.array([round(table.lookups * table.batch * 4) for table in pool.tables])
+    busiest = max(3 + ids[:3].sum(), 2 + ids[3:5].sum(), 1 + ids[5])
+    assert bench_autoshard.measure(pool, {"plan": place})["plan"] == pytest.approx(busiest * 1e3)
+
+
+def test_misses_are_reported(compared) -> None:
+    _, found, _, _ = compared
+
+    def checked(changes: dict[str, dict[str, float]]) -> list[bool]:
+        rows = [row | changes.get(row["strategy"], {}) for row in found["strategies"]]
+        return [entry["ok"] for entry in bench_autoshard.checks({"cases": [found | {"strategies": rows}]})]
+
+    best = {
+        bench_autoshard.POLICY: {"busiest_milliseconds": 1e-6}, bench_autoshard.BY_KERNELS: {"busiest_milliseconds": 0},
+    }  # fmt: skip
+    assert checked(best) == [True, True, True]
+    worst = {"busiest_milliseconds": 1e9, "step_milliseconds": 1e9}
+    assert not checked({bench_autoshard.POLICY: worst})[0]
+    assert not checked({bench_autoshard.BY_KERNELS: worst})[1]
+    assert not checked({bench_autoshard.ALL_RULES: worst})[2]
