@@ -154,7 +154,7 @@ def train(
         advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
         loss = -(advantage * episodes.log_probability).mean() - _ENTROPY * episodes.entropy.mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(policy.parameters(), _MAX_NORM)
         optimizer.step()
         history.append(float(busiest.mean()))

@@ -71,6 +71,9 @@ TRAINED_TABLES = (10, 40)
 CASES = ((50, RankLayout(1, 4)), (100, RankLayout(1, 8)), (200, RankLayout(2, 8)))
 POLICY, BEST_OF, RANDOM = "AutoShard's policy", f"AutoShard's policy, {SAMPLED} drawn", "random (median)"
 BY_KERNELS, ALL_RULES = "flexd, whole, by kernels", "flexd"
+NEAR = 1.02
+"""flexd shortens look-up and update one after the other, each as long as its own busiest rank; here both of one rank
+count, as AutoShard adds them up."""
 PUBLISHED = (
     ("AutoShard", "arXiv 2208.06399, abstract", "shards hundreds of tables in seconds"),
     (
@@ -333,11 +336,13 @@ def checks(figures: Figures) -> list[Figures]:
             ratio = busiest[POLICY] / busiest[RANDOM]
             result.append(check(f"{case['name']}: AutoShard's policy over random", ratio, "< 1", ratio < 1))
         peers = [name for name in named if not name.startswith("flexd") and "step_milliseconds" in named[name]]
-        for name, figure in ((BY_KERNELS, "busiest_milliseconds"), (ALL_RULES, "step_milliseconds")):
+        for name, figure, most in (
+            (BY_KERNELS, "busiest_milliseconds", NEAR), (ALL_RULES, "step_milliseconds", 1.0),
+        ):  # fmt: skip
             least = min(named[peer][figure] for peer in peers)
             ratio = named[name][figure] / least if name in named else float("inf")
             title = f"{case['name']}: {name}, {figure.split('_')[0]}, over the best peer of whole tables"
-            result.append(check(title, ratio, "<= 1", ratio <= 1 + 1e-9))
+            result.append(check(title, ratio, f"<= {most:g}", ratio <= most + 1e-9))
     return result
 
 

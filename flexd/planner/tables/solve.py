@@ -128,10 +128,12 @@ class _Solver:
             (relax(self._with_moves(t), self.layout, self.capacity), t, fixed) for t, fixed in self._restricted()
         ]
         relaxed.sort(key=lambda one: one[0].bound_seconds + one[2])
+        # Where the first option has several places, tables that have it must be placed still.
+        placed = self.tables.options[0].places(self.layout) > 1
         for number, (found, tables, fixed) in enumerate(relaxed):
             if found.bound_seconds + fixed >= min(priced):
                 break
-            if found.shares.any() and (found.shares[:, 0] < 1 - 1e-9).any():
+            if found.shares.any() and (placed or (found.shares[:, 0] < 1 - 1e-9).any()):
                 candidates.append(self._rounded(tables, found) if number == 0 else self._rounded_once(tables, found))
                 priced.append(self.seconds(candidates[-1]))
         best = int(np.argmin(priced))

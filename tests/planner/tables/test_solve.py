@@ -147,6 +147,14 @@ def test_columns_are_on_ranks_of_their_own():
     assert price_of(placed) == pytest.approx(placed.seconds)
 
 
+def test_whole_tables_are_placed_where_there_is_no_other_option():
+    layout = RankLayout(1, 4)
+    tables = options_of(3, 24, layout, (Option(HomeKind.RANK, Answer.SUMS),), pooled=1.1)
+    placed = place_tables(tables, layout, ROOMY, evaluations=800)
+    assert placed.seconds < 0.5 * placed.spread_seconds  # all on rank 0
+    assert placed.balance > 0.3
+
+
 def test_what_does_not_fit_is_an_error():
     tables = options_of(0, 4, RankLayout(2, 2))
     with pytest.raises(PlanError, match=r"4 tables of .* find no place"):
