@@ -14,6 +14,8 @@ from planner_problems import made_up_tables
 
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.kernel_costs import KernelCosts, work_of
+from flexd.planner.tables.kernel_work import DIMS_TERM, IDS, TABLES
+from flexd.planner.tables.options import Answer
 from flexd.topology.kernel_design import KernelRange, designed_sets
 from flexd.topology.kernel_file import KernelMeasurements
 
@@ -73,6 +75,25 @@ def test_the_policy_is_trained_on_the_costs_that_plans_are_compared_by(compared)
             assert row["balance"] == pytest.approx(seconds.min() / seconds.max())
 
 
+def test_learned_costs_are_not_used_for_rows_as_answers(compared) -> None:
+    case, _, _, _ = compared
+    assert any(option.answer is Answer.ROWS for option in case.options) == (not case.learned)
+
+
+def test_the_work_of_a_device_is_that_of_its_set_of_tables() -> None:
+    class Work:
+        def seconds(self, work: np.ndarray) -> np.ndarray:
+            return np.stack([work[:, DIMS_TERM], 100 * work[:, TABLES] + work[:, IDS]], axis=1)
+
+    pool = pool_of(HELD_OUT, costs=Work())
+    chosen, place = np.arange(5, 17), np.tile([1, 3, 1, 3], 3)
+    work = pool.held.chosen(chosen).work(place, 4)
+    assert (work[[1, 3], DIMS_TERM] < 6).all()
+    found = pool.task(chosen).device_seconds(np.stack([place, place[::-1]]))[0]
+    assert found == pytest.approx(Work().seconds(work).sum(axis=1), rel=1e-12)
+    assert found[0] == 0 < found[1]
+
+
 def test_a_strategy_without_room_is_not_applicable() -> None:
     one = HELD_OUT[0]
     tables = [replace(one, name=f"t{number}") for number in range(9)]
@@ -88,9 +109,10 @@ def test_measured_ranks_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -
         lambda kernels, sets, seed: (sets, np.array([[len(one.rows), one.ids.sum()] for one in sets])),
     )  # fmt: skip
     pool = pool_of(bench_autoshard.scaled(HELD_OUT[:6], 4))
-    place = np.array([0, 0, 0, 1, 1, 3])
+    place = np.array([3, 0, 3, 3, 1, 3])
     ids = np.array([round(table.lookups * table.batch * 4) for table in pool.tables])
-    busiest = max(3 + ids[:3].sum(), 2 + ids[3:5].sum(), 1 + ids[5])
+    busiest = 4 + ids[place == 3].sum()
+    assert busiest > 1 + max(ids[1], ids[4])
     assert bench_autoshard.measure(pool, {"plan": place})["plan"] == pytest.approx(busiest * 1e3)
 
 
