@@ -97,7 +97,8 @@ class ScaleOutConfig(Section):
 
     role: Literal["standalone", "leader", "follower"] = "standalone"
     """``leader`` merges the counts of followers; ``follower`` counts its partitions and plans nothing. All daemons of a
-    job have the same ``tables`` and ``sketch`` sections; those that read the stream share one consumer group."""
+    job have the same ``sketch`` section, and the same ``tables`` or none; those that read the stream share one consumer
+    group."""
     secret_file: Path | None = None
     """Shared secret of leader and followers (HMAC-SHA256). Without it they do not authenticate each other, which only
     loopback allows."""

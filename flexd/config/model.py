@@ -95,8 +95,8 @@ class Config(Section):
     job: Name
     """Name of the training job; daemon and ranks must agree."""
     tables: list[TableConfig] = []
-    """The embedding tables, as the trainer has them. Without a list the daemon takes them from the ranks and keeps them
-    in its state; nothing is read from the stream before they are known."""
+    """The embedding tables, as the trainer has them. Without a list the daemon takes them from the ranks (a follower:
+    from its leader) and keeps them in its state; nothing is read from the stream before they are known."""
     stream: StreamConfig
     """The stream of accesses."""
     sketch: SketchConfig = SketchConfig()
@@ -136,13 +136,6 @@ class Config(Section):
             raise ValueError(
                 "a source of kind tap needs scale_out.role standalone: ranks send their counts to one daemon only"
             )
-        return value
-
-    @field_validator("scale_out")
-    @classmethod
-    def _several_daemons_list_tables(cls, value: ScaleOutConfig, info: ValidationInfo) -> ScaleOutConfig:
-        if value.role != "standalone" and info.data.get("tables") == []:
-            raise ValueError(f"scale_out.role {value.role} needs a list of tables: ranks are known to the leader alone")
         return value
 
     @field_validator("high_availability")

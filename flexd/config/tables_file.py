@@ -1,13 +1,14 @@
 """The tables of a job in the daemon's state: ``tables-of-ranks.json``, for a configuration that lists none.
 
-A daemon that takes its tables from the ranks writes them there, so that it starts again without ranks.
+A daemon that takes its tables from the ranks writes them there, so that it starts again without ranks; so does a
+follower with the tables of its leader.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,18 @@ from flexd.config.load import load_config
 from flexd.config.model import Config, TableConfig
 from flexd.core.durable import replace_file
 from flexd.core.errors import ConfigError, SnapshotError, StateVersionError
-from flexd.core.keyspace import TableSpec
+from flexd.core.keyspace import TableSpec, table_from_document
 from flexd.ha.term_directories import newest_directory
 
 NAME = "tables-of-ranks.json"
 FORMAT = 1
-_FIELDS = frozenset(field.name for field in fields(TableSpec))
 
 
 def save_tables(directory: Path, tables: Sequence[TableSpec], attempt: str) -> None:
     """Replace the file, durably.
 
     Args:
-        attempt: of the ranks that have these tables.
+        attempt: of the ranks that have these tables; empty for a follower, which has them from its leader.
 
     Raises:
         SnapshotError: it cannot be written.
@@ -46,7 +46,7 @@ def load_tables(directory: Path) -> tuple[TableSpec, ...]:
     path = directory / NAME
     try:
         document = _document(path)
-        return () if document is None else tuple(_spec(entry) for entry in document["tables"])
+        return () if document is None else tuple(table_from_document(entry) for entry in document["tables"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError, ConfigError) as error:
         raise SnapshotError(
             f"{path} cannot be read: {error}", remedy="remove it: the tables then come from the ranks again"
@@ -95,9 +95,3 @@ def _document(path: Path) -> dict[str, Any] | None:
             f"{path} is of format {version}, this flexd reads format {FORMAT}", remedy="start the newer flexd"
         )
     return document
-
-
-def _spec(entry: Any) -> TableSpec:
-    if not isinstance(entry, dict):
-        raise ValueError("a table that is no JSON object")
-    return TableSpec(**{name: value for name, value in entry.items() if name in _FIELDS})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,26 @@ class TableSpec:
     def state_bytes(self) -> int:
         """Bytes of one row's optimizer state, which migrates with the row."""
         return sum(state_columns(self.optimizer, self.dim).values()) * (8 if self.dtype == "float64" else 4)
+
+
+_WHOLE_NUMBERS = frozenset({"rows", "dim"})
+_TABLE_FIELDS = frozenset(field.name for field in fields(TableSpec))
+
+
+def table_from_document(document: Any) -> TableSpec:
+    """Return the table of a JSON object (``dataclasses.asdict``); fields that this version does not know are ignored.
+
+    Raises:
+        ValueError, TypeError: it is no such object.
+        ConfigError: a value is not allowed.
+    """
+    if not isinstance(document, dict):
+        raise ValueError("a table that is no JSON object")
+    known = {name: value for name, value in document.items() if name in _TABLE_FIELDS}
+    for name, value in known.items():
+        if type(value) is not (int if name in _WHOLE_NUMBERS else str):
+            raise ValueError(f"{name} of a table is {str(value)[:40]!r}")
+    return TableSpec(**known)
 
 
 @dataclass(frozen=True)

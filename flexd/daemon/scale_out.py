@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
 from flexd.core.errors import StateVersionError
+from flexd.core.keyspace import TableSpec
 from flexd.core.secrets import KeyFile
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
@@ -22,9 +24,11 @@ from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.scaleout.delta_sender import FAILURE_REASONS, DeltaSender, Link
 from flexd.scaleout.follower import Follower, FollowerOptions, FollowerStats
 from flexd.scaleout.follower_registry import REASONS, FollowerRegistry, FollowerReport
-from flexd.scaleout.leader import Leader
+from flexd.scaleout.leader import Leader, LeaderWithoutTables
 from flexd.scaleout.ledger import Ledger
+from flexd.scaleout.tables_request import TablesRequest, tables_of_refusal
 from flexd.scaleout.transport import HttpLink, LocalLink, listener
+from flexd.server.http import HttpListener
 from flexd.stream.offsets_in_work import RECORD_NAME, OffsetsInWork
 
 logger = logging.getLogger("flexd")
@@ -107,6 +111,18 @@ class FollowerUnit:
         ended = self.ingestor.stop(timeout_seconds)
         return self._sender.stop(1.0) and ended
 
+    def discard(self, timeout_seconds: float) -> bool:
+        """Stop without sending the last counts, which the leader would refuse; they are read again from its positions.
+
+        Return True if both threads ended. May be called again if not.
+        """
+        sent = self._sender.stop(1.0)
+        return self.ingestor.stop(timeout_seconds) and sent
+
+    def leader_tables(self) -> tuple[TableSpec, ...]:
+        """Return the leader's tables if it refuses the counts because it has others; else none."""
+        return tables_of_refusal(self._sender.refusal)
+
     def stats(self) -> FollowerStats:
         stats = self._follower.stats()
         return replace(stats, failures=with_zeros(FAILURE_REASONS, stats.failures))
@@ -171,10 +187,40 @@ def remote_follower(config: Config, supervisor: Supervisor) -> FollowerUnit:
     Raises:
         FlexdError: a component cannot be built.
     """
+    return FollowerUnit(config, _link_to_leader(config), _follower_name(config), supervisor)
+
+
+def tables_request(config: Config, supervisor: Supervisor) -> TablesRequest:
+    """Build the request of a follower whose configuration lists no tables.
+
+    Raises:
+        FlexdError: a component cannot be built.
+    """
+    session = secrets.token_hex(8)
+    return TablesRequest(_link_to_leader(config), _follower_name(config), session, config.job, supervisor)
+
+
+def listener_without_tables(config: Config, supervisor: Supervisor, reason: Callable[[], str]) -> HttpListener:
+    """Build the listener of a leader that has no tables yet.
+
+    Args:
+        reason: returns what is missing, in words.
+
+    Raises:
+        FlexdError: a component cannot be built.
+    """
     settings = config.scale_out
-    host, port = split_address(settings.leader or "")
-    link = HttpLink(host, port, scale_out_secret(config))
-    return FollowerUnit(config, link, settings.name or _host_name(), supervisor)
+    leader = LeaderWithoutTables(factory.sketch_settings(config), reason)
+    return listener(leader, scale_out_secret(config), settings.listen_host, settings.listen_port, supervisor)
+
+
+def _link_to_leader(config: Config) -> HttpLink:
+    host, port = split_address(config.scale_out.leader or "")
+    return HttpLink(host, port, scale_out_secret(config))
+
+
+def _follower_name(config: Config) -> str:
+    return config.scale_out.name or _host_name()
 
 
 def _host_name() -> str:

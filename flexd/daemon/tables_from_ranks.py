@@ -35,17 +35,19 @@ from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import ActiveDaemon, InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.scale_out import listener_without_tables
 from flexd.daemon.service import TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.state_files import check_files
 from flexd.daemon.state_lock import StateLock
 from flexd.ha.leadership import Leadership, without_lease
-from flexd.server.http import DaemonServer
+from flexd.server.http import DaemonServer, HttpListener
 from flexd.server.metrics import Metrics
 
 logger = logging.getLogger("flexd")
 
 _SHARE_SERVER = 0.05
+_LISTENER_STOP_SECONDS = 2.0
 
 
 class TablesFromRanks(ActiveDaemon):
@@ -243,6 +245,8 @@ class _Learning(InactiveDaemon):
         self._owner = owner
         self.learner: TableLearner | None = None
         self._lock: StateLock | None = None
+        self._listener: HttpListener | None = None
+        """Of a leader of several daemons: it refuses counts, with what is missing."""
 
     def start(self, options: ControlOptions, problem: str) -> None:
         self._lock = StateLock(self._owner._leadership.state_dir)
@@ -250,6 +254,9 @@ class _Learning(InactiveDaemon):
             self.learner = TableLearner(options, self._owner.supervisor)
             self.learner.problem = problem
             self.learner.start()
+            if self._owner._config.scale_out.role == "leader":
+                self._listener = listener_without_tables(self._owner._config, self._owner.supervisor, self._reason)
+                self._listener.start()
         except BaseException:
             self.stop()
             raise
@@ -258,6 +265,9 @@ class _Learning(InactiveDaemon):
         learner, self.learner = self.learner, None
         if learner is not None:
             learner.stop()
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.stop(_LISTENER_STOP_SECONDS)
         if self._lock is not None:
             self._lock.release()
             self._lock = None

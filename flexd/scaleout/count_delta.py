@@ -23,6 +23,8 @@ FORMAT = 1
 """The format that ``encode`` writes."""
 OLDEST_FORMAT, NEWEST_FORMAT = 1, 1
 """The formats that ``decode`` reads."""
+NO_TABLES = "none"
+"""Digest in the delta of a follower that has no tables. No leader has it, so each refuses it; with its own tables."""
 MAX_PARTITIONS = 65_536
 MAX_OFFSET = 2**62
 _MAX_PARTITION_CHARS = 512
@@ -55,7 +57,7 @@ class CountDelta:
         session: identifier of its process.
         sequence: number of the delta; a repeated delta keeps its number.
         job: name of the job; must equal the leader's.
-        tables: digest of the key space; must equal the leader's.
+        tables: digest of the key space; must equal the leader's. ``NO_TABLES`` requests the leader's tables.
         ranges: counted messages by partition. Empty: only the follower's state is reported.
         messages: counts of the messages in ``ranges``.
         lag_messages: messages that the follower has not read yet.

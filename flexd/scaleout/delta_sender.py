@@ -58,6 +58,8 @@ class DeltaSender:
         self._thread = supervisor.thread("flexd-delta-sender", self._run, self._stopping, self._link.close)
         self.problem: str | None = None
         """Reason why the last attempt got no final answer, or None."""
+        self.refusal: PushAnswer | None = None
+        """The leader's newest refusal of the delta in flight; None if there is none."""
         self.attempts = 0
         self.failures: dict[str, int] = {}
         """Attempts without a final answer, by reason of ``FAILURE_REASONS``."""
@@ -129,8 +131,9 @@ class DeltaSender:
                 self.bytes_sent += len(data)
                 answer = self._link.offer(data)
                 if answer.outcome != "refused" or answer.reason == "position":
-                    self.problem, self.answered_at = None, time.monotonic()
+                    self.problem, self.refusal, self.answered_at = None, None, time.monotonic()
                     return answer
+                self.refusal = answer
                 self._fail(answer.reason, f"refused: {answer.message}")
             except ScaleOutError as error:
                 self._fail(error.reason, str(error))

@@ -1,14 +1,16 @@
-"""The leader: checks count deltas and adds them to its counters."""
+"""The leader: checks count deltas and adds them to its counters; and a leader that has no tables yet."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Protocol
 
 from flexd.core.errors import ScaleOutError, SketchError
-from flexd.core.keyspace import KeySpace
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.ingest import Ingestor
 from flexd.scaleout import count_delta
-from flexd.scaleout.count_delta import CountDelta
+from flexd.scaleout.count_delta import NO_TABLES, CountDelta
 from flexd.scaleout.follower_registry import FollowerRegistry
 from flexd.scaleout.ledger import Ledger
 from flexd.scaleout.push_answer import PushAnswer
@@ -16,6 +18,36 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 
 _UNPACKED_SLACK_BYTES = 64 * 2**20
+
+
+class DeltaReceiver(Protocol):
+    """The receiver of the count deltas of a listener."""
+
+    followers: FollowerRegistry
+    max_unpacked_bytes: int
+
+    def offer(self, data: bytes) -> PushAnswer:
+        """Process one encoded delta. Raises ScaleOutError if there is no answer."""
+        ...
+
+
+class LeaderWithoutTables:
+    """Refuse every delta as ``starting`` while the leader waits for the tables of the ranks.
+
+    Args:
+        settings: settings of the sketches.
+        reason: returns what is missing, in words; called from any thread.
+    """
+
+    def __init__(self, settings: SketchSettings, reason: Callable[[], str]) -> None:
+        self.followers = FollowerRegistry(float("inf"))
+        self.max_unpacked_bytes = _max_unpacked_bytes(settings)
+        self._reason = reason
+
+    def offer(self, data: bytes) -> PushAnswer:
+        """Raises ScaleOutError (``starting``)."""
+        self.followers.count_refusal("starting")
+        raise ScaleOutError(f"the leader: {self._reason()}", reason="starting", remedy="it is retried")
 
 
 class Leader:
@@ -42,7 +74,7 @@ class Leader:
         self.followers = followers
         self._merging = threading.Lock()
         self._ingestor: Ingestor | None = None
-        self.max_unpacked_bytes = 2 * settings.memory_bytes + _UNPACKED_SLACK_BYTES
+        self.max_unpacked_bytes = _max_unpacked_bytes(settings)
 
     def serve(self, ingestor: Ingestor) -> None:
         """Accept deltas from now on, into the counters of this ingest."""
@@ -71,11 +103,13 @@ class Leader:
         if delta.job != self._job:
             return self._refusal(ingestor, "other_job", f"job {delta.job!r}, the leader's is {self._job!r}")
         if delta.tables != self._keyspace.digest:
-            return self._refusal(
-                ingestor,
-                "other_tables",
-                "the tables are not the leader's: give both the same `tables` in the same order",
+            text = (
+                "it has no tables yet, and continues with the leader's"
+                if delta.tables == NO_TABLES
+                else "the tables are not the leader's: give both the same `tables` in the same order, or leave "
+                "`tables` out of the follower's configuration"
             )
+            return self._refusal(ingestor, "other_tables", text, self._keyspace.tables)
         if not delta.ranges:
             return self._answer(ingestor, "accepted")
         with self._merging:
@@ -98,7 +132,11 @@ class Leader:
             self._ledger.positions(), self._ledger.durable(), ingestor.clock(),
         )  # fmt: skip
 
-    def _refusal(self, ingestor: Ingestor, reason: str, message: str) -> PushAnswer:
+    def _refusal(self, ingestor: Ingestor, reason: str, message: str, tables: tuple[TableSpec, ...] = ()) -> PushAnswer:
         return PushAnswer(
-            "refused", self._ledger.positions(), self._ledger.durable(), ingestor.clock(), reason, message
+            "refused", self._ledger.positions(), self._ledger.durable(), ingestor.clock(), reason, message, tables
         )
+
+
+def _max_unpacked_bytes(settings: SketchSettings) -> int:
+    return 2 * settings.memory_bytes + _UNPACKED_SLACK_BYTES

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from flexd.core.errors import ScaleOutError
+from flexd.core.errors import ConfigError, ScaleOutError
+from flexd.core.keyspace import TableSpec, table_from_document
 
 Outcome = Literal["accepted", "repeated", "refused"]
 MAX_ANSWER_BYTES = 32 * 2**20
@@ -29,6 +30,7 @@ class PushAnswer:
         durable: the positions in the leader's newest snapshot.
         clock: state of the leader's event clock (``SketchSet.clock``).
         message: one sentence for the operator.
+        tables: the leader's, in its order, if ``reason`` is ``other_tables``. Empty otherwise, and of an older leader.
     """
 
     outcome: Outcome
@@ -37,6 +39,7 @@ class PushAnswer:
     clock: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
     message: str = ""
+    tables: tuple[TableSpec, ...] = ()
 
 
 def encode(answer: PushAnswer) -> bytes:
@@ -56,8 +59,9 @@ def decode(data: bytes) -> PushAnswer:
             clock=dict(document.get("clock", {})),
             reason=str(document.get("reason", ""))[:_MAX_TEXT_CHARS],
             message=str(document.get("message", ""))[:_MAX_TEXT_CHARS],
+            tables=tuple(table_from_document(entry) for entry in document.get("tables", [])),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         raise ScaleOutError(f"malformed answer of the leader: {error!r}"[:500], reason="malformed") from error
 
 

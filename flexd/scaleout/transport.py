@@ -19,7 +19,7 @@ from flexd.core.secrets import Secret
 from flexd.core.supervision import Supervisor
 from flexd.scaleout import push_answer, signing
 from flexd.scaleout.follower_registry import REASONS
-from flexd.scaleout.leader import Leader
+from flexd.scaleout.leader import DeltaReceiver, Leader
 from flexd.scaleout.push_answer import PushAnswer
 from flexd.server.guard import refuse_browsers
 from flexd.server.http import HttpListener
@@ -56,7 +56,7 @@ class DeltaApp:
 
     def __init__(
         self,
-        leader: Leader,
+        leader: DeltaReceiver,
         secret: Secret,
         verifier: signing.RequestVerifier | None = None,
         *,
@@ -141,7 +141,7 @@ class DeltaApp:
 
 
 def listener(
-    leader: Leader, secret: Secret, host: str, port: int, supervisor: Supervisor | None = None
+    leader: DeltaReceiver, secret: Secret, host: str, port: int, supervisor: Supervisor | None = None
 ) -> HttpListener:
     """Return the leader's listener, not started."""
     app = DeltaApp(leader, secret, loopback_only=is_loopback(host))
