@@ -124,6 +124,9 @@ def test_the_file_of_tables(tmp_path: Path) -> None:
     path.write_text(json.dumps({**document, "format": 2}))
     with pytest.raises(StateVersionError, match=r"of format 2, this flexd reads format 1"):
         load_tables(tmp_path)
+    path.write_text(json.dumps({**document, "tables": [{"name": "a", "rows": "9", "dim": 1}]}))
+    with pytest.raises(SnapshotError, match=r"rows of a table is '9'"):
+        load_tables(tmp_path)
     path.write_text(json.dumps({**document, "tables": [{"name": "a", "rows": 0, "dim": 1}]}))
     with pytest.raises(SnapshotError, match=r"cannot be read: table 'a': rows=0, dim=1.* remove it"):
         load_tables(tmp_path)
@@ -137,7 +140,3 @@ def test_a_file_without_tables_has_those_of_the_state(tmp_path: Path) -> None:
         with_known_tables(config).keyspace()
     save_tables(tmp_path, TABLES.tables, "a1")
     assert with_known_tables(config).keyspace().digest == TABLES.digest
-    with pytest.raises(ConfigError, match=r"scale_out\.role leader needs a list of tables"):
-        parse_config(
-            {"job": "a", "stream": {"source": {"kind": "file_log", "path": "x"}}, "scale_out": {"role": "leader"}}
-        )

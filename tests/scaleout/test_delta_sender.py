@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from flexd.core.errors import ScaleOutError
+from flexd.core.keyspace import TableSpec
 from flexd.scaleout.delta_sender import DeltaSender
 from flexd.scaleout.push_answer import PushAnswer
 from tests.support.until import until
@@ -71,6 +72,7 @@ def test_a_delta_is_encoded_once_and_repeated_until_it_is_accepted(sender: Delta
     assert sender.failures == {"unreachable": 1, "other": 1, "internal_error": 1}
     assert (sender.attempts, sender.bytes_sent, sender.problem) == (4, 20, None)
     assert sender.poll_answer() is None, "an answer is returned once"
+    assert sender.refusal is None
 
 
 def test_a_refused_position_is_a_final_answer(sender: DeltaSender, link: ScriptedLink) -> None:
@@ -79,6 +81,18 @@ def test_a_refused_position_is_a_final_answer(sender: DeltaSender, link: Scripte
     sender.send(lambda: b"delta")
     assert sender.poll_answer(20.0) == refusal
     assert sender.failures == {}
+
+
+def test_the_newest_refusal_is_kept_until_an_answer_is_final(sender: DeltaSender, link: ScriptedLink) -> None:
+    refusal = PushAnswer("refused", {}, reason="other_tables", tables=(TableSpec("item", 9, 4),))
+    link.script = [refusal] + 50 * [ScaleOutError("down", reason="unreachable")]
+    sender.send(lambda: b"delta")
+    until(lambda: sender.problem == "down", 20.0)
+    assert sender.refusal == refusal
+    link.script = [ACCEPTED]
+    sender.retry_now()
+    assert sender.poll_answer(20.0) == ACCEPTED
+    assert sender.refusal is None
 
 
 def test_a_second_delta_is_refused_until_the_first_is_settled(sender: DeltaSender, link: ScriptedLink) -> None:

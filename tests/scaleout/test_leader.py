@@ -9,7 +9,9 @@ import pytest
 
 from flexd.core.errors import ScaleOutError
 from flexd.scaleout import count_delta, push_answer
-from flexd.scaleout.count_delta import CountDelta, OffsetRange
+from flexd.scaleout.count_delta import NO_TABLES, CountDelta, OffsetRange
+from flexd.scaleout.leader import LeaderWithoutTables
+from flexd.scaleout.transport import HttpLink, listener
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.scaleout_world import KEYSPACE, SETTINGS, LeaderProcess, MemoryStore, count_delta_of
 
@@ -52,11 +54,14 @@ def test_deltas_of_another_job_tables_or_sketches_are_refused_with_what_to_do(le
     for delta, reason, word in (
         (count_delta_of([1], ranges, job="another"), "other_job", "another"),
         (count_delta_of([1], ranges, tables="abcd"), "other_tables", "`tables`"),
+        (count_delta_of([1], ranges, tables=NO_TABLES), "other_tables", "continues with the leader's"),
         (count_delta_of([1], ranges, other), "other_sketches", "`sketch`"),
     ):
         answer = _offer(leader, delta)
         assert (answer.outcome, answer.reason) == ("refused", reason)
         assert word in answer.message
+        # Only a follower of this job gets them.
+        assert answer.tables == (KEYSPACE.tables if reason == "other_tables" else ())
     assert sum(leader.totals()) == 0
     assert leader.ledger.positions() == {}
 
@@ -67,6 +72,20 @@ def test_nothing_is_judged_before_the_snapshot_is_restored() -> None:
         _offer(starting, count_delta_of([1], {"p": OffsetRange(None, 1)}))
     assert caught.value.reason == "starting"
     assert starting.leader.followers.refused() == {"starting": 1}
+
+
+def test_a_leader_without_tables_says_what_is_missing() -> None:
+    leader = LeaderWithoutTables(SETTINGS, lambda: "no tables yet: no rank has registered")
+    http = listener(leader, None, "127.0.0.1", 0)
+    http.start()
+    try:
+        with pytest.raises(ScaleOutError, match="no tables yet: no rank has registered") as caught:
+            HttpLink("127.0.0.1", http.port, None).offer(
+                count_delta.encode(count_delta_of([], {}, sketch_meta={}, arrays={}))
+            )
+    finally:
+        assert http.stop(5.0)
+    assert (caught.value.reason, leader.followers.refused()) == ("starting", {"starting": 1})
 
 
 def test_of_concurrent_equal_deltas_one_is_counted(leader: LeaderProcess) -> None:
