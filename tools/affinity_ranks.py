@@ -26,6 +26,7 @@ from flexd.affinity import NodeSampler
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.demo.ports import free_ports
+from flexd.embedding.affinity.deal_trial import DealTrial
 from flexd.embedding.jagged import Jagged
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.traffic import WireBytes, choose_affinity
@@ -125,6 +126,7 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
     collection = flexd.EmbeddingCollection(
         [table], layout=work.layout, optimizer=flexd.Adagrad(0.05), replica_slots=[slots]
     )
+    collection.engine.deal_trial = DealTrial(measures=False)  # what dealing does is counted, where it is slower too
     moving = move(collection, work.moved) if way.startswith("moved") else 0
     if way.endswith("loader"):
         everything = work.features(np.arange(len(work.offsets) - 1))

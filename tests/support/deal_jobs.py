@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from flexd.core.dealing import BatchRows, Dealt, deal_batch
 from flexd.core.layout import RankLayout
 from flexd.embedding.affinity import dealer
 from flexd.embedding.affinity.deal_pacing import DealPacing
+from flexd.embedding.affinity.deal_trial import DealTrial
 from flexd.embedding.jagged import Jagged
 
 
@@ -53,9 +55,15 @@ def groups_of_rows(step: int, rank: int, samples: int, *, seed: int = 0) -> Batc
 
 
 def mean_loss(
-    rank: int, layout: RankLayout, deal: bool, steps: int, samples: int, one_thread: bool | None = None
-) -> dict[str, Any]:
-    """Train with a mean over the samples of each rank; return the numbers of the samples, losses, table and bytes."""
+    rank: int, layout: RankLayout, deal: bool, steps: int, samples: int, one_thread: bool | None = None,
+    deal_seconds: float | None = None, epochs: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    """Train with a mean over the samples of each rank; return the numbers of the samples, losses, table and bytes.
+
+    Args:
+        deal_seconds: dealing of a batch takes as long, and a byte between nodes a microsecond; blocks are of four
+            steps, and trials 12 steps apart. None: steps are not measured.
+    """
     vars(dealer)["DealPacing"], vars(dealer)["deal_batch"] = DealPacing, deal_batch
     collection = flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", 160, 32, dtype="float64", init_scale=0.5)], layout=layout,
@@ -65,9 +73,23 @@ def mean_loss(
     batches = flexd.prefetch(
         loader, collection, features=lambda batch: batch.features, deal=deal, one_thread=one_thread
     )
-    losses, numbers, fits = [], [], True
+    losses, numbers, fits, dealt = [], [], True, [0]
+    of_loops = {}
     before = collection.traffic.totals()
-    for batch in batches:
+
+    def dealt_batches() -> int:
+        of_loops[id(batches.dealt)] = batches.dealt
+        return sum(totals.dealt_batches for totals in of_loops.values())
+
+    def clock() -> float:
+        sent = collection.traffic.totals()["all_to_all_inter_bytes"]
+        return 1e-6 * sent + (deal_seconds or 0.0) * dealt_batches()
+
+    collection.engine.deal_trial = DealTrial(
+        measures=rank == 0 and deal_seconds is not None, steps=4, interval_steps=12, clock=clock
+    )
+    for batch in chain.from_iterable(batches for _ in range(epochs)):
+        dealt.append(dealt_batches())
         rows = collection(batch.features)["item"]
         of_sample = torch.arange(samples).repeat_interleave(rows.lengths)
         sums = rows.values.new_zeros(samples, 32).index_add(0, of_sample, rows.values)
@@ -80,7 +102,7 @@ def mean_loss(
         numbers.append(batch.extra[0].tolist())
     after = collection.traffic.totals()
     return {
-        "losses": losses, "numbers": numbers, "fits": fits, "dealt": vars(batches.dealt),
+        "losses": losses, "numbers": numbers, "fits": fits, "dealt": vars(batches.dealt), "dealt_steps": dealt,
         "saved": batches.dealt.saved_bytes, "table": collection.gather_table("item").numpy(),
         "inter": after["all_to_all_inter_bytes"] - before["all_to_all_inter_bytes"],
     }  # fmt: skip

@@ -18,6 +18,7 @@ class DealtTotals:
         row_bytes_after: as dealt.
         sample_bytes: of shipped samples between nodes.
         id_bytes: of rows' codes between nodes.
+        time_paused_batches: not dealt since steps were measured to be shorter without, or to measure them.
     """
 
     batches: int = 0
@@ -28,6 +29,7 @@ class DealtTotals:
     row_bytes_after: int = 0
     sample_bytes: int = 0
     id_bytes: int = 0
+    time_paused_batches: int = 0
 
     @property
     def saved_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 For each batch, by one thread, over node and rail of each rank::
 
-    1. all-gather a header: samples, ids, whether there is a batch, digest of its structure
+    1. all-gather a header: samples, ids, whether there is a batch, digest of its structure, pause (``DealTrial``)
     2. gather the rows' codes of all samples, over the rail and then in the node, so that they cross once a node
     3. every rank computes the same nodes of all samples (``core.dealing``)
     4. ship samples over the rail
@@ -26,6 +26,7 @@ import torch
 from flexd.core.dealing import BatchRows, Dealt, deal_batch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.affinity.deal_pacing import DealPacing, DealtTotals
+from flexd.embedding.affinity.deal_trial import DealTrial
 from flexd.embedding.affinity.row_codes import RowCodes, SampleKeys
 from flexd.embedding.affinity.sample_blocks import BlockLayout, SampleBlocks
 from flexd.embedding.affinity.sample_parts import SampleParts
@@ -37,7 +38,7 @@ from flexd.embedding.jagged import Jagged
 Int64Array = npt.NDArray[np.int64]
 Resolved = tuple[tuple[dict[str, Jagged], list[str]], FeatureKeys]
 
-_HEADER = 4
+_HEADER = 5
 _ID_BYTES = 8
 
 
@@ -94,6 +95,7 @@ class Dealer:
         homes: returns int64 [n] nodes of the homes of int64 [n] addresses.
         resolve: returns the features of a batch and their keys, as ``EmbeddingCollection.resolve``.
         device: of the tables.
+        trial: whether steps are shorter with dealing.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Dealer:
         homes: Callable[[Int64Array], Int64Array],
         resolve: Callable[[Any], Resolved],
         device: torch.device,
+        trial: DealTrial,
         pacing: DealPacing | None = None,
     ) -> None:
         self.totals = DealtTotals()
@@ -111,7 +114,9 @@ class Dealer:
         self._homes = homes
         self._resolve = resolve
         self._device = device
+        self._trial = trial
         self._pacing = pacing or DealPacing()
+        self._counted_batches = 0
         self._nodes, self._local_ranks = groups.layout.nodes, groups.layout.local_ranks
 
     def deal(self, batch: Any, *, ready: bool) -> Any:
@@ -123,8 +128,10 @@ class Dealer:
         Raises:
             EmbeddingError: this rank's batch cannot be taken apart; on every rank: they are not of one structure.
         """
-        deals = self._nodes > 1 and self._pacing.deals(self.totals)
+        may_deal = self._trial.may_deal()
+        deals = self._nodes > 1 and may_deal and self._pacing.deals(self.totals)
         self.totals.batches += 1
+        self.totals.time_paused_batches += not may_deal
         if not deals:
             return batch
         read, error = None, None
@@ -134,9 +141,11 @@ class Dealer:
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         headers = self._gather_headers(read, failed=error is not None)
+        may_deal = self._trial.pause(int(headers[0, 0, 4]))  # of rank 0, on every rank
+        self.totals.time_paused_batches += not may_deal
         if error is not None:
             raise error
-        if (headers[..., 2] != _State.READY).any() or read is None:
+        if not may_deal or (headers[..., 2] != _State.READY).any() or read is None:
             return batch
         self._check_structure(headers, read)
         codes = RowCodes.for_batch(self._nodes, len(self._prices.row_bytes), int(headers[..., 1].sum()))
@@ -145,6 +154,12 @@ class Dealer:
         batch = self._ship(headers, rows, dealt, read)
         self._pacing.judge(self.totals)
         return batch
+
+    def count_step(self) -> None:
+        """Count a step of the training thread in which a batch was dealt, or not."""
+        dealt = self.totals.dealt_batches
+        self._trial.step(dealt=dealt > self._counted_batches)
+        self._counted_batches = dealt
 
     def _read(self, batch: Any) -> _Read | None:
         """Return the batch taken apart; None if its look-up will refuse its ids."""
@@ -171,12 +186,12 @@ class Dealer:
         return _Read(batch, parts, layout, blocks, keys)
 
     def _gather_headers(self, read: _Read | None, *, failed: bool) -> Int64Array:
-        """Collective. Return int64 [local ranks, nodes, 4]."""
+        """Collective. Return int64 [local ranks, nodes, 5]."""
         if read is None:
-            mine = [0, 0, _State.FAILED if failed else _State.KEEP, 0]
+            mine = [0, 0, _State.FAILED if failed else _State.KEEP, 0, self._trial.order()]
         else:
             digest = zlib.crc32(read.batch_parts.structure.encode())
-            mine = [read.batch_parts.samples, len(read.keys.keys), _State.READY, digest]
+            mine = [read.batch_parts.samples, len(read.keys.keys), _State.READY, digest, self._trial.order()]
         header = torch.tensor(mine, dtype=torch.int64, device=self._device)
         of_rail = self._groups.rail.all_gather(header)
         headers = self._groups.node.all_gather(of_rail.view(self._nodes, _HEADER))

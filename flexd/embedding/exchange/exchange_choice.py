@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
 
 from flexd.control.protocol.report import ExchangeReason
+from flexd.embedding.step_times import CLEAR_MARGIN, StepTimes, is_clearly_less
 
 _NAMES = ("chain", "direct")
 _MAX_PROPOSALS = 2**14
@@ -67,21 +67,32 @@ class ExchangeTrial:
         *,
         steps: int = 30,
         interval_steps: int = 5000,
-        margin: float = 0.03,
+        margin: float = CLEAR_MARGIN,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._choice = choice
-        self._steps = steps
         self._pause_steps = interval_steps
         self._margin = margin
-        self._clock = clock
-        self._waits = steps
-        """Steps to leave out: the first ones, those after a change, and those until the next trial."""
-        self._last: float | None = None
-        self._times: list[float] = []
+        self._times = StepTimes(steps, leave_out=steps, clock=clock)
+        """Left out are the first steps, those after a change, and those until the next trial."""
         self._before: tuple[str, float] | None = None
         """The exchange in use before the trial and its median step; None while it is measured."""
         self._priced = ""
+
+    @property
+    def measures(self) -> bool:
+        """True until the first trial is over, and during each later one: a step may not change otherwise then."""
+        first = self._choice.reason is not ExchangeReason.MEASURED
+        return first or self._before is not None or self._times.begun or self._changing
+
+    def put_off(self, steps: int) -> None:
+        """Begin no trial in the next ``steps`` steps, which change otherwise; not while it ``measures``."""
+        self._times.leave_out(steps)
+
+    @property
+    def _changing(self) -> bool:
+        """True if a change comes with one of the next look-ups."""
+        return self._choice.due or self._choice.proposed % len(_NAMES) != _NAMES.index(self._choice.next)
 
     def begin_with(self, priced: str) -> None:
         """Begin with the exchange that is priced lower. A price that is not the first, or that comes when steps have
@@ -94,30 +105,22 @@ class ExchangeTrial:
         self._choice.reason = ExchangeReason.PRICED
         if priced != self._choice.next:
             self._choice.propose(priced)
-            self._times = []
+            self._times.leave_out(0)
 
     def step(self) -> None:
         """Count a step; call it after each one."""
-        now, last = self._clock(), self._last
-        self._last = now
-        if self._choice.due or self._choice.proposed % len(_NAMES) != _NAMES.index(self._choice.next):
-            return  # the change comes with one of the next look-ups
-        if self._waits > 0:
-            self._waits -= 1
+        self._times.step(counts=not self._changing)
+        typical = self._times.median_seconds
+        if typical is None:
             return
-        if last is not None:
-            self._times.append(now - last)
-        if len(self._times) < self._steps:
-            return
-        typical, self._times = median(self._times), []
-        self._waits = 3
         if self._before is None:
             self._before = (self._choice.name, typical)
             self._choice.reason = ExchangeReason.TRIAL
             self._choice.propose(_NAMES[1 - _NAMES.index(self._choice.name)])
+            self._times.leave_out(3)
             return
         (name, usual), self._before = self._before, None
         self._choice.reason = ExchangeReason.MEASURED
-        if typical >= usual * (1 - self._margin):
+        if not is_clearly_less(typical, usual, self._margin):
             self._choice.propose(name)
-        self._waits = self._pause_steps
+        self._times.leave_out(self._pause_steps)

@@ -47,6 +47,7 @@ class DealtBatches:
         dealt = self._run_ahead.beside_result()
         if dealt is None:
             dealt = self._run_ahead.run(self._next)
+        self._dealer.count_step()
         if dealt.shipped and self._run_ahead.on_stream:
             _record_stream(dealt.batch)
         self._next = self._run_ahead.beside = self._read_next()

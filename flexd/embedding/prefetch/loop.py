@@ -122,12 +122,14 @@ class Prefetch(Generic[Batch]):
         return _Ahead(batch, self._next_batch(batch))
 
     def _dealer(self, run_ahead: RunAhead) -> Dealer:
+        self._collection.engine.deal_trial.begin_loop(self._depth)
         dealer = Dealer(
             run_ahead.groups,
             RowPrices.of_engine(self._collection.engine),
             self._collection.engine.migrator.nodes_of,
             lambda batch: self._collection.resolve(self._features(batch)),
             self._collection.device,
+            self._collection.engine.deal_trial,
         )
         self.dealt = dealer.totals
         return dealer
@@ -182,7 +184,8 @@ def prefetch(
             which rows their samples use one batch farther ahead, and ship a sample to another node only if that saves
             more bytes between nodes than it costs. The whole batch must be on the device of the tables, and consist of
             dense tensors [samples, ...], ``Jagged``, nested tensors or types of TorchRec, in mappings, sequences,
-            named tuples and dataclasses. With one node nothing happens.
+            named tuples and dataclasses. With one node nothing happens. Dealing pauses on all ranks where it saves too
+            few bytes, or where steps are measured to be shorter without.
         to_device: whether each batch is moved to the device of the tables when it is read, a step before its own:
             tensors, ``Jagged``, nested tensors and types of TorchRec, in mappings, sequences, named tuples and
             dataclasses. On an accelerator the copies run beside training if the loader pins its memory.
