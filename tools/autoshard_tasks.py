@@ -30,6 +30,8 @@ Int64Array = npt.NDArray[np.int64]
 
 SKEW = 1.05
 LISTED_ROWS = 1000
+LEAST_SHARE = 1e-4
+"""Of the mean table's cost: cheaper tables, and those without look-ups, look alike to the policy."""
 WHOLE = Option(HomeKind.RANK, Answer.SUMS)
 """A table whole on one rank, which answers by sums: what placements alone are compared with."""
 
@@ -97,9 +99,9 @@ class TablePool:
             return np.asarray(seconds.reshape(len(device), devices))
 
         cost, size = self.cost[chosen], self.work.stored_bytes[chosen]
-        share = cost * len(cost) / cost.sum()
+        share = cost * len(cost) / max(float(cost.sum()), 1e-300)
         logs = [np.log1p(column[chosen]) / 10 for column in (self.held.rows, self.held.dim, self.held.ids)]
-        features = np.stack([share, np.log(share), *logs, size / self.memory_bytes], axis=1)
+        features = np.stack([share, np.log(np.maximum(share, LEAST_SHARE)), *logs, size / self.memory_bytes], axis=1)
         return ShardingTask(features, cost, size, devices, self.memory_bytes, device_seconds)
 
     def drawn(self, rng: np.random.Generator, fewest: int, most: int) -> ShardingTask:

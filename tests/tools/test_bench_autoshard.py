@@ -94,6 +94,15 @@ def test_the_work_of_a_device_is_that_of_its_set_of_tables() -> None:
     assert found[0] == 0 < found[1]
 
 
+def test_tables_without_look_ups_are_trained_on() -> None:
+    idle = [replace(table, lookups=0.0) for table in TRAIN[:3]]
+    task = pool_of([*idle, *TRAIN[3:6]]).task(np.arange(6))
+    assert (task.cost[:3] == 0).all()
+    assert np.isfinite(task.features).all()
+    policy, _ = bench_autoshard.trained_policy([*idle, *TRAIN[3:]], analytic_costs(), 2, (8, 8))
+    assert all(bool(weights.isfinite().all()) for weights in policy.parameters())
+
+
 def test_a_strategy_without_room_is_not_applicable() -> None:
     one = HELD_OUT[0]
     tables = [replace(one, name=f"t{number}") for number in range(9)]
