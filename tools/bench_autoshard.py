@@ -180,6 +180,20 @@ def whole_plans(case: Case, policy: AutoShardPolicy) -> dict[str, Callable[[], n
     return plans
 
 
+def torchrec_row(case: Case) -> Figures:
+    """TorchRec's own planner with its default budget."""
+    pool, name = case.pool, "TorchRec's planner"
+    own, seconds = torchrec_planner.planned(pool.tables, pool.layout, pool.memory_bytes)
+    try:
+        listed = listed_pieces(own, pool.layout)
+    except PlanError as error:
+        return {"strategy": name, "not_applicable": f"planned in {seconds:.2f} s, not priced: {error}"}
+    assert listed is not None
+    loads = torchrec_options(pool.work, pool.dims, pool.layout, case.cluster, options=listed[0])
+    prices = KernelPrices.of(loads, pool.work, pool.dims, pool.layout, pool.costs)
+    return case.row(name, listed[1], seconds, prices)
+
+
 def compare(
     title: str, case: Case, policy: AutoShardPolicy, *, torchrec: bool
 ) -> tuple[Figures, dict[str, np.ndarray]]:
@@ -201,12 +215,7 @@ def compare(
         places[name] = rank
         rows.append(case.row(name, case.whole(rank), seconds))
     if torchrec and torchrec_peer.missing() is None:
-        own, seconds = torchrec_planner.planned(pool.tables, pool.layout, pool.memory_bytes)
-        listed = listed_pieces(own, pool.layout)
-        assert listed is not None
-        loads = torchrec_options(work, pool.dims, pool.layout, case.cluster, options=listed[0])
-        prices = KernelPrices.of(loads, work, pool.dims, pool.layout, pool.costs)
-        rows.append(case.row("TorchRec's planner", listed[1], seconds, prices))
+        rows.append(torchrec_row(case))
     own_plans: dict[str, Callable[[], Pieces]] = {
         BY_KERNELS: lambda: case.whole(case.plan(case.prices_of([WHOLE], exchange=False)).place),
         "flexd, whole, by step": lambda: case.whole(case.plan(case.prices_of([WHOLE])).place),

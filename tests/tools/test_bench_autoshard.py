@@ -140,3 +140,19 @@ def test_misses_are_reported(compared) -> None:
     assert not checked({bench_autoshard.POLICY: worst})[0]
     assert not checked({bench_autoshard.BY_KERNELS: worst})[1]
     assert not checked({bench_autoshard.ALL_RULES: worst})[2]
+
+
+def test_torchrecs_planner_is_priced_where_its_shardings_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = bench_autoshard.Case(pool_of(HELD_OUT[:3]), learned=False)
+    monkeypatch.setattr(
+        bench_autoshard.torchrec_planner, "planned",
+        lambda tables, layout, memory: ([replace(one, sharding=kind, ranks=(1,)) for one in tables], 2.5),
+    )  # fmt: skip
+    kind = "table_wise"
+    row = bench_autoshard.torchrec_row(case)
+    on_one = case.row("", case.whole(np.full(3, 1)), 2.5)
+    assert row["busiest_milliseconds"] == pytest.approx(on_one["busiest_milliseconds"])
+    assert row["plan_seconds"] == 2.5
+    assert "step_milliseconds" not in row
+    kind = "grid_shard"
+    assert "sharding 'grid_shard'" in bench_autoshard.torchrec_row(case)["not_applicable"]

@@ -28,6 +28,8 @@ from flexd.topology.cluster import Cluster
 FORMAT = 1
 _KINDS = {kind: home for home, kind in SHARDING_TYPES.items()} | {
     "TW": HomeKind.RANK, "RW": HomeKind.ALL, "CW": HomeKind.COLUMNS, "TWRW": HomeKind.NODE, "DP": HomeKind.COPIES,
+    # Columns on the ranks of one node (torchrec.distributed.sharding.twcw_sharding); the list names them.
+    "table_column_wise": HomeKind.COLUMNS,
 }  # fmt: skip
 LISTED_ROWS = 1000
 """Most frequent rows of a table that a Zipf profile lists one by one."""

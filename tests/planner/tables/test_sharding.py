@@ -153,6 +153,11 @@ def test_the_plan_of_a_list_is_priced_as_the_own():
     assert listed_seconds(kinds, layout, CLUSTER) == pytest.approx(found.placement.seconds)
     on_one = [replace(table, sharding="TW", ranks=(3,)) for table in made()]
     assert listed_seconds(on_one, layout, CLUSTER) > 1.5 * found.placement.seconds
+    columns = [
+        listed_seconds([replace(made()[0], sharding=kind, ranks=(2, 3)), *on_one[1:]], layout, CLUSTER)
+        for kind in ("column_wise", "table_column_wise")
+    ]
+    assert columns[0] == columns[1]
     assert listed_seconds(made(), layout, CLUSTER) is None
     for bad, message in (
         (replace(kinds[0], sharding="GRID"), "'t0': sharding 'GRID'"),
