@@ -141,7 +141,8 @@ class AutoShardPolicy(nn.Module):
 def train(
     policy: AutoShardPolicy, draw: Callable[[np.random.Generator], ShardingTask], updates: int, seed: int = 0
 ) -> list[float]:
-    """Train by REINFORCE on drawn tasks, one an update; return each task's mean of busiest over mean device."""
+    """Train by REINFORCE on drawn tasks, one an update; return each task's mean of the busiest device's
+    seconds over what it takes at least: those of the mean device, or of the dearest table."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(policy.parameters(), lr=_LEARNING_RATE)
     history: list[float] = []
@@ -149,7 +150,7 @@ def train(
         task = draw(rng)
         episodes = policy.place(task, EPISODES, generator)
         seconds = task.device_seconds(episodes.device)
-        busiest = seconds.max(axis=1) / seconds.mean(axis=1)
+        busiest = seconds.max(axis=1) / np.maximum(seconds.mean(axis=1), task.cost.max())
         reward = torch.tensor(-busiest - _NO_ROOM * ~episodes.fits, dtype=torch.float32)
         advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
         loss = -(advantage * episodes.log_probability).mean() - _ENTROPY * episodes.entropy.mean()

@@ -63,6 +63,8 @@ def test_every_strategy_is_a_row(compared) -> None:
     assert named[bench_autoshard.BY_KERNELS]["busiest_milliseconds"] <= 1.1 * best
     assert all(len(rank) == 24 and rank.max() < 4 for rank in places.values())
     assert training["train_seconds"] > 0
+    least = min(named[name]["busiest_milliseconds"] for name in places)
+    assert 0.4 * least < found["whole_bound_milliseconds"] <= least * 1.0001
 
 
 def test_the_policy_is_trained_on_the_costs_that_plans_are_compared_by(compared) -> None:
