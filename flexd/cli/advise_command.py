@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexd.cli.advise_ranges import hours, in_range
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
 from flexd.cli.replay_options import (
@@ -310,8 +310,8 @@ def words(advice: Advice) -> list[str]:
         best = advice.best
         said.append(
             f"Worth it: {best.option.title} takes {units.seconds(best.step_seconds.expected)} a step instead of "
-            f"{units.seconds(advice.step_seconds)}, {_range(best.saved_share, units.share)} less, which is "
-            f"{_range(best.gpu_hours_per_day, _hours)} GPU-hours a day for the job."
+            f"{units.seconds(advice.step_seconds)}, {in_range(best.saved_share, units.share)} less, which is "
+            f"{in_range(best.gpu_hours_per_day, hours)} GPU-hours a day for the job."
         )
         copies = advice.predictions["copies_run_ahead" if best.option.run_ahead else "copies"]
         plain = "two_hops_run_ahead" if best.option.run_ahead else "two_hops"
@@ -340,14 +340,6 @@ def _change(seconds: float) -> str:
     return f"save {units.seconds(seconds)} a step" if seconds > 0 else f"cost {units.seconds(-seconds)} a step"
 
 
-def _hours(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else units.UNKNOWN
-
-
-def _range(given: Range, form: Any) -> str:
-    return f"{form(given.expected)} ({form(given.low)} to {form(given.high)})"
-
-
 def advice_blocks(advice: Advice) -> list[Block]:
     """Return the verdict, the facts and the options."""
     simulation = advice.simulation
@@ -372,9 +364,9 @@ def advice_blocks(advice: Advice) -> list[Block]:
         (
             found.option.title,
             units.seconds(found.step_seconds.expected),
-            _range(found.saved_seconds, _signed),
+            in_range(found.saved_seconds, units.seconds),
             units.share(found.saved_share.expected),
-            _hours(found.gpu_hours_per_day.expected),
+            hours(found.gpu_hours_per_day.expected),
             units.size(found.extra_memory_bytes),
             units.size(found.inter_node_bytes),
         )
@@ -384,10 +376,6 @@ def advice_blocks(advice: Advice) -> list[Block]:
     return [
         Sentences("", tuple(words(advice))), facts, Table("predicted", columns, rows, frozenset(columns[1:]), spare)
     ]  # fmt: skip
-
-
-def _signed(seconds: float) -> str:
-    return units.seconds(seconds) if seconds >= 0 else f"-{units.seconds(-seconds)}"
 
 
 def memory_block(points: Sequence[MemoryPoint], step_seconds: float) -> Table:

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexd.cli.advise_ranges import hours, in_range
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.core import units
 
 if TYPE_CHECKING:
-    from flexd.simulate.advice import Range
     from flexd.simulate.table_advice import TablesAdvice
     from flexd.topology.cluster import Cluster
 
@@ -77,9 +77,8 @@ def words(advice: TablesAdvice) -> list[str]:
         best = advice.predictions[advice.best]
         said = [
             f"Worth it: {best.title} takes {units.seconds(best.step_seconds.expected)} a step instead of "
-            f"{units.seconds(advice.step_seconds)}, {_range(best.saved_share)} less, which is "
-            f"{best.gpu_hours_per_day.expected:.3g} ({best.gpu_hours_per_day.low:.3g} to "
-            f"{best.gpu_hours_per_day.high:.3g}) GPU-hours a day for the job."
+            f"{units.seconds(advice.step_seconds)}, {in_range(best.saved_share, units.share)} less, which is "
+            f"{in_range(best.gpu_hours_per_day, hours)} GPU-hours a day for the job."
         ]
     if advice.price_correction != 1.0:
         said.append(
@@ -91,10 +90,6 @@ def words(advice: TablesAdvice) -> list[str]:
         f"popularity that is more and less skewed, and prices wrong by {units.share(advice.price_error)}."
     )
     return said
-
-
-def _range(given: Range) -> str:
-    return f"{units.share(given.expected)} ({units.share(given.low)} to {units.share(given.high)})"
 
 
 def blocks(advice: TablesAdvice, cluster: str) -> list[Block]:
@@ -117,10 +112,9 @@ def blocks(advice: TablesAdvice, cluster: str) -> list[Block]:
         (
             found.title,
             units.seconds(found.step_seconds.expected),
-            f"{_signed(found.saved_seconds.expected)} ({_signed(found.saved_seconds.low)} to "
-            f"{_signed(found.saved_seconds.high)})",
+            in_range(found.saved_seconds, units.seconds),
             units.share(found.saved_share.expected),
-            f"{found.gpu_hours_per_day.expected:.3g}",
+            hours(found.gpu_hours_per_day.expected),
             units.size(found.memory_bytes),
             units.size(found.inter_node_bytes),
         )
@@ -131,7 +125,3 @@ def blocks(advice: TablesAdvice, cluster: str) -> list[Block]:
     return [
         Sentences("", tuple(words(advice))), facts, Table("predicted", columns, rows, frozenset(columns[1:]), spare)
     ]  # fmt: skip
-
-
-def _signed(seconds: float) -> str:
-    return units.seconds(seconds) if seconds >= 0 else f"-{units.seconds(-seconds)}"

@@ -70,31 +70,44 @@ class Range:
     low: float
     high: float
 
+    def scaled(self, factor: float) -> Range:
+        """Return the range times a factor of at least 0."""
+        return Range(factor * self.expected, factor * self.low, factor * self.high)
+
 
 @dataclass(frozen=True)
-class Prediction:
-    """One option.
+class Saving:
+    """What a way to train takes, and saves against today's.
 
     Attributes:
         step_seconds, saved_seconds: a step, and by how much less than today's.
         saved_share: of today's step.
         gpu_hours_per_day: that the whole job saves.
-        inter_node_bytes: of the whole job a step.
-        extra_memory_bytes: of a rank: replica slots with optimizer state, and rows fetched ahead.
+        inter_node_bytes: that the whole job sends between nodes in a step.
     """
 
-    option: Option
     step_seconds: Range
     saved_seconds: Range
     saved_share: Range
     gpu_hours_per_day: Range
     inter_node_bytes: float
-    extra_memory_bytes: int
 
     @property
     def pays(self) -> bool:
         """True if even the low end of the range saves time."""
         return self.saved_seconds.low > 0
+
+
+@dataclass(frozen=True)
+class Prediction(Saving):
+    """One option.
+
+    Attributes:
+        extra_memory_bytes: of a rank: replica slots with optimizer state, and rows fetched ahead.
+    """
+
+    option: Option
+    extra_memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -260,20 +273,18 @@ def _predict(model: _StepModel, option: Option, price_error: float) -> Predictio
     high = max(float(np.percentile(saved, STEP_PERCENTILES[1])), *(float(s.mean()) for s in saved_by_price))
     seconds = Range(float(saved.mean()), low, high)
     today = float(model.today(1.0).mean())
-    share = _scaled(seconds, 1 / today)
+    share = seconds.scaled(1 / today)
     ranks = model.simulation.layout.world_size
     run = model.run(option)
     return Prediction(
-        option,
-        Range(today - seconds.expected, today - seconds.high, today - seconds.low),
-        seconds, share, _scaled(share, HOURS_PER_DAY * ranks),
-        model.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
-        _extra_memory_bytes(model, option),
-    )  # fmt: skip
-
-
-def _scaled(given: Range, factor: float) -> Range:
-    return replace(given, expected=factor * given.expected, low=factor * given.low, high=factor * given.high)
+        step_seconds=Range(today - seconds.expected, today - seconds.high, today - seconds.low),
+        saved_seconds=seconds,
+        saved_share=share,
+        gpu_hours_per_day=share.scaled(HOURS_PER_DAY * ranks),
+        inter_node_bytes=model.scale * float(run.sent[model.steps, :, :, INTER].sum(axis=(1, 2)).mean()),
+        option=option,
+        extra_memory_bytes=_extra_memory_bytes(model, option),
+    )
 
 
 def _extra_memory_bytes(model: _StepModel, option: Option) -> int:

@@ -21,7 +21,7 @@ from flexd.planner.tables.sharding import TableStatistics, listed_pieces, listed
 from flexd.planner.tables.solve import EVALUATIONS, place_tables
 from flexd.planner.tables.table_list import ListedTable
 from flexd.planner.tables.torchrec_costs import OPTIONS, torchrec_options
-from flexd.simulate.advice import HOURS_PER_DAY, Range
+from flexd.simulate.advice import HOURS_PER_DAY, Range, Saving
 from flexd.topology.cluster import Cluster
 
 SKEW_RANGE = 0.15
@@ -37,31 +37,17 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class TablesPrediction:
+class TablesPrediction(Saving):
     """One way to hold and exchange the tables.
 
     Attributes:
         embedding_seconds: of the busiest rank in a step, by the prices: exchange, look-up and update.
-        step_seconds, saved_seconds: a step, and by how much less than today's.
-        saved_share: of today's step.
-        gpu_hours_per_day: that the whole job saves.
-        inter_node_bytes: that the whole job sends between nodes in a step.
         memory_bytes: of the fullest rank, for rows, optimizer state and dense gradients.
     """
 
     title: str
     embedding_seconds: float
-    step_seconds: Range
-    saved_seconds: Range
-    saved_share: Range
-    gpu_hours_per_day: Range
-    inter_node_bytes: float
     memory_bytes: float
-
-    @property
-    def pays(self) -> bool:
-        """True if even the low end of the range saves time."""
-        return self.saved_seconds.low > 0
 
 
 @dataclass(frozen=True)
@@ -158,14 +144,17 @@ def advise_on_tables(
 def _prediction(
     title: str, embeddings: float, saved: Range, step_seconds: float, layout: RankLayout, between: float, memory: float
 ) -> TablesPrediction:
-    def scaled(factor: float) -> Range:
-        return Range(factor * saved.expected, factor * saved.low, factor * saved.high)
-
-    step = Range(step_seconds - saved.expected, step_seconds - saved.high, step_seconds - saved.low)
-    daily = HOURS_PER_DAY * layout.world_size / step_seconds
+    share = saved.scaled(1 / step_seconds)
     return TablesPrediction(
-        title, embeddings, step, saved, scaled(1 / step_seconds), scaled(daily), between, memory
-    )  # fmt: skip
+        step_seconds=Range(step_seconds - saved.expected, step_seconds - saved.high, step_seconds - saved.low),
+        saved_seconds=saved,
+        saved_share=share,
+        gpu_hours_per_day=share.scaled(HOURS_PER_DAY * layout.world_size),
+        inter_node_bytes=between,
+        title=title,
+        embedding_seconds=embeddings,
+        memory_bytes=memory,
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flexd.core.keyspace import TableSpec
 
@@ -55,10 +55,7 @@ def table_bits(tables: Sequence[TableSpec], names: Collection[str]) -> str:
 def with_answers(settings: TrainerSettings, tables: Sequence[TableSpec], answers: Mapping[str, str]) -> TrainerSettings:
     """Return the settings with "rows" or "sums" by name of each pooled table."""
     by_sums = {name for name, answer in answers.items() if answer == "sums"}
-    return TrainerSettings(
-        settings.exchange, settings.comm_dtype, settings.replica_sums, table_bits(tables, answers),
-        table_bits(tables, by_sums),
-    )  # fmt: skip
+    return replace(settings, pooled=table_bits(tables, answers), by_sums=table_bits(tables, by_sums))
 
 
 def _bits(text: str, table_count: int) -> int:

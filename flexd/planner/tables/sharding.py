@@ -149,7 +149,7 @@ def predicted(placement: TablePlacement) -> dict[str, Any]:
         "bound_seconds": placement.bound_seconds if bounded else None,
         "gap": placement.gap if bounded else None,
         "balance": placement.balance,
-        "memory_bytes": placement.memory_bytes.tolist(),
+        "memory_bytes": np.ceil(placement.memory_bytes).astype(np.int64).tolist(),
     }
 
 
