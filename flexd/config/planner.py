@@ -93,10 +93,11 @@ class WindowConfig(Section):
 
 class VerifyConfig(Section):
     """Measurement of executed plans: blocks of steps with and without a plan's copies, in random order. A plan that is
-    not shown to win is rolled back. Plans with ``planner.pins`` are not measured."""
+    not shown to win is rolled back, one that takes copies back only if that is shown to lose. Plans with
+    ``planner.pins`` are not measured."""
 
     enabled: bool = False
-    """Measure every executed plan that promotes rows."""
+    """Measure every executed plan."""
     block_steps: Annotated[Int, Field(ge=4, le=100_000)] = 16
     """Steps of a block; a block has at least three reports of every rank."""
     budget_steps: Annotated[Int, Field(ge=1)] = 2_000
@@ -106,8 +107,8 @@ class VerifyConfig(Section):
     resolution: Annotated[Float, Field(ge=0, le=1)] = 0.01
     """A change of the step within +- this share counts as none and ends the verification."""
     hold_seconds: Seconds = 600.0
-    """Time for which plans that promote to the same tiers are held back after one was not shown to win; doubles with
-    each, up to a day. Users' plans are not held back."""
+    """Time for which plans that promote to the same tiers, or that take copies back, are held back after one was rolled
+    back; doubles with each, up to a day. Users' plans are not held back."""
     max_move_bytes: Annotated[Int, Field(ge=1)] = 2**26
     """Largest number of bytes of values and optimizer state that one change of blocks copies. Of a larger plan, a
     random part of this size is measured."""

@@ -10,12 +10,14 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
+from flexd.core.layout import Tier
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.hold_off import HoldOff
 from flexd.operations.maintenance_windows import Calendar
+from flexd.operations.measured_changes import plan_kind
 from flexd.operations.planning import Planning
 from flexd.operations.triggers import Triggers, TriggerSettings
-from flexd.operations.verification import Verifier, plan_kind
+from flexd.operations.verification import Verifier
 from flexd.planner.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -117,9 +119,14 @@ class AutoPlanner:
         self.triggers.plan_made(due, live.generation)
 
     def _held_back(self, plan: Plan) -> str:
-        """Return why a plan of this kind is not executed by itself: one like it did not win; empty if it is."""
+        """Return why a plan of this kind is not executed by itself: one like it did not win; empty if it is.
+
+        What takes rows back because the live placement exceeds its limits is not held.
+        """
         kind = plan_kind(plan)
-        return self.verifier.held.reason(kind) if self.verifier is not None and kind else ""
+        if self.verifier is None or not kind or (kind == Tier.HOME.name and not plan.live_fits):
+            return ""
+        return self.verifier.held.reason(kind)
 
     def held_off(self) -> tuple[float, str]:
         """Return the seconds for which a failed migration holds the daemon's next plan back, and why; (0, "") if

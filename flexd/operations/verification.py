@@ -1,15 +1,17 @@
-"""Verification of plans: measure the step with and without a plan's copies, and roll back a plan that does not win.
+"""Verification of plans: measure the step with and without a plan, and roll back a plan that does not win.
 
 ::
 
     executed plan COMMITTED --> RUNNING --verdict--> FASTER: the plan stays
-                                 |  |                SLOWER | SAME | UNDECIDED: rolled back
+                                 |  |                SLOWER | SAME | UNDECIDED: rolled back; a plan that takes copies
+                                 |  |                back only if SLOWER
                                  |  `--budget of steps spent--> UNDECIDED
                                  `--another migration, other ranks, a failed move, switched off--> INTERRUPTED
 
-While it runs, ordinary migrations alternate between the placement of the plan and the one without its promotions, or a
-random part of them. A coin decides which of the two blocks of a pair comes first. Copies are exact, so training does
-not change. An interrupted verification gives no verdict, and the ranks keep the placement that they have.
+While it runs, ordinary migrations alternate between the placement of the plan and the one with its promotions, or what
+it takes back, undone, or a random part of that. A coin decides which of the two blocks of a pair comes first. Copies
+are exact, so training does not change. An interrupted verification gives no verdict, and the ranks keep the placement
+that they have.
 """
 
 from __future__ import annotations
@@ -25,24 +27,20 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-import numpy as np
-
 from flexd.config.planner import PlannerConfig, VerifyConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
-from flexd.core.layout import MOVED, Tier, by_slots
-from flexd.core.placement import Delta, Placement
+from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile, RunningVerification
 from flexd.operations.executions import ROLLBACK, Execution, Executions, rollback_trigger
 from flexd.operations.held_plans import HeldPlans
 from flexd.operations.history.records import ActionRecord, VerdictRecord
+from flexd.operations.measured_changes import MeasuredChanges, measured_changes, plan_kind
 from flexd.operations.step_blocks import StepBlocks
 from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
-from flexd.planner.delta import moved_bytes
-from flexd.planner.plan import Plan
 from flexd.planner.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict, keeps_plan
 
 logger = logging.getLogger("flexd")
@@ -70,7 +68,7 @@ class Verification:
     Attributes:
         migration_id: the migration of the plan.
         effect: change of the step time by the measured part, so far.
-        part: measured share of the plan's promoted rows.
+        part: measured share of the rows that the plan promoted, or took back.
         steps: steps of the job that it has used.
         rolled_back: whether a rollback was started.
         words: result or progress.
@@ -108,11 +106,10 @@ class _Run:
     """The newest migration of this verification."""
     kind: str
     base: Placement
-    with_copies: Placement
-    without: Placement
+    planned: Placement
+    changes: MeasuredChanges
     generation: int
     world_size: int
-    part: float
     rule: SwitchbackRule
     progressed_at: float
     moves: int = 0
@@ -120,7 +117,7 @@ class _Run:
     moving: bool = False
     at_plan: bool = True
     order: list[bool] = field(default_factory=list)
-    """The blocks of the present pair that are still to come: True with the copies."""
+    """The blocks of the present pair that are still to come: True with the plan."""
     pair: dict[bool, float] = field(default_factory=dict)
     blocks: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
@@ -129,7 +126,7 @@ class Verifier:
     """Verifies executed plans, one at a time. The daemon's loop calls ``tick``; any thread may call the rest.
 
     Args:
-        coin: returns whether the block with the copies comes first in a pair.
+        coin: returns whether the block with the plan comes first in a pair.
         clock: monotonic seconds.
 
     Attributes:
@@ -209,15 +206,15 @@ class Verifier:
         placement, base = self._channel.placement(), migration.base
         if placement.version != migration.progress.last_version:
             return None
-        without, part = self._without(base, placement, live)
-        if part == 0.0:
-            return None
         settings = self.settings
+        changes = measured_changes(base, placement, self._keyspace, live.layout, settings.max_move_bytes)
+        if changes.part == 0.0 or (changes.takes_back and not plan.live_fits):
+            return None
         pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))
         rule = SwitchbackRule(max(FIRST_LOOK, pairs), settings.confidence, settings.resolution)
         run = _Run(
-            execution, execution, plan_kind(plan), base, placement, without, live.generation, live.layout.world_size,
-            part, rule, self._clock(), version=placement.version,
+            execution, execution, plan_kind(plan), base, placement, changes, live.generation, live.layout.world_size,
+            rule, self._clock(), version=placement.version,
         )  # fmt: skip
         self._blocks.clear()
         self._run = run
@@ -226,23 +223,6 @@ class Verifier:
         logger.info("verification of %s: begun, at most %d steps", migration.migration_id, settings.budget_steps)
         self._next_block(run, live)
         return run
-
-    def _without(self, base: Placement, placement: Placement, live: LiveTopology) -> tuple[Placement, float]:
-        """Return the placement without (a random part of) the rows that the plan promoted or moved, and the part."""
-        changes = placement.delta_to(base)
-        dropped = changes.select(np.flatnonzero(by_slots(changes.new_tiers) < by_slots(changes.old_tiers)))
-        if len(dropped) == 0:
-            return placement, 0.0
-        back = Delta(dropped.keys, dropped.new_tiers, dropped.old_tiers)
-        size = int(moved_bytes(back, self._keyspace, live.layout).sum())
-        rows = len(dropped)
-        if size > self.settings.max_move_bytes:
-            rows = max(1, int(rows * self.settings.max_move_bytes / size))
-            chosen = np.sort(np.random.default_rng().choice(len(dropped), rows, replace=False))
-            without = placement.apply(dropped.select(chosen))
-        else:
-            without = placement.apply(dropped)
-        return without, rows / len(dropped)
 
     def _problem(self, run: _Run, live: LiveTopology) -> str:
         if self._executions.last is not run.newest:
@@ -292,12 +272,12 @@ class Verifier:
             self._blocks.begin(run.version, self.settings.block_steps)
             return
         run.at_plan = run.order[0]
-        self._move(run, run.with_copies if run.at_plan else run.without, live)
+        self._move(run, run.planned if run.at_plan else run.changes.without, live)
 
     def _move(self, run: _Run, target: Placement, live: LiveTopology) -> None:
         run.moves += 1
         migration_id = run.plan.migration.migration_id
-        reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} its copies"
+        reason = f"verification of {migration_id}: a block {'with' if run.at_plan else 'without'} it"
         run.newest = self._executions.start_move(
             f"{migration_id}.verify-{run.moves}", target, run.generation,
             Trigger(TriggerKind.VERIFY, reason, DAEMON_ACTOR), live,
@@ -307,14 +287,14 @@ class Verifier:
     def _conclude(self, run: _Run, verdict: Verdict, effect: Effect, live: LiveTopology) -> None:
         words = effect.describe(self.settings.confidence)
         migration_id = run.plan.migration.migration_id
-        stays = keeps_plan(verdict)
+        stays = keeps_plan(verdict, takes_back=run.changes.takes_back)
         if not stays and verdict is not Verdict.SLOWER:
             words = f"{words}: no gain shown"
         if stays:
             self.held.release(run.kind)
             if not run.at_plan:
                 run.at_plan = True
-                self._move(run, run.with_copies, live)
+                self._move(run, run.planned, live)
         else:
             self.held.hold(run.kind, f"{migration_id} measured {words}", self.settings.hold_seconds, time.time())
             run.newest = self._executions.start_rollback(
@@ -338,7 +318,7 @@ class Verifier:
     def _report(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
         effect = run.rule.effect(run.blocks[False], run.blocks[True])
         self.newest = Verification(
-            run.plan.migration.migration_id, state, effect, run.part, self._blocks.steps(), rolled_back, words
+            run.plan.migration.migration_id, state, effect, run.changes.part, self._blocks.steps(), rolled_back, words
         )
 
     def _record(self, words: str) -> None:
@@ -389,11 +369,3 @@ def _verification(kept: VerdictRecord) -> Verification:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def plan_kind(plan: Plan) -> str:
-    """Return the tiers to which a plan promotes rows, such as ``NODE+DEVICE``, with ``MOVED`` if it moves some to other
-    nodes; empty if neither."""
-    delta = plan.delta
-    promoted = delta.new_tiers[by_slots(delta.new_tiers) > by_slots(delta.old_tiers)]
-    return "+".join("MOVED" if tier == MOVED else Tier(tier).name for tier in np.unique(np.minimum(promoted, MOVED)))

@@ -108,9 +108,13 @@ class SwitchbackRule:
         return Verdict.UNDECIDED if last else None
 
 
-def keeps_plan(verdict: Verdict) -> bool:
-    """Return whether the replicas stay: only if they were shown to win."""
-    return verdict is Verdict.FASTER
+def keeps_plan(verdict: Verdict, *, takes_back: bool = False) -> bool:
+    """Return whether a measured plan stays: copies only if they were shown to win.
+
+    Args:
+        takes_back: the plan takes copies back. It stays unless that was shown to lose.
+    """
+    return verdict is not Verdict.SLOWER if takes_back else verdict is Verdict.FASTER
 
 
 def estimate_effect(without: Sequence[float], with_replicas: Sequence[float], error: float) -> Effect:

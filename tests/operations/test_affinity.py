@@ -24,7 +24,7 @@ from flexd.core.errors import ApiError, ConfigError
 from flexd.core.layout import RankLayout, nodes_of_moved
 from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
-from flexd.operations.verification import plan_kind
+from flexd.operations.measured_changes import plan_kind
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness

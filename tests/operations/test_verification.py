@@ -13,9 +13,15 @@ from flexd.config.planner import PinConfig
 from flexd.core.layout import MOVED
 from flexd.core.placement import Placement
 from flexd.operations.held_plans import LONGEST_SECONDS
+from flexd.operations.measured_changes import measured_changes
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.operations.verification import VerificationState
 from tests.support.verification_harness import VerifiedJob
+
+
+def take_all_copies_back(job: VerifiedJob) -> None:
+    """Look up so few rows in a step that copies cost more than they save by the model."""
+    job.it.planning.accesses_per_step = lambda world_size: 4.0  # type: ignore[method-assign]
 
 
 def load_doubles(step: int) -> float:
@@ -79,9 +85,9 @@ def test_a_random_part_of_a_large_plan_is_measured(tmp_path: Path) -> None:
     job.tick(200)
     run = job.verifier._run
     assert run is not None
-    assert run.part == pytest.approx(50 / rows, rel=0.05)
+    assert run.changes.part == pytest.approx(50 / rows, rel=0.05)
     moved = [each for each in job.it.coordinator.migrations if ".verify-" in each.migration_id]
-    assert {each.progress.rows for each in moved} == {round(run.part * rows)}
+    assert {each.progress.rows for each in moved} == {round(run.changes.part * rows)}
     ended = job.verdict()
     assert ended.rolled_back
     assert job.device_rows() == 0, "the whole plan is rolled back"
@@ -96,11 +102,75 @@ def test_rows_that_moved_are_measured_like_copies(tmp_path: Path) -> None:
     there = MOVED + 1 - live.layout.home_node(np.arange(5))
     base = Placement.of(np.array([kept, back]), there[[kept, back]].astype(np.uint8))
     after = Placement.of(np.array([kept, copied, moved]), np.array([there[kept], 2, there[moved]], dtype=np.uint8))
-    without, part = job.verifier._without(base, after, live)
-    assert part == 1.0
-    assert without.keys.tolist() == [kept]
-    assert without.tiers.tolist() == [there[kept]]
-    assert home not in without.keys
+    changes = measured_changes(base, after, job.it.config.keyspace(), live.layout, 2**20)
+    assert (changes.part, changes.takes_back) == (1.0, False)
+    assert changes.without.keys.tolist() == [kept]
+    assert changes.without.tiers.tolist() == [there[kept]]
+    assert home not in changes.without.keys
+
+
+@pytest.mark.parametrize("promoted", [0, 1, 3])
+def test_of_a_plan_that_rather_takes_rows_back_all_changes_are_measured(tmp_path: Path, promoted: int) -> None:
+    job = VerifiedJob(tmp_path, effect=0.0)
+    keyspace, layout = job.it.config.keyspace(), job.it.coordinator.live().layout  # type: ignore[union-attr]
+    base = Placement.of(np.arange(5), np.array([1, 2, 2, 1, 1], dtype=np.uint8))
+    after = Placement.of(
+        np.r_[np.arange(3), 10 + np.arange(promoted)], np.r_[1, 1, 2, np.full(promoted, 2)].astype(np.uint8)
+    )
+    changes = measured_changes(base, after, keyspace, layout, 2**20)
+    assert changes.takes_back is (promoted < 3)
+    if changes.takes_back:
+        assert changes.part == 1.0
+        assert changes.without.keys.tolist() == base.keys.tolist()
+        assert changes.without.tiers.tolist() == base.tiers.tolist()
+        part = measured_changes(base, after, keyspace, layout, 2 * 256)
+        assert 0 < part.part < 1
+
+
+def test_copies_that_measured_faster_are_not_taken_back_because_prices_say_so(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01})
+    kept = job.verdict()
+    assert kept.state is VerificationState.FASTER
+    copies = job.device_rows()
+    take_all_copies_back(job)
+    taken_back = job.verdict(after=kept)
+    assert (taken_back.state, taken_back.rolled_back) == (VerificationState.SLOWER, True)
+    assert taken_back.effect.share == pytest.approx(0.05, abs=0.01)
+    assert job.device_rows() == copies
+    migrations = len(job.it.coordinator.migrations)
+    time.sleep(0.02)
+    job.tick(3)
+    assert len(job.it.coordinator.migrations) == migrations, "such plans are held back now"
+    (words,) = job.verifier.held.reasons()
+    assert "plans for HOME wait until" in words
+
+
+@pytest.mark.parametrize("effect", [+0.05, 0.0])
+def test_copies_go_if_that_is_not_shown_to_lose(tmp_path: Path, effect: float) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01}, resolution=0.02)
+    kept = job.verdict()
+    job.effect = effect
+    take_all_copies_back(job)
+    taken_back = job.verdict(after=kept)
+    assert taken_back.state is (VerificationState.FASTER if effect else VerificationState.SAME)
+    assert not taken_back.rolled_back
+    assert job.device_rows() == 0
+    assert job.verifier.held.reasons() == ()
+
+
+def test_copies_that_may_not_stay_go_unmeasured_and_in_spite_of_a_hold(tmp_path: Path) -> None:
+    job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01})
+    kept = job.verdict()
+    assert job.device_rows()
+    job.verifier.held.hold("HOME", "p1 measured 5 % slower", 600.0, time.time())
+    excluded = job.it.config.model_copy(
+        update={"planner": job.it.config.planner.model_copy(update={"exclude_tables": ["item"]})}
+    )
+    job.it.planning.apply_config(excluded)
+    time.sleep(0.02)
+    job.tick(5)
+    assert job.device_rows() == 0
+    assert job.verifier.newest == kept
 
 
 def test_another_migration_interrupts(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_looks_share_the_error_and_the_last_gives_a_verdict() -> None:
 
 def test_only_a_plan_that_is_shown_to_win_stays() -> None:
     assert {verdict for verdict in Verdict if keeps_plan(verdict)} == {Verdict.FASTER}
+    assert {verdict for verdict in Verdict if not keeps_plan(verdict, takes_back=True)} == {Verdict.SLOWER}
 
 
 def test_words() -> None:

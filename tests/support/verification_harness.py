@@ -46,6 +46,7 @@ class VerifiedJob:
         self.rng = np.random.default_rng(seed)
         self.effect, self.load = effect, load
         self.step = 0
+        self._most_copies = 1
         self.actions: list[ActionRecord] = []
         self.verdicts: list[VerdictRecord] = []
         self.start()
@@ -78,8 +79,10 @@ class VerifiedJob:
 
     @property
     def most_copies(self) -> int:
-        """Rows above HOME that the first plan lists."""
-        return max((len(each.target) for each in [self.it.planning.last_plan] if each is not None), default=1)
+        """Most rows above HOME that a newest plan has listed so far."""
+        plan = self.it.planning.last_plan
+        self._most_copies = max(self._most_copies, 0 if plan is None else len(plan.target))
+        return self._most_copies
 
     def tick(self, times: int = 1) -> None:
         """Report steps and tick the planner."""
@@ -87,12 +90,12 @@ class VerifiedJob:
             self.auto.tick()
             self.report()
 
-    def verdict(self, steps: int = 4_000) -> Verification:
-        """Run until the first verification has ended, and return it."""
+    def verdict(self, steps: int = 4_000, *, after: Verification | None = None) -> Verification:
+        """Run until the first verification, or the one ``after`` another, has ended, and return it."""
         for _ in range(steps):
             self.tick()
             newest = self.verifier.newest
-            if newest is not None and newest.state.value != "running":
+            if newest is not None and newest != after and newest.state.value != "running":
                 self.tick()
                 return newest
         raise AssertionError(f"no verdict: {self.verifier.newest}")

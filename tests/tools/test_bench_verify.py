@@ -58,7 +58,8 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
 
 
 def failed(job: Job, **found: Any) -> list[str]:
-    answer = {"decided": True, "verdict": "nothing to move", "rolled_back": False, "ratio": 1.0} | found
+    answer = {"decided": True, "verdict": "nothing to move", "rolled_back": False, "ratio": 1.0, "rows_with_copies": 0}
+    answer |= found
     return [entry["name"].rpartition(": ")[2] for entry in checks_of(job, answer) if not entry["ok"]]
 
 
@@ -69,11 +70,13 @@ def test_verdicts() -> None:
     assert failed(ordinary) == []
     assert failed(ordinary, ratio=1.03, decided=False) == ["the daemon decided", "step with the daemon / without"]
     winning, misled = by_name["winning"], by_name["misled"]
-    assert failed(winning, verdict="faster", ratio=0.8) == []
-    assert failed(winning, ratio=0.95) == ["step with the daemon / without", "the right verdict"]
+    right = "copies stay where they win and nowhere else"
+    assert failed(winning, verdict="faster", rows_with_copies=359, ratio=0.8) == []
+    assert failed(winning, verdict="slower", rolled_back=True, rows_with_copies=359, ratio=0.8) == [], "of a later plan"
+    assert failed(winning, verdict="faster", ratio=0.95) == ["step with the daemon / without", right]
     assert failed(misled, verdict="slower", rolled_back=True) == []
-    assert failed(misled) == ["the right verdict", "a plan was tried"], "no check passes with an empty plan"
-    assert failed(by_name["shaken, misled"], verdict="slower", rolled_back=False) == ["the right verdict"]
+    assert failed(misled) == [right, "a plan was tried"], "no check passes with an empty plan"
+    assert failed(by_name["shaken, misled"], verdict="slower", rolled_back=False) == [right]
     assert failed(by_name["shaken, winning"], verdict="slower", rolled_back=True, ratio=1.0) != []
 
 
