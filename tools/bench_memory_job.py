@@ -22,13 +22,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from memory_dense import NO_DENSE, Dense
 from memory_disk import disk_limits
 
 from flexd.embedding.store.slow.half_life import FIRST, HALF_LIVES, HalfLife
 
 LEARNING_RATE = 0.05
 COVER = 1.25
-"""A dense part takes as many times what a step of flexd with run-ahead waits for the disk."""
+"""A dense part takes as many times a step of flexd with run-ahead that has none."""
 _SPREAD = 2_654_435_761
 _KEPT_ROWS = 1 << 16
 
@@ -80,27 +81,6 @@ def distinct_keys(path: Path) -> tuple[np.ndarray, int]:
 
     distinct, numbers = np.unique(keys_of(load_trace(path)), return_inverse=True)
     return numbers.astype(np.int64), len(distinct)
-
-
-def compute(products: int) -> Callable[[], None]:
-    """A dense part of so many products of 256 x 256 matrices: the same work whatever else runs."""
-    left, right = torch.randn(256, 256), torch.randn(256, 256)
-
-    def run() -> None:
-        for _ in range(products):
-            torch.mm(left, right)
-
-    return run
-
-
-def products_of(seconds: float) -> int:
-    """Return how many products of ``compute`` take so long now."""
-    dense, took = compute(20), []
-    for _ in range(11):
-        began = time.perf_counter()
-        dense()
-        took.append(time.perf_counter() - began)
-    return max(1, math.ceil(seconds / (float(np.median(took)) / 20)))
 
 
 class Tensors:
@@ -355,22 +335,22 @@ class Measurement:
         else:
             self._drawn = batches(setting["rows"], setting["ids"], float(load), seed=1)
 
-    def run(self, seconds: float, least: int, products: int) -> list[float]:
-        dense, took = compute(products), []
+    def run(self, seconds: float, least: int, dense: Dense) -> list[float]:
+        between, took = dense.runner(), []
         end = time.perf_counter() + seconds
         while len(took) < least or time.perf_counter() < end:
             ids = next(self._drawn)
             clock = time.perf_counter()
-            self._way.step(ids, dense)
+            self._way.step(ids, between)
             took.append(time.perf_counter() - clock)
         return took
 
-    def answer(self, warm_seconds: float, products: int = 0) -> dict[str, float]:
+    def answer(self, warm_seconds: float, dense: Dense = NO_DENSE) -> dict[str, float]:
         """Return figures a step, measured after the warm-up."""
-        warmed = self.run(warm_seconds, 2, products)
+        warmed = self.run(warm_seconds, 2, dense)
         before = self._way.figures() | process_figures()
         # A step of the memory map may take half a minute.
-        took = self.run(self._setting["seconds"], 3 if max(warmed) < self._setting["seconds"] else 1, products)
+        took = self.run(self._setting["seconds"], 3 if max(warmed) < self._setting["seconds"] else 1, dense)
         after = self._way.figures() | process_figures()
         answer = {name: (after[name] - before[name]) / len(took) for name in after if name != "frames"}
         answer |= {"frames": after.get("frames", 0), "steps": len(took), "warm_steps": len(warmed)}
@@ -391,11 +371,16 @@ def main() -> int:
                 held.begin(lru="LRU" in way, ahead="run-ahead" in way, static="static" in way, zipf=zipf)
             measured = Measurement(held, setting, load)
             answer = measured.answer(setting["warm_seconds"])
-            known = load in setting["dense_products"] or "slow_seconds" in answer  # "all fast" alone waits for nothing
-            if setting["dense"] and known and way in ("all fast", "flexd, run-ahead"):
-                products = setting["dense_products"].get(load) or products_of(COVER * answer["slow_seconds"])
-                behind = measured.answer(setting["warm_seconds"] / 4, products)
-                answer |= {"dense_products": products, "dense_step_seconds": behind["step_seconds"]}
+            ahead = way == "flexd, run-ahead"
+            if setting["dense"] and (ahead or (way == "all fast" and load in setting["covers"])):
+                seconds, products = setting["covers"].get(load) or (COVER * answer["step_seconds"], 0)
+                computing = Dense(products=products) if products else Dense.computing(seconds)
+                device, processor = (
+                    measured.answer(setting["warm_seconds"] / 4, dense)["step_seconds"]
+                    for dense in (Dense(seconds=seconds), computing)
+                )
+                answer |= {"dense_seconds": seconds, "dense_products": computing.products}
+                answer |= {"device_step_seconds": device, "processor_step_seconds": processor}
             answers[way][load] = answer
     if isinstance(held, Flexd):
         figures["disk"] = held.disk(setting["disk_seconds"])

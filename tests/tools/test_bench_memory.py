@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from bench_memory import checks_of, disk_shares, main, of_trace
-from bench_memory_job import Flexd, Tensors, batches, compute, popular_rows, trace_batches
+from bench_memory_job import Flexd, Tensors, batches, popular_rows, trace_batches
+from memory_dense import NO_DENSE
 from memory_misses import misses
 
 SETTING = {"rows": 3_000, "dim": 8, "ids": 500, "fast_bytes": 40_000}
@@ -22,9 +23,9 @@ def test_all_ways_train_the_same(tmp_path: Path, ahead: bool, static: bool) -> N
     drawn = batches(3_000, 500, 1.05, seed=3)
     given = [next(drawn) for _ in range(4)]
     for ids in given:
-        held.step(ids, compute(0))
+        held.step(ids, NO_DENSE.runner())
     for ids in given[: 3 if ahead else 4]:  # the last one is still to come
-        mapped.step(ids, compute(0))
+        mapped.step(ids, NO_DENSE.runner())
     figures = held.figures()
     assert 0 < figures["frames"] < 3_000
     assert figures["missed"] > 0
@@ -43,9 +44,9 @@ def test_static_rows_stay_and_the_others_are_missed(tmp_path: Path) -> None:
     others = popular_rows(3_000, 3_000)[int(frames) - 200 :]
     before = held.figures()["missed"]
     for first in range(0, len(others), 100):
-        held.step(others[first : first + 100], compute(0))
+        held.step(others[first : first + 100], NO_DENSE.runner())
     assert held.figures()["missed"] - before == len(others)
-    held.step(kept[:150], compute(0))
+    held.step(kept[:150], NO_DENSE.runner())
     assert held.figures()["missed"] - before == len(others)
     held.close()
 
@@ -66,7 +67,7 @@ def test_quick_skips_or_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     printed = capsys.readouterr()
     assert code == 0, printed
     if "skipped" not in printed.out:
-        assert printed.out.count("behind") == 2
+        assert printed.out.count("with a dense part of") == 2
         assert printed.out.count("of the disk's best") == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -91,12 +92,12 @@ def test_frames_begin_with_the_popular_rows(tmp_path: Path) -> None:
     held = Flexd(SETTING, tmp_path)
     held.begin(zipf=1.05)
     frames = int(held.figures()["frames"])
-    held.step(popular_rows(3_000, frames), compute(0))
+    held.step(popular_rows(3_000, frames), NO_DENSE.runner())
     assert held.figures()["missed"] == 0
-    held.step(torch.arange(frames // 4), compute(0))
+    held.step(torch.arange(frames // 4), NO_DENSE.runner())
     missed = held.figures()["missed"]
     kept = popular_rows(3_000, frames)[: frames // 4]
-    held.step(kept, compute(0))
+    held.step(kept, NO_DENSE.runner())
     assert held.figures()["missed"] - missed < len(kept) / 4, "the most popular leave last"
     held.close()
 
@@ -109,8 +110,8 @@ def test_checks() -> None:
     flexd = way(1.0, slow_seconds=0.5, bytes_read=40 * 4096.0, bytes_written=10 * 4096.0) | {"disk": disk}
     assert disk_shares(flexd) == {"1.05": pytest.approx(0.8)}
     answers: dict = {"memory map": way(19.0), "RocksDB": way(3.0), "flexd": flexd, "flexd, LRU": {"error": "none"}}
-    answers |= {"all fast": way(0.1, dense_step_seconds=1.0)}
-    answers |= {"flexd, run-ahead": way(0.5, dense_step_seconds=1.05)}
+    answers |= {"all fast": way(0.1, device_step_seconds=1.0)}
+    answers |= {"flexd, run-ahead": way(0.5, device_step_seconds=1.05)}
     counted = {f"{moved}{name}": value for moved in ("", "moved: ") for name, value in (
         ("static", 0.5), ("LRU", 0.3), ("flexd", 0.31), ("flexd, 4 ahead", 0.24), ("Belady", 0.2))}  # fmt: skip
     counted["moved: Belady"] = 0.1
