@@ -26,8 +26,9 @@ from bench_coaccess import HORIZON, keyspace, offer
 from bench_report import check, ending
 
 from flexd.config.planner import PlannerConfig
-from flexd.core.dealing import BatchRows, deal_batch
+from flexd.core.dealing import deal_batch
 from flexd.core.layout import RankLayout
+from flexd.core.shared_rows import BatchRows
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.sampled_window import sampled_window
 from flexd.planner.affinity.streaming import plan_affinity

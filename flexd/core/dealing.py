@@ -14,41 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.shared_rows import NEVER, BatchPrices, BatchRows
+
 Int64Array = npt.NDArray[np.int64]
 
-_SHARES = (0.75, 0.5, 0.0, 0.0)
+_SHARES = ((0.75, 1), (0.5, 1), (0.0, 2))
 """Share of the bytes of a row that one more sample costs in a node where one uses it already, its square where two do,
-and so on, sweep by sweep. Above 0 samples gather where others use their rows (the fanout of ``planner.affinity``); 0 is
-what crosses."""
-_SCALE = 64
-"""Units of a byte in gains: shares of bytes are integers too."""
-_DEEPEST = 16
-"""Samples of a node from which on their number makes no difference."""
+and so on, and sweeps with that share. Above 0 samples gather where others use their rows (the fanout of
+``planner.affinity``); 0 is what crosses."""
 _TURNS = 2
 """Exchanges of each two nodes in a sweep."""
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """A global batch, as all ranks know it.
-
-    Attributes:
-        offsets: int64 [samples + 1], where the rows of each sample begin in ``rows``.
-        rows: int64 [n], any numbers of rows; one that a sample has twice is priced less exactly.
-        row_bytes: int64 [n], bytes between nodes of a step that needs the row in a node that is not its home.
-        homes: int64 [n], the node of the row's home.
-        node: int64 [samples], the node that has read the sample.
-        group: int64 [samples], samples of equal group may take each other's place.
-        sample_bytes: int64 [samples], of shipping the sample to another node.
-    """
-
-    offsets: Int64Array
-    rows: Int64Array
-    row_bytes: Int64Array
-    homes: Int64Array
-    node: Int64Array
-    group: Int64Array
-    sample_bytes: Int64Array
+_PRICINGS = 2
+"""Of all samples, while each two nodes exchange once."""
 
 
 @dataclass(frozen=True)
@@ -74,91 +51,86 @@ def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
     Args:
         nodes: number of nodes; ``batch`` has no other.
     """
-    dealing = _Dealing(batch, nodes)
-    before = dealing.crossing()
-    best, best_bytes = dealing.to.copy(), before
-    for share in _SHARES:
-        dealing.sweep(share)
-        if share == 0.0:
-            total = dealing.crossing() + dealing.shipped()
-            if total < best_bytes:
-                best, best_bytes = dealing.to.copy(), total
-    shipped = int(batch.sample_bytes[best != batch.node].sum())
-    return Dealt(best, before, best_bytes - shipped, shipped)
+    prices, places = BatchPrices.of(batch, nodes), _Places(batch, nodes)
+    before, _ = prices.bytes_of(places.to)
+    best = Dealt(places.to.copy(), before, before, 0)
+    rounds = max(1, nodes - 1 + nodes % 2)
+    stride = -(-rounds // _PRICINGS)
+    turn = 0
+    for share, sweeps in _SHARES:
+        priced = prices.with_share(places.to, share)
+        for _ in range(sweeps):
+            for at in range(_TURNS * rounds):
+                if at % stride == 0:
+                    losses = priced.losses(places.to)
+                places.exchange(_partners(nodes, turn), losses)
+                turn += 1
+            if share == 0.0:
+                after, shipped = prices.bytes_of(places.to)
+                if after + shipped < best.bytes_after + best.shipped_bytes:
+                    best = Dealt(places.to.copy(), before, after, shipped)
+    return best
 
 
-class _Dealing:
-    """Rows that one sample of the batch uses are a constant of the sample, the others are counted by node."""
+class _Places:
+    """Where samples are: each node and group has equally many places, and some of these are empty.
+
+    Attributes:
+        to: int64 [samples], the node of each.
+    """
 
     def __init__(self, batch: BatchRows, nodes: int) -> None:
-        self.batch, self.nodes = batch, nodes
+        samples, groups = len(batch.node), int(batch.group.max(initial=0)) + 1
+        bucket = batch.node * groups + batch.group
+        counts = np.bincount(bucket, minlength=nodes * groups)
+        self._size = int(counts.max())
+        self._bits = self._size.bit_length()
+        order = np.argsort(bucket, kind="stable")
+        position = np.arange(samples) - np.repeat(np.cumsum(counts) - counts, counts)
+        filled = np.full((nodes * groups, self._size), samples)
+        filled[bucket[order], position] = order
+        self._sample = filled.reshape(nodes, groups, self._size)
+        """int64 [nodes, groups, size]: the number of samples where there is none."""
         self.to = batch.node.copy()
-        self.at = np.arange(len(self.to))
-        sample = np.repeat(self.at, np.diff(batch.offsets))
-        _, row, uses = np.unique(batch.rows, return_inverse=True, return_counts=True)
-        row = row.reshape(-1)
-        shared = uses[row] > 1
-        alone = sample[~shared] * nodes + batch.homes[~shared]
-        # Sums of float64 are exact: bytes of a batch are below 2**53.
-        at_home = np.bincount(alone, batch.row_bytes[~shared], len(self.to) * nodes).astype(np.int64)
-        self.alone_at_home = at_home.reshape(-1, nodes)
-        self.sample = sample[shared]
-        _, first, place = np.unique(row[shared], return_index=True, return_inverse=True)
-        self.first_code = place.reshape(-1) * nodes
-        """int64 [entries]: where the nodes of the entry's row begin in a flat [rows, nodes]."""
-        home, row_bytes = batch.homes[shared][first], batch.row_bytes[shared][first]
-        self.away_bytes = row_bytes[:, None] * (np.arange(nodes) != home[:, None])
-        """int64 [rows, nodes]: of the row in a node that is not its home."""
-        self.offsets = np.concatenate([[0], np.cumsum(np.bincount(self.sample, minlength=len(self.to)))])
 
-    def crossing(self) -> int:
-        alone = self.alone_at_home.sum() - self.alone_at_home[self.at, self.to].sum()
-        return int(self.away_bytes[self._counts() > 0].sum() + alone)
+    def exchange(self, partners: Int64Array, losses: Int64Array) -> None:
+        """Exchange the half of the pairs that win most: losses hold for one exchange at a time.
 
-    def shipped(self) -> int:
-        return int(self.batch.sample_bytes[self.to != self.batch.node].sum())
+        Args:
+            partners: int64 [nodes], of each node; itself if it has none.
+            losses: int64 [nodes, samples + 1], of moving each sample (``SharePrices.losses``); changed, so that samples
+                that were exchanged stay where they are.
+        """
+        low = np.flatnonzero(np.arange(len(partners)) < partners)
+        high = partners[low]
+        both = self._ordered(np.concatenate([low, high]), np.concatenate([high, low]), losses)
+        first, second = both[: len(low)].reshape(-1), both[len(low) :].reshape(-1)
+        loss = (first >> self._bits) + (second >> self._bits)
+        wins = np.flatnonzero(loss < 0)
+        bits = len(wins).bit_length()
+        most = np.sort(loss[wins] << bits | np.arange(len(wins)))[: (len(wins) + 1) // 2]
+        pair = wins[most & ((1 << bits) - 1)]
+        group_size = self._sample.shape[1] * self._size
+        mask = (1 << self._bits) - 1
+        node = pair // max(1, group_size)
+        begins = pair % max(1, group_size) // max(1, self._size) * self._size
+        here = low[node] * group_size + begins + (first[pair] & mask)
+        there = high[node] * group_size + begins + (second[pair] & mask)
+        flat = self._sample.reshape(-1)
+        left, right = flat[here], flat[there]
+        flat[here], flat[there] = right, left
+        self.to[left], self.to[right] = high[node], low[node]
+        losses[:, left] = losses[:, right] = NEVER
 
-    def sweep(self, share: float) -> None:
-        """Exchange samples of each two nodes."""
-        powers = np.floor(_SCALE * share ** np.arange(_DEEPEST)).astype(np.int64)
-        for turn in range(_TURNS * max(1, self.nodes - 1 + self.nodes % 2)):
-            other = _partners(self.nodes, turn)[self.to]
-            self._exchange(other, self._gain(other, powers))
-
-    def _counts(self) -> Int64Array:
-        """int64 [rows, nodes]: samples of each node that use a row."""
-        code = self.first_code + self.to[self.sample]
-        return np.bincount(code, minlength=self.away_bytes.size).reshape(self.away_bytes.shape)
-
-    def _gain(self, other: Int64Array, powers: Int64Array) -> Int64Array:
-        """int64 [samples]: bytes times ``_SCALE`` that training each sample in its other node saves."""
-        counts = self._counts()
-        # By row and node first: entries are several times as many. Where no sample is, none leaves.
-        leaves = powers[np.minimum(counts - 1, _DEEPEST - 1)] * self.away_bytes
-        arrives = powers[np.minimum(counts, _DEEPEST - 1)] * self.away_bytes
-        here, there = self.first_code + self.to[self.sample], self.first_code + other[self.sample]
-        sums = np.concatenate([[0], np.cumsum(leaves.reshape(-1)[here] - arrives.reshape(-1)[there])])
-        alone = self.alone_at_home[self.at, other] - self.alone_at_home[self.at, self.to]
-        read = self.batch.node
-        ship = self.batch.sample_bytes * ((self.to != read).astype(np.int64) - (other != read))
-        gain: Int64Array = sums[self.offsets[1:]] - sums[self.offsets[:-1]] + _SCALE * (alone + ship)
-        return gain
-
-    def _exchange(self, other: Int64Array, gain: Int64Array) -> None:
-        """Exchange the half of the pairs that win most: gains hold for one exchange at a time."""
-        bucket = (self.batch.group * self.nodes + np.minimum(self.to, other)) * 2 + (self.to > other)
-        order = np.lexsort((-gain, bucket))
-        order = order[(self.to != other)[order]]
-        bucket = bucket[order]
-        pair = (bucket // 2) * (len(self.to) + 1) + position_in_runs(bucket)
-        low, high = bucket % 2 == 0, bucket % 2 == 1
-        _, left, right = np.intersect1d(pair[low], pair[high], assume_unique=True, return_indices=True)
-        first, second = order[low][left], order[high][right]
-        wins = gain[first] + gain[second]
-        pays = np.flatnonzero(wins > 0)
-        pays = pays[np.argsort(-wins[pays], kind="stable")[: (len(pays) + 1) // 2]]
-        first, second = first[pays], second[pays]
-        self.to[first], self.to[second] = self.to[second], self.to[first]
+    def _ordered(self, nodes: Int64Array, others: Int64Array, losses: Int64Array) -> Int64Array:
+        """Return int64 [nodes, groups, size], ascending: the loss of moving a sample to the other node, and in the
+        last bits its place."""
+        codes = self._sample[nodes] + (others * losses.shape[1])[:, None, None]
+        keys: Int64Array = losses.reshape(-1)[codes]
+        keys <<= self._bits
+        keys |= np.arange(self._size)
+        keys.sort(axis=-1)
+        return keys
 
 
 def _partners(nodes: int, turn: int) -> Int64Array:
@@ -169,9 +141,3 @@ def _partners(nodes: int, turn: int) -> Int64Array:
     partner[turn], partner[last] = last, turn
     partner = partner[:nodes]
     return np.where(partner < nodes, partner, np.arange(nodes))
-
-
-def position_in_runs(values: Int64Array) -> Int64Array:
-    """Return the position of each of the sorted values in its run of equal ones."""
-    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]])) if len(values) else values
-    return np.arange(len(values)) - np.repeat(starts, np.diff(np.concatenate([starts, [len(values)]])))

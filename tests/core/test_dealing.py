@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.dealing import BatchRows, deal_batch
+from flexd.core.dealing import deal_batch
+from flexd.core.shared_rows import BatchRows
 
 
 def batch_of(seed: int, nodes: int, groups: int, samples: int, rows: int, ship: int) -> BatchRows:

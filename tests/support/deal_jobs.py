@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 import flexd
-from flexd.core.dealing import BatchRows, Dealt, deal_batch
+from flexd.core.dealing import Dealt, deal_batch
 from flexd.core.layout import RankLayout
+from flexd.core.shared_rows import BatchRows
 from flexd.embedding.affinity import dealer
 from flexd.embedding.affinity.deal_pacing import DealPacing
 from flexd.embedding.affinity.deal_trial import DealTrial

@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.core.dealing import BatchRows, Dealt, deal_batch
+from flexd.core.dealing import Dealt, deal_batch
 from flexd.core.errors import EmbeddingError
+from flexd.core.shared_rows import BatchRows
 from flexd.embedding.affinity.deal_pacing import DealPacing, DealtTotals
 from flexd.embedding.affinity.deal_trial import DealTrial
 from flexd.embedding.affinity.row_codes import RowCodes, SampleKeys
