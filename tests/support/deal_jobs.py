@@ -142,6 +142,36 @@ def refused(rank: int, layout: RankLayout, kind: str, odd: int) -> tuple[int, st
     return steps, ""
 
 
+def turns(rank: int, layout: RankLayout, steps: int, fails: int | None = None) -> tuple[int, int, str]:
+    """Train; return the steps, how many batches this rank has dealt for all, and the error.
+
+    Args:
+        fails: dealing raises on this rank.
+    """
+    times = 0
+
+    def counted(batch: BatchRows, nodes: int) -> Dealt:
+        nonlocal times
+        if rank == fails:
+            raise MemoryError("no memory for prices")
+        times += 1
+        return deal_batch(batch, nodes)
+
+    vars(dealer)["DealPacing"], vars(dealer)["deal_batch"] = DealPacing, counted
+    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 160, 32)], layout=layout)
+    loader = [groups_of_rows(step, rank, 24).features for step in range(steps)]
+    done, text = 0, ""
+    try:
+        for features in flexd.prefetch(loader, collection, deal=True, timeout_seconds=30.0):
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+            done += 1
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    vars(dealer)["deal_batch"] = deal_batch
+    return done, times, text
+
+
 def uneven(rank: int, layout: RankLayout, batches: list[int]) -> tuple[int, str]:
     """Train each rank on its own number of batches, dealt; return the steps and the error."""
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 160, 8)], layout=layout)

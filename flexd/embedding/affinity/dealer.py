@@ -3,9 +3,11 @@
 For each batch, by one thread, over node and rail of each rank::
 
     1. all-gather a header: samples, ids, whether there is a batch, digest of its structure, pause (``DealTrial``)
-    2. gather the rows' codes of all samples, over the rail and then in the node, so that they cross once a node
-    3. every rank computes the same nodes of all samples (``core.dealing``)
+    2. send the rows' codes of all samples to one rank, over its node's rails and then in its node
+    3. it computes the node of each sample (``core.dealing``), and sends the result back the same way
     4. ship samples over the rail
+
+Ranks take turns at 3., batch by batch.
 
 A sample keeps its local rank, and every rank its number of samples: those that stay keep their order, and those that
 arrive follow, node by node. Where a rank has no batch, or ids that its look-up will refuse, nothing is shipped.
@@ -14,7 +16,7 @@ arrive follow, node by node. Where a rank has no batch, or ids that its look-up 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -23,10 +25,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flexd.core.dealing import Dealt, deal_batch
-from flexd.core.errors import EmbeddingError
+from flexd.core.dealing import deal_batch
+from flexd.core.errors import CollectiveError, EmbeddingError
 from flexd.core.shared_rows import BatchRows
 from flexd.embedding.affinity.deal_pacing import DealPacing, DealtTotals
+from flexd.embedding.affinity.deal_results import DealResults, RailResult
 from flexd.embedding.affinity.deal_trial import DealTrial
 from flexd.embedding.affinity.row_codes import RowCodes, SampleKeys
 from flexd.embedding.affinity.sample_blocks import BlockLayout, SampleBlocks
@@ -150,9 +153,17 @@ class Dealer:
             return batch
         self._check_structure(headers, read)
         codes = RowCodes.for_batch(self._nodes, len(self._prices.row_bytes), int(headers[..., 1].sum()))
-        messages = self._gather_rows(codes, headers, read)
-        rows, dealt = self._agree(codes, headers, messages)
-        batch = self._ship(headers, rows, dealt, read)
+        turn = self.totals.dealt_batches % self._groups.layout.world_size
+        messages = self._send_rows(codes, headers, read, turn)
+        try:
+            results = None if messages is None else self._deal(codes, headers, messages)
+        except Exception as error:  # the others wait for the result
+            raise CollectiveError(
+                f"rank {self._groups.rank}: dealing a batch failed: {error}",
+                remedy="restart the job from a checkpoint; drop deal=True if it happens again",
+            ) from error
+        result = self._receive_result(DealResults(self._nodes, headers[..., 0]), results, turn)
+        batch = self._ship(headers, result, read)
         self._pacing.judge(self.totals)
         return batch
 
@@ -208,75 +219,96 @@ class Dealer:
                 remedy="give every rank batches of the same names, dtypes and shapes; a part may have no values",
             )
 
-    def _gather_rows(self, codes: RowCodes, headers: Int64Array, read: _Read) -> list[list[npt.NDArray[np.uint8]]]:
-        """Collective. Return ``[local rank][node]`` messages of ``RowCodes.pack``."""
+    def _send_rows(
+        self, codes: RowCodes, headers: Int64Array, read: _Read, turn: int
+    ) -> list[npt.NDArray[np.uint8]] | None:
+        """Collective. Return messages of ``RowCodes.pack`` by local rank and node on the rank whose turn it is."""
         keys = read.keys.keys
         packed = codes.pack(read.keys, self._homes(keys), self._prices.group_of(keys))
         mine = torch.from_numpy(packed).to(self._device)
         sizes = np.array([[codes.message_bytes(int(one[0]), int(one[1])) for one in of_rail] for of_rail in headers])
-        rail, node = self._groups.rail, self._groups.node
-        of_rail = _gather_uneven(rail.all_to_all, mine, sizes[self._groups.layout.local_rank_of(self._groups.rank)])
-        everyone = _gather_uneven(node.all_to_all, of_rail, sizes.sum(axis=1)).cpu().numpy()
-        self.totals.id_bytes += int(sizes.sum() + 8 * headers.size) * (self._nodes - 1)
-        parts = np.split(everyone, np.cumsum(sizes.reshape(-1))[:-1])
-        return [parts[first : first + self._nodes] for first in range(0, len(parts), self._nodes)]
-
-    def _agree(
-        self, codes: RowCodes, headers: Int64Array, messages: list[list[npt.NDArray[np.uint8]]]
-    ) -> tuple[BatchRows, Dealt]:
-        """Local. Return the rows of the global batch and where each sample is trained: equal on all ranks."""
-        counts, ship, rows = (
-            np.concatenate(part)
-            for part in zip(
-                *(
-                    codes.unpack(message, int(header[0]))
-                    for of_rail, of_headers in zip(messages, headers, strict=True)
-                    for message, header in zip(of_rail, of_headers, strict=True)
-                ),
-                strict=True,
-            )
+        layout, rank = self._groups.layout, self._groups.rank
+        node, local = layout.node_of(turn), layout.local_rank_of(turn)
+        here = layout.node_of(rank) == node
+        self.totals.id_bytes += int(sizes.sum() - sizes[:, node].sum()) + 8 * headers.size * (self._nodes - 1)
+        of_rail = self._groups.rail.all_to_all(
+            mine, _only(node, len(mine), self._nodes), sizes[layout.local_rank_of(rank)] * here
         )
-        home, group = codes.home_and_group(rows)
+        if not here:
+            return None
+        everyone = self._groups.node.all_to_all(
+            of_rail, _only(local, len(of_rail), self._local_ranks), sizes.sum(axis=1) * (rank == turn)
+        )
+        if rank != turn:
+            return None
+        return np.split(everyone.cpu().numpy(), np.cumsum(sizes.reshape(-1))[:-1])
+
+    def _deal(
+        self, codes: RowCodes, headers: Int64Array, messages: list[npt.NDArray[np.uint8]]
+    ) -> npt.NDArray[np.uint8]:
+        """Local. Return the packed results of all rails."""
         samples = headers[..., 0].reshape(-1)
-        rail = np.repeat(np.arange(self._local_ranks), self._nodes)
+        unpacked = [codes.unpack(message, int(own)) for message, own in zip(messages, samples, strict=True)]
+        counts, ship, rows = (np.concatenate(part) for part in zip(*unpacked, strict=True))
+        home, group = codes.home_and_group(rows)
         batch = BatchRows(
             offsets=np.concatenate([[0], np.cumsum(counts)]),
             rows=rows,
             row_bytes=self._prices.row_bytes[group],
             homes=home,
             node=np.repeat(np.tile(np.arange(self._nodes), self._local_ranks), samples),
-            group=np.repeat(rail, samples),
+            group=np.repeat(np.arange(self._local_ranks), headers[..., 0].sum(axis=1)),
             sample_bytes=ship,
         )
-        return batch, deal_batch(batch, self._nodes)
+        return DealResults(self._nodes, headers[..., 0]).pack(batch, deal_batch(batch, self._nodes))
 
-    def _ship(self, headers: Int64Array, rows: BatchRows, dealt: Dealt, read: _Read) -> Any:
+    def _receive_result(self, results: DealResults, packed: npt.NDArray[np.uint8] | None, turn: int) -> RailResult:
+        """Collective. Return the result of this rank's rail.
+
+        Args:
+            packed: those of all rails, on the rank whose turn it is.
+        """
+        layout, rank = self._groups.layout, self._groups.rank
+        node, local = layout.node_of(turn), layout.local_rank_of(rank)
+        here = layout.node_of(rank) == node
+        of_rail = torch.empty(0, dtype=torch.uint8, device=self._device)
+        each = results.message_bytes(local)
+        if here:
+            if packed is not None:
+                of_rail = torch.from_numpy(packed).to(self._device)
+            sizes = [self._nodes * results.message_bytes(rail) for rail in range(self._local_ranks)]
+            of_rail = self._groups.node.all_to_all(
+                of_rail, [size * (rank == turn) for size in sizes],
+                _only(layout.local_rank_of(turn), sizes[local], self._local_ranks),
+            )  # fmt: skip
+        mine = self._groups.rail.all_to_all(of_rail, [each * here] * self._nodes, _only(node, each, self._nodes))
+        all_rails = sum(results.message_bytes(rail) for rail in range(self._local_ranks))
+        self.totals.id_bytes += all_rails * (self._nodes - 1)
+        return results.unpack(mine.cpu().numpy(), local)
+
+    def _ship(self, headers: Int64Array, result: RailResult, read: _Read) -> Any:
         """Collective if any sample moves. Return the batch of the samples that this rank trains."""
-        moved = dealt.to != rows.node
         totals = self.totals
         totals.dealt_batches += 1
-        totals.samples += len(moved)
-        totals.shipped_samples += int(np.count_nonzero(moved))
-        totals.row_bytes_before += dealt.bytes_before
-        totals.row_bytes_after += dealt.bytes_after
-        totals.sample_bytes += dealt.shipped_bytes
+        totals.samples += int(headers[..., 0].sum())
+        totals.shipped_samples += result.shipped_samples
+        totals.row_bytes_before += result.bytes_before
+        totals.row_bytes_after += result.bytes_after
+        totals.sample_bytes += result.shipped_bytes
         rank, layout = self._groups.rank, self._groups.layout
         node, local = layout.node_of(rank), layout.local_rank_of(rank)
-        on_rail = rows.group == local
-        if not (moved & on_rail).any():
+        to, come_from = result.to, np.repeat(np.arange(self._nodes), headers[local, :, 0])
+        if (to == come_from).all():
             return read.batch
-        to, ship = dealt.to[on_rail], rows.sample_bytes[on_rail]
-        come_from = rows.node[on_rail]
         mine = come_from == node
         order = np.argsort(to[mine], kind="stable")
         sent_counts = np.bincount(to[mine], minlength=self._nodes)
         arriving = [int(np.count_nonzero((come_from == peer) & (to == node))) for peer in range(self._nodes)]
-        receive = [int(ship[(come_from == peer) & (to == node)].sum()) for peer in range(self._nodes)]
+        receive = result.arriving_bytes.tolist()
         chosen = [torch.from_numpy(part).to(self._device) for part in np.split(order, np.cumsum(sent_counts)[:-1])]
         leaving = [read.blocks.select(part) if peer != node else None for peer, part in enumerate(chosen)]
         messages = [None if one is None else one.pack() for one in leaving]
         send = [0 if one is None else len(one) for one in messages]
-        receive[node] = 0
         flat = torch.cat([one for one in messages if one is not None])
         arrived = torch.split(self._groups.rail.all_to_all(flat, send, receive), receive)
         come = [
@@ -287,11 +319,6 @@ class Dealer:
         return read.layout.batch(SampleBlocks.join([read.blocks.select(chosen[node]), *come]))
 
 
-def _gather_uneven(
-    all_to_all: Callable[[torch.Tensor, Sequence[int], Sequence[int]], torch.Tensor],
-    mine: torch.Tensor,
-    sizes: Int64Array,
-) -> torch.Tensor:
-    """Collective. Return the tensors of all members, one after another; ``sizes`` are those of each."""
-    receive = [int(size) for size in sizes]
-    return all_to_all(mine.repeat(len(receive)), [len(mine)] * len(receive), receive)
+def _only(member: int, size: int, members: int) -> list[int]:
+    """Return sizes of messages: one member's, and none of the others."""
+    return [size if peer == member else 0 for peer in range(members)]

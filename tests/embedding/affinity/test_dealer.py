@@ -46,6 +46,17 @@ def test_the_saving_as_priced_is_what_the_traffic_has(ranks: Ranks, undealt: lis
     assert all(of_rank["dealt"] == dealt[0]["dealt"] for of_rank in dealt), "ranks count other totals"
 
 
+@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(4, 1)])
+def test_ranks_take_turns_to_deal_for_all(ranks: Ranks, layout: RankLayout) -> None:
+    assert ranks(4).run("deal_jobs:turns", layout, 8) == [(8, 2, "")] * 4
+
+
+def test_every_rank_hears_of_a_rank_that_cannot_deal(ranks: Ranks) -> None:
+    for rank, (steps, times, text) in enumerate(ranks(4).run("deal_jobs:turns", RankLayout(2, 2), 8, 1, timeout=60)):
+        assert (steps, times) == (0, int(rank == 0)), text
+        assert "rank 1: dealing a batch failed: no memory for prices" in text
+
+
 def test_nothing_happens_on_one_node(ranks: Ranks) -> None:
     dealt = ranks(2).run("deal_jobs:mean_loss", RankLayout(1, 2), True, 2, SAMPLES)
     assert dealt[0]["dealt"]["dealt_batches"] == 0
