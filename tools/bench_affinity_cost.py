@@ -5,9 +5,10 @@
 In one process, processor time alone. ``sample``: a training sample offered to a co-access sample that is full, and to
 one that is still filling; its memory is what the configuration says. ``learn``: one plan from all held samples, with
 homes from before; the most memory that it takes beside the sample, and its share of one core with the default
-``planner.interval_seconds``. Both are the daemon's. ``deal``: one global batch, which every rank computes alike, beside
-what is exchanged, taken apart and joined (``bench_affinity`` trains it whole); its share of a step of ``--step-ms`` of
-one core, and the step of which it is 2 %. Samples as in ``bench_affinity``; 8 ranks a node, 64 samples a rank.
+``planner.interval_seconds``. Both are the daemon's. ``deal``: one global batch, which one rank deals for all, beside
+what is exchanged, taken apart and joined (``bench_affinity`` trains it whole); ranks take turns, and a rank's mean is
+compared with a step of ``--step-ms`` of one core. Samples as in ``bench_affinity``; 8 ranks a node, 64 samples a rank.
+A loader that deals (``NodeSampler``) deals every batch on every rank.
 """
 
 from __future__ import annotations
@@ -107,8 +108,9 @@ def deal_figures(samples: SampleRows, layout: RankLayout, step_seconds: float) -
     )  # fmt: skip
     seconds = seconds_of(lambda: deal_batch(batch, layout.nodes))
     return {
-        "ms": 1e3 * seconds, "us_a_sample": 1e6 * seconds / size, "share_of_step": seconds / step_seconds,
-        "step_ms_at_2_percent": 1e3 * seconds / SHARE,
+        "ms": 1e3 * seconds, "us_a_sample": 1e6 * seconds / size, "rank_ms": 1e3 * seconds / layout.world_size,
+        "share_of_step": seconds / layout.world_size / step_seconds,
+        "step_ms_at_2_percent": 1e3 * seconds / layout.world_size / SHARE,
         "peak_bytes": float(peak_bytes(lambda: deal_batch(batch, layout.nodes))),
     }  # fmt: skip
 
@@ -155,9 +157,9 @@ def main() -> int:
                           deal["share_of_step"] <= SHARE)
                 )  # fmt: skip
                 print(
-                    f"{at} of {LOCAL_RANKS} x {PER_RANK}: deal {deal['ms']:.1f} ms a step, "
-                    f"{deal['us_a_sample']:.1f} us a sample, at most {deal['peak_bytes']:,.0f} B, "
-                    f"{deal['share_of_step']:.1%} of a step of "
+                    f"{at} of {LOCAL_RANKS} x {PER_RANK}: deal {deal['ms']:.1f} ms a batch, "
+                    f"{deal['us_a_sample']:.1f} us a sample, at most {deal['peak_bytes']:,.0f} B; a rank "
+                    f"{deal['rank_ms']:.2f} ms a step, {deal['share_of_step']:.1%} of one of "
                     f"{options.step_ms:g} ms, 2 % of one of {deal['step_ms_at_2_percent']:.0f} ms",
                     flush=True,
                 )
