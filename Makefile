@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 RECBOLE := $(VENV)/.recbole
 
-.PHONY: lock fuzz mutate demo demo-kafka test test-all test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak torchrec recbole manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak torchrec recbole manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -38,6 +38,15 @@ endif
 
 test-all: $(STAMP) $(RECBOLE)
 	$(call run_tests)
+
+# The trainer's side with the oldest torch that pyproject.toml allows, in an environment of its own (several GB).
+FLOOR := .venv-floor
+test-torch-floor: $(STAMP)
+	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel \
+		"torch==$$($(BIN)/python tools/torch_floor.py)"
+	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	$(FLOOR)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not long" tests/embedding tests/control/agent tests/topology
 
 # Of the last `make test` or `make test-all`.
 test-durations: $(STAMP)

@@ -24,7 +24,7 @@ class DeferredTables(nn.Module):
 
     def __init__(self, device: torch.device | str | None) -> None:
         super().__init__()
-        self.device = allocated_device(torch.get_default_device() if device is None else device)
+        self.device = allocated_device(device)
         self._make: Callable[[], None] | None = None
 
     @property

@@ -13,8 +13,9 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ALIGNED_NUMBERS = 64
 
 
-def allocated_device(device: torch.device | str) -> torch.device:
-    """Return the device of a tensor that is allocated on ``device``: ``cuda`` becomes ``cuda:0`` or the current one."""
+def allocated_device(device: torch.device | str | None) -> torch.device:
+    """Return the device of a tensor that is allocated on ``device``: ``cuda`` becomes ``cuda:0`` or the current one,
+    None the default one, ``with torch.device(...)`` included."""
     return torch.empty(0, device=device).device
 
 

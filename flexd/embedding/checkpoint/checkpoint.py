@@ -155,7 +155,7 @@ def save_checkpoint(
     )
     state = sharded_state_dict(collection, device)
     try:
-        state_dict_saver.save(state, checkpoint_id=path, no_dist=not _distributed())
+        state_dict_saver.save(state, checkpoint_id=path)
     except (Exception, CheckpointException) as error:  # any error of a storage; raised on all ranks if on one
         raise CheckpointError(f"rank {collection.rank}: cannot write {path}: {_cause(error)}") from error
 
@@ -183,7 +183,7 @@ def load_checkpoint(
     raise_if_any_rank_refuses(collection, differences)
     state = _empty(collection, device)
     try:
-        state_dict_loader.load(state, checkpoint_id=path, no_dist=not _distributed())
+        state_dict_loader.load(state, checkpoint_id=path)
     except (Exception, CheckpointException) as error:  # files are missing or truncated
         raise CheckpointError(
             f"rank {collection.rank}: cannot read {path}: {_cause(error)}", remedy="load another checkpoint"
@@ -280,13 +280,9 @@ def _empty(collection: EmbeddingCollection, device: torch.device) -> dict[str, t
     return state
 
 
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def as_dtensor(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the whole table of ``shape`` of which this rank has a block of rows; the block without ranks."""
-    if not _distributed():
+    if not (dist.is_available() and dist.is_initialized()):
         return block
     mesh = DeviceMesh.from_group(dist.group.WORLD, block.device.type)  # type: ignore[arg-type]
     return DTensor.from_local(block, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(*shape[1:], 1))
