@@ -24,8 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_memory_job import Flexd, batches, compute, process_figures
+from bench_memory_job import Flexd, batches, process_figures
 from bench_report import check, ending
+from memory_dense import NO_DENSE
 from process_memory import peak_resident_bytes, reset_peak, resident_bytes
 
 START_SECONDS, BESIDE_BYTES, TOLERANCE = 10.0, 1.5 * 2**30, 1e-5
@@ -40,7 +41,7 @@ def run(rows: int, dim: int, ids: int, fast_bytes: int, seconds: float, director
     began = time.perf_counter()
     held = Flexd(setting, directory)
     figures = {"start_seconds": time.perf_counter() - began}
-    drawn, dense = batches(rows, ids, ZIPF, seed=1), compute(0)
+    drawn, dense = batches(rows, ids, ZIPF, seed=1), NO_DENSE.runner()
     figures["difference"] = difference(held, [next(drawn) for _ in range(COMPARED_STEPS)])
     before, took, end = held.figures() | process_figures(), [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(took) < 3:
@@ -72,7 +73,7 @@ def difference(held: Flexd, given: Sequence[torch.Tensor]) -> float:
     first, state = plain.clone(), torch.zeros(len(used), 1)
     optimizer = RowWiseAdagrad(lr=held.learning_rate)
     for number, ids in enumerate(given):
-        held.step(ids, compute(0))
+        held.step(ids, NO_DENSE.runner())
         distinct, counts = ids.unique(return_counts=True)
         at = torch.searchsorted(used, distinct)
         optimizer.update(plain, state, at, plain.index_select(0, at) * counts[:, None], number + 1)
