@@ -80,6 +80,8 @@ class TrainingStatus(Model):
     """The newest step that any rank reported."""
     unused_prefetches: int = 0
     """Batches whose rows ``flexd.prefetch`` located ahead for nothing, because the forward pass got other objects."""
+    prefetches: int = 0
+    """Batches that ``flexd.prefetch`` was given to locate ahead, those included."""
     mistakes: tuple[MistakeStatus, ...] = ()
     """Mistakes of the trainers by kind, the newest first."""
     exchange: str = ""
@@ -120,6 +122,11 @@ class TrainingStatus(Model):
             "flexd_training_unused_prefetches",
             "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop copied their ids.",
             self.unused_prefetches,
+        )
+        yield counter(
+            "flexd_training_prefetches",
+            "Batches that flexd.prefetch was given to locate ahead, over all ranks, those for nothing included.",
+            self.prefetches,
         )
         yield counters(
             "flexd_training_mistakes", "Mistakes of the trainers that ranks recognised, by kind.", "kind",

@@ -206,11 +206,12 @@ def _topology(status: Status) -> Facts:
         facts.append(("refused", f"connections before they proved themselves: {refusals}"))
     facts += [("contradiction", text) for text in topology.contradictions]
     if unused := status.training.unused_prefetches:
-        share = units.share(unused / status.training.steps) if status.training.steps else units.UNKNOWN
+        given = status.training.prefetches
+        share = units.share(unused / given) if given else units.UNKNOWN
         facts.append(
             (
                 "not used ahead",
-                f"{units.count(unused)} prefetched batches ({share} of the ranks' steps): the loop copies or moves ids "
+                f"{units.count(unused)} prefetched batches ({share} of them): the loop copies or moves ids "
                 "after features= of flexd.prefetch returned them; do it in the loader",
             )
         )

@@ -45,6 +45,7 @@ class Connection:
         self._last_totals = collection.traffic.totals()
         self._last_apply_seconds = collection.engine.apply_seconds
         self._last_unused = collection.engine.hooks.unused_batches
+        self._last_prefetched = collection.engine.hooks.prefetched_batches
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
         self._frame_weights: tuple[float, ...] = ()
@@ -85,6 +86,7 @@ class Connection:
         since = {name: value - self._last_totals[name] for name, value in totals.items()}
         now = time.monotonic()
         unused = collection.engine.hooks.unused_batches
+        prefetched = collection.engine.hooks.prefetched_batches
         self._phase_steps += 1
         phases: tuple[PhaseReport, ...] = ()
         cover_seconds, phase_steps = 0.0, 0
@@ -112,6 +114,7 @@ class Connection:
                 exchange=collection.exchange,
                 exchange_reason=collection.engine.exchange.reason or "",
                 unused_prefetches=max(0, unused - self._last_unused),
+                prefetches=max(0, prefetched - self._last_prefetched),
                 phases=phases,
                 phase_steps=phase_steps,
                 cover_seconds=cover_seconds,
@@ -119,7 +122,7 @@ class Connection:
                 mistakes=MISTAKES.reports(),
             )
         )
-        self._last_unused = unused
+        self._last_unused, self._last_prefetched = unused, prefetched
         self._last_totals, self._last_step_at = totals, now
         self._last_apply_seconds = collection.engine.apply_seconds
 

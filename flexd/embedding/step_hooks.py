@@ -98,6 +98,8 @@ class StepHooks:
     """Further routers, with their groups, that use the exchange of the engine."""
     announced: object = None
     """Input of the next forward pass, if its rows were located or are being located."""
+    prefetched_batches = 0
+    """Batches given to be located ahead, those counted below included."""
     unused_batches = 0
     """Batches located ahead that were trained on without it: their rows were located twice."""
 

@@ -102,6 +102,7 @@ class TrainingTotals:
         apply_seconds: of which spent in applying chunks.
         newest_step: the newest step that any rank reported.
         unused_prefetches: batches that were located ahead and located again.
+        prefetches: batches that were given to be located ahead, those included.
     """
 
     accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
@@ -111,6 +112,7 @@ class TrainingTotals:
     apply_seconds: float = 0.0
     newest_step: int = 0
     unused_prefetches: int = 0
+    prefetches: int = 0
 
 
 class TrainingMonitor:
@@ -156,6 +158,7 @@ class TrainingMonitor:
                 apply_seconds=old.apply_seconds + report.apply_seconds,
                 newest_step=max(old.newest_step, report.step),
                 unused_prefetches=old.unused_prefetches + report.unused_prefetches,
+                prefetches=old.prefetches + report.prefetches,
             )
 
     def new_generation(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.fx import Proxy
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
@@ -17,8 +18,13 @@ def as_keyed_jagged(given: Any, features: Sequence[str], rank: int) -> KeyedJagg
     """Return a ``KeyedJaggedTensor`` unchanged, or convert a ``TensorDict`` of nested tensors with TorchRec.
 
     Raises:
-        EmbeddingError: ``given`` is of another type, or a feature is missing.
+        EmbeddingError: ``given`` is of another type, or a feature is missing; or ``torch.fx`` traces the model.
     """
+    if isinstance(given, Proxy):
+        raise EmbeddingError(
+            f"rank {rank}: torch.fx traces the model, and flexd's tables cannot be traced",
+            remedy="train it with flexd.prefetch: TorchRec's pipelines, such as TrainPipelineSparseDist, trace models",
+        )
     given = maybe_td_to_kjt(given)
     if not isinstance(given, KeyedJaggedTensor):
         raise EmbeddingError(

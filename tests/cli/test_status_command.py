@@ -46,9 +46,9 @@ def test_prices_say_whether_and_why_they_are_corrected(used: bool) -> None:
 
 
 def test_batches_that_a_loop_located_for_nothing_are_shown_with_their_share() -> None:
-    training = HEALTHY.training.model_copy(update={"steps": 400, "unused_prefetches": 100})
+    training = HEALTHY.training.model_copy(update={"prefetches": 400, "unused_prefetches": 100})
     shown = " ".join(text_of(status_blocks(HEALTHY.model_copy(update={"training": training}))).split())
-    assert "100 prefetched batches (25.00% of the ranks' steps)" in shown
+    assert "100 prefetched batches (25.00% of them)" in shown
     assert "not used ahead" not in text_of(status_blocks(HEALTHY))
 
 

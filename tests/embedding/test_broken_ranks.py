@@ -145,8 +145,8 @@ def test_an_error_between_two_exchanges_is_named_on_every_rank(
 
 @pytest.mark.parametrize("copies", [True, False])
 def test_copied_ids_in_a_prefetched_loop_are_counted_and_one_warning_is_logged(ranks: Ranks, copies: bool) -> None:
-    for unused, messages in ranks(2).run("fault_jobs:copied_ids", RankLayout(2, 1), copies):
-        assert unused == (5 if copies else 0)
+    for unused, prefetched, messages in ranks(2).run("fault_jobs:copied_ids", RankLayout(2, 1), copies):
+        assert (unused, prefetched) == (5 if copies else 0, 5)
         assert len(messages) == copies
         assert all("pass the same objects" in message for message in messages)
 

@@ -30,7 +30,9 @@ def test_run_ahead_replaces_every_hook() -> None:
     """With a hook that run-ahead does not replace, its steps would be incomplete."""
     for name, member in vars(StepHooks).items():
         if inspect.isfunction(member) or not name.startswith("_"):
-            assert name in vars(RunAhead) or name in ("overlapped", "unused_batches", "exchanges", "deferred"), name
+            assert name in vars(RunAhead) or name in (
+                "overlapped", "prefetched_batches", "unused_batches", "exchanges", "deferred",
+            ), name  # fmt: skip
     assert set(vars(StepHooks())) == set(), "a plain step has no state"
 
 

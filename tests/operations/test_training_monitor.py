@@ -43,8 +43,8 @@ def test_a_report_of_several_steps_counts_each_of_them() -> None:
 def test_batches_located_for_nothing_are_summed_over_ranks_and_reports() -> None:
     monitor = TrainingMonitor()
     for rank, unused in ((0, 2), (1, 3), (0, 4)):
-        monitor.add(rank, replace(report(1), unused_prefetches=unused))
-    assert monitor.totals().unused_prefetches == 9
+        monitor.add(rank, replace(report(1), unused_prefetches=unused, prefetches=10 * unused))
+    assert (monitor.totals().unused_prefetches, monitor.totals().prefetches) == (9, 90)
 
 
 def test_a_report_of_a_mistake_alone_counts_no_step() -> None:

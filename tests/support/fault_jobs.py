@@ -195,8 +195,8 @@ def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: 
     return "no error", collection.steps
 
 
-def copied_ids(rank: int, layout: RankLayout, copies: bool) -> tuple[int, list[str]]:
-    """Train on copies of the prefetched ids, or on the ids themselves; return batches located twice, warnings."""
+def copied_ids(rank: int, layout: RankLayout, copies: bool) -> tuple[int, int, list[str]]:
+    """Train on copies of the prefetched ids, or on themselves. Return batches located twice, all, and warnings."""
     messages: list[str] = []
 
     class Lines(logging.Handler):
@@ -216,4 +216,5 @@ def copied_ids(rank: int, layout: RankLayout, copies: bool) -> tuple[int, list[s
             collection.optimizer.step()
     finally:
         logging.getLogger("flexd.embedding").removeHandler(handler)
-    return collection.engine.hooks.unused_batches, messages
+    hooks = collection.engine.hooks
+    return hooks.unused_batches, hooks.prefetched_batches, messages

@@ -127,13 +127,13 @@ def plain_tables(model: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def make(optimizer: str | None = None, weighted: bool = True) -> Ranker:
+def make(optimizer: str | None = None, weighted: bool = True, kind: type[Ranker] = Ranker) -> Ranker:
     torch.manual_seed(3)
-    model = Ranker(weighted=weighted)
+    model = kind(weighted=weighted)
     if optimizer is not None:
-        kind, settings = OPTIMIZERS[optimizer]
+        rule, settings = OPTIMIZERS[optimizer]
         for module in collections(model):
-            apply_optimizer_in_backward(kind, module.parameters(), dict(settings))  # DMP adds to it
+            apply_optimizer_in_backward(rule, module.parameters(), dict(settings))  # DMP adds to it
     return model
 
 
@@ -203,7 +203,7 @@ def train_replaced(
     }
 
 
-def sharded(optimizer: str, world_size: int, columns: bool = False) -> Any:
+def sharded(optimizer: str, world_size: int, columns: bool = False, kind: type[Ranker] = Ranker) -> Any:
     """Return the model under ``DistributedModelParallel``: row-wise and table-wise, or one table by columns."""
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -216,7 +216,7 @@ def sharded(optimizer: str, world_size: int, columns: bool = False) -> Any:
     )
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
-    model = make(optimizer, weighted=False)
+    model = make(optimizer, weighted=False, kind=kind)
     fused = {"compute_kernel": "fused"}
     by_rows, by_table = row_wise(**fused), table_wise(rank=world_size - 1, **fused)
     divided = column_wise(ranks=list(range(world_size)), **fused) if columns else by_table

@@ -200,6 +200,7 @@ class StepReport:
         sync_intra_bytes, sync_inter_bytes: sent by this rank in replica synchronisation.
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
         unused_prefetches: batches that were located ahead and located again, because the loop copied their ids.
+        prefetches: batches that were given to be located ahead, those included.
         exchange: used after the newest step.
         exchange_reason: value of ``ExchangeReason``; empty on ranks that follow the one which decides.
         phases: the step by phase.
@@ -230,6 +231,7 @@ class StepReport:
     cover_seconds: float = 0.0
     slow_memory: SlowMemoryReport | None = None
     mistakes: tuple[MistakeReport, ...] = ()
+    prefetches: int = 0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:

@@ -223,6 +223,7 @@ class RunAhead(StepHooks):
         farther, self._farther = self._farther, ()
         beside, self.beside = self.beside, None
         self._started = batch
+        self.prefetched_batches += batch.given is not None
         deferred, self.deferred = self.deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
         # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
