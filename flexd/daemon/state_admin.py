@@ -29,6 +29,8 @@ from flexd.stream.offsets_in_work import RECORD_NAME, PoisonOffset, read_record
 
 _Result = TypeVar("_Result")
 _ATTEMPTS = 5
+LOCK_WAIT_SECONDS = 3.0
+"""A daemon that waits for its state (``state.on_unusable: wait``) has the lock for a moment whenever files change."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,8 @@ def discard(config: Config, names: list[str]) -> list[str]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a state directory. Raises StateLockedError if a daemon uses it."""
-    lock = StateLock(directory)
+    """Hold the lock of a state directory. Raises StateLockedError if a daemon uses it for ``LOCK_WAIT_SECONDS``."""
+    lock = StateLock(directory, LOCK_WAIT_SECONDS)
     try:
         yield
     finally:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from flexd.core.errors import StateLockedError
 
 FILE_NAME = "lock"
+_POLL_SECONDS = 0.05
 
 
 class StateLock:
     """Locks the directory until ``release`` or the end of the process.
 
+    Args:
+        wait_seconds: longest time to wait for another process that holds it.
+
     Raises:
         StateLockedError: another process holds it, or the directory cannot be locked.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wait_seconds: float = 0.0) -> None:
         path = directory / FILE_NAME
         try:
             # A file object, so that an error during construction closes the file and releases the lock.
@@ -30,7 +35,7 @@ class StateLock:
             ) from error
         descriptor = self._file.fileno()
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor, time.monotonic() + wait_seconds)
         except OSError as error:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             self._file.close()
@@ -50,3 +55,13 @@ class StateLock:
     def release(self) -> None:
         """Unlock the directory. Further calls do nothing."""
         self._file.close()
+
+
+def _lock(descriptor: int, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_POLL_SECONDS)

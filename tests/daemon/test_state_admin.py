@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,7 +122,8 @@ def test_discarding_deletes_only_what_it_names(config: Config) -> None:
     assert started(config).path is not None
 
 
-def test_a_running_daemon_is_not_disturbed(config: Config, tmp_path: Path) -> None:
+def test_a_running_daemon_is_not_disturbed(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_admin, "LOCK_WAIT_SECONDS", 0.0)
     archive = tmp_path / "a.flexd-state"
     lock = StateLock(config.state.dir)
     state_archive.export_state(config, archive)
@@ -132,7 +134,10 @@ def test_a_running_daemon_is_not_disturbed(config: Config, tmp_path: Path) -> No
     ):
         with pytest.raises(StateLockedError):
             change()
-    lock.release()
+    # A daemon that only looks whether it can start has the lock for a moment.
+    monkeypatch.setattr(state_admin, "LOCK_WAIT_SECONDS", 60.0)
+    threading.Timer(0.2, lock.release).start()
+    state_admin.reset(config, keep_positions=False)
 
 
 def test_quarantined_snapshots_are_bounded_and_outlive_the_rotation(tmp_path: Path) -> None:

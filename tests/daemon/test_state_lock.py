@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -35,6 +37,16 @@ def test_a_killed_holder_leaves_no_lock(tmp_path):
     holder.kill()
     holder.wait(10)
     StateLock(tmp_path).release()
+
+
+def test_a_process_may_wait_for_the_lock_for_a_bounded_time(tmp_path):
+    holder = StateLock(tmp_path)
+    began = time.monotonic()
+    with pytest.raises(StateLockedError, match="used by another daemon"):
+        StateLock(tmp_path, wait_seconds=0.2)
+    assert time.monotonic() - began >= 0.2
+    threading.Timer(0.2, holder.release).start()
+    StateLock(tmp_path, wait_seconds=60.0).release()
 
 
 def test_a_missing_directory_is_an_error(tmp_path):
