@@ -64,7 +64,7 @@ def test_a_plan_uses_the_touches_of_taps_with_and_without_copies(
                 what=lambda: daemon.status()["migration"],
             )  # fmt: skip
             steps = daemon.status()["stream"]["accesses"]
-            until(lambda: daemon.status()["stream"]["accesses"] > 2 * steps, 60, what=daemon.status)
+            until(lambda: daemon.status()["stream"]["accesses"] > 2 * steps, 240, what=daemon.status)
             assert until(alike, 20, what=explained), "copies that answer on the rank are counted too"
         finally:
             stop.touch()
