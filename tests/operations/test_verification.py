@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from flexd.config.planner import PinConfig
-from flexd.core.layout import MOVED
+from flexd.core.layout import MOVED, RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.held_plans import LONGEST_SECONDS
 from flexd.operations.measured_changes import measured_changes
@@ -112,7 +112,7 @@ def test_rows_that_moved_are_measured_like_copies(tmp_path: Path) -> None:
 @pytest.mark.parametrize("promoted", [0, 1, 3])
 def test_of_a_plan_that_rather_takes_rows_back_all_changes_are_measured(tmp_path: Path, promoted: int) -> None:
     job = VerifiedJob(tmp_path, effect=0.0)
-    keyspace, layout = job.it.config.keyspace(), job.it.coordinator.live().layout  # type: ignore[union-attr]
+    keyspace, layout = job.it.config.keyspace(), RankLayout(2, 2)
     base = Placement.of(np.arange(5), np.array([1, 2, 2, 1, 1], dtype=np.uint8))
     after = Placement.of(
         np.r_[np.arange(3), 10 + np.arange(promoted)], np.r_[1, 1, 2, np.full(promoted, 2)].astype(np.uint8)
