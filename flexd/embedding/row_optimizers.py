@@ -18,8 +18,8 @@ from flexd.embedding.rounding import HALF_DTYPES, round_stochastically
 
 KeysOf = Callable[[torch.Tensor], torch.Tensor]
 """int64 [n] slots -> int64 [n] keys."""
-_BLOCK_NUMBERS = 1 << 16
-"""Numbers in a block of rows, for each thread."""
+_BLOCK_NUMBERS = 1 << 18
+"""Numbers in a block of rows, for each thread: calls have a fixed cost, and temporaries are to stay in the cache."""
 _ADDED_BLOCK_NUMBERS = 1 << 20
 """The same of an update that only adds a change to the rows: each call has a fixed cost, and there is one temporary."""
 
@@ -164,7 +164,7 @@ class _FusedRowOptimizer(_CommonSettings):
         """Return [n, dim] to add to the rows. Changes ``state`` [n, s] in place, not ``grads``.
 
         Args:
-            squares: what ``_squares`` returned.
+            squares: what ``_squares`` returned; may be overwritten if it is not ``grads``.
         """
         raise NotImplementedError
 
@@ -204,15 +204,15 @@ class _FusedRowOptimizer(_CommonSettings):
             keys_of, rates_of: as in ``GroupUpdate``.
         """
         # Blocks whose temporaries stay in the cache of a CPU are two to three times faster than all rows at once.
-        numbers = self._block_numbers(rows) * torch.get_num_threads()
+        only_adds = state.shape[1] == 0 and self._adds_in_place(rows)
+        numbers = (_ADDED_BLOCK_NUMBERS if only_adds else _BLOCK_NUMBERS) * torch.get_num_threads()
         cached = numbers // rows.shape[1] if devices.in_host_memory(rows) else len(index)
         for at, some in zip(index.split(max(1, cached)), grads.split(max(1, cached)), strict=True):  # type: ignore[no-untyped-call]
             self._update([GroupUpdate(rows, state, [(at, some)], keys_of, rates_of)], step)
 
-    def _block_numbers(self, rows: torch.Tensor) -> int:
-        """Return the numbers of a block of rows, for each thread of a CPU."""
-        del rows
-        return _BLOCK_NUMBERS
+    def _adds_in_place(self, rows: torch.Tensor) -> bool:
+        """Return whether a change is added to the rows where they are: nothing is read from them before."""
+        return rows.dtype == _wide(rows.dtype) and not self.weight_decay
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """Apply one step to the rows of several dim-groups, bit for bit as ``update`` of each part.
@@ -237,7 +237,7 @@ class _FusedRowOptimizer(_CommonSettings):
         weights: list[torch.Tensor | None] = []
         for number, (group, index) in enumerate(zip(groups, indices, strict=True)):
             # One kernel adds to the rows where they are, instead of gather, addition and scatter.
-            if group.rows.dtype == _wide(group.rows.dtype) and not self.weight_decay:
+            if self._adds_in_place(group.rows):
                 weights.append(None)
                 continue
             weights.append(group.rows.index_select(0, index).to(_wide(group.rows.dtype)))
@@ -295,10 +295,6 @@ class SGD(_FusedRowOptimizer):
     def __post_init__(self) -> None:
         self._check()
 
-    def _block_numbers(self, rows: torch.Tensor) -> int:
-        adds = rows.dtype == _wide(rows.dtype) and not self.weight_decay
-        return _ADDED_BLOCK_NUMBERS if adds else _BLOCK_NUMBERS
-
     def _changes(
         self,
         grads: Sequence[torch.Tensor],
@@ -334,8 +330,11 @@ class _AdagradLike(_FusedRowOptimizer):
         torch._foreach_add_(accumulators, list(squares))
         divisors = torch._foreach_sqrt(accumulators)
         torch._foreach_add_(divisors, self.eps)
-        # Not one kernel: those for many tensors do not divide a row by one number.
-        changes = [of_group.div(divisor) for of_group, divisor in zip(grads, divisors, strict=True)]
+        return self._divided(grads, divisors)
+
+    def _divided(self, grads: Sequence[torch.Tensor], divisors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return -lr * grads / divisors of each dim-group. The divisors may be overwritten."""
+        changes = [torch.div(of_group, divisor, out=divisor) for of_group, divisor in zip(grads, divisors, strict=True)]
         torch._foreach_mul_(changes, -self.lr)
         return changes
 
@@ -378,6 +377,14 @@ class RowWiseAdagrad(_AdagradLike):
     def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         return _mean_squares(grads, sizes)
 
+    def _divided(self, grads: Sequence[torch.Tensor], divisors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """One factor a row, as FBGEMM's, so that the gradients are read and the changes written once."""
+        factors = list(divisors)
+        torch._foreach_reciprocal_(factors)
+        torch._foreach_mul_(factors, -self.lr)
+        # Not one kernel: those for many tensors do not multiply a row by one number.
+        return [of_group.mul(factor) for of_group, factor in zip(grads, factors, strict=True)]
+
 
 class _AdamLike(_FusedRowOptimizer):
     betas: tuple[float, float]
@@ -388,13 +395,16 @@ class _AdamLike(_FusedRowOptimizer):
         _check_betas(self, self.betas)
 
     def _moments(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the change; ``state`` is the first moment [n, dim], then the second, of the shape of ``squares``."""
+        """Return the change; ``state`` is the first moment [n, dim], then the second, of the shape of ``squares``.
+        Overwrites the squares."""
         beta1, beta2 = self.betas
         first, second = state[:, : grads.shape[1]], state[:, grads.shape[1] :]
-        first.add_((grads - first).mul_(1.0 - beta1))
-        second.add_((squares - second).mul_(1.0 - beta2))
-        divisor = second.div(1.0 - beta2**step).sqrt_().add_(self.eps)
-        return first.div(divisor).mul_(-self.lr / (1.0 - beta1**step))
+        # Two temporaries, each written again and again, stay in the cache.
+        change = torch.sub(grads, first).mul_(1.0 - beta1)
+        first.add_(change)
+        second.add_(squares.sub_(second).mul_(1.0 - beta2))
+        divisor = torch.div(second, 1.0 - beta2**step, out=squares).sqrt_().add_(self.eps)
+        return torch.div(first, divisor, out=change).mul_(-self.lr / (1.0 - beta1**step))
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,22 @@ def test_updates_of_all_rows_equal_the_dense_optimizer(
         torch.testing.assert_close(part, torch_state[name].expand(ROWS, width), rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
+def test_gradients_are_not_changed_and_float32_follows_float64(optimizer: RowOptimizer) -> None:
+    """The temporaries of an update are written again and again; none is what the caller gave, or still holds."""
+    rows, state = start(optimizer, torch.float32, 64)
+    index = torch.arange(ROWS)
+    grads = gradients(1, index, 64).float()
+    given = grads.clone()
+    wide_rows, wide_state = rows.double(), state.double()
+    for number in (1, 2):
+        optimizer.update(rows, state, index, grads, number)
+        assert torch.equal(grads, given)
+        optimizer.update(wide_rows, wide_state, index, given.double(), number)
+    torch.testing.assert_close(rows.double(), wide_rows, rtol=0, atol=1e-6)
+    torch.testing.assert_close(state.double(), wide_state, rtol=1e-5, atol=0)
+
+
 def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
     embedding({"item": flexd.Jagged(torch.tensor(rows), torch.tensor([len(rows)]))})[
         "item"
