@@ -18,6 +18,10 @@ class TopologyConfig(Section):
     """A preset that ships with flexd (``flexd/topology/presets/``); ``azure-a100-200g`` if no file is given either."""
     file: Path | None = None
     """A topology file, as ``flexd probe`` writes it."""
+    kernels_file: Path | None = None
+    """Measured kernels of flexd, as ``flexd probe --kernels`` writes them (extra ``learned``). Changes of home rules
+    (``planner.change_home_rules``) are then priced with look-ups and updates as they were measured; without a file, by
+    bytes over an assumed bandwidth."""
 
     @field_validator("file")
     @classmethod

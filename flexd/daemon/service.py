@@ -163,7 +163,9 @@ class Daemon:
         self._operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
         plan_log = PlanLog(state / "plans.jsonl")
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
-        prices = self._prices = LivePrices(config.planner, keyspace, cluster, self._training, self._coordinator)
+        prices = self._prices = LivePrices(
+            config.planner, keyspace, cluster, self._training, self._coordinator, factory.make_kernels(config)
+        )  # fmt: skip
         self._drift = DriftMonitor(
             config.planner, keyspace, prices, self._ingestor.profile, self._coordinator, executions, self._training,
             supervisor,

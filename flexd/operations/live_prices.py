@@ -14,6 +14,7 @@ from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.keyspace import KeySpace
+from flexd.operations.live_kernels import LiveKernels
 from flexd.operations.measured_exposure import priced_by
 from flexd.operations.plan_settings import settings_of_job
 from flexd.operations.price_samples import (
@@ -72,6 +73,9 @@ class LivePrices:
         cluster: of the topology file or preset.
         training: measures the exposure.
         ranks: the coordinator, which knows the live ranks.
+
+    Attributes:
+        kernels: learned costs of look-ups and updates; None: plans price them by bytes.
     """
 
     def __init__(
@@ -81,7 +85,9 @@ class LivePrices:
         cluster: Cluster,
         training: MeasuredExposure,
         ranks: LiveRanks,
+        kernels: LiveKernels | None = None,
     ) -> None:
+        self.kernels = kernels
         self._settings = settings
         self._keyspace = keyspace
         self._probed = cluster

@@ -104,7 +104,7 @@ class Planning:
         self.seconds = 0.0
         self._profiled_at = math.nan
         self.executions = executions
-        self.rules = RuleChanger(keyspace, executions, bag_lengths)
+        self.rules = RuleChanger(keyspace, executions, bag_lengths, prices.kernels)
 
     @property
     def cluster(self) -> Cluster:

@@ -19,6 +19,7 @@ from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
 from flexd.operations.executions import Execution, Executions
+from flexd.operations.live_kernels import LiveKernels
 from flexd.operations.plan_settings import training_shape
 from flexd.operations.triggers import Trigger
 from flexd.planner.model.bag_answers import LENGTH_RANKS
@@ -83,7 +84,14 @@ class RuleChanger:
         planned: of the newest attempt; None before the first.
     """
 
-    def __init__(self, keyspace: KeySpace, executions: Executions, lengths: LengthQuantiles | None = None) -> None:
+    def __init__(
+        self,
+        keyspace: KeySpace,
+        executions: Executions,
+        lengths: LengthQuantiles | None = None,
+        kernels: LiveKernels | None = None,
+    ) -> None:
+        self._kernels = kernels
         self._keyspace = keyspace
         self._executions = executions
         self._lengths = lengths
@@ -120,7 +128,7 @@ class RuleChanger:
         homes = live_homes(self._keyspace, topology, live.homes)
         changes = plan_rule_changes(
             replace(work, bags=bags), homes, cluster, settings.horizon_steps, by_sums=sums,
-            fixed=frozenset(settings.exclude_tables),
+            fixed=frozenset(settings.exclude_tables), kernels=None if self._kernels is None else self._kernels.costs(),
         )  # fmt: skip
         rules, words = live.homes, []
         for table, rule in changes.rules.items():

@@ -19,12 +19,14 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Executions
+from flexd.operations.live_kernels import LiveKernels
 from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rule_changes import live_homes, live_keyspace
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.sketch.sketch_set import SketchSet
 from tests.operations.test_autoplan import QuietDrift
+from tests.support.kernel_sets import measured
 from tests.support.planning_harness import PlanningHarness
 from tests.support.until import until
 
@@ -33,9 +35,12 @@ POOLED = dict.fromkeys(TABLES, "sums")
 TRIGGER = Trigger(TriggerKind.INTERVAL, "interval")
 
 
-def harness_of(directory: Path, *, spare: int = 8_000, **planner: Any) -> PlanningHarness:
+def harness_of(
+    directory: Path, *, spare: int = 8_000, kernels: LiveKernels | None = None, **planner: Any
+) -> PlanningHarness:
     """Return a harness with four pooled tables of 2 x 2 ranks, whose bags have 20 ids."""
     harness = PlanningHarness(directory)
+    harness.prices.kernels = kernels
     document = {
         "job": "j",
         "tables": [{"name": name, "rows": rows, "dim": 64} for name, rows in TABLES.items()],
@@ -189,3 +194,21 @@ def test_the_daemon_changes_rules_before_it_plans_copies_and_waits_for_them(tmp_
     listed = harness.config.keyspace().table_of(now.keys)
     assert len(listed)
     assert not np.isin(listed, [one.table for one in now.homes.tables]).any()
+
+
+def test_rules_are_planned_by_learned_costs_of_a_file(tmp_path: Path) -> None:
+    """Two ms a table and rank: a table on one rank costs one of them, a spread table all."""
+
+    def law(work: np.ndarray) -> np.ndarray:
+        return 2e-3 * work[:, 0]
+
+    kernels = LiveKernels(measured(law))
+    by_costs, by_bytes = harness_of(tmp_path, kernels=kernels), harness_of(tmp_path)
+    for harness in (by_costs, by_bytes):
+        change(harness)
+    planned = [harness.planning.rules.planned for harness in (by_costs, by_bytes)]
+    assert planned[0] is not None
+    assert planned[1] is not None
+    assert planned[1].changes.live_seconds < 1e-3 < 15e-3 < planned[0].changes.live_seconds
+    assert planned[0].changes.seconds < 7e-3
+    assert kernels.costs() is kernels.costs(), "learned once"

@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from flexd.planner.tables.kernel_costs import work_of
+from flexd.planner.tables.kernel_costs import PHASES, AnalyticModel, KernelCosts, PhaseCosts, PhysicalModel, work_of
 from flexd.planner.tables.kernel_work import IDS, SUM_BYTES, TERMS
 from flexd.topology.kernel_design import KernelRange, designed_sets
 from flexd.topology.kernel_file import KernelMeasurements
@@ -35,3 +35,18 @@ def physical_law(work: np.ndarray) -> np.ndarray:
 def stepped_law(work: np.ndarray) -> np.ndarray:
     """Twice as slow once the tables leave a cache."""
     return physical_law(work) * np.where(work[:, TERMS.index("stored_bytes")] > 2**24, 2.0, 1.0)
+
+
+def known_costs(by_table: float, by_id: float, by_dim: float = 0.0) -> KernelCosts:
+    """Kernels that cost so many seconds a table, an id and a dim, measured everywhere; 1e-12 a byte by the analytic
+    model."""
+    terms = np.zeros(1 + len(TERMS))
+    terms[1], terms[1 + IDS], terms[-1] = by_table, by_id, by_dim
+    phases = tuple(
+        PhaseCosts(
+            AnalyticModel(at, 1e-12), "physical", PhysicalModel(terms), {}, np.zeros(len(TERMS)),
+            np.full(len(TERMS), 1e18),
+        )
+        for at in range(len(PHASES))
+    )  # fmt: skip
+    return KernelCosts(KernelMeasurements("flexd", "cpu", "", (), *(np.zeros(0),) * 3), phases)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from flexd.core.errors import MissingExtraError, PlanError
 from flexd.planner.tables.kernel_work import DIMS_TERM, Pieces, analytic_bytes
-from flexd.topology.kernel_file import KernelMeasurements
+from flexd.topology.kernel_file import KernelMeasurements, read_kernels
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -89,6 +90,9 @@ class PhysicalModel:
         They are relative to the geometric mean of measured and predicted seconds: relative to the measured ones alone
         low predictions would cost less than high ones.
         """
+        # Imported on first use: a daemon without measured kernels needs none of it.
+        from scipy.optimize import nnls
+
         terms = np.concatenate([np.ones((len(work), 1)), work], axis=1)
         scale = np.maximum((terms / seconds[:, None]).max(axis=0), 1e-300)
         middle, weight, prices = seconds, np.ones(len(work)), np.zeros(terms.shape[1])
@@ -135,9 +139,7 @@ class BoostedModel:
             from sklearn.ensemble import HistGradientBoostingRegressor
             from threadpoolctl import threadpool_limits
         except ImportError as error:
-            raise MissingExtraError(
-                "learned kernel costs need scikit-learn", remedy="pip install 'flexd[learned]'"
-            ) from error
+            raise _without_sklearn() from error
         physical = PhysicalModel.fit(work, seconds)
         trees = HistGradientBoostingRegressor(
             loss="squared_error", max_iter=100, learning_rate=0.1, max_leaf_nodes=8, min_samples_leaf=5,
@@ -253,23 +255,55 @@ class KernelCosts:
         """Fit all models, and choose by held-out error.
 
         Raises:
-            PlanError: too few sets, or one that took no time.
-            MissingExtraError: scikit-learn is not installed.
+            PlanError, MissingExtraError: see ``check_measurements``.
         """
-        if len(measurements.sets) < LEAST_SETS:
-            raise PlanError(
-                f"{len(measurements.sets)} measured sets of tables, {LEAST_SETS} are needed",
-                remedy="give flexd probe --kernels a larger budget",
-            )
-        work = work_of(measurements)
-        times = (measurements.answer_seconds, measurements.update_seconds)
-        if min(float(seconds.min()) for seconds in times) <= 0:
-            raise PlanError("a set of tables took no time", remedy="measure the kernels again")
+        check_measurements(measurements)
+        work, times = work_of(measurements), (measurements.answer_seconds, measurements.update_seconds)
         return cls(measurements, tuple(_phase(work, seconds, at) for at, seconds in enumerate(times)))
 
     def seconds(self, work: Float64Array) -> Float64Array:
         """Return float64[n, 2], by ``PHASES``, of float64[n, TERMS]."""
         return np.stack([phase.seconds(work) for phase in self.phases], axis=1)
+
+
+def check_measurements(measurements: KernelMeasurements) -> None:
+    """Check that costs can be learned from measurements, without learning them.
+
+    Raises:
+        PlanError: too few sets, or one that took no time.
+        MissingExtraError: scikit-learn is not installed.
+    """
+    if len(measurements.sets) < LEAST_SETS:
+        raise PlanError(
+            f"{len(measurements.sets)} measured sets of tables, {LEAST_SETS} are needed",
+            remedy="give flexd probe --kernels a larger budget",
+        )
+    if min(float(seconds.min()) for seconds in (measurements.answer_seconds, measurements.update_seconds)) <= 0:
+        raise PlanError("a set of tables took no time", remedy="measure the kernels again")
+    if find_spec("sklearn") is None:
+        raise _without_sklearn()
+
+
+def read_flexd_kernels(path: Path) -> KernelMeasurements:
+    """Read measurements of flexd's kernels from which costs can be learned.
+
+    Raises:
+        TopologyError: see ``read_kernels``.
+        PlanError: they are of other kernels.
+        PlanError, MissingExtraError: see ``check_measurements``.
+    """
+    measurements = read_kernels(path)
+    if measurements.kernels != "flexd":
+        raise PlanError(
+            f"{path}: kernels of {measurements.kernels!r}, the ranks run flexd's",
+            remedy="measure with flexd probe --kernels FILE --kernels-of flexd",
+        )
+    check_measurements(measurements)
+    return measurements
+
+
+def _without_sklearn() -> MissingExtraError:
+    return MissingExtraError("learned kernel costs need scikit-learn", remedy="pip install 'flexd[learned]'")
 
 
 def work_of(measurements: KernelMeasurements) -> Float64Array:

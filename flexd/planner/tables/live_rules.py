@@ -14,6 +14,8 @@ from flexd.core.home_rules import HomeRule
 from flexd.core.homes import Homes
 from flexd.planner.model.workload import ACCESSES
 from flexd.planner.tables.chain_costs import chain_options
+from flexd.planner.tables.kernel_costs import KernelCosts
+from flexd.planner.tables.kernel_plans import KernelPrices
 from flexd.planner.tables.local_search import LiveTables
 from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
@@ -63,6 +65,7 @@ def plan_rule_changes(
     *,
     by_sums: Collection[str] = (),
     fixed: Collection[str] = (),
+    kernels: KernelCosts | None = None,
     evaluations: int = 2000,
 ) -> RuleChanges:
     """Return the changes that shorten a step most, with the time of moving the rows paid within the horizon.
@@ -73,6 +76,7 @@ def plan_rule_changes(
         work: of the tables of ``homes``.
         by_sums: names of the tables that answer by sums.
         fixed: names of tables that keep their rule, beside those that are copied to every rank.
+        kernels: learned costs of look-ups and updates; without them they are priced by bytes.
 
     Raises:
         PlanError: as ``place_tables``.
@@ -89,6 +93,12 @@ def plan_rule_changes(
     per_byte = cluster.curve(Link.INTER_NODE, Collective.ALL_TO_ALL).seconds_per_byte(_MESSAGE_BYTES)
     move_seconds = np.where(stays, _FIXED_SECONDS, work.stored_bytes * per_byte / max(1.0, horizon_steps))
     capacity = _capacity(homes, work)
+    prices = None
+    if kernels is not None:
+        sums = np.array([name in by_sums for name in work.names])
+        dims = [spec.dim for spec in homes.keyspace.tables]
+        prices = KernelPrices.of_chain(options, work, dims, layout, kernels, sums)
+        options = prices.priced(live)
     placed = place_tables(options, layout, capacity, LiveTables(live.option, live.place, move_seconds), evaluations)
     wanted: dict[int, HomeRule] = {}
     for table, (text, _) in enumerate(placed.rules()):
@@ -99,19 +109,22 @@ def plan_rule_changes(
     option, place = live.option.copy(), live.place.copy()
     for table, rule in rules.items():
         option[table], place[table] = _option_of(rule), 0 if rule.spread else rule.number
-    before, after = (
-        RankLoads.of(options, layout, capacity, pieces) for pieces in (live, Pieces(live.table, option, place))
-    )
+    changed = Pieces(live.table, option, place)
+    if prices is not None:
+        seconds = [prices.seconds(pieces) for pieces in (live, changed)]
+        moving = sum(float(move_seconds[table]) for table in rules)
+        if rules and seconds[1] + moving >= seconds[0]:
+            # What pieces add promised a saving that the sets do not have.
+            rules, changed, seconds[1] = {}, live, seconds[0]
+        of_ranks = [prices.rank_seconds(pieces) for pieces in (live, changed)]
+    else:
+        loads = [RankLoads.of(options, layout, capacity, pieces) for pieces in (live, changed)]
+        seconds = [one.seconds() for one in loads]
+        of_ranks = [options.axis_seconds @ one.total.reshape(len(one.total), -1)[:-1] for one in loads]
     moved = sum(int(work.stored_bytes[table]) for table in rules)
     return RuleChanges(
-        rules, before.seconds(), after.seconds(), moved, tuple(sorted(set(wanted) - set(rules))),
-        *(_of_ranks(options.axis_seconds, loads) for loads in (before, after)),
-    )  # fmt: skip
-
-
-def _of_ranks(axis_seconds: Float64Array, loads: RankLoads) -> Float64Array:
-    total: Float64Array = axis_seconds @ loads.total.reshape(len(loads.total), -1)[:-1]
-    return total
+        rules, seconds[0], seconds[1], moved, tuple(sorted(set(wanted) - set(rules))), of_ranks[0], of_ranks[1]
+    )
 
 
 def _main_rule(homes: Homes, table: int) -> HomeRule:

@@ -17,6 +17,7 @@ from flexd.planner.tables.live_rules import RuleChanges, plan_rule_changes
 from flexd.planner.tables.table_work import TableWork
 from flexd.sketch.profile import Profile
 from flexd.sketch.zipf_profile import zipf_table
+from tests.support.kernel_sets import known_costs
 from tests.support.planner_cases import cluster
 
 LAYOUT = RankLayout(2, 2)
@@ -98,3 +99,31 @@ def test_a_table_on_its_way_is_where_most_of_its_rows_are(boundary: int) -> None
     assert far.rules == {}
     whole = homes_of(4.0, {0: HomeRule("rank", 2)}) if 2 * boundary > homes.keyspace.tables[0].rows else homes_of(4.0)
     np.testing.assert_allclose(far.live_loads, planned(whole, horizon_steps=1.0).live_loads)
+
+
+def test_learned_costs_place_tables_that_bytes_leave_where_they_are() -> None:
+    """A second a table: what counts is the number of tables on the fullest rank."""
+    crowded = {at: HomeRule("rank", 0) for at in range(COUNT)}
+    costly = known_costs(1.0, 0.0)
+    by_costs = planned(homes_of(4.0, crowded), kernels=costly)
+    assert by_costs.live_seconds == pytest.approx(2 * COUNT, rel=0.01)
+    assert by_costs.seconds == pytest.approx(2 * COUNT / 4, rel=0.01)
+
+    def tables_of_ranks(changes: RuleChanges) -> list[int]:
+        rules = [changes.rules.get(at, crowded[at]) for at in range(COUNT)]
+        return [sum(rule == HomeRule("rank", rank) for rule in rules) for rank in range(4)]
+
+    assert tables_of_ranks(by_costs) == [4, 4, 4, 4]
+    spread = planned(homes_of(4.0), kernels=costly)
+    assert spread.seconds < 0.3 * spread.live_seconds, "a table that every rank has costs each of them a second"
+    assert not planned(homes_of(4.0, spread.rules), kernels=costly).rules
+    assert tables_of_ranks(planned(homes_of(4.0, crowded))) != [4, 4, 4, 4], "by bytes tables count by their traffic"
+
+
+def test_rules_stay_if_sets_save_less_than_moving_their_tables_takes() -> None:
+    """A second for the kernels of a dim, whatever the tables: pieces promise shares of it that no move saves."""
+    crowded = homes_of(4.0, {at: HomeRule("rank", 0) for at in range(COUNT)})
+    found = planned(crowded, horizon_steps=1.0, kernels=known_costs(1e-9, 0.0, by_dim=1.0))
+    assert found.rules == {}
+    assert found.saved_seconds == 0
+    np.testing.assert_array_equal(found.loads, found.live_loads)
