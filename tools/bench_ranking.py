@@ -11,10 +11,10 @@ limited and unlimited; their losses must agree:
   whole tables (AutoShard's baselines) whose step is predicted shortest, and by the plan of ``flexd shard``;
 - flexd by the home rules and answers of ``flexd shard --for flexd``, with rows fetched in the step and ahead.
 
-All plans are made for the limited link. TorchRec's un-pooled tables are never data-parallel (FBGEMM's dense kernel
-pools them on a CPU); pooled ones that are have an optimizer of their own, the others the fused one. Bytes
-are those of the interface counters. With ``--runs`` above 1 (3 unless told, 1 with ``--quick``) figures
-are medians over runs.
+All plans are made for the limited link; flexd's with what ``flexd probe`` measures of a step beside its links.
+TorchRec's un-pooled tables are never data-parallel (FBGEMM's dense kernel pools them on a CPU); pooled ones that are
+have an optimizer of their own, the others the fused one. Bytes are those of the interface counters. With ``--runs``
+above 1 (3 unless told, 1 with ``--quick``) figures are medians over runs.
 
 Needs root, ip, tc and setpriv; says so and exits 0 without. Without TorchRec (``make torchrec``) its rows are missing.
 
@@ -114,6 +114,7 @@ def run_setting(
         "lacks": {name: why for name, why in lacks.items() if why is not None},
         "greedy": prepared["greedy"],
         "plans": prepared["plans"],
+        "costs": prepared["costs"],
     }
 
 
@@ -177,6 +178,12 @@ def show(answer: dict[str, Any], setting: Setting, rate_mbit: float) -> None:
         f"\n{pooled} pooled and {len(tables) - pooled} sequence tables of {sum(t.rows for t in tables):,} rows, "
         f"{setting.samples} samples a rank, Zipf {setting.zipf}; link of {rate_mbit:g} Mbit/s a node and direction; "
         f"{answer['runs']} runs; greedy by {answer['greedy'] or '-'}"
+    )
+    costs = answer["costs"]
+    print(
+        f"beside links a step takes {1e3 * costs['sums_seconds']:.1f} ms with answers by sums, "
+        f"{1e3 * costs['copies_seconds']:.1f} ms with copies on every rank; rows at "
+        f"{costs['row_bytes_per_second'] / 1e9:.2f} GB/s"
     )
     print(
         f"{'strategy':<26}{'between nodes':>14}{'step':>10}{'own / it':>10}{'unlimited':>11}{'own / it':>10}"

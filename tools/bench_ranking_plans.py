@@ -15,6 +15,7 @@ from flexd.planner.baselines.whole_tables import place_greedily
 from flexd.planner.tables.home_rules import plan_rules
 from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
 from flexd.planner.tables.table_list import ListedTable
+from flexd.topology.cluster import Exposed, StepCosts
 
 Document = dict[str, Any]
 
@@ -133,8 +134,10 @@ def flexds_for_torchrec(setting: Setting, rate_mbit: float) -> Document:
     ).document()
 
 
-def flexds(setting: Setting, rate_mbit: float) -> Document:
-    """As ``flexd shard --for flexd``."""
-    return plan_rules(
-        setting.listed(), setting.layout, given_cluster(setting, rate_mbit), MEMORY_BYTES, TableStatistics(setting.zipf)
-    ).document()
+def flexds(setting: Setting, rate_mbit: float, costs: StepCosts, *, run_ahead: bool) -> Document:
+    """As ``flexd shard --for flexd`` with the step costs that ``flexd probe`` writes; ``run_ahead``: rows are fetched
+    during the step before."""
+    cluster = replace(
+        given_cluster(setting, rate_mbit), step_costs=costs, exposed=Exposed(forward=0.0 if run_ahead else 1.0)
+    )
+    return plan_rules(setting.listed(), setting.layout, cluster, MEMORY_BYTES, TableStatistics(setting.zipf)).document()

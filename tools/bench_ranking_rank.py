@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,8 +26,10 @@ from torch import nn
 
 import flexd
 from flexd.embedding.exchange.process_groups import layout_from_environment
+from flexd.embedding.kernels.step_probe import measure_step_costs
 
 TIMEOUT = timedelta(seconds=120)
+COST_SECONDS = 5.0
 LEARNING_RATE, EPS = 0.005, 1e-8
 HIDDEN = 128
 OWN, GREEDY, SHARD, FLEXD, AHEAD = (
@@ -182,12 +185,15 @@ class Rank:
         return getattr(self, question.pop("ask"))(**question)
 
     def prepare(self, rate_mbit: float) -> dict[str, Any]:
-        """Make the plans on rank 0: strategies -> why they cannot run, or None; and what the plans chose."""
+        """Measure step costs and make the plans on rank 0: strategies -> why they cannot run, or None; and what the
+        plans chose."""
         setting, missing = self._setting, torchrec_peer.missing()
+        costs = measure_step_costs(setting.layout, torch.device("cpu"), COST_SECONDS)
         documents: dict[str, Any] = {}
         greedy = ""
         if dist.get_rank() == 0:
-            documents[FLEXD] = plans.flexds(setting, rate_mbit)
+            documents[FLEXD] = plans.flexds(setting, rate_mbit, costs, run_ahead=False)
+            documents[AHEAD] = plans.flexds(setting, rate_mbit, costs, run_ahead=True)
             if missing is None:
                 documents[OWN] = plans.torchrecs_own(setting, rate_mbit)
                 greedy, documents[GREEDY] = plans.greedy_best(setting, rate_mbit)
@@ -195,9 +201,8 @@ class Rank:
         shared = [documents, greedy]
         dist.broadcast_object_list(shared, src=0)
         self._documents, greedy = shared
-        self._documents[AHEAD] = self._documents[FLEXD]
         lacks = dict.fromkeys((OWN, GREEDY, SHARD), missing) | {FLEXD: None, AHEAD: None}
-        return {"strategies": lacks, "greedy": greedy, "plans": self._documents}
+        return {"strategies": lacks, "greedy": greedy, "plans": self._documents, "costs": asdict(costs)}
 
     def make(self, strategy: str) -> None:
         setting, batches, document = self._setting, self._batches, self._documents[strategy]

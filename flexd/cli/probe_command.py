@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -14,15 +15,18 @@ import typer
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
 from flexd.cli.probe_kernels import KernelsOf, kernel_blocks, kernel_document, measure_to_file
+from flexd.cli.step_costs import step_cost_words
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flexd.topology.cluster import Cluster, CollectiveCurve
+    from flexd.topology.cluster import Cluster, CollectiveCurve, StepCosts
     from flexd.topology.fit import CollectiveTimes
     from flexd.topology.probe import ProbeReport
 
+_STEPS_SHARE = 0.2
+"""Of --budget-seconds, for what a step takes beside its links."""
 LAUNCH = "torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml"
 
 
@@ -98,8 +102,9 @@ def probe(
 ) -> None:
     """Measure the links of this job (run it on every rank), or the kernels of this device.
 
-    Times all-to-all, all-reduce and all-gather inside and between nodes and writes a topology file. With --kernels,
-    rank 0 times look-up, pooling and update of sets of tables after that.
+    Times all-to-all, all-reduce and all-gather inside and between nodes, and steps of small tables for what they take
+    beside the links, and writes a topology file. With --kernels, rank 0 times look-up, pooling and update of sets of
+    tables after that.
 
     Example: torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml
     """
@@ -113,8 +118,9 @@ def probe(
     from flexd.topology.probe import ProbeOptions
 
     options = ProbeOptions(
-        min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds, sub_groups=sub_groups
-    )
+        min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds * (1 - _STEPS_SHARE),
+        sub_groups=sub_groups,
+    )  # fmt: skip
     if not 0 < timeout_seconds <= 3600:
         raise ConfigError(f"--timeout-seconds {timeout_seconds}", remedy="give seconds above 0, at most 3600")
     wires = {Link.INTRA_NODE: intra_wire, Link.INTER_NODE: inter_wire}
@@ -132,10 +138,11 @@ def probe(
     if os.environ["RANK"] == "0":
         check_file("--out", out)
         check_file("--kernels", kernels)
-    report = _run(options, timeout_seconds, backend, local_ranks)
+    report, costs = _run(options, budget_seconds * _STEPS_SHARE, timeout_seconds, backend, local_ranks)
     if os.environ["RANK"] != "0":
         return
     cluster = report.cluster(name, wire_bytes_per_second=given, exposed=exposed, missing_from=base)
+    cluster = replace(cluster, step_costs=costs)
     write_cluster(cluster, out)
     document, blocks = _document(cluster, report, out), _blocks(cluster, report, out)
     if kernels is not None:
@@ -167,7 +174,9 @@ def _check_job() -> None:
         )
 
 
-def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: int | None) -> ProbeReport:
+def _run(
+    options: Any, step_seconds: float, timeout_seconds: float, backend: Backend, local_ranks: int | None
+) -> tuple[ProbeReport, StepCosts]:
     """Join the process group that torchrun describes, and measure."""
     import torch
     import torch.distributed as dist
@@ -175,6 +184,7 @@ def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: in
     from flexd.core.errors import TopologyError
     from flexd.core.layout import RankLayout
     from flexd.embedding.exchange.process_groups import layout_from_environment
+    from flexd.embedding.kernels.step_probe import measure_step_costs
     from flexd.topology.probe import probe as measure_links
     from flexd.topology.timing import ProbeGroups
 
@@ -209,8 +219,9 @@ def _run(options: Any, timeout_seconds: float, backend: Backend, local_ranks: in
     else:
         layout = layout_from_environment()
     report = measure_links(ProbeGroups.create(layout, device, timeout), options)
+    costs = measure_step_costs(layout, device, step_seconds)
     dist.destroy_process_group()
-    return report
+    return report, costs
 
 
 def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any]:
@@ -224,6 +235,7 @@ def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any
             "intra_node": cluster.intra_node.wire_bytes_per_second,
             "inter_node": cluster.inter_node.wire_bytes_per_second,
         },
+        "step_costs": None if cluster.step_costs is None else asdict(cluster.step_costs),
         "measured": [
             {
                 "link": link,
@@ -279,6 +291,7 @@ def _blocks(cluster: Cluster, report: ProbeReport, out: Path) -> list[Block]:
     columns = ("link", "collective", "ranks", "latency", "largest", "time", "bandwidth", "spread")
     return [
         Table("Measured", columns, tuple(rows), frozenset(columns[2:])),
+        Facts("Step", (("beside its links", step_cost_words(cluster)),)),
         Facts("File", (("written", str(out)), ("use it", f"topology: {{file: {out}}}"))),
         Sentences("Source", (cluster.source,)),
     ]

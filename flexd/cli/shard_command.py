@@ -23,6 +23,7 @@ from flexd.cli.replay_options import (
     TopologyOption,
 )
 from flexd.cli.simulate_command import make_cluster
+from flexd.cli.step_costs import step_cost_words
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from flexd.planner.tables.home_rules import RulePlan
     from flexd.planner.tables.sharding import Sharding
     from flexd.planner.tables.solve import TablePlacement
+    from flexd.topology.cluster import Cluster
 
 
 class Trainer(StrEnum):
@@ -136,7 +138,7 @@ def shard(
     left_out = [kind.value for kind in without or ()]
     if trainer is Trainer.FLEXD:
         rules = plan_rules(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
-        _write(rules.document(), file, rule_blocks(rules, file), output)
+        _write(rules.document(), file, rule_blocks(rules, file, cluster), output)
         return
     costs = None if kernels is None else KernelCosts.learned(read_kernels(kernels))
     listed_ranks = 1 + max((max(table.ranks, default=-1) for table in listed), default=-1)
@@ -174,7 +176,7 @@ def sharding_blocks(found: Sharding, plan: Path, before: float | None, listed_ra
     return [facts, Table("sharding", columns, rows, frozenset(columns[1:3]), ("dim", "rows"))]
 
 
-def rule_blocks(found: RulePlan, plan: Path) -> list[Block]:
+def rule_blocks(found: RulePlan, plan: Path, cluster: Cluster) -> list[Block]:
     """Return the predicted step, and home rule and answer of every table."""
     counts = Counter(
         rule if rule == COPIED else f"{rule.partition(':')[0]}, {f'by {answer}' if answer else 'un-pooled'}"
@@ -186,7 +188,9 @@ def rule_blocks(found: RulePlan, plan: Path) -> list[Block]:
         for table, (rule, answer) in zip(found.tables, found.chosen, strict=True)
     )
     return [
-        _facts(plan, found.placement, counts, "all spread by rows"),
+        _facts(
+            plan, found.placement, counts, "all spread by rows", ("a step beside its links", step_cost_words(cluster))
+        ),
         Table("home rules", columns, rows, frozenset(columns[1:3]), ("dim", "rows")),
     ]
 

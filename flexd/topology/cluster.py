@@ -232,6 +232,33 @@ class Exposed:
 
 
 @dataclass(frozen=True)
+class StepCosts:
+    """What a step of flexd's exchange takes beside the bytes on its links: launches, processor time, memory.
+
+    ``flexd probe`` measures it on the ranks and device that train. Plans of tables are priced by it.
+
+    Attributes:
+        sums_seconds: of a step with tables of both answers, over one whose tables all answer by rows.
+        copies_seconds: of a step with tables that every rank has, over one without.
+        row_bytes_per_second: at which look-ups and updates read and write rows, of one rank while all others do so.
+    """
+
+    sums_seconds: float
+    copies_seconds: float
+    row_bytes_per_second: float
+
+    def check(self, where: str) -> None:
+        for key in ("sums_seconds", "copies_seconds"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and value >= 0):
+                raise TopologyError(f"{where}.{key}: {value!r}", remedy="give seconds, at least 0")
+        if not (math.isfinite(self.row_bytes_per_second) and self.row_bytes_per_second > 0):
+            raise TopologyError(
+                f"{where}.row_bytes_per_second: {self.row_bytes_per_second!r}", remedy="give bytes per second above 0"
+            )
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Bandwidths and latencies of a cluster; ``RankLayout`` has the numbers of nodes and ranks.
 
@@ -242,6 +269,7 @@ class Cluster:
         inter_node: links between ranks of equal local rank (a rail), with all rails in use.
         exposed: shares of the communication that compute cannot hide.
         world: all-to-all over all ranks, where measured; a direct exchange is priced with it.
+        step_costs: of a step beside its links, where measured.
 
     Raises:
         TopologyError: a figure is missing or invalid; the text names its key.
@@ -253,6 +281,7 @@ class Cluster:
     inter_node: LinkModel
     exposed: Exposed = Exposed()
     world: WorldModel | None = None
+    step_costs: StepCosts | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -264,6 +293,8 @@ class Cluster:
         self.exposed.check(f"cluster {self.name!r}: exposed")
         if self.world is not None:
             self.world.check(f"cluster {self.name!r}: world")
+        if self.step_costs is not None:
+            self.step_costs.check(f"cluster {self.name!r}: step_costs")
 
     def link(self, link: Link) -> LinkModel:
         model: LinkModel = getattr(self, link.value)
@@ -320,9 +351,10 @@ class Cluster:
         return replace(self, exposed=exposed, name=name or self.name)
 
     def bandwidth_only(self) -> Cluster:
-        """Return the same cluster without latencies, for a small rehearsal of a job whose messages are large.
+        """Return the same cluster without latencies and step costs, for a small rehearsal of a job whose messages are
+        large.
 
-        Latency is a fixed cost of a step. It is small beside the time of the bytes in a large job, and would dominate
-        in a rehearsal with thousandths of the bytes.
+        They are fixed costs of a step, small beside the time of the bytes in a large job, and would dominate in a
+        rehearsal with thousandths of the bytes.
         """
-        return self.with_curves(lambda link, curve: curve.without_latency())
+        return replace(self.with_curves(lambda link, curve: curve.without_latency()), step_costs=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 
 from flexd.core.errors import TopologyError
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, WorldModel
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, StepCosts, WorldModel
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 2**20
@@ -64,6 +65,8 @@ def dump_cluster(cluster: Cluster) -> str:
         data["world"] = {
             "nodes": world.nodes, "local_ranks": world.local_ranks, "all_to_all": _curve_data(world.all_to_all),
         }  # fmt: skip
+    if cluster.step_costs is not None:
+        data["step_costs"] = dataclasses.asdict(cluster.step_costs)
     exposed = cluster.exposed
     data["exposed"] = {"forward": exposed.forward, "backward": exposed.backward, "sync": exposed.sync}
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
@@ -90,7 +93,7 @@ def parse_cluster(text: str, origin: str) -> Cluster:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise TopologyError(f"{origin}: invalid YAML: {error}", remedy="correct the syntax") from error
-    optional = {"exposed", "world"}
+    optional = {"exposed", "world", "step_costs"}
     top = _mapping(data, origin, {"version", "name", "source", "intra_node", "inter_node", *optional}, optional)
     if top["version"] != FORMAT_VERSION:
         raise TopologyError(f"{origin}: version: {top['version']!r}", remedy=f"this flexd reads {FORMAT_VERSION}")
@@ -104,6 +107,7 @@ def parse_cluster(text: str, origin: str) -> Cluster:
             inter_node=_link(top["inter_node"], f"{origin}: inter_node"),
             exposed=Exposed(**{key: _number(value, f"{origin}: exposed.{key}") for key, value in exposed.items()}),
             world=_world(top["world"], f"{origin}: world") if "world" in top else None,
+            step_costs=_step_costs(top["step_costs"], f"{origin}: step_costs") if "step_costs" in top else None,
         )
     except TopologyError as error:
         if error.message.startswith(origin):
@@ -126,6 +130,11 @@ def _world(data: Any, where: str) -> WorldModel:
         _count(fields["local_ranks"], f"{where}.local_ranks"),
         _curve(fields["all_to_all"], f"{where}.all_to_all"),
     )
+
+
+def _step_costs(data: Any, where: str) -> StepCosts:
+    given = _mapping(data, where, {field.name for field in dataclasses.fields(StepCosts)}, set())
+    return StepCosts(**{key: _number(value, f"{where}.{key}") for key, value in given.items()})
 
 
 def _curve(data: Any, where: str) -> CollectiveCurve:

@@ -13,7 +13,7 @@ those of a rehearsal's step they are the factor at which plans weigh latencies a
 
 
 def scale_model(cluster: Cluster, factor: float) -> Cluster:
-    """Return the same cluster with latencies divided by ``factor``, which keeps the ratio of bytes and latencies.
+    """Return the same cluster with latencies and fixed costs divided by ``factor``, which keeps their ratio to bytes.
 
     Curves with several points keep their message sizes, so a scale model is exact for one-point curves only.
 
@@ -25,9 +25,13 @@ def scale_model(cluster: Cluster, factor: float) -> Cluster:
     if factor == 1:
         return cluster
 
+    costs = cluster.step_costs
+    if costs is not None:
+        costs = replace(costs, sums_seconds=costs.sums_seconds / factor, copies_seconds=costs.copies_seconds / factor)
     return replace(
         cluster.with_curves(lambda link, curve: curve.divide_latency(factor)),
         name=f"{cluster.name}-scale-model",
         source=f"{cluster.source} Latencies divided by {factor:g}: a scale model for runs whose steps move so many "
         "times fewer bytes than a production step.",
+        step_costs=costs,
     )

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
+from flexd.embedding.kernels import step_probe
 from flexd.topology import probe as probe_module
 from flexd.topology import timing
-from flexd.topology.cluster import Cluster, Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link, StepCosts
 from flexd.topology.probe import ProbeOptions, probe
 from flexd.topology.timing import ProbeGroups, make_collective
 
@@ -137,3 +139,28 @@ def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[st
                     out.append((f"{link} {collective}", size, stated, seen[-1]))
     groups.close()
     return out
+
+
+def step_costs(rank: int, layout: RankLayout, budget_seconds: float) -> tuple[StepCosts, int]:
+    """Return the step costs, and how many turns of steps were measured."""
+    turns = 0
+    measured = step_probe._steps
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal turns
+        found = measured(*arguments)
+        turns = len(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_probe, "_steps", counted)
+        costs = step_probe.measure_step_costs(layout, torch.device("cpu"), budget_seconds)
+    return costs, turns
+
+
+def step_error(rank: int, layout: RankLayout, budget_seconds: float) -> str:
+    try:
+        step_probe.measure_step_costs(layout, torch.device("cpu"), budget_seconds)
+    except TopologyError as error:
+        return str(error)
+    return "no error"

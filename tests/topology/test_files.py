@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexd.core.errors import TopologyError
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, WorldModel
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, StepCosts, WorldModel
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster, preset_names, write_cluster
 
+COSTS = {"sums_seconds": 2e-3, "copies_seconds": 1e-3, "row_bytes_per_second": 1e9}
 CURVE = CollectiveCurve(1e-5, ((1e3, 1e8), (1e6, 5e9), (1e9, 2e10)))
 
 
@@ -128,6 +129,10 @@ ONE = {"latency_seconds": 1e-6, "points": [[1e3, 1e9]]}
         ),
         (lambda d: d.update(world={"nodes": 2, "all_to_all": ONE}), "world: local_ranks is missing"),
         (lambda d: d.update(world={"nodes": 1, "local_ranks": 2, "all_to_all": ONE}), r"world\.nodes: 1"),
+        (lambda d: d.update(step_costs={"sums_seconds": 1.0}), "step_costs: copies_seconds is missing"),
+        (lambda d: d.update(step_costs={**COSTS, "sums_seconds": -1}), r"step_costs\.sums_seconds: -1"),
+        (lambda d: d.update(step_costs={**COSTS, "copies_seconds": "x"}), r"step_costs\.copies_seconds: 'x'"),
+        (lambda d: d.update(step_costs={**COSTS, "row_bytes_per_second": 0}), r"row_bytes_per_second: 0"),
         (lambda d: d.update(version=7), "version"),
         (lambda d: d.update(color="red"), "color is not a known key"),
         (lambda d: d.update(source=3), "source: 3 is not text"),
@@ -148,6 +153,14 @@ def test_exposed_may_be_left_out_and_numbers_without_a_dot_are_numbers() -> None
     cluster = parse_cluster(text, origin="x")
     assert cluster.exposed == Exposed()
     assert cluster.inter_node.wire_bytes_per_second == 25e9
+
+
+def test_step_costs_are_read_back_and_no_part_of_a_rehearsal(tmp_path: Path) -> None:
+    cluster = replace(load_preset("h100-400g"), step_costs=StepCosts(**COSTS))
+    write_cluster(cluster, tmp_path / "c.yaml")
+    assert load_cluster(tmp_path / "c.yaml") == cluster
+    assert cluster.of_layout(2, 2).step_costs == cluster.step_costs
+    assert cluster.bandwidth_only().step_costs is None
 
 
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -217,6 +218,9 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
     assert cluster.inter_node.wire_bytes_per_second == 25e9
     assert cluster.intra_node == load_preset("azure-a100-200g").intra_node
     assert cluster.exposed == Exposed(1.0, 1.0, 0.5)
+    costs = cluster.step_costs
+    assert costs is not None
+    assert costs.row_bytes_per_second > 0
     answer = json.loads(printed[0][0])
     assert [(one["link"], one["collective"]) for one in answer["measured"]] == [
         ("inter_node", collective.value) for collective in Collective
@@ -226,6 +230,7 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
     assert by_name["all_reduce"]["points"] == [list(point) for point in curve.points]
     assert by_name["all_reduce"]["latency_seconds"] == curve.latency_seconds
     assert answer["source"] == cluster.source
+    assert answer["step_costs"] == asdict(costs)
     assert printed[1][0] == ""
 
 

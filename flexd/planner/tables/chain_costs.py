@@ -58,8 +58,8 @@ class DeviceMemory:
     """What look-ups and updates read and write at: the analytic price of kernels.
 
     Attributes:
-        bytes_per_second: of gathers of rows. The default is an assumption, not a measurement: half of the 1,555 GB/s
-            in the data sheet of an A100 with 40 GB.
+        bytes_per_second: of gathers of rows. The default, for clusters whose step costs are not measured, is an
+            assumption: half of the 1,555 GB/s in the data sheet of an A100 with 40 GB.
     """
 
     bytes_per_second: float = 0.8e12
@@ -76,10 +76,14 @@ def chain_options(
     """Return the loads of the options, sent and received bytes in every phase.
 
     Args:
-        cluster: bandwidths at the message sizes of rows spread over all ranks, and exposed shares.
+        cluster: bandwidths at the message sizes of rows spread over all ranks, exposed shares, and the step costs that
+            were measured: what an answer takes beside bytes is the larger of those and of the latencies.
+        device: default: as the step costs say.
         options: the first is what everything is compared with.
     """
-    device = device or DeviceMemory()
+    costs = cluster.step_costs
+    if device is None:
+        device = DeviceMemory() if costs is None else DeviceMemory(costs.row_bytes_per_second)
     exchanges = len(PHASES) - 2
     axis = np.concatenate([np.repeat(np.arange(exchanges), 2), [exchanges, exchanges + 1]])
     loads = np.zeros((len(work.names), len(options), len(Part), len(axis)))
@@ -129,6 +133,10 @@ def chain_options(
         )
         return float(exchange.sum())
 
+    with_sums, with_copies = fixed(), fixed(Tier.DEVICE) - fixed()
+    if costs is not None:
+        with_sums = max(with_sums, costs.sums_seconds * micro_batches)
+        with_copies = max(with_copies, costs.copies_seconds)
     return TableOptions(
         work.names,
         tuple(options),
@@ -139,5 +147,5 @@ def chain_options(
         memory,
         allowed,
         np.zeros(loads.shape[:2]),
-        ((Answer.SUMS, fixed()), (Answer.NONE, fixed(Tier.DEVICE) - fixed())),
+        ((Answer.SUMS, with_sums), (Answer.NONE, with_copies)),
     )

@@ -1,0 +1,175 @@
+"""Measure what a step takes beside its links: with answers by sums, with copies on every rank, and per byte of rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from flexd.core.errors import TopologyError
+from flexd.core.home_rules import COPIED, SPREAD
+from flexd.core.layout import RankLayout
+from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.kernels.flexd_kernels import FlexdKernels
+from flexd.embedding.row_optimizers import RowWiseAdagrad
+from flexd.topology.cluster import StepCosts
+from flexd.topology.kernel_design import drawn_ids
+from flexd.topology.kernel_file import Float64Array, TableSet
+
+TABLES, ROWS, DIM, BAGS, BAG_LENGTH = 8, 512, 16, 32, 2
+"""So small that bytes take no time beside launches and latencies."""
+KINDS = (("rows", SPREAD), ("sums", SPREAD), ("rows", COPIED))
+"""Answer and home rule of half of the tables; the other half is spread and answers by rows."""
+WARM_UP, FEWEST_TURNS, MOST_TURNS = 2, 5, 200
+_KERNEL_SHARE = 0.25
+"""Of the budget, for rows in memory."""
+_KERNEL_ROWS, _KERNEL_DIM, _KERNEL_IDS, _KERNEL_BAGS = 2**17, 64, 2**15, 2**11
+_KERNEL_SKEW = 0.8
+_BYTES_BEFORE_INFINITY = 1e15
+
+
+@dataclass(frozen=True)
+class StepProbe:
+    """Samples of a step probe of one rank.
+
+    Attributes:
+        steps: float64[turns, 3], seconds of a step by turn and kind of ``KINDS``.
+        kernels: float64[turns], seconds of look-up, pooling and update.
+        kernel_bytes: that those read and write.
+    """
+
+    steps: Float64Array
+    kernels: Float64Array
+    kernel_bytes: float
+
+    def costs(self) -> StepCosts:
+        """Return medians: of differences within a turn, so that what disturbs a turn disturbs no difference."""
+        sums, copies = (float(np.median(self.steps[:, kind] - self.steps[:, 0])) for kind in (1, 2))
+        rate = self.kernel_bytes / max(float(np.median(self.kernels)), self.kernel_bytes / _BYTES_BEFORE_INFINITY)
+        return StepCosts(max(0.0, sums), max(0.0, copies), rate)
+
+
+def measure_step_costs(layout: RankLayout, device: torch.device, budget_seconds: float) -> StepCosts:
+    """Collective over the default process group. Return what a step takes beside its links, equal on every rank.
+
+    Steps of small tables (forward, backward, update) are timed in turns: all answering by rows, half of them by sums,
+    and half of them copied to every rank. Rows in memory are timed on all ranks at once, because they share it.
+
+    Args:
+        budget_seconds: about how long; a few turns are measured whatever they take.
+
+    Raises:
+        TopologyError: on every rank, if the budget is no positive number; as the collections' own errors otherwise.
+    """
+    if not 0 < budget_seconds <= 3600:
+        raise TopologyError(f"step probe of {budget_seconds!r} s", remedy="give seconds above 0, at most 3600")
+    started = time.monotonic()
+
+    def until(share: float) -> Callable[[int], bool]:
+        """Whether a turn begins: rank 0 decides for all."""
+
+        def goes_on(turn: int) -> bool:
+            wanted = turn < MOST_TURNS and (turn < FEWEST_TURNS or time.monotonic() < started + share * budget_seconds)
+            answer = torch.tensor([float(wanted)], device=device)
+            dist.broadcast(answer, src=0)
+            return bool(answer.item())
+
+        return goes_on
+
+    of_kernels, kernel_bytes = _kernels(device, until(_KERNEL_SHARE))
+    of_steps = _steps(layout, device, until(1.0))
+    return _agreed(StepProbe(of_steps, of_kernels, kernel_bytes).costs(), device)
+
+
+def _steps(layout: RankLayout, device: torch.device, goes_on: Callable[[int], bool]) -> Float64Array:
+    """float64[turns, 3] seconds."""
+    collections = [_collection(layout, device, kind) for kind in KINDS]
+    batch = _batch(device)
+    try:
+        for collection in collections * WARM_UP:
+            _step(collection, batch)
+        turns: list[list[float]] = []
+        for turn in count():
+            if not goes_on(turn):
+                break
+            turns.append([_timed(partial(_step, collection, batch), device) for collection in collections])
+    finally:
+        for collection in collections:
+            collection.close()
+    return np.array(turns)
+
+
+def _collection(layout: RankLayout, device: torch.device, kind: tuple[str, str]) -> EmbeddingBagCollection:
+    tables = []
+    for number in range(TABLES):
+        answer, homes = kind if number % 2 else KINDS[0]
+        tables.append(EmbeddingBagTable(f"t{number}", ROWS, DIM, answer=answer, homes=homes))
+    return EmbeddingBagCollection(tables, optimizer=RowWiseAdagrad(lr=0.01), layout=layout, device=device)
+
+
+def _batch(device: torch.device) -> dict[str, Jagged]:
+    rng = np.random.default_rng(dist.get_rank())
+    lengths = torch.full((BAGS,), BAG_LENGTH, device=device)
+    return {
+        f"t{number}": Jagged(torch.from_numpy(rng.integers(0, ROWS, BAGS * BAG_LENGTH)).to(device), lengths)
+        for number in range(TABLES)
+    }
+
+
+def _step(collection: EmbeddingBagCollection, batch: dict[str, Jagged]) -> None:
+    pooled = collection(batch)
+    loss = torch.stack([part.sum() for part in pooled.values()]).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    collection.optimizer.step()
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Return wall seconds of work that all ranks begin together."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Float64Array, float]:
+    """float64[turns] seconds of look-up, pooling and update of one table, and the bytes that they read and write."""
+    one = [np.array([float(n)]) for n in (_KERNEL_ROWS, _KERNEL_DIM, _KERNEL_IDS, _KERNEL_BAGS, _KERNEL_SKEW, 0)]
+    tables = TableSet("float32", *one)
+    ids = drawn_ids(tables, np.random.default_rng(dist.get_rank()))
+    distinct = float(len(np.unique(ids[0])))
+    row_bytes = float(tables.row_bytes[0])
+    phases = FlexdKernels(int(_KERNEL_ROWS * row_bytes), device).phases(tables, ids)
+
+    def run() -> None:
+        for phase in phases:
+            phase()
+
+    run()
+    turns = []
+    for turn in count():
+        if not goes_on(turn):
+            break
+        turns.append(_timed(run, device))
+    # As ``kernel_bytes`` of a home that answers by sums.
+    state_bytes = 4.0
+    return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * distinct * (row_bytes + state_bytes)
+
+
+def _agreed(own: StepCosts, device: torch.device) -> StepCosts:
+    """Return means over the ranks."""
+    mean = torch.tensor(
+        [own.sums_seconds, own.copies_seconds, own.row_bytes_per_second], dtype=torch.float64, device=device
+    )
+    dist.all_reduce(mean)
+    return StepCosts(*(mean / dist.get_world_size()).tolist())

@@ -1,0 +1,46 @@
+"""What a step takes beside its links: differences within turns, real ranks, budgets."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from flexd.core.layout import RankLayout
+from flexd.embedding.kernels.step_probe import FEWEST_TURNS, MOST_TURNS, StepProbe
+from tests.support.rank_pool import RankPool
+
+
+def test_costs_are_medians_of_differences_within_turns() -> None:
+    # A turn that something disturbs is slower in all three; its differences are not.
+    steps = np.array([[1.0, 1.3, 1.1], [5.0, 5.2, 5.4], [1.0, 1.2, 1.2]])
+    costs = StepProbe(steps, np.array([0.5, 2.0, 0.4]), 1e9).costs()
+    assert costs.sums_seconds == pytest.approx(0.2)
+    assert costs.copies_seconds == pytest.approx(0.2)
+    assert costs.row_bytes_per_second == pytest.approx(2e9)
+
+
+def test_noise_below_nothing_is_no_gain() -> None:
+    costs = StepProbe(np.array([[1.0, 0.9, 0.8]]), np.array([0.0]), 1e9).costs()
+    assert (costs.sums_seconds, costs.copies_seconds) == (0.0, 0.0)
+    assert math.isfinite(costs.row_bytes_per_second)
+
+
+def test_ranks_agree_on_positive_costs(pool: RankPool) -> None:
+    results = pool.run("probe_jobs:step_costs", RankLayout(2, 1), 0.5)
+    assert results[0][0] == results[1][0]
+    costs, turns = results[0]
+    # More collectives and launches never take no time at all on a processor.
+    assert costs.sums_seconds > 0
+    assert 1e6 < costs.row_bytes_per_second < 1e12
+    assert FEWEST_TURNS <= turns <= MOST_TURNS
+
+
+def test_few_turns_are_measured_whatever_the_budget(pool: RankPool) -> None:
+    assert [turns for _, turns in pool.run("probe_jobs:step_costs", RankLayout(1, 2), 1e-6)] == [FEWEST_TURNS] * 2
+
+
+@pytest.mark.parametrize("budget_seconds", [0.0, math.nan, math.inf])
+def test_a_budget_that_allows_nothing_is_named(pool: RankPool, budget_seconds: float) -> None:
+    assert all("step probe of" in text for text in pool.run("probe_jobs:step_error", RankLayout(2, 1), budget_seconds))
