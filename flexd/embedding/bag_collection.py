@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from flexd.core.answers import ROWS, SUMS
 from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import COPIED
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
@@ -28,7 +29,7 @@ from flexd.embedding.jagged import Jagged
 from flexd.embedding.routed_input import RoutedInput
 
 POOLINGS = ("sum", "mean")
-ANSWERS = ("rows", "sums")
+ANSWERS = (ROWS, SUMS)
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class EmbeddingBagCollection(EmbeddingCollection):
 
     Args:
         tables: ``EmbeddingBagTable``; an ``EmbeddingTable`` is pooled by sum.
-        answers: "rows" or "sums" by name of a table, instead of ``EmbeddingBagTable.answer``.
+        answers: "rows" or "sums" by name of a table, instead of ``EmbeddingBagTable.answer``; ``answer_of`` returns
+            what it is now.
         arguments: keyword arguments of ``EmbeddingCollection``.
 
     Raises:
@@ -156,7 +158,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
     ) -> dict[str, torch.Tensor]:
         groups = len(self.keyspace.groups)
         of_rows, of_bags = rows[:groups], rows[groups:]
-        pooled = self._answered_by_sums(routed, of_bags, weights) if of_bags else {}
+        pooled = self._answered_by_sums(routed, of_bags) if of_bags else {}
         calls: list[_Pooling] = []
         for names, distinct, indices in zip(
             self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
@@ -188,12 +190,10 @@ class EmbeddingBagCollection(EmbeddingCollection):
             pooled |= zip(call.names, bags.split_with_sizes([part.shape[0] for part in call.lengths]), strict=True)
         return {name: pooled[name] for name in routed.features if name in pooled}
 
-    def _answered_by_sums(
-        self, routed: RoutedInput, sums: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def _answered_by_sums(self, routed: RoutedInput, sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Split [bags, dim] sums of each dim-group by feature, and divide those that are pooled by mean."""
         pooled: dict[str, torch.Tensor] = {}
-        for names, of_group in zip(self._features.summed_by_group(list(routed.features), weights), sums, strict=True):
+        for names, of_group in zip(self._features.summed_by_group(routed.features, routed.order), sums, strict=True):
             sizes = [routed.features[name].lengths.shape[0] for name in names]
             for name, total in zip(names, of_group.split_with_sizes(sizes), strict=False):
                 if self._pooling[name] == "mean":

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from flexd.control.protocol.report import StepPhase
+from flexd.core.answers import ROWS, SUMS, TableAnswers
 from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -233,7 +234,6 @@ class EmbeddingCollection(TableAccess):
                 f"tables that answer by sums in a collection without pooling: {', '.join(t.name for t in by_sums[:5])}",
                 remedy="make them flexd.EmbeddingTable, or the collection a flexd.EmbeddingBagCollection",
             )
-        summed = [name for table in by_sums for name in table.feature_names]
         self.engine = RowEngine(
             self.keyspace,
             self._groups,
@@ -248,10 +248,12 @@ class EmbeddingCollection(TableAccess):
             replica_sums=replica_sums,
             two_memories=two_memories,
             keep_keys=any(table.lr is not None or table.optimizer is not None for table in self.tables),
-            sums=bool(summed),
+            answers=TableAnswers(
+                self._pooled_tables(), frozenset(self.keyspace.index[table.name] for table in by_sums)
+            ),
         )
         self._features = FeatureMap(
-            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device, summed,
+            self.keyspace, [table.feature_names for table in self.tables], self.rank, self.device, self.engine.answers,
             self.engine.stores[0].homes,
         )  # fmt: skip
         # Autograd calls backward because of the anchor, and schedulers use its parameter group. It is hidden from
@@ -273,6 +275,18 @@ class EmbeddingCollection(TableAccess):
     def table_of_feature(self) -> Mapping[str, int]:
         """Index in ``tables`` of the table that each feature reads."""
         return self._features.table_of
+
+    def _pooled_tables(self) -> frozenset[int]:
+        """Return the tables whose look-ups are pooled, and whose answers may change."""
+        return frozenset(at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "answer"))
+
+    def answer_of(self, table: str) -> str:
+        """Return "rows" or "sums": how look-ups of a table are answered now, which chunks may have changed.
+
+        Raises:
+            KeyError: there is no such table.
+        """
+        return SUMS if self.keyspace.index[table] in self.engine.answers.now.by_sums else ROWS
 
     @property
     def placement_version(self) -> int:

@@ -13,10 +13,10 @@ from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.control.protocol.report import PhaseReport, RankIdentity, SlowMemoryReport, StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
+from flexd.core.answers import ROWS, SUMS
 from flexd.core.errors import ConfigError
 from flexd.core.mistakes import MISTAKES
 from flexd.core.secrets import KeyFile
-from flexd.embedding.bag_collection import EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.slow.frame_division import divide_frames
@@ -201,8 +201,9 @@ def connect(
 def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
     given = collection.given_arguments
     settings = TrainerSettings(given["exchange"], given["comm_dtype"], given["replica_sums"])
-    answers = {table.name: table.answer for table in collection.tables if isinstance(table, EmbeddingBagTable)}
-    return with_answers(settings, collection.keyspace.tables, answers)
+    tables, first = collection.keyspace.tables, collection.engine.answers.first
+    answers = {tables[at].name: SUMS if at in first.by_sums else ROWS for at in sorted(first.pooled)}
+    return with_answers(settings, tables, answers)
 
 
 def _tls_files(*given: str | Path | None) -> TlsFiles | None:

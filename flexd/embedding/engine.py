@@ -12,6 +12,7 @@ import torch
 
 from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.control.protocol.report import ExchangeReason, StepPhase
+from flexd.core.answers import NO_POOLED, TableAnswers
 from flexd.core.errors import EmbeddingError
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
@@ -31,6 +32,7 @@ from flexd.embedding.exchange.router import LookupPiggyback, Router
 from flexd.embedding.exchange.step_guard import StepGuard
 from flexd.embedding.exchange.summing_router import SummingRouter
 from flexd.embedding.gradients import StepGradients
+from flexd.embedding.live_answers import LiveAnswers
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.row_optimizers import RowOptimizer
@@ -56,7 +58,7 @@ class RowEngine:
         gradient_scale: gradients are multiplied by it.
         comm_dtype, replica_sums: as in ``EmbeddingCollection``.
         two_memories: None: all rows are in fast memory.
-        sums: some features are answered by sums of their bags.
+        answers: of pooled tables, at the start.
         keep_keys: the optimizer needs the keys of all rows, replicas too.
 
     Raises:
@@ -78,7 +80,7 @@ class RowEngine:
         comm_dtype: str | None = None,
         replica_sums: str = "all_reduce",
         two_memories: TwoMemories | None = None,
-        sums: bool = False,
+        answers: TableAnswers = NO_POOLED,
         keep_keys: bool = False,
     ) -> None:
         self.keyspace = keyspace
@@ -107,14 +109,15 @@ class RowEngine:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
         self._replica_sums = replica_sums
-        self._sums = sums
+        self.answers = LiveAnswers(answers)
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(
-            groups, self.stores, homes, traffic, max_migration_bytes_per_step, self.changed_rows.add
-        )
+            groups, self.stores, homes, traffic, max_migration_bytes_per_step, self.changed_rows.add, self.answers,
+        )  # fmt: skip
         self.inbox = ChunkInbox(
-            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
-        )
+            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk,
+            answers,
+        )  # fmt: skip
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = self.row_changes = self._changes_at_home = 0
@@ -134,6 +137,11 @@ class RowEngine:
         return self.migrator.homes
 
     @property
+    def key_changes(self) -> int:
+        """How often the keys of the ids of a batch, or which of them are bags answered by sums, have changed."""
+        return self.migrator.home_changes + self.answers.changes
+
+    @property
     def phases(self) -> PhaseMeter:
         """Meter of the training thread."""
         return self.router.phases
@@ -141,7 +149,8 @@ class RowEngine:
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
         hops, of_bags = self._hops(groups)
-        make = partial(SummingRouter, bag_hops=of_bags) if self._sums else Router
+        pools = bool(self.answers.now.pooled)
+        make = partial(SummingRouter, bag_hops=of_bags, answers=self.answers) if pools else Router
         dedup = self.exchange.name != "direct_no_dedup"
         router = make(self.stores, hops, traffic, dedup=dedup, comm_dtype=self._comm_dtype)
         return router, ReplicaSync(self.stores, router, groups.layout, self.changed_rows)
@@ -149,7 +158,7 @@ class RowEngine:
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are answered by sums."""
         name = self.exchange.name
-        return row_hops(name, groups, self._replica_sums), bag_hops(name, groups) if self._sums else []
+        return row_hops(name, groups, self._replica_sums), bag_hops(name, groups) if self.answers.now.pooled else []
 
     def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to its value in
@@ -376,8 +385,9 @@ class RowEngine:
 
     def _spread_bags(self) -> None:
         """Collective. Add the gradients of bags answered by sums to those of the rows of the open passes."""
-        if not isinstance(self.router, SummingRouter):
+        if all(one.route.bags is None for one in self.passes):  # as on every rank
             return
+        assert isinstance(self.router, SummingRouter)  # noqa: S101
         of_rows = self.router.spread([(one.route, one.bag_grads) for one in self.passes])
         for forward_pass, grads in zip(self.passes, of_rows, strict=True):
             forward_pass.add(grads, self.router.wide)

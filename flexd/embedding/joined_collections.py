@@ -110,6 +110,10 @@ class JoinedCollections(EmbeddingCollection):
         )
         self._shared: SharedLookUp | None = None
 
+    def _pooled_tables(self) -> frozenset[int]:
+        pooled = [each.pools and hasattr(table, "answer") for each in self.members for table in each.tables]
+        return frozenset(at for at, pools in enumerate(pooled) if pools)
+
     def share_tables(self) -> None:
         """Local. Let the members read these tables."""
         first_table = 0
@@ -118,12 +122,6 @@ class JoinedCollections(EmbeddingCollection):
             features = [
                 member.tables[at - first_table].feature_names if at in tables else () for at in range(len(self.tables))
             ]
-            summed = [
-                name
-                for table in member.tables
-                if getattr(table, "answer", "rows") == "sums"
-                for name in table.feature_names
-            ]
             first_table = tables.stop
             for name in (
                 "engine", "optimizer", "traffic", "layout", "rank", "_groups", "keyspace", "replica_slots",
@@ -131,7 +129,7 @@ class JoinedCollections(EmbeddingCollection):
             ):  # fmt: skip
                 setattr(member, name, getattr(self, name))
             member._features = FeatureMap(
-                self.keyspace, features, self.rank, self.device, summed, self.engine.stores[0].homes
+                self.keyspace, features, self.rank, self.device, self.engine.answers, self.engine.stores[0].homes
             )
             member.tables = self.tables
             member.__dict__["_anchor"] = self.__dict__["_anchor"]

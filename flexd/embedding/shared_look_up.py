@@ -24,8 +24,6 @@ class FetchesRows(Protocol):
 
     def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]: ...
 
-    def factors_of(self, given: Any) -> Mapping[str, torch.Tensor]: ...
-
 
 class SharedLookUp:
     """Located rows of all collections; the first part that reads its rows fetches those of all.
@@ -71,7 +69,7 @@ class SharedLookUp:
             _slice_of(names, own, [self.routed.features[name].values.shape[0] for name in names])
             for names in self._features.by_group(self.routed.order)
         ]
-        summed = self._features.summed_by_group(list(self.routed.features), self._tables.factors_of(self._inputs))
+        summed = self._features.summed_by_group(self.routed.features, self.routed.order)
         bags = [
             _slice_of(names, own, [self.routed.features[name].lengths.shape[0] for name in names]) for names in summed
         ]

@@ -1,6 +1,7 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 run-ahead, dealing, evaluation, migrations, kills and reloads, rows in two memories, home rules and their changes, bags
-answered by rows and by sums, optimizers and rates by table, two joined collections, and the kernels of an accelerator.
+answered by rows and by sums and changes between both, optimizers and rates by table, two joined collections, and the
+kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -61,6 +62,7 @@ scenarios = st.builds(
     dealt=st.sampled_from([False, False, True]),
     moved=st.booleans(),
     rules_change=st.booleans(),
+    answers_change=st.booleans(),
 )
 three_nodes = st.builds(
     Scenario,
@@ -79,6 +81,7 @@ three_nodes = st.builds(
     dealt=st.booleans(),
     moved=st.booleans(),
     rules_change=st.booleans(),
+    answers_change=st.booleans(),
 )
 
 

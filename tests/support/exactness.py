@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from flexd.core.answers import AnswerChange
 from flexd.core.errors import ChunkRefusedError
 from flexd.core.home_block import HomeBlock
 from flexd.core.home_changes import after_block
@@ -71,12 +72,15 @@ class Scenario:
     """Rows also move to other nodes than those of their homes."""
     rules_change: bool = False
     """Home rules change between steps, block by block, and on the way some change back."""
+    answers_change: bool = False
+    """Answers of pooled tables change between steps, there and back."""
     dealt: bool = False
     """Losses are sums over samples, and batches have every feature of each sample, so that any rank may train it."""
 
     def due(self, step: int, chunks: int) -> int:
         """Return how many of the chunks have been released before a step."""
-        return min(chunks, step // self.migrate_every * (4 if self.rules_change else 1))
+        at_once = 1 + 3 * self.rules_change + 2 * self.answers_change
+        return min(chunks, step // self.migrate_every * at_once)
 
     @property
     def spare(self) -> float:
@@ -269,11 +273,12 @@ def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> to
 
 def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[Delta]:
     """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers; and blocks of
-    rows between home rules."""
+    rows between home rules, and changes of answers."""
     keyspace = collection.keyspace
     rng = np.random.default_rng([scenario.seed, 999])
     placement = Placement.empty()
     homes = Homes(keyspace, scenario.layout, spare=collection.spare_home_slots)
+    answers = collection.engine.answers.first
     chunks = []
     limits = np.array(collection.replica_slots)
     for _ in range(scenario.steps // scenario.migrate_every):
@@ -289,6 +294,15 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
                 placement = placement.apply(chunks[-1])
             homes = after_block(homes, block)
             chunks.append(Delta.of_homes(block))
+        for _ in range(2 if scenario.answers_change else 0):
+            may = sorted(t for t in answers.pooled if t in answers.by_sums or not homes.rules[t].copied)
+            flipped = [table for table in may if rng.random() < 0.6]
+            if flipped:
+                change = AnswerChange.of(
+                    [t for t in flipped if t in answers.by_sums], [t for t in flipped if t not in answers.by_sums]
+                )
+                answers = answers.after(change)
+                chunks.append(Delta.of_answers(change))
         keys = np.sort(rng.choice(keyspace.total_rows, size=int(rng.integers(1, 24)), replace=False)).astype(np.int64)
         keys = keys[~np.isin(keys, homes.copied_keys)]
         if scenario.only_rail >= 0:

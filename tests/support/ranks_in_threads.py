@@ -14,6 +14,7 @@ from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox, Prepare
 from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.core.answers import NO_POOLED, TableAnswers
 from flexd.core.errors import ControlError
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -52,6 +53,7 @@ class Ranks:
         port: port of the daemon, or addresses.
         placements: applied placement of each rank at the start.
         spare: home slots of the first dim-group for rules that change.
+        answers: of pooled tables.
         prepare_of_rank: makes the prepared chunks of a rank; the other ranks need none.
     """
 
@@ -70,6 +72,7 @@ class Ranks:
         prepare_of_rank: dict[int, Prepare] | None = None,
         tls: TlsFiles | None = None,
         spare: int = 0,
+        answers: TableAnswers = NO_POOLED,
     ) -> None:
         self.layout = layout or RankLayout(2, 2)
         self.steps = 0
@@ -85,6 +88,7 @@ class Ranks:
                 rank,
                 who.replica_slots,
                 prepare=(prepare_of_rank or {}).get(rank),
+                answers=answers,
             )
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(

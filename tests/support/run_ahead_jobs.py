@@ -148,6 +148,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     losses: list[float] = []
     trained: list[float] = []
     versions, errors, unequal, deferred, most_moved, home_changes = [], [], 0, 0, 0, 0
+    answer_changes = 0
     saved: list[dict[str, Any]] = []
     exchanges: list[str] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
@@ -165,8 +166,9 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         collection.engine.after_step = divide
 
     def restart() -> None:
-        nonlocal collection, inbox, schedule, home_changes
+        nonlocal collection, inbox, schedule, home_changes, answer_changes
         home_changes += collection.engine.migrator.home_changes
+        answer_changes += collection.engine.answers.changes
         kept, rates = collection.state_dict(), [group["lr"] for group in collection.optimizer.param_groups]
         directory = memories.get("slow_memory_dir")
         left = [] if directory is None else list(Path(directory).iterdir())
@@ -266,7 +268,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         "overlapped": {} if overlapped is None else overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(), "shipped": dealt,
         "most_moved": most_moved, "home_changes": home_changes + collection.engine.migrator.home_changes,
-        "rules": rules_of(collection),
+        "answer_changes": answer_changes + collection.engine.answers.changes,
+        "rules": rules_of(collection), "answers": [collection.answer_of(table.name) for table in collection.tables],
     }  # fmt: skip
 
 

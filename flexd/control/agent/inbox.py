@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.protocol.network import named_error
+from flexd.core.answers import NO_POOLED, AnswerChange, TableAnswers
 from flexd.core.errors import ChunkRefusedError, ControlError, FlexdError
 from flexd.core.home_block import ChangedRules, HomeBlock
 from flexd.core.home_changes import after_block, changed_rules
@@ -80,7 +81,8 @@ class _Chunk:
     slot_change: Int64Array
     digest_change: int
     homes: Homes
-    """After the chunk."""
+    answers: TableAnswers
+    """As ``homes``, after the chunk."""
     prepared: Prepared | None = None
 
 
@@ -95,6 +97,7 @@ class ChunkInbox:
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
             applied placement. Called from the agent's thread. Without it the tiers are not checked.
+        answers: of pooled tables, before any chunk.
     """
 
     def __init__(
@@ -104,9 +107,11 @@ class ChunkInbox:
         replica_slots: tuple[int, ...],
         matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
         prepare: Prepare | None = None,
+        answers: TableAnswers = NO_POOLED,
     ) -> None:
         self._max_tier = MOVED + homes.layout.nodes - 1 if homes.layout.nodes > 1 else MOVED - 1
         self._homes = homes
+        self._first_answers = self._answers = answers
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
         self._matches_applied = matches_applied
@@ -155,6 +160,11 @@ class ChunkInbox:
         return changed_rules(self._homes)
 
     @property
+    def changed_answers(self) -> AnswerChange:
+        """The tables whose answers the applied chunks have changed."""
+        return self._first_answers.change_to(self._answers)
+
+    @property
     def waiting_bytes(self) -> int:
         """Bytes of the chunks that are not applied yet."""
         with self._changed:
@@ -191,6 +201,7 @@ class ChunkInbox:
                 return
             received, waiting = self._received_version, [chunk.delta for chunk in self._chunks]
             homes = self._chunks[-1].homes if self._chunks else self._homes
+            answers = self._chunks[-1].answers if self._chunks else self._answers
         if version != received + 1:
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} after {received}", remedy="push chunks in order"
@@ -207,9 +218,11 @@ class ChunkInbox:
         self._check_start(version, delta, waiting)
         if delta.homes is not None:
             homes = self._homes_after(version, delta.homes, homes, waiting)
+        if delta.answers is not None:
+            answers = self._answers_after(version, delta.answers, homes, answers)
         with self._changed:
             self._slots_used = after
-            self._chunks.append(_Chunk(version, delta, change, delta.digest_change(), homes))
+            self._chunks.append(_Chunk(version, delta, change, delta.digest_change(), homes, answers))
             self._received_version = version
             if self._prepare is None:
                 self._prepared_version = version
@@ -323,7 +336,8 @@ class ChunkInbox:
             self._applied_version = version
             # ``offer`` reads the applied placement with these chunks on top, applied or not, so they stay until now.
             while self._chunks and self._chunks[0].version <= version:
-                self._homes = self._chunks.popleft().homes
+                chunk = self._chunks.popleft()
+                self._homes, self._answers = chunk.homes, chunk.answers
         self._notify()
 
     def _notify(self) -> None:
@@ -363,6 +377,17 @@ class ChunkInbox:
         keys = np.arange(first + block.first_row, first + block.end_row, dtype=np.int64)
         self._check_start(version, Delta(keys, np.zeros(len(keys), np.uint8), np.zeros(len(keys), np.uint8)), waiting)
         return after
+
+    def _answers_after(self, version: int, change: AnswerChange, homes: Homes, answers: TableAnswers) -> TableAnswers:
+        """Return the answers after a chunk that changes them. Raises ChunkRefusedError: they cannot change so."""
+        names = [table.name for table in homes.keyspace.tables]
+        copied = [table for table in change.sums if table < len(names) and homes.rules[table].copied]
+        try:
+            return answers.after(change, names, copied)
+        except FlexdError as error:
+            raise ChunkRefusedError(
+                f"rank {self._rank}: chunk {version}: {error.message}", remedy=error.remedy
+            ) from error
 
     def _slot_change(self, version: int, delta: Delta, homes: Homes) -> Int64Array:
         """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError.

@@ -47,6 +47,7 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly
 from flexd.control.protocol.table_lists import table_entries, tables_body
+from flexd.core.answers import AnswerChange
 from flexd.core.errors import (
     AuthenticationError,
     ChunkRefusedError,
@@ -319,7 +320,8 @@ class RankConnection:
         if self._refused_epoch == header.epoch:
             return  # The daemon ends this epoch; chunks after a refused one cannot follow.
         block = HomeBlock.of_text(header.homes) if header.homes else None
-        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :], block))
+        answers = AnswerChange.of_text(header.answers) if header.answers else None
+        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :], block, answers))
         self._context.count("chunks")
 
     def _prepare_next(self) -> bool:

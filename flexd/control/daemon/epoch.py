@@ -32,6 +32,7 @@ from flexd.control.protocol.messages import (
 )
 from flexd.control.protocol.network import new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, delta_tiers, pieces_of, rows_body
+from flexd.core.answers import AnswerChange
 from flexd.core.errors import AuthenticationError, ControlError, PlacementError, ReplayedMessageError, StaleMessageError
 from flexd.core.fault_points import fault_point
 from flexd.core.home_block import ChangedRules
@@ -102,6 +103,7 @@ class Epoch:
         self._settled: dict[int, Settled] = {}
         self._listings: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = {}
         self._changed_rules: dict[int, ChangedRules] = {}
+        self._changed_answers: dict[int, AnswerChange] = {}
         self._assemblies: dict[int, RowsAssembly] = {}
         self._listing_ranks: tuple[int, ...] = ()
         self._joined = False
@@ -174,6 +176,7 @@ class Epoch:
             raise EpochFailedError(f"rank {message.rank} lists {message.rows} of {self._total_rows} rows")
         try:
             self._changed_rules[message.rank] = ChangedRules.of_texts(message.homes)
+            self._changed_answers[message.rank] = AnswerChange.of_text(message.answers)
         except PlacementError as error:
             raise EpochFailedError(f"the list of rank {message.rank} cannot be read: {error.message}") from error
         self._assemblies[message.rank] = RowsAssembly(message.rows, 1, message.sha256, MAX_ROWS)
@@ -227,6 +230,7 @@ class Epoch:
             **self._fence, plan_id=chunk.plan_id, version=chunk.version, rows=len(chunk.delta.keys),
             sha256=hashlib.sha256(body).hexdigest(),
             homes="" if chunk.delta.homes is None else chunk.delta.homes.to_text(),
+            answers="" if chunk.delta.answers is None else chunk.delta.answers.to_text(),
         )  # fmt: skip
         first, *others = pieces_of(body)
         fault_point("chunk.announce")
@@ -284,7 +288,10 @@ class Epoch:
         tiers = np.concatenate([tiers for _, tiers in self._listings.values()])
         keys, first = np.unique(keys, return_index=True)
         try:
-            placement = Placement.of(keys, tiers[first], self.version, self._changed_rules[self._listing_ranks[0]])
+            rank = self._listing_ranks[0]
+            placement = Placement.of(
+                keys, tiers[first], self.version, self._changed_rules[rank], self._changed_answers[rank]
+            )
         except PlacementError as error:
             raise ControlError(f"the ranks' lists are no valid placement: {error.message}") from error
         if placement.digest() != self.digest:

@@ -29,6 +29,7 @@ from flexd.control.daemon.journal_frames import (
     migration_of,
     payload_of,
 )
+from flexd.core.answers import AnswerChange
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
@@ -156,6 +157,8 @@ class PlacementJournal:
             kept = [chunk for chunk in self._chunks if chunk.version < version]
             if delta.homes is not None:
                 _homes_after(self._base, kept).after(delta.homes)
+            if delta.answers is not None:
+                _answers_after(self._base, kept).then(delta.answers)
             if len(np.unique(delta.keys)) != len(delta.keys) or not np.array_equal(
                 self._tiers_of(delta.keys, kept), delta.old_tiers
             ):
@@ -233,7 +236,7 @@ class PlacementJournal:
         header = {
             "kind": "segment", "attempt": segment.attempt, "generation": segment.generation,
             "topology": segment.topology, "version": base.version, "rows": len(base),
-            "homes": base.homes.to_texts(),
+            "homes": base.homes.to_texts(), "answers": base.answers.to_text(),
         }  # fmt: skip
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -313,7 +316,10 @@ class PlacementJournal:
             rest = np.frombuffer(arrays, np.uint8, offset=8 * rows)
             if header["kind"] == "segment" and self._segment is None and len(rest) == rows:
                 self._segment = Segment(str(header["attempt"]), int(header["generation"]), str(header["topology"]))
-                self._base = Placement.of(keys, rest.copy(), version, ChangedRules.of_texts(header.get("homes", [])))
+                rules = ChangedRules.of_texts(header.get("homes", []))
+                self._base = Placement.of(
+                    keys, rest.copy(), version, rules, AnswerChange.of_text(header.get("answers", ""))
+                )
                 return True
             if header["kind"] != "chunk" or self._segment is None or len(rest) != 2 * rows:
                 return False
@@ -322,7 +328,8 @@ class PlacementJournal:
             while self._chunks and self._chunks[-1].version >= version:
                 self._chunks.pop()
             block = HomeBlock.of_text(header["homes"]) if "homes" in header else None
-            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy(), block)
+            answers = AnswerChange.of_text(header["answers"]) if "answers" in header else None
+            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy(), block, answers)
             self._chunks.append(Chunk(version, delta, migration_of(header)))
             return True
         except (KeyError, ValueError, TypeError, PlacementError):
@@ -368,7 +375,7 @@ def _apply_all(base: Placement, chunks: list[Chunk], version: int) -> Placement:
     kept = ~np.isin(base.keys, keys)
     return Placement.of(
         np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version,
-        _homes_after(base, chunks),
+        _homes_after(base, chunks), _answers_after(base, chunks),
     )  # fmt: skip
 
 
@@ -378,3 +385,11 @@ def _homes_after(base: Placement, chunks: list[Chunk]) -> ChangedRules:
         if chunk.delta.homes is not None:
             homes = homes.after(chunk.delta.homes)
     return homes
+
+
+def _answers_after(base: Placement, chunks: list[Chunk]) -> AnswerChange:
+    answers = base.answers
+    for chunk in chunks:
+        if chunk.delta.answers is not None:
+            answers = answers.then(chunk.delta.answers)
+    return answers

@@ -51,7 +51,7 @@ class JournalledMigration:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that change their tier or their home at a version."""
+    """Rows that change their tier or their home, or tables that change their answer, at a version."""
 
     version: int
     delta: Delta
@@ -69,6 +69,8 @@ def chunk_payload(chunk: Chunk) -> bytes:
     header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta.keys)}
     if delta.homes is not None:
         header["homes"] = delta.homes.to_text()
+    if delta.answers is not None:
+        header["answers"] = delta.answers.to_text()
     if migration is not None:
         header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
         if migration.returns_to is not None:

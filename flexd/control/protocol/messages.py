@@ -223,6 +223,7 @@ class Listing(EpochMessage):
 
     Attributes:
         homes: tables whose home rules have changed (``ChangedRules.to_texts``).
+        answers: tables whose answers have changed since the job began (``AnswerChange.to_text``).
     """
 
     kind: ClassVar[str] = "listing"
@@ -233,6 +234,7 @@ class Listing(EpochMessage):
     sha256: str
     error: str = ""
     homes: tuple[str, ...] = ()
+    answers: str = ""
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,7 @@ class ChunkHeader(EpochMessage):
     Attributes:
         sha256: of the rows as they travel.
         homes: rows whose homes change instead (``HomeBlock.to_text``), only to ranks that have ``HOME_RULES``.
+        answers: tables whose answers change instead (``AnswerChange.to_text``), only to ranks that have ``ANSWERS``.
     """
 
     kind: ClassVar[str] = "chunk"
@@ -260,6 +263,7 @@ class ChunkHeader(EpochMessage):
     rows: int
     sha256: str
     homes: str = ""
+    answers: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ MOVED_ROWS = "moved_rows"
 """Ranks apply chunks that move rows to other nodes than their homes."""
 HOME_RULES = "home_rules"
 """Ranks apply chunks that change the home rules of tables."""
-FEATURES: frozenset[str] = frozenset({MOVED_ROWS, HOME_RULES})
+ANSWERS = "answers"
+"""Ranks apply chunks that change the answers of pooled tables."""
+FEATURES: frozenset[str] = frozenset({MOVED_ROWS, HOME_RULES, ANSWERS})
 """Abilities of this version that a peer of the same version may lack."""
 MAX_FEATURES = 32
 """Features of a peer beyond this number are dropped."""

@@ -23,12 +23,14 @@ import numpy.typing as npt
 import torch
 
 from flexd.control.agent.inbox import Prepared
+from flexd.core.answers import NO_POOLED, AnswerChange
 from flexd.core.errors import PlacementError
 from flexd.core.homes import Homes
 from flexd.core.layout import Tier, is_moved, without_moves
 from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.live_answers import LiveAnswers
 from flexd.embedding.migration.block_mover import BlockMove, BlockMover
 from flexd.embedding.migration.row_carrier import RowCarrier, SlotsByPeer
 from flexd.embedding.migration.row_copies import copy_rows
@@ -70,6 +72,7 @@ class NextPlacement:
         homes: map of keys to addresses after it.
         blocks: the rows to copy.
         moves: of a chunk that changes homes, the rows that travel.
+        answers: of a chunk that changes answers.
         finished: event after the device has prepared all of it; None on a CPU.
     """
 
@@ -86,6 +89,7 @@ class NextPlacement:
     applied: bool = False
     blocks: tuple[_Block, ...] = ()
     moves: tuple[BlockMove, ...] = ()
+    answers: AnswerChange | None = None
     finished: torch.cuda.Event | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -123,6 +127,7 @@ class Migrator:
         buffer_bytes: limit on rows and state that are copied at once; more are copied block by block, so that the
             buffers do not grow with the chunk. A block has at least one row.
         changes_home_rows: called with the home slots that rows which moved away have come back to.
+        answers: of pooled tables, changed by chunks.
     """
 
     def __init__(
@@ -133,7 +138,9 @@ class Migrator:
         traffic: Traffic,
         buffer_bytes: int,
         changes_home_rows: ChangesHomeRows | None = None,
+        answers: LiveAnswers | None = None,
     ) -> None:
+        self._answers = answers or LiveAnswers(NO_POOLED)
         self._mover = RowMover(groups, stores, buffer_bytes, changes_home_rows)
         self._block_mover = BlockMover(groups, stores, buffer_bytes, changes_home_rows)
         self._groups = groups
@@ -204,6 +211,7 @@ class Migrator:
             if chunk.homes is not None:
                 made.moves = tuple(self._block_mover.prepare(homes, chunk.homes))
                 made.homes = made.moves[-1].homes
+        made.answers = chunk.answers
         made.finished = self._side_stream.finished()
         return made
 
@@ -225,21 +233,24 @@ class Migrator:
                 f"rank {self._groups.rank}: chunks were prepared for another placement than the one that is applied",
                 remedy="a fault of flexd: please report it",
             )
-        for changes_homes, some in groupby(prepared, lambda one: bool(one.moves)):
+        for changes_tables, some in groupby(prepared, lambda one: bool(one.moves) or one.answers is not None):
             together = list(some)
-            if changes_homes:
-                self._change_homes(together)
+            if changes_tables:
+                self._change_tables(together)
             else:
                 self._apply_rows(together, fetch_follows=fetch_follows and together[-1] is prepared[-1])
         for one in prepared:
             self.digest = (self.digest + one.digest_change) % 2**64
 
-    def _change_homes(self, prepared: Sequence[NextPlacement]) -> None:
-        """Collective. Apply chunks that change homes."""
+    def _change_tables(self, prepared: Sequence[NextPlacement]) -> None:
+        """Collective. Apply chunks that change homes or answers."""
         none = np.empty(0, dtype=np.int64)
         for one in prepared:
             self._directory.change(none, none, none.astype(np.int32), none.astype(np.uint8))
             one.applied, one.after = True, None
+            if one.answers is not None:
+                self._answers.apply(one.answers)
+                continue
             receive(one.finished, one.tensors())
             self._block_mover.move(one.moves)
             self.homes = one.homes

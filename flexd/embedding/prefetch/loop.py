@@ -137,8 +137,8 @@ class Prefetch(Generic[Batch]):
     def _next_batch(self, batch: Any) -> NextBatch:
         if batch is END or isinstance(batch, LoaderFailure):
             return NextBatch(None, None, failed=batch is not END)
-        migrator = self._collection.engine.migrator
-        return NextBatch.of(self._features(batch), self._collection.resolve, lambda: migrator.home_changes)
+        engine = self._collection.engine
+        return NextBatch.of(self._features(batch), self._collection.resolve, lambda: engine.key_changes)
 
 
 def prefetch(

@@ -47,16 +47,17 @@ class NextBatch:
 
     @staticmethod
     def of(
-        given: object, resolve: Callable[[object], tuple[Any, FeatureKeys]], home_changes: Callable[[], int]
+        given: object, resolve: Callable[[object], tuple[Any, FeatureKeys]], key_changes: Callable[[], int]
     ) -> NextBatch:
-        """Make one that is resolved once: a batch is, first, one of those farther ahead. After the homes of rows have
-        changed it is resolved again, since keys are addresses.
+        """Make one that is resolved once: a batch is, first, one of those farther ahead. After the homes of rows or
+        the answers of tables have changed it is resolved again: keys are addresses, and bags that are answered by sums
+        have keys of their own.
 
         Args:
-            home_changes: returns how often they have.
+            key_changes: returns how often they have.
         """
         resolved = lru_cache(maxsize=1)(lambda _: resolve(given))
-        return NextBatch(given, lambda: resolved(home_changes()))
+        return NextBatch(given, lambda: resolved(key_changes()))
 
     def is_input(self, given: object) -> bool:
         """Return whether this is the announced input. A new mapping counts if it holds the same objects or ids."""
