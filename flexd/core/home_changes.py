@@ -30,7 +30,9 @@ def after_block(homes: Homes, block: HomeBlock) -> Homes:
         raise PlacementError(
             f"table {name!r}: the rule {block.new if block.new.copied else block.old} cannot change while rows are in "
             "use",
-            remedy="give it in the trainer, and start again from a checkpoint",
+            remedy="copy its rows by a plan or a pin at DEVICE, which costs a step the same"
+            if block.new.copied
+            else "give another in the trainer, and start again from a checkpoint",
         )
     before = rules_of(homes, block.table)
     try:

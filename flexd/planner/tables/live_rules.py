@@ -26,7 +26,7 @@ from flexd.topology.cluster import Cluster, Collective, Link
 Float64Array = npt.NDArray[np.float64]
 
 _KINDS = (HomeKind.ALL, HomeKind.NODE, HomeKind.RANK)
-"""Copies on every rank have replica slots of their own, which are made when training begins."""
+"""Without copies on every rank: plans reach those by rows at DEVICE, which cost a step the same (``planner.plan``)."""
 _FIXED_SECONDS = 1e6
 """Of a step: what moving a table costs that may not move."""
 _MESSAGE_BYTES = 2**20
