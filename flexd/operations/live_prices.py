@@ -150,6 +150,8 @@ class LivePrices:
         self._corrections.clear()
         self._last_shown.clear()
         self._learnt = 0
+        if self.kernels is not None:
+            self.kernels.forget()
 
     def _learn(self, live: LiveTopology) -> None:
         layout = live.layout
@@ -159,6 +161,8 @@ class LivePrices:
         if len(exchanges) != 1:
             return
         self._learnt += 1
+        if self.kernels is not None:
+            self.kernels.learn(values)
         samples = price_samples(
             values, layout, self._probed.of_layout(layout.nodes, layout.local_ranks), exchanges.pop(),
             all_reduces=self._all_reduces(live.trainer),

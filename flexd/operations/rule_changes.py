@@ -126,9 +126,10 @@ class RuleChanger:
                 bags[index] = seen.accesses_per_step / topology.layout.world_size / float(lengths.mean())
         sums = {name for name, answer in settings.pooled_tables.items() if answer == "sums"}
         homes = live_homes(self._keyspace, topology, live.homes)
+        kernels = None if self._kernels is None else self._kernels.costs(corrected=settings.correct_prices)
         changes = plan_rule_changes(
             replace(work, bags=bags), homes, cluster, settings.horizon_steps, by_sums=sums,
-            fixed=frozenset(settings.exclude_tables), kernels=None if self._kernels is None else self._kernels.costs(),
+            fixed=frozenset(settings.exclude_tables), kernels=kernels,
         )  # fmt: skip
         rules, words = live.homes, []
         for table, rule in changes.rules.items():
@@ -164,7 +165,11 @@ class RuleChanger:
             return None
         saved = planned.changes.saved_seconds
         required = max(settings.min_saving.seconds, settings.min_saving.share * (step_seconds or 0.0))
-        if not planned.words or saved < required:
+        stay = not planned.words or saved < required
+        if self._kernels is not None:
+            # Steps after a change have other rules than those that were priced.
+            self._kernels.expect(planned.changes.live_kernel_seconds if stay else None)
+        if stay:
             self.outcome = f"rules stay: others would save {1e6 * saved:.1f} us a step"
             return None
         self._serial += 1

@@ -77,7 +77,7 @@ def test_kernels_are_read_at_the_start_and_learned_later(tmp_path: Path) -> None
     write_kernels(measured(physical_law, 40), path)
     made = factory.make_kernels(_config(topology={"kernels_file": str(path)}))
     assert made is not None
-    assert made.costs().measurements.device == "cpu"
+    assert made.costs(corrected=True).measurements.device == "cpu"
 
 
 def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:

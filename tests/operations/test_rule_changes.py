@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from flexd.api.placement import placement_status
 from flexd.api.planning import planning_status
 from flexd.cli.plan_view import planning_block
 from flexd.config.load import parse_config
+from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase
 from flexd.core.home_block import NO_CHANGES, ChangedRule, ChangedRules
 from flexd.core.home_rules import HomeRule
 from flexd.core.layout import RankLayout, Tier
@@ -211,4 +213,21 @@ def test_rules_are_planned_by_learned_costs_of_a_file(tmp_path: Path) -> None:
     assert planned[1] is not None
     assert planned[1].changes.live_seconds < 1e-3 < 15e-3 < planned[0].changes.live_seconds
     assert planned[0].changes.seconds < 7e-3
-    assert kernels.costs() is kernels.costs(), "learned once"
+    harness = by_costs
+    assert kernels._expected is None, "rules have changed since"
+    assert harness.planning.change_rules(TRIGGER) is None
+    again = harness.planning.rules.planned
+    assert again is not None
+    np.testing.assert_array_equal(kernels._expected, again.changes.live_kernel_seconds)
+    assert again.changes.live_seconds == pytest.approx(float(kernels._expected.max(axis=0).sum()), rel=0.1)
+    slower = kernels._expected * 3.0
+    values = np.zeros((4, len(StepPhase), len(PHASE_QUANTITIES)))
+    values[:, [1, 5], 0] = slower
+    for _ in range(30):
+        kernels.learn(values)
+    assert harness.planning.change_rules(TRIGGER) is None
+    corrected = harness.planning.rules.planned
+    assert corrected is not None
+    assert corrected.changes.live_seconds == pytest.approx(3 * again.changes.live_seconds, rel=0.1)
+    np.testing.assert_allclose(kernels._expected, again.changes.live_kernel_seconds, err_msg="without the factors")
+    assert kernels.costs(corrected=False) is kernels.costs(corrected=False), "learned once"

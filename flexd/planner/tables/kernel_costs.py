@@ -8,8 +8,8 @@ falls in any term. All three grow with every term of work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -202,6 +202,7 @@ class PhaseCosts:
         model: it.
         errors: of each of ``FITS``, by cross-validation over sets.
         least, most: float64[TERMS], work of the measured sets.
+        factor: what all seconds are multiplied with, from steps of a job.
     """
 
     analytic: AnalyticModel
@@ -210,18 +211,24 @@ class PhaseCosts:
     errors: Mapping[str, HeldOutError]
     least: Float64Array
     most: Float64Array
+    factor: float = 1.0
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of the analytic model, with the factor."""
+        return self.factor * self.analytic.seconds_per_byte
 
     def seconds(self, work: Float64Array) -> Float64Array:
         """Return float64[n] seconds of float64[n, TERMS]; beyond the measured sets the analytic model carries on from
         their edge."""
         inside = np.clip(work, self.least, self.most)
-        result: Float64Array = self.model.seconds(inside) * self._beyond(work, inside)
+        result: Float64Array = self.factor * self.model.seconds(inside) * self._beyond(work, inside)
         return result
 
     def added(self, work: Float64Array) -> Float64Array:
         """Return float64[n]: ``seconds`` without what a step takes once."""
         inside = np.clip(work, self.least, self.most)
-        result: Float64Array = self.model.added(inside) * self._beyond(work, inside)
+        result: Float64Array = self.factor * self.model.added(inside) * self._beyond(work, inside)
         return result
 
     def _beyond(self, work: Float64Array, inside: Float64Array) -> Float64Array:
@@ -234,7 +241,7 @@ class PhaseCosts:
     def measured_share(self, work: Float64Array) -> float:
         """Return the share of the seconds of float64[n, TERMS] that lies within the measured sets: 0 to 1."""
         total = float(self.seconds(work).sum())
-        inside = float(self.model.seconds(np.clip(work, self.least, self.most)).sum())
+        inside = self.factor * float(self.model.seconds(np.clip(work, self.least, self.most)).sum())
         return min(1.0, inside / total) if total > 0 else 1.0
 
 
@@ -260,6 +267,16 @@ class KernelCosts:
         check_measurements(measurements)
         work, times = work_of(measurements), (measurements.answer_seconds, measurements.update_seconds)
         return cls(measurements, tuple(_phase(work, seconds, at) for at, seconds in enumerate(times)))
+
+    @property
+    def factors(self) -> Float64Array:
+        """float64[2], of ``PHASES``."""
+        return np.array([phase.factor for phase in self.phases])
+
+    def with_factors(self, factors: Sequence[float]) -> KernelCosts:
+        """Return the costs with other factors of ``PHASES``."""
+        scaled = (replace(phase, factor=factor) for phase, factor in zip(self.phases, factors, strict=True))
+        return replace(self, phases=tuple(scaled))
 
     def seconds(self, work: Float64Array) -> Float64Array:
         """Return float64[n, 2], by ``PHASES``, of float64[n, TERMS]."""

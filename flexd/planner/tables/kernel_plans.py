@@ -84,7 +84,7 @@ class KernelPrices:
             by_sums: bool[T], tables that answer by sums, whatever the options say.
         """
         held = chain_pieces(work, dims, layout, tables.options, by_sums)
-        per_byte = np.array([phase.analytic.seconds_per_byte for phase in costs.phases])
+        per_byte = np.array([phase.seconds_per_byte for phase in costs.phases])
         transit = np.stack([transit_kernel_bytes(work, layout, option.rule) for option in tables.options], axis=1)
         transit *= ~by_sums[:, None, None, None] * per_byte
         return cls(tables, layout, costs, held, transit, work.trained > 0)

@@ -42,6 +42,8 @@ class RuleChanges:
         bytes_to_move: values and optimizer state of their rows.
         without_room: tables that would have moved, had their ranks enough spare slots.
         live_loads, loads: float64[W], seconds of each rank of all phases together.
+        live_kernel_seconds: float64[W, 2] of each rank before, by ``kernel_costs.PHASES``, without the costs'
+            factors; None without learned costs.
     """
 
     rules: dict[int, HomeRule]
@@ -51,6 +53,7 @@ class RuleChanges:
     without_room: tuple[int, ...]
     live_loads: Float64Array
     loads: Float64Array
+    live_kernel_seconds: Float64Array | None = None
 
     @property
     def saved_seconds(self) -> float:
@@ -123,8 +126,9 @@ def plan_rule_changes(
         of_ranks = [options.axis_seconds @ one.total.reshape(len(one.total), -1)[:-1] for one in loads]
     moved = sum(int(work.stored_bytes[table]) for table in rules)
     return RuleChanges(
-        rules, seconds[0], seconds[1], moved, tuple(sorted(set(wanted) - set(rules))), of_ranks[0], of_ranks[1]
-    )
+        rules, seconds[0], seconds[1], moved, tuple(sorted(set(wanted) - set(rules))), of_ranks[0], of_ranks[1],
+        None if prices is None else prices.kernel_seconds(live) / prices.costs.factors,
+    )  # fmt: skip
 
 
 def _main_rule(homes: Homes, table: int) -> HomeRule:
