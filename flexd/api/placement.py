@@ -29,6 +29,8 @@ class PlacementStatus(Model):
     home_rules: dict[str, str] = Field(default_factory=dict)
     """By table, the home rules that are others than in the table list; of a table on its way both, and the row at which
     they meet."""
+    answers: dict[str, str] = Field(default_factory=dict)
+    """By pooled table, the answers ("rows" or "sums") that are others than the trainer began with."""
     digest: str = "0" * 16
     """Order-free digest of the hot rows, 16 hexadecimal digits."""
     digest_mismatches: int = 0
@@ -73,6 +75,7 @@ def placement_status(placement: Placement, keyspace: KeySpace, digest_mismatches
         rows={**rows_above_home(placement), "HOME": total_rows - len(placement.copies)},
         moved_rows=len(placement.moved),
         home_rules={keyspace.tables[one.table].name: one.rules for one in placement.homes.tables},
+        answers={keyspace.tables[table].name: answer for table, answer in placement.answers.by_table().items()},
         digest=f"{placement.digest():016x}",
         digest_mismatches=digest_mismatches,
     )

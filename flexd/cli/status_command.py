@@ -236,6 +236,7 @@ def _placement(status: Status) -> Facts:
                 + (f", {units.count(placement.moved_rows)} moved to other nodes" if placement.moved_rows else ""),
             ),
             *((f"home rule of {table}", rules) for table, rules in placement.home_rules.items()),
+            *((f"answer of {table}", answer) for table, answer in placement.answers.items()),
         ),
     )
 

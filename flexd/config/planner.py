@@ -188,9 +188,9 @@ class PlannerConfig(Section):
     loader that does), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that have moved come
     home."""
     change_home_rules: bool = False
-    """Change the home rules of tables while the job trains, where the busiest rank's step becomes shorter by
-    ``planner.min_saving``, as far as the trainers' ``spare_home_fraction`` has room. With false the rules stay as they
-    are, also those that have changed."""
+    """Change the home rules of tables, and the answers of pooled ones, while the job trains, where the busiest rank's
+    step becomes shorter by ``planner.min_saving``; rules as far as the trainers' ``spare_home_fraction`` has room. With
+    false both stay as they are, also those that have changed."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
     """The trainers' ``EmbeddingCollection(exchange=...)``, where they have ``"auto"``, or a version that does not say
     it when they register. A running job cannot change it; each plan names a cheaper exchange if there is one."""

@@ -47,10 +47,21 @@ class AnswerChange:
         """Return "rows" or "sums" after it; None for a table that does not change."""
         return ROWS if table in self.rows else SUMS if table in self.sums else None
 
+    def by_table(self) -> dict[int, str]:
+        """Return "rows" or "sums" after it of each of its tables, ascending."""
+        return dict(sorted({**dict.fromkeys(self.rows, ROWS), **dict.fromkeys(self.sums, SUMS)}.items()))
+
     def part(self, start: int, stop: int) -> AnswerChange:
         """Return the change of some of its tables: places ``start`` to ``stop`` of ``rows`` with ``sums`` after it."""
         cut = len(self.rows)
         return AnswerChange(self.rows[start:stop], self.sums[max(0, start - cut) : max(0, stop - cut)])
+
+    def of_tables(self, tables: Collection[int]) -> AnswerChange:
+        """Return the change of some tables."""
+        return AnswerChange(
+            tuple(table for table in self.rows if table in tables),
+            tuple(table for table in self.sums if table in tables),
+        )
 
     def then(self, later: AnswerChange) -> AnswerChange:
         """Return both changes as one: a table that changes twice is as it was.

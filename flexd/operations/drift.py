@@ -157,8 +157,8 @@ class DriftMonitor:
             return None
         with self._guard:
             plans = self._plans
-        settings = settings_of_job(self._settings, live.trainer, self._keyspace.tables)
         placement = self._coordinator.placement()
+        settings = settings_of_job(self._settings, live.trainer, self._keyspace.tables, placement.answers)
         profile = self._profile(per_step, live.layout)
         if profile.samples < max(1, settings.min_samples):
             return None

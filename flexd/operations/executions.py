@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -14,6 +14,7 @@ from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationMetadata
+from flexd.core.answers import NO_ANSWERS, AnswerChange
 from flexd.core.errors import ApiError
 from flexd.core.home_block import HomeBlock
 from flexd.core.keyspace import KeySpace
@@ -254,23 +255,36 @@ class Executions:
 
     def _chunks_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> ChunkedDelta:
         """Return the chunks that lead to ``base``; where home rules differ the rows of their tables come home before,
-        and get their tiers after."""
+        and get their tiers after. Answers change at once, of tables whose rules change after those."""
         blocks = [] if base is None else placement.homes.blocks_to(base.homes)
+        answers = NO_ANSWERS if base is None else placement.answers.change_to(base.answers)
         returns_to = None if base is None else base.version
-        if base is None or not blocks:
+        if base is None or not (blocks or len(answers)):
             return self._chunked(self._delta_to(base, placement, live), live.layout, returns_to)
         changes = np.isin(self._keyspace.table_of(placement.keys), [block.table for block in blocks])
-        kept = Placement(placement.keys[~changes], placement.tiers[~changes], placement.version, base.homes)
+        kept = Placement(
+            placement.keys[~changes], placement.tiers[~changes], placement.version, base.homes, base.answers
+        )
         home = self._chunked(placement.delta_to(kept), live.layout)
         rest = self._chunked(self._delta_to(base, kept, live), live.layout)
+        moving = frozenset(block.table for block in blocks)
         in_chunks = [part for block in blocks for part in block.divided(self._rows_of_block(block))]
         moved = sum(int(moved_bytes(Delta.of_homes(block), self._keyspace, live.layout).sum()) for block in blocks)
         return ChunkedDelta(
-            chain(home.chunks, map(Delta.of_homes, in_chunks), rest.chunks),
-            rows=home.rows + sum(map(len, blocks)) + rest.rows,
+            chain(
+                self._answer_chunks(answers.of_tables(frozenset(range(len(self._keyspace.tables))) - moving)),
+                home.chunks,
+                map(Delta.of_homes, in_chunks),
+                self._answer_chunks(answers.of_tables(moving)),
+                rest.chunks,
+            ),
+            rows=len(answers) + home.rows + sum(map(len, blocks)) + rest.rows,
             bytes_to_copy=home.bytes_to_copy + moved + rest.bytes_to_copy,
             returns_to=returns_to,
         )
+
+    def _answer_chunks(self, change: AnswerChange) -> Iterator[Delta]:
+        return Delta.of_answers(change).chunks(self._control.chunk_rows)
 
     def _rows_of_block(self, block: HomeBlock) -> int:
         spec = self._keyspace.tables[block.table]

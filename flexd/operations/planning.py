@@ -113,10 +113,11 @@ class Planning:
 
     @property
     def _settings(self) -> PlannerConfig:
-        """The settings of the configuration, and what the live ranks say of their job."""
+        """The settings of the configuration, what the live ranks say of their job, and the answers of now."""
         live = self._coordinator.live()
         trainer = None if live is None else live.trainer
-        return settings_of_job(self._config.planner, trainer, self._keyspace.tables)
+        answers = self._coordinator.placement().answers
+        return settings_of_job(self._config.planner, trainer, self._keyspace.tables, answers)
 
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
@@ -175,8 +176,8 @@ class Planning:
             return proposal
 
     def change_rules(self, trigger: Trigger) -> Execution | None:
-        """Start a migration to better home rules; None if those that there are stay, or ranks or configuration do not
-        let them change.
+        """Start a migration to better home rules and answers; None if those that there are stay, or ranks or
+        configuration do not let them change.
 
         Raises:
             PlanError: not all ranks are ready, the accesses of a step are not known, or a gate is closed.

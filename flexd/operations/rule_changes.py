@@ -1,4 +1,4 @@
-"""Changes home rules of a running job: from observed traffic, by the problem over tables, as a migration."""
+"""Changes home rules and answers of a running job: from observed traffic, by the problem over tables."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from flexd.core.home_block import ChangedRule, ChangedRules
 from flexd.core.home_changes import after_block
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
+from flexd.core.layout import Tier
 from flexd.core.placement import Placement
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.live_kernels import LiveKernels
-from flexd.operations.plan_settings import training_shape
+from flexd.operations.plan_settings import settings_of_job, training_shape
 from flexd.operations.triggers import Trigger
 from flexd.planner.model.bag_answers import LENGTH_RANKS
 from flexd.planner.tables.live_rules import RuleChanges, plan_rule_changes
@@ -61,14 +62,26 @@ def live_homes(keyspace: KeySpace, topology: LiveTopology, changed: ChangedRules
     return homes
 
 
+def _can_move(topology: LiveTopology) -> bool:
+    return topology.changes_rules and any(topology.spare_home_slots)
+
+
+def _free_answers(settings: PlannerConfig, topology: LiveTopology) -> frozenset[str]:
+    """Return the pooled tables whose answers may change: sums make no use of copies that pins ask for."""
+    if not topology.changes_answers:
+        return frozenset()
+    pinned = {pin.table for pin in settings.pins if Tier[pin.tier] is not Tier.HOME}
+    return frozenset(settings.pooled_tables).difference(settings.exclude_tables, pinned)
+
+
 @dataclass(frozen=True)
 class PlannedRules:
-    """Rules as they are to be.
+    """Rules and answers as they are to be.
 
     Attributes:
         changes: what the plan says of them.
-        target: the placement with them, and without the tiers of rows whose table changes.
-        words: each change in words.
+        target: the placement with them, and without the tiers of rows whose table gets another rule, or sums.
+        words: the change of each table in words.
     """
 
     changes: RuleChanges
@@ -77,7 +90,7 @@ class PlannedRules:
 
 
 class RuleChanger:
-    """Plans rules and starts their migrations. Only the daemon's planning thread calls ``start``.
+    """Plans rules and answers, and starts their migrations. Only the daemon's planning thread calls ``start``.
 
     Attributes:
         outcome: of the newest attempt, in words; empty before the first.
@@ -101,23 +114,24 @@ class RuleChanger:
 
     @property
     def running(self) -> bool:
-        """True while rules are changing."""
+        """True while rules or answers are changing."""
         last = self._executions.last
         return last is not None and not last.migration.done and last.migration.migration_id.endswith(_NAME)
 
     @staticmethod
     def allowed(settings: PlannerConfig, topology: LiveTopology) -> bool:
-        """Return whether rules may change, and can."""
-        return settings.change_home_rules and topology.changes_rules and any(topology.spare_home_slots)
+        """Return whether rules or answers may change, and can."""
+        return settings.change_home_rules and (_can_move(topology) or bool(_free_answers(settings, topology)))
 
     def plan(
         self, profile: Profile, topology: LiveTopology, cluster: Cluster, live: Placement, settings: PlannerConfig
     ) -> PlannedRules:
-        """Return the rules that shorten a step most.
+        """Return the rules and answers that shorten a step most.
 
         Raises:
             PlanError, PlacementError: none can be found.
         """
+        settings = settings_of_job(settings, None, self._keyspace.tables, live.answers)
         work = TableWork.of(profile, self._keyspace, topology.layout, training_shape(settings))
         bags = np.zeros(len(work.names))
         for index, seen in enumerate(profile.tables):
@@ -129,19 +143,26 @@ class RuleChanger:
         kernels = None if self._kernels is None else self._kernels.costs(corrected=settings.correct_prices)
         changes = plan_rule_changes(
             replace(work, bags=bags), homes, cluster, settings.horizon_steps, by_sums=sums,
-            fixed=frozenset(settings.exclude_tables), kernels=kernels,
+            fixed=frozenset(settings.exclude_tables), free_answers=_free_answers(settings, topology),
+            moves=_can_move(topology), kernels=kernels,
         )  # fmt: skip
-        rules, words = live.homes, []
+        rules, words = live.homes, dict[int, str]()
         for table, rule in changes.rules.items():
             spec = self._keyspace.tables[table]
             first = self._keyspace.home_rules[table]
             now = rules.of_table(table) or ChangedRule(table, spec.rows, first, first)
-            words.append(f"table {spec.name}: {now} becomes {rule}")
+            words[table] = f"{now} becomes {rule}"
             for block in now.blocks_to(rule):
                 rules = rules.after(block)
-        stays = ~np.isin(self._keyspace.table_of(live.keys), list(changes.rules))
-        target = Placement(live.keys[stays], live.tiers[stays], live.version, rules)
-        return PlannedRules(changes, target, tuple(words))
+        for table in sorted((*changes.answers.rows, *changes.answers.sums)):
+            told = f"answers by {changes.answers.answer_of(table)}"
+            words[table] = f"{words[table]}, {told}" if table in words else told
+        home = [*changes.rules, *changes.answers.sums]
+        stays = ~np.isin(self._keyspace.table_of(live.keys), home)
+        answers = live.answers.then(changes.answers)
+        target = Placement(live.keys[stays], live.tiers[stays], live.version, rules, answers)
+        told_of = tuple(f"table {self._keyspace.tables[table].name}: {text}" for table, text in words.items())
+        return PlannedRules(changes, target, told_of)
 
     def start(
         self,
@@ -153,7 +174,7 @@ class RuleChanger:
         trigger: Trigger,
         step_seconds: float | None,
     ) -> Execution | None:
-        """Start the migration to better rules; None if those that there are stay.
+        """Start the migration to better rules and answers; None if those that there are stay.
 
         Raises:
             ControlError: the coordinator is stopping.

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.api.placement import placement_status
+from flexd.api.placement import PlacementStatus, placement_status
 from flexd.api.planning import planning_status
+from flexd.api.status import Status
 from flexd.cli.plan_view import planning_block
+from flexd.cli.status_command import _placement
 from flexd.config.load import parse_config
+from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase
+from flexd.core.answers import NO_ANSWERS
 from flexd.core.home_block import NO_CHANGES, ChangedRule, ChangedRules
 from flexd.core.home_rules import HomeRule
 from flexd.core.layout import RankLayout, Tier
@@ -38,9 +42,20 @@ TRIGGER = Trigger(TriggerKind.INTERVAL, "interval")
 
 
 def harness_of(
-    directory: Path, *, spare: int = 8_000, kernels: LiveKernels | None = None, **planner: Any
+    directory: Path,
+    *,
+    spare: int = 8_000,
+    kernels: LiveKernels | None = None,
+    answers: bool = False,
+    per_rank: int = 200_000,
+    **planner: Any,
 ) -> PlanningHarness:
-    """Return a harness with four pooled tables of 2 x 2 ranks, whose bags have 20 ids."""
+    """Return a harness with four pooled tables of 2 x 2 ranks, whose bags have 20 ids.
+
+    Args:
+        answers: the ranks' release can change them.
+        per_rank: look-ups a step.
+    """
     harness = PlanningHarness(directory)
     harness.prices.kernels = kernels
     document = {
@@ -57,7 +72,9 @@ def harness_of(
     keyspace = harness.config.keyspace()
     harness.sketches = SketchSet(keyspace.tables, half_life_seconds=None)
     assert harness.coordinator.topology is not None
-    harness.coordinator.topology = replace(harness.coordinator.topology, spare_home_slots=(spare,))
+    harness.coordinator.topology = replace(
+        harness.coordinator.topology, spare_home_slots=(spare,), changes_answers=answers
+    )
     executions = Executions(harness.config.control, keyspace, harness.coordinator, PlanLog(harness.log_path))  # type: ignore[arg-type]
     harness.planning = Planning(
         harness.config, keyspace, harness.prices, harness._make_profile, harness.coordinator,  # type: ignore[arg-type]
@@ -65,8 +82,17 @@ def harness_of(
     )  # fmt: skip
     for name in TABLES:
         see(harness, name, 20_000)
-    harness.report()
+    harness.report(per_rank)
     return harness
+
+
+def _live(harness: PlanningHarness) -> LiveTopology:
+    assert harness.coordinator.topology is not None
+    return harness.coordinator.topology
+
+
+def _placement_of(status: PlacementStatus) -> tuple[tuple[str, str], ...]:
+    return _placement(Status.model_construct(placement=status)).pairs
 
 
 def see(harness: PlanningHarness, table: str, accesses: int) -> None:
@@ -103,23 +129,81 @@ def test_rules_change_by_a_migration_that_is_shown_logged_and_taken_back(tmp_pat
     assert str(entry["plan_id"])
     assert harness.planning.change_rules(TRIGGER) is None
     assert harness.planning.rules.outcome.startswith("rules stay")
-    live = harness.coordinator.topology
-    assert live is not None
-    back = harness.planning.executions.start_rollback("r", "p", lambda: before, 1, TRIGGER, live)
+    back = harness.planning.executions.start_rollback("r", "p", lambda: before, 1, TRIGGER, _live(harness))
     harness.coordinator.execute(back.migration, chunks=100_000)
     assert harness.coordinator.now.digest() == before.digest()
+
+
+def test_answers_change_alone_where_rows_cannot_move_and_are_shown_and_taken_back(tmp_path: Path) -> None:
+    harness = harness_of(tmp_path, spare=0, answers=True, per_rank=400, pooled_tables=dict.fromkeys(TABLES, "rows"))
+    keyspace = harness.config.keyspace()
+    keys = np.arange(0, 3_700, 50)
+    before = harness.coordinator.now = Placement.of(keys, np.full(len(keys), Tier.NODE, np.uint8))
+    after = change(harness)
+    assert after.homes == NO_CHANGES
+    assert after.answers.sums
+    assert after.answers.rows == ()
+    by_sums = np.isin(keyspace.table_of(keys), after.answers.sums)
+    np.testing.assert_array_equal(after.keys, keys[~by_sums])
+    status = placement_status(after, keyspace, 0)
+    assert status.answers == {keyspace.tables[table].name: "sums" for table in after.answers.sums}
+    assert {(f"answer of {name}", "sums") for name in status.answers} <= set(_placement_of(status))
+    entry = harness.planning.executions._log.newest
+    assert entry is not None
+    assert "answers by sums" in str(entry["reason"])
+    assert {name for name, answer in harness.planning._settings.pooled_tables.items() if answer == "sums"} == set(
+        status.answers
+    )
+    again = harness.propose("copies", force=True).plan
+    assert not np.isin(keyspace.table_of(again.target.keys), after.answers.sums).any(), "sums use no copies"
+    assert harness.planning.change_rules(TRIGGER) is None
+    back = harness.planning.executions.start_rollback("r", "p", lambda: before, 1, TRIGGER, _live(harness))
+    harness.coordinator.execute(back.migration, chunks=100_000)
+    assert harness.coordinator.now.digest() == before.digest()
+
+
+def test_rules_and_answers_change_in_one_migration_each_answer_after_its_rule(tmp_path: Path) -> None:
+    harness = harness_of(tmp_path, answers=True, per_rank=400, pooled_tables=dict.fromkeys(TABLES, "rows"))
+    started = harness.planning.change_rules(TRIGGER)
+    assert started is not None
+    assert ", answers by sums" in harness.planning.rules.outcome
+    migration, now, both = started.migration, harness.coordinator.now, 0
+    migration.begin(now)
+    while (delta := migration.next_chunk()) is not None:
+        now = now.apply(delta)
+        if delta.answers is not None:
+            changed = [one for one in now.homes.tables if one.table in delta.answers.sums]
+            assert all(one.lower is None for one in changed), "the answer was chosen for the new rule"
+            both += len(changed)
+    assert both
+    assert migration.progress.rows == sum(one.rows for one in now.homes.tables) + len(now.answers)
+    planned = harness.planning.rules.planned
+    assert planned is not None
+    assert (now.homes, now.answers) == (planned.target.homes, planned.target.answers)
+
+
+def test_ranks_of_an_older_release_and_named_tables_keep_their_answers(tmp_path: Path) -> None:
+    rows = dict.fromkeys(TABLES, "rows")
+    old = harness_of(tmp_path, per_rank=400, pooled_tables=rows)
+    old.planning.change_rules(TRIGGER)
+    assert old.planning.rules.planned is not None
+    assert old.planning.rules.planned.changes.answers == NO_ANSWERS
+    pinned = [{"table": "a", "tier": "NODE", "rows": [1]}]
+    given: Any = {"spare": 0, "answers": True, "per_rank": 400, "pooled_tables": rows}
+    named = harness_of(tmp_path, **given, exclude_tables=["b"], pins=pinned)
+    assert set(change(named).answers.sums) == {2, 3}
 
 
 def test_rules_stay_unless_they_are_allowed_to_change_and_can(tmp_path: Path) -> None:
     off = harness_of(tmp_path, change_home_rules=False)
     assert off.planning.change_rules(TRIGGER) is None
     assert off.planning.rules.outcome == ""
-    without = harness_of(tmp_path, spare=0)
-    assert without.planning.change_rules(TRIGGER) is None
     old = harness_of(tmp_path)
-    assert old.coordinator.topology is not None
-    old.coordinator.topology = replace(old.coordinator.topology, changes_rules=False)
-    assert old.planning.change_rules(TRIGGER) is None
+    for told in ({"spare_home_slots": (0,)}, {"changes_rules": False}):
+        topology = replace(_live(old), changes_answers=False, **told)
+        assert not old.planning.rules.allowed(old.config.planner, topology)
+        old.coordinator.topology = topology
+        assert old.planning.change_rules(TRIGGER) is None
     dear = harness_of(tmp_path, min_saving={"seconds": 10.0, "share": 0.0})
     assert dear.planning.change_rules(TRIGGER) is None
     assert "rules stay: others would save" in dear.planning.rules.outcome
@@ -136,7 +220,7 @@ def test_a_table_whose_traffic_grows_tenfold_moves_and_the_busiest_rank_is_near_
         see(harness, name, 0 if name != "d" else 180_000)
     planning, topology = harness.planning, harness.planning.live_topology()
     profile = harness.sketches.profile(800_000, 1)
-    settings = harness.config.planner
+    settings = planning._settings
     live = planning.rules.plan(profile, topology, planning.cluster, harness.coordinator.now, settings)
     scratch = planning.rules.plan(profile, topology, planning.cluster, Placement.empty(), settings)
     assert live.changes.seconds <= 1.05 * scratch.changes.seconds

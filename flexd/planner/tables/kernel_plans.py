@@ -81,12 +81,13 @@ class KernelPrices:
         what other ranks do with rows is priced by bytes, at the rate of the measured device.
 
         Args:
-            by_sums: bool[T], tables that answer by sums, whatever the options say.
+            by_sums: bool[T], tables that answer by sums whatever the options say, or bool[T, O], by option.
         """
+        by_sums = np.broadcast_to(by_sums.reshape(len(by_sums), -1), tables.loads.shape[:2])
         held = chain_pieces(work, dims, layout, tables.options, by_sums)
         per_byte = np.array([phase.seconds_per_byte for phase in costs.phases])
         transit = np.stack([transit_kernel_bytes(work, layout, option.rule) for option in tables.options], axis=1)
-        transit *= ~by_sums[:, None, None, None] * per_byte
+        transit *= ~by_sums[:, :, None, None] * per_byte
         return cls(tables, layout, costs, held, transit, work.trained > 0)
 
     def rank_work(self, pieces: Pieces) -> Float64Array:
@@ -213,11 +214,14 @@ def chain_pieces(
 
     By sums it looks up every id of its part of the bags; by rows, each row once for every node that asks for it, and
     its update adds up the gradients of as many.
+
+    Args:
+        by_sums: bool[T], or bool[T, O].
     """
     sums = held_pieces(work, dims, layout, options)
     ranks = np.array(
         [{HomeKind.ALL: layout.world_size, HomeKind.NODE: layout.local_ranks}.get(option.rule, 1) for option in options]
     )
     asked = (layout.nodes * work.statistics[:, PER_NODE][:, None] / ranks).ravel()
-    summed = np.repeat(by_sums, len(options))
+    summed = np.broadcast_to(by_sums.reshape(len(by_sums), -1), (len(by_sums), len(options))).ravel()
     return replace(sums, ids=np.where(summed, sums.ids, asked), bags=np.where(summed, sums.bags, asked))

@@ -38,7 +38,8 @@ class LiveTables:
     Attributes:
         option: int64[T].
         place: int64[T], of tables with one piece.
-        move_seconds: float64[T], of a step: the time of moving a table's rows over the steps in which it must pay.
+        move_seconds: float64[T], of a step: the time of moving a table's rows over the steps in which it must pay. An
+            option that differs in the answer alone moves none.
     """
 
     option: Int64Array
@@ -146,7 +147,7 @@ class LocalSearch:
         table = int(self.table[at])
         seconds = self.loads.seconds_at(table, option, around)
         extra = np.full(len(seconds), self._extra(at, option, -1))
-        if self.live is not None and option == self.live.option[table]:
+        if self.live is not None and self._holds_as_live(table, option):
             place = int(self.live.place[table])
             extra[place] = self._extra(at, option, place)
         result: Float64Array = seconds + extra
@@ -162,9 +163,15 @@ class LocalSearch:
     def _extra(self, at: int, option: int, place: int) -> float:
         """Seconds of a step that an option and its place cost whatever the loads are."""
         table, seconds = int(self.table[at]), 0.0
-        if self.live is not None and (option != self.live.option[table] or place != self.live.place[table]):
+        if self.live is not None and not (self._holds_as_live(table, option) and place == self.live.place[table]):
             seconds = float(self.live.move_seconds[table])
         return seconds + float(self.tables.extra_seconds[table, option]) / int(self.tables.pieces[option])
+
+    def _holds_as_live(self, table: int, option: int) -> bool:
+        """Return whether an option holds a table as the live one does, whatever its answer."""
+        assert self.live is not None  # noqa: S101
+        home = self.tables.home_of_option
+        return bool(home[option] == home[self.live.option[table]])
 
     def _cost(self) -> float:
         short = self.loads.over_memory()

@@ -145,6 +145,12 @@ class TableOptions:
         return np.asarray(self.seconds_per_unit[self.axis_phase], dtype=np.float64)
 
     @cached_property
+    def home_of_option(self) -> Int64Array:
+        """int64[O]: a number for each way to hold a table; options with one number differ in the answer alone."""
+        ways = [(option.rule, option.pieces) for option in self.options]
+        return np.array([ways.index(way) for way in ways], dtype=np.int64)
+
+    @cached_property
     def pieces(self) -> Int64Array:
         """int64[O]."""
         return np.array([option.pieces for option in self.options], dtype=np.int64)

@@ -192,7 +192,8 @@ class _Solver:
         moved = 0.0
         if self.live is not None:
             at = pieces.table
-            other = (pieces.option != self.live.option[at]) | (pieces.place != self.live.place[at])
+            home = self.tables.home_of_option
+            other = (home[pieces.option] != home[self.live.option[at]]) | (pieces.place != self.live.place[at])
             first = np.append(True, at[1:] != at[:-1])
             moved = float(self.live.move_seconds[at[other & first]].sum())
         used = {self.tables.options[option].answer for option in np.unique(pieces.option)}
@@ -215,7 +216,8 @@ class _Solver:
     def _with_moves(self, tables: TableOptions) -> TableOptions:
         if self.live is None:
             return tables
-        other = np.arange(len(tables.options)) != self.live.option[:, None]
+        home = tables.home_of_option
+        other = home != home[self.live.option][:, None]
         return replace(tables, extra_seconds=tables.extra_seconds + other * self.live.move_seconds[:, None])
 
     def _search(self, pieces: Pieces, tables: TableOptions, evaluations: int) -> Pieces:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from flexd.core.answers import NO_ANSWERS
 from flexd.core.home_changes import after_block, rules_of
 from flexd.core.home_rules import HomeRule
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.tables.chain_costs import OPTIONS, chain_options
 from flexd.planner.tables.live_rules import RuleChanges, plan_rule_changes
+from flexd.planner.tables.solve import place_tables
 from flexd.planner.tables.table_work import TableWork
 from flexd.sketch.profile import Profile
 from flexd.sketch.zipf_profile import zipf_table
@@ -54,7 +58,8 @@ def homes_of(spare: float, rules: dict[int, HomeRule] | None = None) -> Homes:
 
 
 def planned(homes: Homes, grown: int = -1, horizon_steps: float = LONG, **more: object) -> RuleChanges:
-    return plan_rule_changes(work_of(homes.keyspace, grown), homes, PRICES, horizon_steps, by_sums=NAMES, **more)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"by_sums": NAMES, **more}
+    return plan_rule_changes(work_of(homes.keyspace, grown), homes, PRICES, horizon_steps, **given)
 
 
 def test_a_table_whose_traffic_grows_tenfold_moves_and_the_busiest_rank_is_near_a_plan_from_scratch() -> None:
@@ -127,3 +132,60 @@ def test_rules_stay_if_sets_save_less_than_moving_their_tables_takes() -> None:
     assert found.rules == {}
     assert found.saved_seconds == 0
     np.testing.assert_array_equal(found.loads, found.live_loads)
+
+
+def test_rules_and_answers_are_chosen_together_as_a_plan_from_scratch_chooses_them() -> None:
+    """Short bags of hot rows are better answered by rows, long ones by sums: from all by rows, and from all by sums."""
+    homes = homes_of(4.0)
+    fixed = planned(homes, by_sums=())
+    free = [planned(homes, by_sums=first, free_answers=NAMES) for first in ((), NAMES)]
+    assert fixed.answers == NO_ANSWERS
+    assert free[0].seconds < 0.95 * fixed.seconds
+    assert free[0].seconds == pytest.approx(free[1].seconds, rel=0.05)
+    scratch = place_tables(
+        chain_options(work_of(homes.keyspace), LAYOUT, PRICES, options=OPTIONS[:-1]), LAYOUT, 1e12
+    ).seconds
+    assert free[0].seconds <= 1.05 * scratch
+    for found, first in zip(free, ((), range(COUNT)), strict=True):
+        by_sums = set(first) ^ {*found.answers.sums, *found.answers.rows}
+        assert set(found.answers.rows) <= set(first)
+        again = planned(homes_of(4.0, found.rules), by_sums=[NAMES[at] for at in by_sums], free_answers=NAMES)
+        assert again.saved_seconds < 0.02 * found.seconds
+        assert again.live_seconds == pytest.approx(found.seconds, rel=1e-3)
+
+
+def test_answers_change_where_no_row_can_move_and_only_those_that_may() -> None:
+    found = planned(homes_of(0.0), by_sums=(), free_answers=NAMES[:5], moves=False, horizon_steps=1.0)
+    assert found.rules == {}
+    assert found.answers.sums
+    assert set(found.answers.sums) <= set(range(5))
+    assert found.bytes_to_move == 0
+    assert found.saved_seconds > 0
+    kept = planned(homes_of(0.0), free_answers=(), moves=False)
+    assert (kept.rules, kept.answers) == ({}, NO_ANSWERS)
+    copied = planned(homes_of(4.0, {0: HomeRule("every rank")}), by_sums=(), free_answers=NAMES)
+    assert 0 not in copied.answers.sums, "sums make no use of copies"
+
+
+def test_the_first_table_by_sums_must_pay_for_their_collectives() -> None:
+    slow = cluster(latency=1.0)
+    for first, what in (((), "rows"), (NAMES, "sums")):
+        found = plan_rule_changes(
+            work_of(homes_of(4.0).keyspace), homes_of(4.0), slow, LONG, by_sums=first, free_answers=NAMES
+        )
+        if what == "rows":
+            assert found.answers == NO_ANSWERS
+        else:
+            assert found.answers.rows == tuple(range(COUNT)), "without sums a step has none of their collectives"
+            assert found.saved_seconds > 1.0
+    one_keeps = plan_rule_changes(
+        work_of(homes_of(4.0).keyspace), homes_of(4.0), slow, LONG, by_sums=NAMES, free_answers=NAMES[1:]
+    )
+    assert len(one_keeps.answers.rows) < COUNT - 1, "they are there anyway"
+
+
+def test_learned_costs_price_each_answer() -> None:
+    """By sums a home looks up all ids, by rows each row once a node: where a look-up is dear, rows win."""
+    dear = planned(homes_of(0.0), free_answers=NAMES, moves=False, kernels=known_costs(0.0, 1e-3))
+    assert dear.answers.rows
+    assert dear.saved_seconds > 0
