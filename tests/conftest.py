@@ -20,6 +20,9 @@ for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 # For `make mutate`: a mutant is killed by the first example that fails; looking for a smaller one takes much longer.
 settings.register_profile("mutate", phases=(Phase.explicit, Phase.generate), database=None)
 
+# Until all is collected: importing makes little garbage, and each full collection scans all that is imported.
+gc.disable()
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start files marked ``slow`` first: left for the end, they would run while the other process has nothing to do."""
@@ -35,6 +38,7 @@ def keep_what_there_is() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     keep_what_there_is()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
