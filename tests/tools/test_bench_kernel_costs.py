@@ -60,6 +60,30 @@ def test_plans_are_measured_rank_by_rank(models, monkeypatch: pytest.MonkeyPatch
     assert not bench_kernel_costs.checks(figures)[6]["ok"]
 
 
+def test_plans_are_compared_by_medians_of_rounds(models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round of five is disturbed beyond recognition."""
+    seeds: list[int] = []
+
+    def measured(kernels, sets, seed):
+        sets = list(sets)
+        seeds.append(seed)
+        disturbed = np.random.default_rng(seed).permutation(len(sets)) if seed == 5 else np.arange(len(sets))
+        return sets, law(sets)[disturbed] * (100.0 if seed == 5 else 1.0)
+
+    monkeypatch.setattr(bench_kernel_costs, "measured", measured)
+    pooled = [table for table in made_up_tables(40) if table.bags > 0]
+    found = bench_kernel_costs.compare_plans(None, {"flexd": models["flexd"]}, pooled, (12, 3, 8))
+    assert found["rank_correlation"]["flexd"] > 0.9
+    assert seeds[-5:] == [4, 5, 6, 7, 8], "other ids in every round"
+    again = found["rounds_correlation"]
+    assert len(again) == bench_kernel_costs.ROUNDS
+    assert min(again) == again[1] < 0.9 < again[0]
+    assert [
+        entry["value"]
+        for entry in bench_kernel_costs.checks({"plans": found | {"own_plan_seconds": {"flexd": 1.0, "analytic": 2.0}}})
+    ][1] == 0.5
+
+
 def test_a_plan_by_a_model_balances_what_it_predicts(models) -> None:
     tables = bench_kernel_costs.sized(made_up_tables(24)[2:], np.random.default_rng(0))
     place = bench_kernel_costs.greedy_plan(tables, law, 3, np.zeros(len(tables)))

@@ -226,3 +226,9 @@ class _Solver:
     def _least_memory(self) -> float:
         memory = self.tables.mean(self.tables.memory_bytes, self.layout) * self.layout.world_size
         return float(np.where(self.tables.allowed, memory, np.inf).min(axis=1).sum())
+
+
+def step_seconds(tables: TableOptions, layout: RankLayout, pieces: Pieces) -> float:
+    """Return the seconds of a step under a placement, whatever memory it needs: what ``place_tables`` minimises."""
+    capacity = np.full(layout.world_size, np.inf)
+    return _Solver(tables, layout, capacity, None, 0).seconds(pieces, check_memory=False)
