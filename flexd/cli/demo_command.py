@@ -50,6 +50,12 @@ def demo(
         bool,
         typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
     ] = False,
+    pooled: Annotated[
+        bool,
+        typer.Option(
+            "--pooled", help="Pool each table's rows of a sample; home rule and answer of each table are planned."
+        ),
+    ] = False,
     replica_budget: Annotated[
         float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.")
     ] = DemoOptions.replica_budget,
@@ -93,6 +99,7 @@ def demo(
         micro_batches=micro_batches,
         kafka=kafka,
         tap=tap,
+        pooled=pooled,
         replica_budget=replica_budget,
         output=output.value,
         plot=plot,

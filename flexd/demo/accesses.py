@@ -36,6 +36,8 @@ class Published:
 
     def batch(self, features: Mapping[str, flexd.Jagged], seconds: float) -> None:
         for name, jagged in features.items():
+            if not jagged.values.numel():  # a table that no bag of this batch reads
+                continue
             self._publisher.publish(name, jagged.values, jagged.lengths, event_time_seconds=seconds, step=self._step)
         self._step += 1
 

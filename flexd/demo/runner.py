@@ -19,15 +19,18 @@ from rich.console import Console
 
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
+from flexd.core.layout import RankLayout
 from flexd.demo.link import link_cluster
 from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 from flexd.demo.plot import plot_run
+from flexd.demo.pooled import choose_rules
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
-from flexd.demo.rank import PEERS, RunSetup, Strategy
+from flexd.demo.rank import PEERS, POOLED_PEERS, RunSetup, Strategy
 from flexd.demo.screen import LiveView, print_summary
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
+from flexd.stream.sample_kinds import SampleLengths
 from flexd.stream.trace import Trace, built_in_trace, load_trace
 from flexd.topology.files import load_preset, write_cluster
 from flexd.topology.scale import PRODUCTION_RANK_BYTES, scale_model
@@ -58,10 +61,12 @@ class Demo:
         self.trace_file = options.trace or directory / "synthetic.npz"
         if options.trace is None:
             _write_trace(built_in_trace(options.seed), self.trace_file)
-        trace = load_trace(self.trace_file)
+        trace = load_trace(self.trace_file, by_sample=options.pooled)
+        # A bag has the length that the trace gives it.
+        lengths = SampleLengths.REAL if options.pooled else options.lengths
         batches = Batches(
             trace, world_size=options.world_size, batch_size=options.batch_size, steps=options.steps, history=HISTORY,
-            kind=options.samples, lengths=options.lengths, micro_batches=options.micro_batches,
+            kind=options.samples, lengths=lengths, micro_batches=options.micro_batches,
         )  # fmt: skip
         if batches.batch_size < LEAST_BATCH_SIZE:
             raise ConfigError(
@@ -78,7 +83,7 @@ class Demo:
             batch_size=batches.batch_size,
             history=HISTORY,
             samples=options.samples.value,
-            lengths=options.lengths.value,
+            lengths=lengths.value,
             dim=DIM,
             dtype=options.dtype,
             learning_rate=0.05,
@@ -96,6 +101,12 @@ class Demo:
             micro_batches=options.micro_batches,
             link_mbit=options.link_mbit if options.has_link else 0.0,
         )
+        if options.pooled:
+            # Choices are priced by bytes: with no emulated link, at the rate of the default one.
+            cluster = link_cluster(options.link_mbit or DemoOptions.link_mbit, options.local_ranks)
+            layout = RankLayout(options.nodes, options.local_ranks)
+            rules = choose_rules(batches, layout, cluster, DIM, options.dtype)
+            self.setup = replace(self.setup, pooled=True, rules=rules)
         self.setup_file = directory / "setup.json"
         self.setup.save(self.setup_file)
         self.state = directory / "state"
@@ -121,7 +132,10 @@ class Demo:
         config = {
             "job": setup.job,
             "tables": [
-                {"name": name, "rows": int(rows), "dim": DIM, "dtype": setup.dtype, "optimizer": "rowwise_adagrad"}
+                {
+                    "name": name, "rows": int(rows), "dim": DIM, "dtype": setup.dtype, "optimizer": "rowwise_adagrad",
+                    **({"homes": setup.rules[name][0]} if setup.pooled else {}),
+                }
                 for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
             ],
             "stream": {"source": source},
@@ -138,7 +152,9 @@ class Demo:
                 "min_saving": {"seconds": 0.0, "share": 0.0},
                 "correct_prices": False,
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
-                "min_samples": setup.steps * setup.micro_batches * setup.batch_size * setup.world_size * HISTORY // 10,
+                "min_samples": setup.steps * setup.micro_batches * setup.batch_size * setup.world_size * HISTORY // 10
+                if not setup.pooled
+                else max(1, batches.events.used // 20),
             },
             "control": {"listen_port": control_port, "timeout_seconds": 15.0},
             "server": {"port": http_port},
@@ -158,7 +174,8 @@ class Demo:
         if options.kill_daemon_at is not None and options.restart_daemon_after is not None:
             restart_at = options.kill_daemon_at + options.restart_daemon_after
         killed = restarted = False
-        deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(PEERS) * bool(setup.link_mbit))
+        peers: tuple[Strategy, ...] = POOLED_PEERS if setup.pooled else PEERS if setup.link_mbit else ()
+        deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(peers))
         with LiveView(setup.steps, enabled=options.output == "table") as view:
             self.daemon.start()
             ranks = Ranks(self.setup_file, setup.world_size, self._directory)
@@ -182,7 +199,7 @@ class Demo:
             finally:
                 ranks.stop()
                 self.daemon.stop()
-            for strategy in PEERS if setup.link_mbit else ():
+            for strategy in peers:
                 view.print(f"training the same steps without a daemon: {strategy.value.replace('_', '-')}")
                 self._train_peer(strategy, deadline)
             view.print("training is done; training the same data in one plain process to compare")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.demo.rank import PEERS, TRAFFIC, RunSetup, Strategy
+from flexd.demo.rank import TRAFFIC, RunSetup, Strategy
 
 Array = npt.NDArray[Any]
 
@@ -47,7 +47,7 @@ class RunRecord:
             of_ranks(directory),
             arrays(directory / "reference.npz"),
             tuple(json.loads(line) for line in plans if line.endswith("}")),
-            {peer.value: of_ranks(directory / peer.value) for peer in PEERS if (directory / peer.value).is_dir()},
+            {peer.value: of_ranks(directory / peer.value) for peer in Strategy if (directory / peer.value).is_dir()},
         )
 
     def job_total(self, name: str) -> Array:
@@ -57,7 +57,7 @@ class RunRecord:
 
     def step_seconds(self) -> dict[str, Array]:
         """Return the wall time of each step by strategy, the mean over the ranks; empty without an emulated link."""
-        if not self.peers:
+        if not self.peers or not self.setup.link_mbit:
             return {}
         runs = {**self.peers, Strategy.PLANS.value: self.ranks}
         return {name: np.mean([rank["seconds"] for rank in ranks], axis=0) for name, ranks in runs.items()}
@@ -95,6 +95,20 @@ def inter_node_bytes(record: RunRecord, steps: slice) -> dict[str, float]:
 def _row_wise(counted: Array, steps: slice) -> dict[str, float]:
     mean = float(counted[steps].mean())
     return {"all_to_all": mean, "sync": 0.0, "migration": 0.0, "total": mean}
+
+
+def _pooled(record: RunRecord, steps: slice) -> dict[str, Any]:
+    """Return the bytes of the alternatives of a pooled run by name; empty for a sequence model."""
+    if not record.setup.pooled:
+        return {}
+    peers = {name: inter_node_bytes(replace(record, ranks=ranks), steps) for name, ranks in record.peers.items()}
+    return {**peers, "reduce_scatter": _row_wise(record.reference["reduce_scatter"], steps)}
+
+
+def of_best(traffic: dict[str, dict[str, float]]) -> float:
+    """Return flexd's bytes after the last plan over those of the best alternative; 1 if nothing leaves a node."""
+    others = [parts["total"] for name, parts in traffic.items() if name not in ("before", "after")]
+    return traffic["after"]["total"] / min(others) if min(others) else 1.0
 
 
 def _difference(record: RunRecord, prefixes: tuple[str, ...]) -> float:
@@ -141,6 +155,13 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     accesses = {tier: int(record.job_total(f"{tier}_accesses")[after].sum()) for tier in ("home", "node", "device")}
     losses = _losses(record.ranks)
     tenth = max(1, setup.steps // 10)
+    traffic = {
+        "row_wise": _row_wise(record.reference["row_wise"], after),
+        "row_wise_dedup": _row_wise(record.reference["row_wise_dedup"], after),
+        **_pooled(record, after),
+        "before": inter_node_bytes(record, before),
+        "after": inter_node_bytes(record, after),
+    }
     differences = {
         "tables": _difference(record, ("table/",)),
         "dense": _difference(record, ("dense/",)),
@@ -170,12 +191,17 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "migrated_rows": sum(int(plan["rows_applied"]) for plan in record.plans),
         "last_plan": {name: record.plans[-1].get(name) for name in ("plan_id", "why")} if record.plans else None,
         "placement_version": int(record.ranks[0]["version"][-1]),
-        "inter_node_bytes_per_step": {
-            "row_wise": _row_wise(record.reference["row_wise"], after),
-            "row_wise_dedup": _row_wise(record.reference["row_wise_dedup"], after),
-            "before": inter_node_bytes(record, before),
-            "after": inter_node_bytes(record, after),
-        },
+        **(
+            {
+                "table_rules": {
+                    name: {"homes": homes, "answer": answer} for name, (homes, answer) in setup.rules.items()
+                },
+                "bytes_of_best_alternative": of_best(traffic),
+            }
+            if setup.pooled
+            else {}
+        ),
+        "inter_node_bytes_per_step": traffic,
         "compared_steps": {"before": [before.start, before.stop], "after": [after.start, after.stop]},
         "tier_access_share": {tier: count / max(1, sum(accesses.values())) for tier, count in accesses.items()},
         "loss": {"first": float(losses[:tenth].mean()), "last": float(losses[-tenth:].mean())},

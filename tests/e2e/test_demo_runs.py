@@ -140,6 +140,27 @@ def test_every_exchange_trains_the_same_over_the_emulated_link(tmp_path: Path) -
 
 
 @pytest.mark.long
+def test_a_pooled_run_learns_the_same_and_sends_no_more_than_its_best_alternative(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(2, 12, 12_000)
+    table = rng.integers(0, 2, lengths.sum())
+    trace = tmp_path / "bags.npz"
+    np.savez(
+        trace, sample=np.repeat(np.arange(len(lengths)), lengths), table=table,
+        row=np.where(table == 0, np.minimum(rng.zipf(1.3, len(table)), 300) - 1, rng.integers(0, 20_000, len(table))),
+        ts=np.arange(len(table)), table_rows=[300, 20_000], table_names=["tag", "participant"],
+    )  # fmt: skip
+    found = demo("--trace", trace, "--pooled", "--steps", 60, "--batch-size", 32, "--out", tmp_path / "run")
+    differences = found["difference_to_single_process"]
+    assert set(differences) == {"tables", "dense", "losses", "losses_all_rows", "losses_all_sums"}
+    assert max(differences.values()) <= 1e-9
+    assert set(found["table_rules"]) == {"tag", "participant"}
+    traffic = found["inter_node_bytes_per_step"]
+    assert {"row_wise", "reduce_scatter", "all_rows", "all_sums", "after"} <= set(traffic)
+    assert found["bytes_of_best_alternative"] <= 1.02
+
+
+@pytest.mark.long
 def test_the_plot_is_drawn(lived: Run) -> None:
     assert (lived.directory / "run.png").read_bytes().startswith(b"\x89PNG")
 
