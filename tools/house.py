@@ -29,7 +29,7 @@ DENIED = {
 # The whole name of a module, class, function or attribute; a variable may have it.
 DENIED_DEFINITIONS = {
     "asked", "Asked", "Ending", "parts", "Board", "Reception", "Attendance", "Chain", "Stretch", "Upcoming", "Ahead",
-    "Left", "Found", "Pass", "Note", "Figures", "Measured", "answers", "land", "parted", "cut", "absorb", "adopt",
+    "Left", "Found", "Pass", "Note", "Figures", "Measured", "land", "parted", "cut", "absorb", "adopt",
     "take", "consume",
 }  # fmt: skip
 DENIED_STRINGS = {"somebody"}
