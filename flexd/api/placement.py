@@ -45,6 +45,12 @@ class PlacementStatus(Model):
             "Rows that live in another node than that of their home rank.",
             self.moved_rows,
         )
+        yield gauges(
+            "flexd_placement_changed_tables",
+            "Tables with another home rule, or another answer, than the trainer began with.",
+            "change",
+            {"home_rule": len(self.home_rules), "answer": len(self.answers)},
+        )
         yield counter(
             "flexd_placement_digest_mismatches",
             "Reports whose placement digest was not the daemon's.",

@@ -147,6 +147,8 @@ def test_answers_change_alone_where_rows_cannot_move_and_are_shown_and_taken_bac
     np.testing.assert_array_equal(after.keys, keys[~by_sums])
     status = placement_status(after, keyspace, 0)
     assert status.answers == {keyspace.tables[table].name: "sums" for table in after.answers.sums}
+    samples = {s.labels.get("change"): s.value for family in status.metrics() for s in family.samples}
+    assert samples["answer"] == len(status.answers) > 0 == samples["home_rule"]
     assert {(f"answer of {name}", "sums") for name in status.answers} <= set(_placement_of(status))
     entry = harness.planning.executions._log.newest
     assert entry is not None
