@@ -9,6 +9,9 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
+_ROUNDS = 8
+"""Over the weights: rows that leave a node for their bytes may bring another above its number of rows."""
+
 
 def choose_homes(
     touches: Float32Array,
@@ -42,11 +45,22 @@ def choose_homes(
     weights = [(ones, row_slack), (load, load_slack), (ones, row_slack)]
     if row_bytes is not None:
         weights.append((row_bytes.astype(np.float64), row_slack))
-    for weight, slack in weights:
-        now = np.bincount(current, weights=weight, minlength=nodes)
-        limit = np.maximum((1 + slack) * weight.sum() / nodes, now)
-        level(touches, home, weight, limit)
+    limits = [
+        np.maximum((1 + slack) * weight.sum() / nodes, np.bincount(current, weights=weight, minlength=nodes))
+        for weight, slack in weights
+    ]
+    for _ in range(_ROUNDS):
+        for (weight, _slack), limit in zip(weights, limits, strict=True):
+            level(touches, home, weight, limit)
+        if all(_is_level(home, weight, limit) for (weight, _slack), limit in zip(weights, limits, strict=True)):
+            break
     return home
+
+
+def _is_level(home: Int64Array, weight: Float64Array, limit: Float64Array) -> bool:
+    """Return whether no node is above its limit by more than the heaviest row."""
+    held = np.bincount(home, weights=weight, minlength=len(limit))
+    return bool((held <= limit + weight.max(initial=0.0)).all())
 
 
 def level(gains: Float32Array, home: Int64Array, weight: Float64Array, limit: Float64Array) -> None:

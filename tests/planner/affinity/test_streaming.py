@@ -165,8 +165,9 @@ def test_moved_rows_that_are_not_seen_any_more_stay_for_a_while() -> None:
     assert not np.isin(moved, plan.homes.keys).any()
 
 
-def test_nodes_are_level_in_rows_bytes_and_load() -> None:
-    random = np.random.default_rng(3)
+@pytest.mark.parametrize("seed", range(3, 9))
+def test_nodes_are_level_in_rows_bytes_and_load(seed: int) -> None:
+    random = np.random.default_rng(seed)
     rows = SampleRows.of(np.repeat(np.arange(2_000), 8), np.minimum(random.zipf(1.3, 16_000), 700) - 1)
     keys = KeySpace([TableSpec("narrow", 600, 4), TableSpec("wide", 200, 256)])
     keyed = dataclasses.replace(rows, keys=np.sort(random.permutation(800)[: len(rows.keys)]))
