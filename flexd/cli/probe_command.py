@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _STEPS_SHARE = 0.2
 """Of --budget-seconds, for what a step takes beside its links."""
+_MOST_STEP_SECONDS = 60.0
 LAUNCH = "torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml"
 
 
@@ -138,7 +139,8 @@ def probe(
     if os.environ["RANK"] == "0":
         check_file("--out", out)
         check_file("--kernels", kernels)
-    report, costs = _run(options, budget_seconds * _STEPS_SHARE, timeout_seconds, backend, local_ranks)
+    step_seconds = min(budget_seconds * _STEPS_SHARE, _MOST_STEP_SECONDS)
+    report, costs = _run(options, step_seconds, timeout_seconds, backend, local_ranks)
     if os.environ["RANK"] != "0":
         return
     cluster = report.cluster(name, wire_bytes_per_second=given, exposed=exposed, missing_from=base)

@@ -32,7 +32,8 @@ _KERNEL_SHARE = 0.25
 """Of the budget, for rows in memory."""
 _KERNEL_ROWS, _KERNEL_DIM, _KERNEL_IDS, _KERNEL_BAGS = 2**17, 64, 2**15, 2**11
 _KERNEL_SKEW = 0.8
-_BYTES_BEFORE_INFINITY = 1e15
+_MOST_BYTES_PER_SECOND = 1e15
+"""Of a clock that shows no time."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class StepProbe:
     def costs(self) -> StepCosts:
         """Return medians: of differences within a turn, so that what disturbs a turn disturbs no difference."""
         sums, copies = (float(np.median(self.steps[:, kind] - self.steps[:, 0])) for kind in (1, 2))
-        rate = self.kernel_bytes / max(float(np.median(self.kernels)), self.kernel_bytes / _BYTES_BEFORE_INFINITY)
+        rate = self.kernel_bytes / max(float(np.median(self.kernels)), self.kernel_bytes / _MOST_BYTES_PER_SECOND)
         return StepCosts(max(0.0, sums), max(0.0, copies), rate)
 
 
