@@ -1,0 +1,105 @@
+"""Compare the surface, and the figures of fixed jobs, with the files in this folder.
+
+``RECORD_GOLDEN=1 python -m pytest tests/golden`` writes the files anew: look at their diff before it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import bench_dispatch
+import gen_metrics_docs
+
+from tests.support.golden_jobs import STRATEGIES
+from tests.support.statuses import STATUSES
+
+FOLDER = Path(__file__).parent
+COMMANDS = (
+    "tables",
+    "rows items -n 3",
+    "topology",
+    "plan",
+    "explain items",
+    "proposals",
+    "apply p7",
+    "replan",
+    "history",
+    "migrations show latest",
+    "abort --rollback --dry-run",
+    "abort --rollback --reason slow",
+    "throttle",
+    "throttle --bytes-per-step 0 --bytes-per-second 5000 --dry-run",
+    "reload",
+    "reload --dry-run",
+    "pause --reason night",
+    "resume",
+    "attempts list",
+)
+MOMENTS = ("status-healthy", "status-slow-memory")
+MAX_ERROR = 1e-9
+"""Of a loss, as a share."""
+
+
+def compare(file: str, found: Any, *, within: float = 0.0) -> None:
+    """Compare with a file, floats to ``within``; or write it."""
+    path = FOLDER / file
+    if os.environ.get("RECORD_GOLDEN"):
+        path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    faults = differences(recorded, json.loads(json.dumps(found)), within)
+    assert not faults, "\n".join([f"{file} (to record it again: RECORD_GOLDEN=1):", *faults])
+
+
+def differences(recorded: Any, found: Any, within: float, path: str = "") -> list[str]:
+    """Return a line for each value that is not as recorded."""
+    if isinstance(recorded, dict) and isinstance(found, dict):
+        names = sorted(recorded.keys() | found.keys())
+        return [
+            line
+            for name in names
+            for line in differences(recorded.get(name, "none"), found.get(name, "none"), within, f"{path}/{name}")
+        ]
+    if isinstance(recorded, list) and isinstance(found, list) and len(recorded) == len(found):
+        pairs = enumerate(zip(recorded, found, strict=True))
+        return [line for i, (was, now) in pairs for line in differences(was, now, within, f"{path}[{i}]")]
+    same = recorded == found
+    if within and isinstance(recorded, float) and isinstance(found, float):
+        same = abs(recorded - found) <= within * abs(recorded)
+    return [] if same else [f"  {path}: {recorded!r} is now {found!r}"]
+
+
+def test_json_of_client_commands(flexd_command, url, daemon, monkeypatch):
+    monkeypatch.setenv("TZ", "UTC")
+    shown = {}
+    for command in COMMANDS:
+        done = flexd_command(*command.split(), "-o", "json", "--url", url)
+        assert done.returncode in (0, 1), f"{command}: {done.stderr}"
+        shown[command] = json.loads(done.stdout)
+    for name in MOMENTS:
+        daemon.status = lambda name=name: STATUSES[name]
+        shown[name.replace("-", " ", 1)] = json.loads(flexd_command("status", "-o", "json", "--url", url).stdout)
+    compare("commands.json", shown)
+
+
+def test_names_and_labels_of_metrics():
+    families = gen_metrics_docs.families()
+    compare("metrics.json", {family.name: f"{family.type} {gen_metrics_docs._labels(family)}" for family in families})
+
+
+def test_losses_and_bytes_between_nodes_by_strategy(ranks):
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        losses, sent = ranks(4).run("golden_jobs:train", 2, 2, strategy)[0]
+        found[strategy] = {"losses": losses, "bytes between nodes": sent}
+    compare("job.json", found, within=MAX_ERROR)
+
+
+def test_launches_and_host_waits_of_a_step():
+    found = {}
+    for case in bench_dispatch.QUICK:
+        figures, _ = bench_dispatch.measure(case, 1, lines=False)
+        found[case.name] = {name: int(figures[name]) for name in ("launches", "host waits", "uploads", "collectives")}
+    compare("dispatch.json", found)
