@@ -1,6 +1,6 @@
-"""Trains the same global batches with the chain, with dealt samples, and with a loader that deals; counts the bytes.
+"""Trains the same global batches with the chain and with a loader that deals; counts the bytes.
 
-The last two also with rows in the nodes that homes learnt from the batches before name."""
+The latter also with rows in the nodes that homes learnt from the batches before name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from flexd.affinity import NodeSampler
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.demo.ports import free_ports
-from flexd.embedding.affinity.deal_trial import DealTrial
 from flexd.embedding.jagged import Jagged
+from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.sample_rows import SampleRows
-from flexd.planner.affinity.traffic import WireBytes, choose_affinity
+from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.moves import moved_placement
 
 DENSE = 14
@@ -64,13 +64,12 @@ class Work:
         size = layout.world_size * per_rank
         first = len(samples) // size // 2 * size
         before = np.arange(max(0, first - window * size), first)
-        choice = choose_affinity(
-            samples.select(before).compact(), (before - before[0]) // size, layout, WireBytes(row=8.0 * DIM + 8)
-        )
+        window = samples.select(before).compact()
+        homes = learn_homes(window, (before - before[0]) // size, rule_nodes(window.keys, layout), layout.nodes)
         chosen = samples.select(np.arange(first, min(len(samples) // size * size, first + batches * size)))
         return Work(
             chosen.offsets, samples.keys[chosen.rows], int(samples.keys.max()) + 1, layout, per_rank,
-            moved_placement(choice.homes, layout),
+            moved_placement(homes, layout),
         )  # fmt: skip
 
     @property
@@ -95,10 +94,7 @@ class Work:
             yield np.arange(number * size, (number + 1) * size)[rank :: self.layout.world_size]
 
 
-WAYS = ("chain", "ahead", "dealt", "loader", "moved", "moved_loader")
-
-
-SHIPS = ("dealt", "moved")
+WAYS = ("chain", "loader", "moved_loader")
 
 
 def move(collection: flexd.EmbeddingCollection, moved: Placement) -> int:
@@ -120,13 +116,12 @@ def inter_bytes(collection: flexd.EmbeddingCollection, before: dict[str, int]) -
 
 
 def train(rank: int, work: Work, way: str) -> dict[str, Any]:
-    """Train; return the bytes this rank sent to other nodes, the mean losses and what dealing counted."""
+    """Train; return the bytes this rank sent to other nodes and the mean losses."""
     table = flexd.EmbeddingTable("item", work.table_rows, DIM, init_scale=0.1)
     slots = int(work.layout.replica_slots_used(work.moved.keys, work.moved.tiers).max(initial=0))
     collection = flexd.EmbeddingCollection(
         [table], layout=work.layout, optimizer=flexd.Adagrad(0.05), replica_slots=[slots]
     )
-    collection.engine.deal_trial = DealTrial(measures=False)  # what dealing does is counted, where it is slower too
     moving = move(collection, work.moved) if way.startswith("moved") else 0
     if way.endswith("loader"):
         everything = work.features(np.arange(len(work.offsets) - 1))
@@ -136,7 +131,11 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
     loader: Any = (work.batch(np.asarray(chosen)) for chosen in indices)
     loop = loader
     if way != "chain":
-        loop = flexd.prefetch(loader, collection, features=lambda batch: batch["features"], deal=way in SHIPS)
+        loop = flexd.prefetch(
+            loader,
+            collection,
+            features=lambda batch: batch["features"],
+        )
     before, losses, seconds = collection.traffic.totals(), [], [time.perf_counter()]
     for batch in loop:
         rows = collection(batch["features"])["item"]
@@ -148,10 +147,9 @@ def train(rank: int, work: Work, way: str) -> dict[str, Any]:
         losses.append(float(loss.detach()))
         seconds.append(time.perf_counter())
     sent = inter_bytes(collection, before)
-    dealt = vars(loop.dealt) if way in SHIPS else {}
     collection.close()
     step = float(np.median(np.diff(seconds)[_FIRST_STEPS:]))
-    return {"bytes": sent, "losses": losses, "dealt": dealt, "moving": moving, "step_seconds": step}
+    return {"bytes": sent, "losses": losses, "moving": moving, "step_seconds": step}
 
 
 def _rank(rank: int, directory: Path, address: str) -> None:
@@ -172,7 +170,7 @@ def _rank(rank: int, directory: Path, address: str) -> None:
 def _train_all(rank: int, work: Work) -> dict[str, dict[str, Any]]:
     mine = {way: train(rank, work, way) for way in WAYS if len(work.moved) or not way.startswith("moved")}
     # Where no row moves they are the trainings without moves.
-    return mine if len(work.moved) else mine | {"moved": mine["dealt"], "moved_loader": mine["loader"]}
+    return mine if len(work.moved) else mine | {"moved_loader": mine["loader"]}
 
 
 def run(works: Sequence[Work], rate_mbit: float | None = None) -> list[dict[str, Any]]:
@@ -202,28 +200,22 @@ def run(works: Sequence[Work], rate_mbit: float | None = None) -> list[dict[str,
 
 
 def figures_of(work: Work, by_rank: Sequence[dict[str, dict[str, Any]]], *, timed: bool) -> dict[str, Any]:
-    """Return bytes between nodes over the chain's, the largest difference of a global loss, and what dealing counted.
+    """Return bytes between nodes over the chain's, and the largest difference of a global loss.
 
-    ``dealt``, ``loader``, ``moved`` and ``moved_loader`` are over the chain without prefetch; ``dealt_over_ahead`` over
-    the same loop undealt. ``moving_bytes`` are sent once, when rows move, and counted in none of them.
+    ``loader`` and ``moved_loader`` are over the chain without prefetch. ``moving_bytes`` are sent once, when rows move,
+    and counted in none of them.
     """
     steps = {way: max(of_rank[way]["step_seconds"] for of_rank in by_rank) for way in WAYS}
     sent = {way: sum(of_rank[way]["bytes"] for of_rank in by_rank) for way in WAYS}
     losses = {way: np.mean([of_rank[way]["losses"] for of_rank in by_rank], axis=0) for way in WAYS}
-    totals = by_rank[0]["dealt"]["dealt"]
     return {
         "batches": work.batches,
         "step_ms": {} if not timed else {way: 1e3 * seconds for way, seconds in steps.items()},
         "chain_bytes": sent["chain"],
         **{way: sent[way] / max(1, sent["chain"]) for way in WAYS[1:]},
-        "dealt_over_ahead": sent["dealt"] / max(1, sent["ahead"]),
         "loss_difference": max(float(np.abs(losses[way] / losses["chain"] - 1).max()) for way in WAYS[1:]),
-        "shipped": totals["shipped_samples"] / max(1, totals["samples"]),
-        "shipped_bytes": totals["sample_bytes"] / max(1, sent["chain"]),
-        "id_bytes": totals["id_bytes"] / max(1, sent["chain"]),
-        "dealt_batches": totals["dealt_batches"],
         "moved_rows": len(work.moved),
-        "moving_bytes": sum(of_rank["moved"]["moving"] for of_rank in by_rank),
+        "moving_bytes": sum(of_rank["moved_loader"]["moving"] for of_rank in by_rank),
     }
 
 

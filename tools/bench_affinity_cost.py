@@ -1,14 +1,12 @@
-"""What affinity costs: processor time and memory of the co-access sample, of learning homes, and of dealing.
+"""What affinity costs: processor time and memory of the co-access sample and of learning homes.
 
     python tools/bench_affinity_cost.py [--trace ask_ubuntu.npz] [--trace online_retail.npz] [--step-ms 100] [--json]
 
 In one process, processor time alone. ``sample``: a training sample offered to a co-access sample that is full, and to
 one that is still filling; its memory is what the configuration says. ``learn``: one plan from all held samples, with
 homes from before; the most memory that it takes beside the sample, and its share of one core with the default
-``planner.interval_seconds``. Both are the daemon's. ``deal``: one global batch, which one rank deals for all, beside
-what is exchanged, taken apart and joined (``bench_affinity`` trains it whole); ranks take turns, and a rank's mean is
-compared with a step of ``--step-ms`` of one core. Samples as in ``bench_affinity``; 8 ranks a node, 64 samples a rank.
-A loader that deals (``NodeSampler``) deals every batch on every rank.
+``planner.interval_seconds``. Both are the daemon's. Samples as
+in ``bench_affinity``.
 """
 
 from __future__ import annotations
@@ -27,19 +25,15 @@ from bench_coaccess import HORIZON, keyspace, offer
 from bench_report import check, ending
 
 from flexd.config.planner import PlannerConfig
-from flexd.core.dealing import deal_batch
 from flexd.core.layout import RankLayout
-from flexd.core.shared_rows import BatchRows
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.sampled_window import sampled_window
 from flexd.planner.affinity.streaming import plan_affinity
-from flexd.planner.affinity.traffic import rule_nodes
 from flexd.sketch.coaccess import CoAccessSample
 from flexd.sketch.coaccess_kernels import warm_up
 
 PER_RANK = 64
 SAMPLE_BYTES = 1 << 20
-ROW_BYTES = 520
 SHARE = 0.02
 _SECONDS = 1.0
 """Of repeating a short measurement."""
@@ -95,30 +89,10 @@ def learn_figures(sample: CoAccessSample, layout: RankLayout, rows: int) -> dict
     }  # fmt: skip
 
 
-def deal_figures(samples: SampleRows, layout: RankLayout, step_seconds: float) -> dict[str, float]:
-    """Return the costs of dealing one global batch from the middle of the samples; nothing if there are too few."""
-    size, first = layout.world_size * PER_RANK, len(samples) // 2
-    if first + size > len(samples):
-        return {}
-    some = samples.select(np.arange(first, first + size)).compact()
-    rows, reader = some.keys[some.rows], np.arange(size) % layout.world_size
-    batch = BatchRows(
-        some.offsets, rows, np.full(len(rows), ROW_BYTES), rule_nodes(rows, layout), reader // layout.local_ranks,
-        reader % layout.local_ranks, 64 + 4 * some.lengths,
-    )  # fmt: skip
-    seconds = seconds_of(lambda: deal_batch(batch, layout.nodes))
-    return {
-        "ms": 1e3 * seconds, "us_a_sample": 1e6 * seconds / size, "rank_ms": 1e3 * seconds / layout.world_size,
-        "share_of_step": seconds / layout.world_size / step_seconds,
-        "step_ms_at_2_percent": 1e3 * seconds / layout.world_size / SHARE,
-        "peak_bytes": float(peak_bytes(lambda: deal_batch(batch, layout.nodes))),
-    }  # fmt: skip
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE.npz")
-    parser.add_argument("--step-ms", type=float, default=100.0, help="of one core, to compare dealing with")
+    parser.add_argument("--step-ms", type=float, default=100.0, help="of one core, to compare the sample with")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     warm_up()
@@ -150,19 +124,6 @@ def main() -> int:
                 f"{learn['share_of_a_core']:.2%} of one core",
                 flush=True,
             )
-            deal = figures[f"{at}, deal"] = deal_figures(samples, layout, options.step_ms / 1e3)
-            if deal:
-                checks.append(
-                    check(f"{at}: dealing, share of a step", deal["share_of_step"], "<= 0.02",
-                          deal["share_of_step"] <= SHARE)
-                )  # fmt: skip
-                print(
-                    f"{at} of {LOCAL_RANKS} x {PER_RANK}: deal {deal['ms']:.1f} ms a batch, "
-                    f"{deal['us_a_sample']:.1f} us a sample, at most {deal['peak_bytes']:,.0f} B; a rank "
-                    f"{deal['rank_ms']:.2f} ms a step, {deal['share_of_step']:.1%} of one of "
-                    f"{options.step_ms:g} ms, 2 % of one of {deal['step_ms_at_2_percent']:.0f} ms",
-                    flush=True,
-                )
     return ending(figures, checks, as_json=options.json)
 
 

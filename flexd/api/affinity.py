@@ -43,29 +43,20 @@ class AffinityReport(Model):
     """Rows that would live in another node than by their rule, or do."""
     move_bytes: FiniteOrNone = None
     """Of moving them once, with optimizer state."""
-    ranks: ShareRangeReport | None = None
-    """Share of the chain's bytes left with samples dealt and shipped by the ranks; null if not known."""
     loader: ShareRangeReport | None = None
-    """Share left with a loader that deals; null if not known."""
-    dealing: ShareRangeReport | None = None
-    """Share left with samples dealt and shipped by the ranks and rows where their rule puts them, as
-    ``flexd.prefetch(deal=True)`` does; null if not known."""
+    """Share of the chain's bytes left with a loader that deals; null if not known."""
     dealing_loader: ShareRangeReport | None = None
     """Share left with a loader that deals and rows where their rule puts them; null if not known."""
     chain_bytes: FiniteOrNone = None
     """Bytes between nodes of a step of the whole job without affinity, of the sampled tables."""
-    saved_seconds_ranks: FiniteOrNone = None
-    """Transfer time of a rank's step that dealing by ranks saves, hidden or not."""
     saved_seconds_loader: FiniteOrNone = None
     """Transfer time of a rank's step that a loader saves, hidden or not."""
-    pays_ranks: bool = False
-    """Whether dealing by ranks pays."""
     pays_loader: bool = False
     """Whether a loader that deals pays."""
     users: int = 0
     """Users whose node is known."""
     by_user: ShareRangeReport | None = None
-    """Share left with each user's samples in her node and nothing shipped; null without ids of users."""
+    """Share left with each user's samples in her node; null without ids of users."""
     learning: bool = False
     """Whether homes are being learnt for the first time: nothing else is known then."""
 
@@ -87,7 +78,7 @@ class UserNodePage(Model):
     """Share of the chain's bytes left with all samples of a user in her node; null if it is not known."""
 
 
-SHARES = ("ranks", "loader", "dealing", "dealing_loader", "by_user")
+SHARES = ("loader", "dealing_loader", "by_user")
 
 
 def affinity_report(outlook: AffinityOutlook) -> AffinityReport:

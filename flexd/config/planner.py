@@ -184,9 +184,9 @@ class PlannerConfig(Section):
     where that saves 5 % of the predicted misses. With false plans only show it."""
     moved_slots_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of each rank's replica slots for rows that live in the node whose samples use them most, instead of in that
-    of their home; copies have the others. It wins where samples are dealt to nodes (``flexd.prefetch(deal=True)``, or a
-    loader that does), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that have moved come
-    home."""
+    of their home; copies have the others. It wins where a loader deals samples to nodes
+    (``flexd.affinity.NodeSampler``), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that
+    have moved come home."""
     change_home_rules: bool = False
     """Change the home rules of tables, and the answers of pooled ones, while the job trains, where the busiest rank's
     step becomes shorter by ``planner.min_saving``; rules as far as the trainers' ``spare_home_fraction`` has room. With

@@ -1,8 +1,8 @@
 """Deal the samples of a global batch to nodes such that few bytes cross between nodes.
 
 Samples are vertices and rows hyperedges, each joined to a fixed vertex for the node of its home: a row crosses once for
-every node that uses it and is not its home. Pairs of samples of two nodes are exchanged while that saves more than
-shipping the samples costs, so every rank keeps its batch size and no result is worse than dealing nothing.
+every node that uses it and is not its home. Pairs of samples of two nodes are exchanged while that saves bytes, so
+every rank keeps its batch size and no result is worse than dealing nothing.
 
 Every rank computes the same result from the same arrays: all arithmetic is of integers.
 """
@@ -36,13 +36,11 @@ class Dealt:
         to: int64 [samples], nodes.
         bytes_before: of rows between nodes if each sample is trained where it was read.
         bytes_after: of rows between nodes as dealt.
-        shipped_bytes: of samples between nodes.
     """
 
     to: Int64Array
     bytes_before: int
     bytes_after: int
-    shipped_bytes: int
 
 
 def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
@@ -52,8 +50,8 @@ def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
         nodes: number of nodes; ``batch`` has no other.
     """
     prices, places = BatchPrices.of(batch, nodes), _Places(batch, nodes)
-    before, _ = prices.bytes_of(places.to)
-    best = Dealt(places.to.copy(), before, before, 0)
+    before = prices.bytes_of(places.to)
+    best = Dealt(places.to.copy(), before, before)
     rounds = max(1, nodes - 1 + nodes % 2)
     stride = -(-rounds // _PRICINGS)
     turn = 0
@@ -66,9 +64,9 @@ def deal_batch(batch: BatchRows, nodes: int) -> Dealt:
                 places.exchange(_partners(nodes, turn), losses)
                 turn += 1
             if share == 0.0:
-                after, shipped = prices.bytes_of(places.to)
-                if after + shipped < best.bytes_after + best.shipped_bytes:
-                    best = Dealt(places.to.copy(), before, after, shipped)
+                after = prices.bytes_of(places.to)
+                if after < best.bytes_after:
+                    best = Dealt(places.to.copy(), before, after)
     return best
 
 

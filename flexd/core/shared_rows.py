@@ -39,7 +39,6 @@ class BatchRows:
         homes: int64 [n], the node of the row's home.
         node: int64 [samples], the node that has read the sample.
         group: int64 [samples], from 0; samples of equal group may take each other's place.
-        sample_bytes: int64 [samples], of shipping the sample to another node.
     """
 
     offsets: Int64Array
@@ -48,7 +47,6 @@ class BatchRows:
     homes: Int64Array
     node: Int64Array
     group: Int64Array
-    sample_bytes: Int64Array
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,11 @@ class BatchPrices:
 
     Attributes:
         alone_bytes: int64 [samples, nodes], of rows that no other sample uses, where they are at home.
-        ship_bytes: int64 [samples, nodes], of shipping the sample.
         shared: rows that others use, too.
         bits: of the most bytes that the shared rows of a sample have.
     """
 
     alone_bytes: Int64Array
-    ship_bytes: Int64Array
     shared: SharedRows
     bits: int
 
@@ -124,24 +120,23 @@ class BatchPrices:
         sample = np.searchsorted(batch.offsets, alone, side="right") - 1
         # Sums of float64 are exact: bytes of a batch are below 2**53.
         at_home = np.bincount(sample * nodes + batch.homes[alone], batch.row_bytes[alone], samples * nodes)
-        ship_bytes = batch.sample_bytes[:, None] * (np.arange(nodes) != batch.node[:, None])
         away_bytes = batch.row_bytes[first][:, None] * (np.arange(nodes) != batch.homes[first][:, None])
         rows = SharedRows(codes[shared], np.searchsorted(shared, batch.offsets), away_bytes)
         bits = int(rows.sums(batch.row_bytes[shared]).max(initial=0)).bit_length()
-        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), ship_bytes, rows, bits)
+        return BatchPrices(at_home.astype(np.int64).reshape(-1, nodes), rows, bits)
 
-    def bytes_of(self, to: Int64Array) -> tuple[int, int]:
-        """Return bytes of rows between nodes, and of samples."""
+    def bytes_of(self, to: Int64Array) -> int:
+        """Return bytes of rows between nodes."""
         at = np.arange(len(to))
         alone = self.alone_bytes.sum() - self.alone_bytes[at, to].sum()
-        return self.shared.crossing_bytes(to) + int(alone), int(self.ship_bytes[at, to].sum())
+        return self.shared.crossing_bytes(to) + int(alone)
 
     def with_share(self, to: Int64Array, share: float) -> SharePrices:
         """Return prices where one more sample costs a share of a row's bytes, the next one its square, and so on."""
         powers = np.floor(_UNITS * share ** np.arange(_DEEPEST)).astype(np.int64)
         shared = self.shared.below(to, int(np.count_nonzero(powers)) + _MARGIN)
         shift = max(0, self.bits + _UNITS.bit_length() - _HALF_BITS)
-        fixed = (self.ship_bytes - self.alone_bytes) * _UNITS >> shift
+        fixed = -self.alone_bytes * _UNITS >> shift
         return SharePrices(shared, shared.away_bytes >> shift, powers, fixed)
 
 

@@ -17,7 +17,6 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
-from flexd.embedding.affinity.deal_trial import DealTrial
 from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.checkpoint.lone_saves import LoneSaves
 from flexd.embedding.exchange.bag_exchange import BagIds
@@ -103,8 +102,6 @@ class RowEngine:
         # With one node, or one rank in each, both exchanges are the same.
         chooses = automatic and groups.rank == 0 and min(groups.layout.nodes, groups.layout.local_ranks) > 1
         self.trial = ExchangeTrial(self.exchange) if chooses else None
-        self.deal_trial = DealTrial(measures=groups.rank == 0, exchange=self.trial)
-        """Of loops that deal; it outlives them."""
         if chooses or not automatic:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype

@@ -33,8 +33,8 @@ class WantedMoves:
 
     Attributes:
         moved: all of them.
-        saved_seconds: exposed seconds of a step that this saves against where rows live now, with samples dealt by the
-            ranks: what the sample's newest batches send less, at the prices of the chain.
+        saved_seconds: exposed seconds of a step that this saves against where rows live now, with a loader that deals:
+            what the sample's newest batches send less, at the prices of the chain.
     """
 
     moved: Placement
@@ -200,9 +200,9 @@ class AffinityMonitor:
     ) -> WantedMoves | None:
         """Return where rows are to live: where they are now unless the homes just learnt save ``CONTINUE_WITHIN`` more,
         and all at home where dealing alone sends less than either."""
-        if found.ranks is None or found.placed is None or found.dealing is None:
+        if found.loader is None or found.placed is None or found.dealing_loader is None:
             return None
-        placed, learnt, alone = found.placed.expected, found.ranks.expected, found.dealing.expected
+        placed, learnt, alone = found.placed.expected, found.loader.expected, found.dealing_loader.expected
         if placed - learnt >= (CONTINUE_WITHIN if len(live.moved) else MIN_SAVING) and found.moves_pay():
             return WantedMoves(moved_placement(found.homes, layout), exposed_seconds * (placed - learnt))
         if placed <= alone:

@@ -27,10 +27,7 @@ from flexd.torchrec.replaced_tables import ReplacedTables
 from flexd.torchrec.replacement import replace
 from flexd.torchrec.sequences import FlexEmbeddingCollection
 from flexd.torchrec.sharding import sharding_plan
-from flexd.torchrec.shipped import register as _register_batch_types
 from flexd.torchrec.state import FusedOptimizerState, ModelState
-
-_register_batch_types()
 
 __all__ = [
     "FlexEmbeddingBagCollection",

@@ -80,7 +80,7 @@ def test_a_stream_of_samples_says_what_affinity_would_win(flexd_command, tmp_pat
     assert affinity["samples"] == 20 * 64
     assert affinity["batch_samples"] == 4 * 16 * 4 // 16
     assert affinity["loader"]["expected"] < affinity["dealing_loader"]["expected"] < 1
-    assert affinity["words"][0].startswith("With homes and dealing by affinity")
+    assert affinity["words"][0].startswith("With homes by affinity and a loader that deals")
 
 
 def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, tmp_path: Path):

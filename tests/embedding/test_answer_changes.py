@@ -24,7 +24,6 @@ CASES = [
     (replace(CHANGING, answered_by=SUMS, passes=3, second_rate=0.25, rules_change=True, seed=3), Loop()),
     (replace(CHANGING, joined=True, optimizer="adagrad", seed=4), Loop(ahead=False, evaluate_every=2, read_every=3)),
     (replace(CHANGING, joined=True, passes=3, seed=5), Loop(one_thread=True, evaluate_every=3)),
-    (replace(CHANGING, answered_by=SUMS, dealt=True, steps=24, seed=6), Loop(loops=2, restarts=True, deal="random")),
 ]
 
 
@@ -34,8 +33,6 @@ def test_training_with_changing_answers_equals_one_process(ranks: Ranks, case: i
     results = ranks(4).run("run_ahead_jobs:train", scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
-        if scenario.dealt:
-            continue
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
     trained = np.sum([result["trained"] for result in results], axis=0)
     np.testing.assert_allclose(trained, np.sum(losses, axis=0), rtol=0, atol=1e-8)

@@ -1,5 +1,5 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
-run-ahead, dealing, evaluation, migrations, kills and reloads, rows in two memories, home rules and their changes, bags
+run-ahead, evaluation, migrations, kills and reloads, rows in two memories, home rules and their changes, bags
 answered by rows and by sums and changes between both, optimizers and rates by table, two joined collections, and the
 kernels of an accelerator.
 
@@ -59,7 +59,6 @@ scenarios = st.builds(
     homes=homes,
     second_optimizer=st.sampled_from(["", "", "sgd", "rowwise_adagrad", "adam", "dense_adam"]),
     joined=st.booleans(),
-    dealt=st.sampled_from([False, False, True]),
     moved=st.booleans(),
     rules_change=st.booleans(),
     answers_change=st.booleans(),
@@ -78,7 +77,6 @@ three_nodes = st.builds(
     answered_by=answered_by,
     homes=homes,
     joined=st.booleans(),
-    dealt=st.booleans(),
     moved=st.booleans(),
     rules_change=st.booleans(),
     answers_change=st.booleans(),
@@ -101,7 +99,6 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
     loops=st.sampled_from([1, 2]),
     accelerator=st.booleans(),
     depth=st.sampled_from([1, 1, 2, 3, 4]),
-    deal=st.sampled_from(["priced", "random", "random"]),
     restarts=st.booleans(),
 )
 def test_any_training_equals_one_process(
@@ -112,7 +109,6 @@ def test_any_training_equals_one_process(
     loops: int,
     accelerator: bool,
     depth: int,
-    deal: str,
     restarts: bool,
 ) -> None:
     """``accelerator``: with the kernels for tensors that are not in host memory."""
@@ -129,17 +125,11 @@ def test_any_training_equals_one_process(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
         restarts=restarts,
     )  # fmt: skip
-    if scenario.dealt:  # by ``flexd.prefetch``
-        loop = replace(loop, ahead=True, loops=loops, deal=deal)
     job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     losses, tables = train_alone(scenario)
-    if scenario.dealt:  # a rank trains other samples than it reads
-        trained = np.sum([result["trained"] for result in results], axis=0)
-        np.testing.assert_allclose(trained, np.sum(losses, axis=0), rtol=0, atol=10 * tolerance)
     for rank, result in enumerate(results):
-        if not scenario.dealt:
-            np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
+        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
         assert result["unequal"] == 0, "a replica differed from its home copy"
         assert result["versions"] == results[0]["versions"], "ranks at different placement versions"
         assert result["exchanges"] == results[0]["exchanges"]

@@ -23,7 +23,6 @@ CASES = [
     (replace(CHANGING, exchange="direct", moved=True, fast_memory_bytes=1_500, slow_file=True, seed=2), Loop(depth=2)),
     (replace(CHANGING, answered_by=("sums", "rows"), passes=3, second_rate=0.25, seed=3), Loop()),
     (replace(CHANGING, optimizer="adagrad", moved=True, seed=4), Loop(ahead=False, evaluate_every=2, read_every=3)),
-    (replace(CHANGING, optimizer="adagrad", dealt=True, steps=24, seed=5), Loop(loops=2, restarts=True, deal="random")),
 ]
 
 
@@ -33,8 +32,6 @@ def test_training_with_changing_rules_equals_one_process(ranks: Ranks, case: int
     results = ranks(4).run("run_ahead_jobs:train", scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
-        if scenario.dealt:
-            continue
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
     trained = np.sum([result["trained"] for result in results], axis=0)
     np.testing.assert_allclose(trained, np.sum(losses, axis=0), rtol=0, atol=1e-8)

@@ -62,14 +62,14 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     assert shown.samples == 20 * SAMPLES
     assert shown.batch_samples == round(per_step / LENGTH)
     assert shown.loader is not None
-    assert shown.dealing is not None
+    assert shown.dealing_loader is not None
     assert shown.loader.expected < 0.9
     assert shown.saved_seconds_loader > 0
     assert shown.moved_rows > 0
     assert shown == AffinityReport.model_validate(json.loads(shown.model_dump_json()))
     emit(report, plan_blocks(report), OutputFormat.TABLE)
     text = " ".join(capsys.readouterr().out.split())
-    assert "With homes and dealing by affinity" in text
+    assert "With homes by affinity and a loader that deals" in text
     assert "planner.moved_slots_share lets the daemon move them" in text
     assert not len(proposal.plan.target.moved), "rows move where the configuration says so"
     families = {family.name: family for family in plan_metrics(report)}
@@ -237,7 +237,7 @@ def test_without_samples_plans_say_nothing_or_what_is_missing(tmp_path: Path) ->
     few = with_samples(tmp_path / "few", batches=1)
     shown = proposal_report(few.propose("x", dry_run=True)).affinity
     assert shown is not None
-    assert shown.ranks is None
+    assert shown.loader is None
     assert "sequence_lengths" in shown.words[0]
 
 

@@ -74,8 +74,6 @@ class Scenario:
     """Home rules change between steps, block by block, and on the way some change back."""
     answers_change: bool = False
     """Answers of pooled tables change between steps, there and back."""
-    dealt: bool = False
-    """Losses are sums over samples, and batches have every feature of each sample, so that any rank may train it."""
 
     def due(self, step: int, chunks: int) -> int:
         """Return how many of the chunks have been released before a step."""
@@ -206,8 +204,6 @@ def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
     rng = np.random.default_rng([scenario.seed, step, rank])
     samples = int(rng.integers(0, 5))
     out: dict[str, Jagged] = {}
-    if scenario.dealt:
-        return whole_samples(rng, 0 if rank == scenario.idle_rank else samples)
     if rank == scenario.idle_rank:
         return out
     for name, rows in (("history", 61), ("target", 61), ("shop", 17)):
@@ -221,31 +217,6 @@ def batch(scenario: Scenario, step: int, rank: int) -> dict[str, Jagged]:
             torch.from_numpy(ids.astype(np.int32 if rng.random() < 0.5 else np.int64)), torch.from_numpy(lengths)
         )
     return out
-
-
-def whole_samples(rng: np.random.Generator, samples: int) -> dict[str, Jagged]:
-    """Make a batch whose samples have every feature; some of their bags are empty."""
-    out = {}
-    for name, rows in (("history", 61), ("target", 61), ("shop", 17)):
-        lengths = rng.integers(0, 6, size=samples)
-        ids = (rng.zipf(1.3, int(lengths.sum())) - 1) % rows
-        out[name] = Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
-    return out
-
-
-def loss_of_samples(out: dict[str, Any]) -> torch.Tensor:
-    """Return the sum over samples of a smooth function of each that couples its features."""
-    total: Any = torch.zeros((), dtype=torch.float64)
-    mixed: Any = 0.0
-    for part in out.values():
-        if isinstance(part, Jagged):
-            values, lengths = part.values.double(), part.lengths
-            samples = torch.arange(len(lengths)).repeat_interleave(lengths)
-            sums = values.new_zeros(len(lengths)).index_add(0, samples, values.sum(1))
-        else:
-            values, sums = part.double(), part.double().sum(1)
-        total, mixed = total + (values.tanh() ** 2).sum(), mixed + sums
-    return total * 0.1 + (mixed * 0.05).sin().sum()
 
 
 def loss_of(rows: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -418,13 +389,6 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                 for name, jagged in features.items():
                     seen[table_of[name]][jagged.values.long()] = True
                 loss = loss_of(rows)
-                if scenario.dealt:
-                    jagged = {
-                        name: Jagged(part, features[name].lengths)
-                        for name, part in rows.items()
-                        if name not in scenario.pooled
-                    }
-                    loss = loss_of_samples(rows | jagged)
                 if loss.requires_grad:
                     (loss / shares).backward()
                 losses[rank].append(float(loss.detach()))

@@ -15,7 +15,6 @@ from flexd.core.layout import MOVED, RankLayout
 from flexd.core.placement import Placement
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
-from tests.support import deal_jobs
 from tests.support.collection_jobs import offer
 
 LAYOUT = RankLayout(2, 1)
@@ -102,22 +101,3 @@ def launches_and_waits(rank: int, moves: bool) -> tuple[int, int]:
             train(collection)
         collection.close()
     return counting.launches.total(), counting.waits.total()
-
-
-def crossing_bytes(rank: int, moves: bool) -> int:
-    """Return the bytes between nodes that dealing counts before it deals. Each node's samples use the rows whose homes
-    are in the other node."""
-    collection = made()
-    if moves:
-        move_to_the_other_node(collection, np.arange(2 * ROWS))
-    deal_jobs.deal_always(at_random=False)
-    ids = torch.arange(1 - rank, ROWS, 2)
-    batches = [{"item": Jagged(ids, torch.ones(len(ids), dtype=torch.int64))} for _ in range(3)]
-    loop = flexd.prefetch(batches, collection, deal=True)
-    for batch in loop:
-        collection(batch)["item"].values.sum().backward()
-        collection.optimizer.step()
-    totals = loop.dealt
-    collection.close()
-    assert totals.dealt_batches > 0
-    return totals.row_bytes_before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,12 @@ from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.store.slow.frame_division import divide_frames
-from tests.support import deal_jobs
 from tests.support.collection_jobs import some
 from tests.support.exactness import (
     Scenario,
     batch,
     class_of,
     loss_of,
-    loss_of_samples,
     random_chunks,
     row_optimizer,
     second_rule,
@@ -54,7 +52,6 @@ class Loop:
         restarts: between two loops the job ends, as by a kill, and a new collection goes on from what was saved.
         break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
         one_thread, depth: as in ``flexd.prefetch``.
-        deal: "priced": samples are dealt where it pays; "random": anywhere; "": not.
     """
 
     ahead: bool = True
@@ -71,7 +68,6 @@ class Loop:
     break_at: int = -1
     one_thread: bool | None = None
     depth: int = 1
-    deal: str = ""
 
 
 def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> EmbeddingCollection:
@@ -124,15 +120,8 @@ def look_up(collection: EmbeddingCollection, features: dict[str, Jagged]) -> dic
     return {name: rows[name] for name in features}
 
 
-def backward(
-    collection: EmbeddingCollection, features: dict[str, Jagged], *, by_sample: bool = False, pooled: Sequence[str] = ()
-) -> float:
-    rows = look_up(collection, features)
-    if by_sample:
-        jagged = {name: Jagged(part, features[name].lengths) for name, part in rows.items() if name not in pooled}
-        loss = loss_of_samples(rows | jagged)
-    else:
-        loss = loss_of(rows)
+def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
+    loss = loss_of(look_up(collection, features))
     if loss.requires_grad:
         loss.backward()
     return float(loss.detach())
@@ -202,7 +191,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             while number == 0 and inbox._received_version < due and rng.random() < 0.7:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
             try:
-                losses.append(backward(collection, features, by_sample=scenario.dealt, pooled=scenario.pooled))
+                losses.append(backward(collection, features))
                 trained.append(losses[-1])
             except EmbeddingError as error:
                 errors.append(str(error))
@@ -240,19 +229,15 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
                 break
 
     ends = [round(len(every) * (part + 1) / loop.loops) for part in range(loop.loops)]
-    dealt = 0
     for begin, end in zip([0, *ends], ends, strict=False):
         part: Any = every[begin:end]
-        if loop.deal:
-            deal_jobs.deal_always(at_random=loop.deal == "random")
         if loop.ahead:
             part = flexd.prefetch(
                 part, collection, features=lambda pair: given_to(collection, pair[1]),
                 passes_per_step=loop.announced_passes or scenario.passes, one_thread=loop.one_thread,
-                depth=loop.depth, deal=bool(loop.deal),
+                depth=loop.depth,
             )  # fmt: skip
         on(part)
-        dealt += part.dealt.shipped_samples if loop.ahead else 0
         del part
         if loop.restarts and end < len(every):
             restart()
@@ -266,7 +251,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         "tables": tables, "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
-        "digest": collection.engine.migrator.digest, "threads": threads(), "shipped": dealt,
+        "digest": collection.engine.migrator.digest, "threads": threads(),
         "most_moved": most_moved, "home_changes": home_changes + collection.engine.migrator.home_changes,
         "answer_changes": answer_changes + collection.engine.answers.changes,
         "rules": rules_of(collection), "answers": [collection.answer_of(table.name) for table in collection.tables],

@@ -120,24 +120,3 @@ def refused(rank: int, layout: RankLayout, faulty: int) -> list[str]:
 def initial(rank: int, layout: RankLayout) -> dict[str, torch.Tensor]:
     collection = make(False, layout)
     return {name: collection.gather_table(name) for name in ROWS}
-
-
-def dealt(rank: int, layout: RankLayout, deal: bool) -> dict[str, Any]:
-    """Train on dealt KeyedJaggedTensors in a dataclass; return the sums of losses, the tables and what was shipped."""
-    from tests.support import deal_jobs
-
-    deal_jobs.deal_always(at_random=True)
-    collection = make(False, layout)
-    batches: Any = [
-        {"sparse": batch(step, rank, samples=4), "number": torch.arange(4) + 10 * rank} for step in range(STEPS)
-    ]
-    losses, numbers = [], []
-    loop = flexd.prefetch(batches, collection, features=lambda one: one["sparse"], deal=deal)
-    for one in loop:
-        loss = loss_of(collection(one["sparse"]))
-        loss.backward()
-        collection.optimizer.step()
-        losses.append(float(loss.detach()))
-        numbers.append(one["number"].tolist())
-    tables = {name: collection.gather_table(name) for name in ROWS}
-    return {"losses": losses, "tables": tables, "shipped": loop.dealt.shipped_samples, "numbers": numbers}

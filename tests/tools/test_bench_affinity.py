@@ -37,7 +37,7 @@ def test_planted_groups_are_near_their_optimum_and_a_small_catalogue_is_not_here
     }
     assert all(each["ok"] for each in checks_of(figures)), figures
     figures["catalogue, 2 nodes"]["pays"] = True
-    figures["planted, 2 nodes"]["rows"] = 1.1 * figures["planted, 2 nodes"]["planted_rows"]
+    figures["planted, 2 nodes"]["loader"] = 1.1 * figures["planted, 2 nodes"]["planted_rows"]
     assert [each["name"] for each in checks_of(figures) if not each["ok"]] == [
         "planted, 2 nodes: over the planted", "catalogue, 2 nodes: pays",
     ]  # fmt: skip

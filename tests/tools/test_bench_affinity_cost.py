@@ -22,9 +22,3 @@ def test_costs_are_of_the_whole_batch_and_the_full_sample(monkeypatch: pytest.Mo
     assert 0.5 * 65_536 / 96 < learn["samples"] < 65_536 / 80
     assert learn["share_of_a_core"] == pytest.approx(learn["seconds"] / 300)
     assert learn["peak_bytes"] > 4 * 15 * learn["samples"]
-    deal = bench_affinity_cost.deal_figures(samples, layout, 0.1)
-    assert deal["us_a_sample"] == pytest.approx(1e3 * deal["ms"] / 64)
-    assert deal["rank_ms"] == pytest.approx(deal["ms"] / 8), "ranks take turns"
-    assert deal["share_of_step"] == pytest.approx(deal["rank_ms"] / 100)
-    assert deal["step_ms_at_2_percent"] == pytest.approx(50 * deal["rank_ms"])
-    assert bench_affinity_cost.deal_figures(planted(40)[0], layout, 0.1) == {}

@@ -1,8 +1,9 @@
-"""Batches of a dataset, dealt by the loader: each rank reads the samples that it trains, and ships nothing."""
+"""Batches of a dataset, dealt by the loader: each rank reads the samples whose rows are in its node."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,39 @@ from torch.utils.data import Sampler
 from flexd.core.dealing import deal_batch
 from flexd.core.errors import EmbeddingError
 from flexd.core.shared_rows import BatchRows
-from flexd.embedding.affinity.dealer import RowPrices
-from flexd.embedding.affinity.row_codes import SampleKeys
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.engine import RowEngine
 
 Int64Array = npt.NDArray[np.int64]
+
+_ID_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RowPrices:
+    """What a row costs that crosses between nodes.
+
+    Attributes:
+        first_addresses: int64 [dim-groups], the first address of each (``core.homes``).
+        end_address: after the last.
+        row_bytes: int64 [dim-groups], of a row and its gradient with their ids.
+    """
+
+    first_addresses: Int64Array
+    end_address: int
+    row_bytes: Int64Array
+
+    @staticmethod
+    def of_engine(engine: RowEngine) -> RowPrices:
+        """Return the prices of rows and gradients as they travel in this job."""
+        groups = engine.homes.groups
+        each = [
+            2 * group.dim * dtype.itemsize + _ID_BYTES for group, dtype in zip(groups, engine.router.wire, strict=True)
+        ]
+        return RowPrices(np.array([group.first_key for group in groups]), groups[-1].end_key, np.array(each))
+
+    def group_of(self, addresses: Int64Array) -> Int64Array:
+        return np.searchsorted(self.first_addresses, addresses, side="right") - 1
 
 
 class NodeSampler(Sampler[list[int]]):
@@ -55,10 +84,10 @@ class NodeSampler(Sampler[list[int]]):
         if order:
             sample = sample.repeat_interleave(torch.cat([by_name[name].lengths for name in order]).to(torch.int64))
         self._prices = RowPrices.of_engine(collection.engine)
-        no_bytes = torch.zeros(self.samples, dtype=torch.int64)
-        keys = SampleKeys.of(found.keys, sample, no_bytes, self._prices.end_address)
-        self._offsets = np.concatenate([[0], np.cumsum(keys.counts)])
-        self._keys = keys.keys
+        end = self._prices.end_address
+        distinct = (sample * end + found.keys).unique().cpu().numpy()  # type: ignore[no-untyped-call]
+        of_sample, self._keys = np.divmod(distinct, end)
+        self._offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=self.samples))])
         self._layout, self._rank = collection.layout, collection.rank
         self._nodes_of = collection.engine.migrator.nodes_of
         self._batch_size, self._shuffle, self._seed = batch_size, shuffle, seed
@@ -93,4 +122,4 @@ class NodeSampler(Sampler[list[int]]):
         at = np.repeat(self._offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])
         rows = self._keys[at]
         row_bytes = self._prices.row_bytes[self._prices.group_of(rows)]
-        return BatchRows(offsets, rows, row_bytes, nodes[at], node, group, np.zeros(len(chosen), dtype=np.int64))
+        return BatchRows(offsets, rows, row_bytes, nodes[at], node, group)

@@ -80,16 +80,6 @@ class ExchangeTrial:
         self._priced = ""
 
     @property
-    def measures(self) -> bool:
-        """True until the first trial is over, and during each later one: a step may not change otherwise then."""
-        first = self._choice.reason is not ExchangeReason.MEASURED
-        return first or self._before is not None or self._times.begun or self._changing
-
-    def put_off(self, steps: int) -> None:
-        """Begin no trial in the next ``steps`` steps, which change otherwise; not while it ``measures``."""
-        self._times.leave_out(steps)
-
-    @property
     def _changing(self) -> bool:
         """True if a change comes with one of the next look-ups."""
         return self._choice.due or self._choice.proposed % len(_NAMES) != _NAMES.index(self._choice.next)

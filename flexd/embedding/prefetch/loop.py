@@ -8,17 +8,24 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.affinity.deal_pacing import DealtTotals
-from flexd.embedding.affinity.dealer import Dealer, RowPrices
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.prefetch.batch_mover import BatchMover
-from flexd.embedding.prefetch.dealt_batches import END, DealtBatches, LoaderFailure
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.prefetch.run_ahead_job import NextBatch
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
+
+END = object()
+"""In place of a batch: the loader has no further one."""
+
+
+@dataclass(frozen=True)
+class LoaderFailure:
+    """An exception in place of a batch: the other ranks learn of it with the look-up of the batch."""
+
+    error: Exception
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,7 @@ def _identity(batch: Any) -> Any:
 
 
 class Prefetch(Generic[Batch]):
-    """Result of ``prefetch``; each iteration reads the loader once.
-
-    Attributes:
-        dealt: totals of the last iteration with ``deal``.
-    """
+    """Result of ``prefetch``; each iteration reads the loader once."""
 
     def __init__(
         self,
@@ -57,7 +60,6 @@ class Prefetch(Generic[Batch]):
         timeout_seconds: float,
         one_thread: bool | None,
         depth: int,
-        deal: bool,
         to_device: bool,
     ) -> None:
         if passes_per_step < 1 or depth < 1 or not timeout_seconds > 0:
@@ -65,7 +67,6 @@ class Prefetch(Generic[Batch]):
                 f"prefetch: {passes_per_step} passes a step, {depth} batches ahead, a deadline of {timeout_seconds} s",
                 remedy="give positive numbers",
             )
-        self.dealt = DealtTotals()
         self._loader = loader
         self._collection = collection
         self._features = features
@@ -73,7 +74,6 @@ class Prefetch(Generic[Batch]):
         self._timeout_seconds = timeout_seconds
         self._one_thread = one_thread
         self._depth = depth
-        self._deal = deal
         self._to_device = to_device
 
     def __len__(self) -> int:
@@ -81,12 +81,11 @@ class Prefetch(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         run_ahead = RunAhead.begin(
-            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread, self._depth,
-            deal=self._deal,
-        )  # fmt: skip
+            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread, self._depth
+        )
         run_ahead.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
-            queue = DealtBatches(self._read(), self._dealer(run_ahead), run_ahead) if self._deal else self._read()
+            queue = self._read()
             ahead = [self._ahead(next(queue)) for _ in range(self._depth)]
             run_ahead.announce(ahead[0].announced, [one.announced for one in ahead])
             while True:
@@ -121,19 +120,6 @@ class Prefetch(Generic[Batch]):
     def _ahead(self, batch: Any) -> _Ahead:
         return _Ahead(batch, self._next_batch(batch))
 
-    def _dealer(self, run_ahead: RunAhead) -> Dealer:
-        self._collection.engine.deal_trial.begin_loop(self._depth)
-        dealer = Dealer(
-            run_ahead.groups,
-            RowPrices.of_engine(self._collection.engine),
-            self._collection.engine.migrator.nodes_of,
-            lambda batch: self._collection.resolve(self._features(batch)),
-            self._collection.device,
-            self._collection.engine.deal_trial,
-        )
-        self.dealt = dealer.totals
-        return dealer
-
     def _next_batch(self, batch: Any) -> NextBatch:
         if batch is END or isinstance(batch, LoaderFailure):
             return NextBatch(None, None, failed=batch is not END)
@@ -150,7 +136,6 @@ def prefetch(
     timeout_seconds: float = 300.0,
     one_thread: bool | None = None,
     depth: int = 1,
-    deal: bool = False,
     to_device: bool = False,
 ) -> Prefetch[Batch]:
     """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
@@ -178,14 +163,6 @@ def prefetch(
             on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
         depth: batches that are read ahead; equal on all ranks. Only tables in two memories use more than one: the homes
             are told which rows the batches look up, at 4 bytes an id, and these stay in fast memory.
-        deal: whether samples are dealt to the nodes that have their rows; equal on all ranks. Each global batch is
-            the same set of samples, and every rank trains as many as its loader read, but other ones: losses that
-            look at other samples of a rank (in-batch negatives, batch statistics) see other neighbours. Ranks exchange
-            which rows their samples use one batch farther ahead, and ship a sample to another node only if that saves
-            more bytes between nodes than it costs. The whole batch must be on the device of the tables, and consist of
-            dense tensors [samples, ...], ``Jagged``, nested tensors or types of TorchRec, in mappings, sequences,
-            named tuples and dataclasses. With one node nothing happens. Dealing pauses on all ranks where it saves too
-            few bytes, or where steps are measured to be shorter without.
         to_device: whether each batch is moved to the device of the tables when it is read, a step before its own:
             tensors, ``Jagged``, nested tensors and types of TorchRec, in mappings, sequences, named tuples and
             dataclasses. On an accelerator the copies run beside training if the loader pins its memory.
@@ -198,4 +175,4 @@ def prefetch(
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
         deadline. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth, deal, to_device)
+    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth, to_device)

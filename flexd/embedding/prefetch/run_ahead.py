@@ -37,11 +37,9 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 
-from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.core.mistakes import MISTAKES, MistakeKind
 from flexd.embedding import devices
@@ -99,9 +97,6 @@ class RunAhead(StepHooks):
         )
         self._announced: NextBatch | None = None
         self._farther: Sequence[NextBatch] = ()
-        self.beside: Callable[[], Any] | None = None
-        """Collective work over ``groups`` for the end of the next job; on all ranks or on none."""
-        self._beside_result: Any = None
         self._started: NextBatch | None = None
         self._result: RunAheadResult | None = None
         self._splitting: DeferredGradients | None = None
@@ -118,8 +113,6 @@ class RunAhead(StepHooks):
         passes_per_step: int,
         one_thread: bool | None = None,
         depth: int = 1,
-        *,
-        deal: bool = False,
     ) -> RunAhead:
         """Collective. Begin a loop that announces its batches, ``depth`` batches before they are trained on.
 
@@ -142,7 +135,7 @@ class RunAhead(StepHooks):
             )
         engine.agree_on_loop(
             f"one_thread={one_thread}, timeout_seconds={timeout_seconds:g}, passes_per_step={passes_per_step}, "
-            f"depth={depth}, deal={deal}"
+            f"depth={depth}"
         )
         same = isinstance(hooks, RunAhead) and hooks.one_thread == one_thread
         if not isinstance(hooks, RunAhead) or not same or (hooks.timeout_seconds != timeout_seconds and not one_thread):
@@ -164,16 +157,6 @@ class RunAhead(StepHooks):
 
     # Called by the loop.
 
-    @property
-    def groups(self) -> ChainGroups:
-        """The process groups of the jobs."""
-        return self._groups
-
-    @property
-    def on_stream(self) -> bool:
-        """True if jobs are queued on a stream of their own."""
-        return self._device.type == "cuda"
-
     def announce(self, batch: NextBatch, farther: Sequence[NextBatch] = ()) -> None:
         """Set the batch after that of the next forward pass; that forward pass starts its job.
 
@@ -181,19 +164,6 @@ class RunAhead(StepHooks):
             farther: batches that have become known, ``batch`` among the first; equally many on all ranks.
         """
         self._announced, self._farther = batch, farther
-
-    def beside_result(self) -> Any:
-        """Wait for the job under way, and return the result of its ``beside``; None if it had none."""
-        self.wait()
-        result, self._beside_result = self._beside_result, None
-        return result
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Collective. Run work over ``groups`` as a job of its own, and return its result."""
-        self.wait()
-        self.beside = None
-        self._submit(lambda: self._run_beside(None, work))
-        return self.beside_result()
 
     def _submit(self, job: Callable[[], RunAheadResult | None]) -> None:
         def guarded() -> RunAheadResult | None:
@@ -205,12 +175,6 @@ class RunAhead(StepHooks):
         if not self._overlaps:
             self._engine.phases.skip()
 
-    def _run_beside(self, result: RunAheadResult | None, work: Callable[[], Any] | None) -> RunAheadResult | None:
-        if work is not None:
-            with self._traffic.phases.phase(StepPhase.IDS):
-                self._beside_result = work()
-        return result
-
     def start_announced(self) -> None:
         """Collective. Start the job of the announced batch unless a forward pass has."""
         self._check_failure()
@@ -221,7 +185,6 @@ class RunAhead(StepHooks):
         self._result = None
         batch, self._announced = self._announced, None
         farther, self._farther = self._farther, ()
-        beside, self.beside = self.beside, None
         self._started = batch
         self.prefetched_batches += batch.given is not None
         deferred, self.deferred = self.deferred, None
@@ -234,12 +197,11 @@ class RunAhead(StepHooks):
         digest = self._engine.settings_digest
 
         def job() -> RunAheadResult | None:
-            result = self._job.run(
+            return self._job.run(
                 batch, deferred, passes,
                 step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
                 farther=farther, passes_kept=self.passes_per_step,
             )  # fmt: skip
-            return self._run_beside(result, beside)
 
         self._submit(job)
 
@@ -247,7 +209,6 @@ class RunAhead(StepHooks):
         """End the loop on this rank. Raises EmbeddingError if it does not end on all others."""
         self.wait()
         result, self._result, self._started, self._announced = self._result, None, None, None
-        self.beside = None
         if result is not None and result.ended_rank >= 0:
             raise result.uneven_error()
 
@@ -262,7 +223,7 @@ class RunAhead(StepHooks):
         except Exception as error:  # of a job whose result no step will use
             self._failure = self._failure or error
         self._result = self._started = self._announced = None
-        self._farther, self.beside, self._beside_result = (), None, None
+        self._farther = ()
         self._looping = False
         if self._job.home_slots is not None:
             for store in self._engine.stores:

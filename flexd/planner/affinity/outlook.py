@@ -9,8 +9,7 @@ from flexd.planner.affinity.streaming import MIN_BATCHES, AffinityPlan, ShareRan
 from flexd.planner.affinity.traffic import MIN_SAVING
 
 WITHOUT_MOVES = (
-    "With rows where they are, flexd.prefetch(loader, collection, deal=True) would leave {ranks} of the bytes, a "
-    "loader that deals {loader}."
+    "With rows where they are, a loader that deals would leave {share} of the bytes (flexd.affinity.NodeSampler)."
 )
 
 BY_USER = "With each user's samples in her node (flexd affinity users -o FILE.npz) {share} would be left."
@@ -24,15 +23,14 @@ class AffinityOutlook:
         samples: sampled.
         batches, batch_samples: whole batches among them, and the samples of one.
         moved_rows, move_bytes: rows that would live elsewhere than by rule, and the bytes of moving them once.
-        ranks, loader: share of the chain's bytes that would be left, with samples dealt by ranks (shipped bytes
-            counted) or by the loader; None if there are too few samples.
-        dealing, dealing_loader: the same two with rows where their rule puts them.
+        loader: share of the chain's bytes that would be left, with samples dealt by the loader; None if there are too
+            few samples.
+        dealing_loader: the same with rows where their rule puts them.
         chain_bytes: of the whole job, rows and gradients by the sampled tables.
-        saved_seconds_ranks, saved_seconds_loader: transfer time of a rank less, hidden or not; None if no prices are
-            known.
-        pays_ranks, pays_loader: whether it saves at least ``MIN_SAVING`` and something in the worst twentieth.
+        saved_seconds_loader: transfer time of a rank less, hidden or not; None if no prices are known.
+        pays_loader: whether it saves at least ``MIN_SAVING`` and something in the worst twentieth.
         users: users whose node is known.
-        by_user: share left with each user's samples in her node and nothing shipped; None without ids of users.
+        by_user: share left with each user's samples in her node; None without ids of users.
         learning: whether homes are being learnt for the first time; the other values say nothing then.
     """
 
@@ -41,14 +39,10 @@ class AffinityOutlook:
     batch_samples: int
     moved_rows: int
     move_bytes: float
-    ranks: ShareRange | None
     loader: ShareRange | None
-    dealing: ShareRange | None
     dealing_loader: ShareRange | None
     chain_bytes: float | None
-    saved_seconds_ranks: float | None
     saved_seconds_loader: float | None
-    pays_ranks: bool
     pays_loader: bool
     users: int
     by_user: ShareRange | None = None
@@ -57,7 +51,7 @@ class AffinityOutlook:
     @classmethod
     def first(cls) -> AffinityOutlook:
         """Return the outlook while homes are learnt for the first time."""
-        return cls(0, 0, 0, 0, 0.0, None, None, None, None, None, None, None, False, False, 0, learning=True)
+        return cls(0, 0, 0, 0, 0.0, None, None, None, None, False, 0, learning=True)
 
     @classmethod
     def of(cls, plan: AffinityPlan, samples: int, chain_seconds: float | None = None) -> AffinityOutlook:
@@ -69,11 +63,9 @@ class AffinityOutlook:
         """
         chain, _ = plan.bytes_per_step()
         return cls(
-            samples, plan.batches, plan.batch_samples, plan.moved_rows, plan.move_bytes, plan.ranks, plan.loader,
-            plan.dealing, plan.dealing_loader,
-            None if plan.traffic is None else chain, _saved(plan.ranks, chain_seconds),
-            _saved(plan.loader, chain_seconds), plan.pays(), plan.pays(loader_deals=True),
-            0 if plan.users is None else len(plan.users.ids), plan.by_user,
+            samples, plan.batches, plan.batch_samples, plan.moved_rows, plan.move_bytes, plan.loader,
+            plan.dealing_loader, None if plan.traffic is None else chain, _saved(plan.loader, chain_seconds),
+            plan.pays(), 0 if plan.users is None else len(plan.users.ids), plan.by_user,
         )  # fmt: skip
 
     @property
@@ -86,36 +78,29 @@ class AffinityOutlook:
 
     @property
     def _verdict(self) -> tuple[str, ...]:
-        if self.ranks is None or self.loader is None or self.dealing is None or self.dealing_loader is None:
+        if self.loader is None or self.dealing_loader is None:
             needed = MIN_BATCHES * self.batch_samples
             return (
                 f"Affinity is not known: {units.count(self.samples)} samples are held, at least {units.count(needed)} "
                 f"({MIN_BATCHES} global batches) are needed. Send sequence_lengths, or raise "
                 "sketch.coaccess_memory_bytes.",
             )
-        if not (self.pays_ranks or self.pays_loader):
+        if not self.pays_loader:
             return (
-                f"Not here: with homes and dealing by affinity {_share(self.ranks)} of the bytes between nodes would "
-                f"be left ({_share(self.loader)} with a loader that deals); at least {units.share(MIN_SAVING)} less "
-                "are asked for.",
+                f"Not here: with homes by affinity and a loader that deals {_share(self.loader)} of the bytes between "
+                f"nodes would be left; at least {units.share(MIN_SAVING)} less are asked for.",
             )
         said = [
-            f"With homes and dealing by affinity {_share(self.ranks)} of the bytes between nodes would be left, "
-            f"samples shipped by the ranks counted, and {_share(self.loader)} with a loader that deals."
+            f"With homes by affinity and a loader that deals {_share(self.loader)} of the bytes between nodes would be "
+            "left."
         ]
-        if not self.pays_ranks:
-            said.append("Shipping samples takes what it saves: only a loader that deals wins here.")
-        if self.saved_seconds_loader is not None and self.saved_seconds_ranks is not None:
+        if self.saved_seconds_loader is not None:
             said.append(
-                f"By the prices that is {units.seconds(max(0.0, self.saved_seconds_ranks))} or "
-                f"{units.seconds(max(0.0, self.saved_seconds_loader))} of transfer a step less, of which compute may "
-                "hide a part."
+                f"By the prices that is {units.seconds(max(0.0, self.saved_seconds_loader))} of transfer a step less, "
+                "of which compute may hide a part."
             )
-        without = WITHOUT_MOVES.format(ranks=_share(self.dealing), loader=_share(self.dealing_loader))
-        if (
-            min(self.dealing.expected, self.dealing_loader.expected) - min(self.ranks.expected, self.loader.expected)
-            < MIN_SAVING
-        ):
+        without = WITHOUT_MOVES.format(share=_share(self.dealing_loader))
+        if self.dealing_loader.expected - self.loader.expected < MIN_SAVING:
             return (*said, "Moving homes wins nothing beside dealing here.", without)
         said.append(
             f"{units.count(self.moved_rows)} rows would live in another node than by their rule; moving them sends "

@@ -52,14 +52,14 @@ class AffinityPlan:
         moves: int64 [rows], keys of the rows that move now, ascending.
         moved_rows: rows that are not where their rule puts them.
         move_bytes: that the moves send once, values and optimizer state.
-        ranks, loader: bytes between nodes over the chain's, samples dealt by the ranks (shipped bytes counted) or by a
-            loader that sends each sample to its node; None if there are too few batches to tell.
-        dealing, dealing_loader: the same two with every row where its rule puts it: dealing alone.
-        placed: bytes by the ranks with every row where it is now; as ``dealing`` if none has moved.
-        traffic: behind ``ranks`` and ``loader``, of the newest batches together.
+        loader: bytes between nodes over the chain's, with a loader that sends each sample to its node; None if there
+            are too few batches to tell.
+        dealing_loader: the same with every row where its rule puts it: dealing alone.
+        placed: the same with every row where it is now; as ``dealing_loader`` if none has moved.
+        traffic: behind ``loader``, of the newest batches together.
         users: the node of each user, by where rows are to live: ``homes`` if they are in place, else where their rule
             puts them. None without ids of users.
-        by_user: bytes with each user's samples in her node, nothing shipped, judged as ``ranks``.
+        by_user: bytes with each user's samples in her node, judged as ``loader``.
         batches, batch_samples: of the window.
         continued: whether it went on from the homes before.
         probability: of the bisection that was best; the next call may start with it.
@@ -70,9 +70,7 @@ class AffinityPlan:
     moves: Int64Array
     moved_rows: int
     move_bytes: float
-    ranks: ShareRange | None
     loader: ShareRange | None
-    dealing: ShareRange | None
     dealing_loader: ShareRange | None
     placed: ShareRange | None
     traffic: AffinityTraffic | None
@@ -83,26 +81,23 @@ class AffinityPlan:
     continued: bool
     probability: float | None
 
-    def pays(self, *, loader_deals: bool = False, min_saving: float = MIN_SAVING) -> bool:
+    def pays(self, min_saving: float = MIN_SAVING) -> bool:
         """Return whether even the high end of the range saves a share of the chain's bytes; False means "not here"."""
-        found = self.loader if loader_deals else self.ranks
+        found = self.loader
         return found is not None and found.expected <= 1 - min_saving and found.high < 1
 
     def moves_pay(self, min_saving: float = MIN_SAVING) -> bool:
         """Return whether moved rows save a share of the chain's bytes beside dealing alone."""
-        pairs = (self.dealing, self.ranks), (self.dealing_loader, self.loader)
-        return any(
-            alone is not None and both is not None and alone.expected - both.expected >= min_saving
-            for alone, both in pairs
-        )
+        alone, both = self.dealing_loader, self.loader
+        return alone is not None and both is not None and alone.expected - both.expected >= min_saving
 
-    def bytes_per_step(self, *, loader_deals: bool = False) -> tuple[float, float]:
+    def bytes_per_step(self) -> tuple[float, float]:
         """Return (the chain's bytes between nodes in a step of the whole job, those with affinity); NaN if unknown."""
         if self.traffic is None or not self.traffic.batches:
             return float("nan"), float("nan")
         sent = self.traffic
         chain = sent.chain_rows * sent.wire.row / sent.batches
-        return chain, chain * (sent.loader_ratio if loader_deals else sent.bytes_ratio)
+        return chain, chain * sent.loader_ratio
 
 
 def plan_affinity(
@@ -141,21 +136,21 @@ def plan_affinity(
     moves, move_bytes = homes.keys[at], float(window.costs.stored_bytes[at].sum(dtype=np.float64))
     users = users_of_window(window, homes if in_place else replace(homes, home=current), layout)
     by_user = None if divided is None else _by_user(window, divided, layout, in_place=in_place)
-    ranks = loader = dealing = dealing_loader = as_placed = sent = None
+    loader = dealing_loader = as_placed = sent = None
     if judged is not None:
-        ranks, loader, sent = judged
+        loader, sent = judged
         count = min(window.batches, sent.batches)
         alone = _by_rule(layout)
         newest = window.of_batches(window.batches - count, window.batches)
-        dealing, dealing_loader, _ = _ranges(newest, alone, layout)
-        as_placed = dealing if placed is None else _ranges(newest, placed, layout)[0]
+        dealing_loader, _ = _range_of(newest, alone, layout)
+        as_placed = dealing_loader if placed is None else _range_of(newest, placed, layout)[0]
     unseen = np.zeros(len(homes.keys), dtype=np.int64)
     if placed is not None and before is not None:
         homes, unseen = _with_unseen(homes, before, layout)
     moved_rows = int(np.count_nonzero(homes.home != rule_nodes(homes.keys, layout)))
     return AffinityPlan(
-        homes, unseen, moves, moved_rows, move_bytes, ranks, loader, dealing, dealing_loader, as_placed, sent,
-        users, by_user, window.batches, window.batch_samples, continued, probability,
+        homes, unseen, moves, moved_rows, move_bytes, loader, dealing_loader, as_placed, sent, users,
+        by_user, window.batches, window.batch_samples, continued, probability,
     )  # fmt: skip
 
 
@@ -186,7 +181,7 @@ def _with_unseen(homes: NodeHomes, before: AffinityPlan, layout: RankLayout) -> 
     return joined, unseen[order]
 
 
-_Judged = tuple[ShareRange, ShareRange, AffinityTraffic]
+_Judged = tuple[ShareRange, AffinityTraffic]
 
 
 def _judge(
@@ -217,10 +212,10 @@ def _judge(
                 before.homes if continued and before is not None else None, learnt.costs,
             )
         )  # fmt: skip
-        judged = _ranges(newest, homes, layout)
+        judged = _range_of(newest, homes, layout)
         # Rows a batch: what crosses, and over the horizon what the moves send.
         moves = float(learnt.costs.min_gain[homes.home != current].sum(dtype=np.float64))
-        cost = judged[0].expected * judged[2].chain_rows / max(1, judged[2].batches) + moves
+        cost = judged[0].expected * judged[1].chain_rows / max(1, judged[1].batches) + moves
         margin = 1 - CONTINUE_WITHIN if best is not None and best[2] else 1.0
         if best is None or cost < best[0] * margin:
             best = cost, judged, continued, probability, homes
@@ -245,8 +240,8 @@ def _by_user(window: SampledWindow, divided: NodeHomes, layout: RankLayout, *, i
     return _range(float(sent.sum() / max(1e-30, chain.sum())), sent[counted] / chain[counted])
 
 
-def _ranges(newest: SampledWindow, homes: NodeHomes, layout: RankLayout) -> _Judged:
-    """Return the ranges over batches by ranks and by a loader, and the traffic of all batches."""
+def _range_of(newest: SampledWindow, homes: NodeHomes, layout: RankLayout) -> _Judged:
+    """Return the range over batches with a loader that deals, and the traffic of all batches."""
     each = []
     for number in range(newest.batches):
         one = newest.of_batches(number, number + 1)
@@ -255,14 +250,9 @@ def _ranges(newest: SampledWindow, homes: NodeHomes, layout: RankLayout) -> _Jud
         batches=len(each),
         chain_rows=sum(one.chain_rows for one in each),
         loader_rows=sum(one.loader_rows for one in each),
-        rows=sum(one.rows for one in each),
-        shipped_samples=sum(one.shipped_samples for one in each),
-        shipped_bytes=sum(one.shipped_bytes for one in each),
         wire=newest.wire,
     )
-    by_ranks = np.array([one.bytes_ratio for one in each if one.chain_rows])
-    by_loader = np.array([one.loader_ratio for one in each if one.chain_rows])
-    return _range(total.bytes_ratio, by_ranks), _range(total.loader_ratio, by_loader), total
+    return _range(total.loader_ratio, np.array([one.loader_ratio for one in each if one.chain_rows])), total
 
 
 def _range(expected: float, each: Float64Array) -> ShareRange:

@@ -70,12 +70,6 @@ def test_what_is_loaded_replaces_moved_rows_and_no_others(ranks: Ranks) -> None:
             np.testing.assert_array_equal(looked_up[name], table)
 
 
-def test_samples_are_dealt_by_where_rows_are(ranks: Ranks) -> None:
-    pool = ranks(2)
-    assert all(pool.run("moved_jobs:crossing_bytes", False))
-    assert pool.run("moved_jobs:crossing_bytes", True) == [0, 0]
-
-
 def test_the_host_waits_for_nothing_more_where_rows_have_moved(ranks: Ranks) -> None:
     pool = ranks(2)
     for still, moved in zip(

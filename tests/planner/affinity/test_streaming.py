@@ -73,20 +73,19 @@ def test_tables_with_a_home_rule_of_their_own_stay_out() -> None:
 
 def test_planted_groups_are_found_and_priced() -> None:
     plan = plan_affinity(window_of(40), LAYOUT)
-    assert plan.ranks is not None
     assert plan.loader is not None
-    assert plan.dealing is not None
+    assert plan.dealing_loader is not None
     assert plan.loader.low <= plan.loader.expected <= plan.loader.high
     assert plan.loader.expected < 0.25
-    assert plan.dealing.expected > plan.ranks.expected + 0.1, "moved homes win beside dealing"
-    assert plan.pays(loader_deals=True)
+    assert plan.dealing_loader.expected > plan.loader.expected + 0.1, "moved homes win beside dealing"
+    assert plan.pays()
     rule = rule_nodes(plan.homes.keys, LAYOUT)
     assert np.array_equal(plan.moves, plan.homes.keys[plan.homes.home != rule])
     stored = np.array([spec.row_bytes + spec.state_bytes for spec in KEYSPACE.tables])
     assert plan.move_bytes == stored[KEYSPACE.table_of(plan.moves)].sum()
     assert plan.users is not None
     assert plan.users.ids.tolist() == list(range(1_000, 1_000 + GROUPS))
-    chain, left = plan.bytes_per_step(loader_deals=True)
+    chain, left = plan.bytes_per_step()
     assert left == pytest.approx(plan.loader.expected * chain)
 
 
@@ -131,7 +130,7 @@ def test_samples_of_no_user_are_where_they_are_read() -> None:
 def test_equal_inputs_give_equal_plans() -> None:
     first, second = (plan_affinity(window_of(20), LAYOUT) for _ in range(2))
     assert np.array_equal(first.homes.home, second.homes.home)
-    assert first.ranks == second.ranks
+    assert first.loader == second.loader
     assert first.users is not None
     assert second.users is not None
     assert np.array_equal(first.users.nodes_of, second.users.nodes_of)
@@ -197,11 +196,10 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
     window = sampled_window(read, KEYSPACE, horizon_steps=100.0, batch_samples=256)
     plan = plan_affinity(window, LAYOUT)
     assert not plan.pays()
-    assert not plan.pays(loader_deals=True)
     words = AffinityOutlook.of(plan, read.samples).words
     assert words[0].startswith("Not here")
     few = plan_affinity(window_of(3), LAYOUT)
-    assert few.ranks is None
+    assert few.loader is None
     assert not few.pays()
     assert AffinityOutlook.of(few, 192).words[0].startswith("Affinity is not known: 192 samples are held, at least 256")
 
@@ -209,11 +207,11 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
 def test_the_outlook_names_saving_moves_and_what_dealing_alone_wins() -> None:
     plan = plan_affinity(window_of(40), LAYOUT)
     words = " ".join(AffinityOutlook.of(plan, 2_560, 1e-3).words)
-    assert "With homes and dealing by affinity" in words
+    assert "With homes by affinity and a loader that deals" in words
     assert "of transfer a step less" in words
     assert "rows would live in another node" in words
     assert "planner.moved_slots_share lets the daemon move them" in words
-    assert "With rows where they are, flexd.prefetch(loader, collection, deal=True) would leave" in words
+    assert "With rows where they are, a loader that deals would leave" in words
 
 
 @settings(max_examples=50, deadline=None)
