@@ -14,9 +14,10 @@ demo: $(STAMP)
 demo-kafka: $(STAMP)
 	$(BIN)/python tools/demo_kafka.py $(DEMO)
 
-# `make test` is what a change needs; `make test-all` adds the tests marked `long`: soaks, 52 kills, a newcomer's first
-# hour, the container, the matrices. Two files run at a time (most tests wait for other processes), then, one after
-# another, those marked `alone`. JOBS=0 runs everything in one process; TESTS names files, of which all tests run.
+# `make test` is what a change needs, with the same random examples everywhere. `make test-all` draws them anew and adds
+# the tests marked `long`: soaks, 52 kills, a newcomer's first hour, the container, the matrices. Two files run at a time
+# (most tests wait for other processes), then, one after another, those marked `alone`. JOBS=0 runs everything in one
+# process; TESTS names files, of which all tests run.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest
 DURATIONS := .pytest_cache/durations
@@ -25,8 +26,8 @@ TOGETHER := $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --junitx
 ALONE := $(PYTEST) --junitxml=$(DURATIONS)/alone.xml $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 define run_tests
 	@began=$$(date +%s); failed=0; rm -rf $(DURATIONS); mkdir -p $(DURATIONS); \
-	$(TOGETHER) -m "not alone$(1)" || failed=1; \
-	$(ALONE) -m "alone$(1)" || failed=1; \
+	$(TOGETHER) -m "not alone$(1)" $(2) || failed=1; \
+	$(ALONE) -m "alone$(1)" $(2) || failed=1; \
 	echo "$@: $$(($$(date +%s) - began)) s in total; make test-durations prints the slowest"; exit $$failed
 endef
 
@@ -34,11 +35,11 @@ test: $(STAMP)
 ifdef TESTS
 	$(PYTEST) $(TESTS)
 else
-	$(call run_tests, and not long)
+	$(call run_tests, and not long,)
 endif
 
 test-all: $(STAMP) $(RECBOLE)
-	$(call run_tests)
+	$(call run_tests,,--hypothesis-profile=random)
 
 # The trainer's side with the oldest torch that pyproject.toml allows, in an environment of its own (several GB).
 FLOOR := .venv-floor

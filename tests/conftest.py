@@ -19,6 +19,10 @@ for _threads in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 # For `make mutate`: a mutant is killed by the first example that fails; looking for a smaller one takes much longer.
 settings.register_profile("mutate", phases=(Phase.explicit, Phase.generate), database=None)
+# `make test` draws the same examples everywhere; `make test-all` asks for random ones with --hypothesis-profile.
+settings.register_profile("fixed", derandomize=True, database=None)
+settings.register_profile("random", derandomize=False, print_blob=True)
+settings.load_profile("fixed")
 
 # Until all is collected: importing makes little garbage, and each full collection scans all that is imported.
 gc.disable()
