@@ -28,6 +28,8 @@ TREE = {
         "def offsets_set_aside(courier_count, cut):\n    take = cut\n"
         "    return 'way_back', 'the way_back of a row', take.hurry\n"
     ),
+    "docs/metrics.md": "| `flexd_up` |\n",
+    "docs/decisions/one.md": "two words",
     "configs/a.yaml": "rate: 1\nstream:\n  silent_after_seconds: 2  # stranger\n",
 }
 
@@ -69,6 +71,10 @@ def test_sizes(found: dict[str, Any]) -> None:
     assert found["folders"]["flexd/room"] == {"files": 2, "lines": 4}
     assert found["folders"]["flexd"] == {"files": 8, "lines": 4 + 2 + 3 + 61 + 60}
     assert next(iter(found["largest"])) == "flexd/fifth.py"
+    size = found["size"]
+    assert (size["files of flexd"], size["statements of flexd"], size["lines of tools"]) == (8, 130, 8)
+    assert (size["words of docs and README"], size["words of decisions"], size["metrics"]) == (4, 2, 1)
+    assert size["commands"] is None, "there is no command in the small tree"
 
 
 def test_the_command_fails_while_there_is_a_cycle(tree: Path) -> None:
@@ -81,3 +87,4 @@ def test_the_command_fails_while_there_is_a_cycle(tree: Path) -> None:
 def test_this_repository_has_no_import_cycle_and_no_denied_name() -> None:
     found = house.report(ROOT)
     assert (found["cycles"], found["denied"]) == ([], [])
+    assert None not in found["size"].values()
