@@ -62,9 +62,9 @@ def test_what_has_come_up_is_kept_whether_it_was_expected_or_not():
     assert with_zeros(("a", "b"), {"b": 2, "z": 1}) == {"a": 0, "b": 2, "z": 1}
     tables = [{"name": "item", "rows": 3, "dim": 4}]
     config = parse_config({"job": "j", "tables": tables, "stream": {"source": {"kind": "tap"}}})
-    stats = IngestStats(rejected_messages={"truncated": 3, "other": 1})
+    stats = IngestStats(rejected_messages={"corrupt": 3, "other": 1})
     counted = stream_status(config, stats).rejected_messages
-    assert (counted["truncated"], counted["other"], counted["empty"]) == (3, 1, 0)
+    assert (counted["corrupt"], counted["other"], counted["empty"]) == (3, 1, 0)
 
 
 def test_the_gates_are_those_that_are_named():

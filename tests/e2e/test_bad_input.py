@@ -74,8 +74,8 @@ class Garbled:
         entry = {"table": "item", "rows": [1], "source_rank": 0, "event_time": 1.0}
         made: list[bytes] = []
         for reason, payload in (
-            ("truncated", good[: len(good) // 2]),
-            ("truncated", good[:-8]),
+            ("corrupt", good[: len(good) // 2]),
+            ("corrupt", good[:-8]),
             ("wrong_type", _wrong_type()),
             ("wrong_type", json.dumps({**entry, "rows": "many"}).encode()),
             ("wrong_schema", json.dumps({**entry, "colour": "red"}).encode()),

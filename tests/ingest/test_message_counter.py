@@ -43,7 +43,7 @@ def test_bad_input_is_counted_by_reason_and_sampled(tmp_path):
     stats = ingestor.stats()
     assert stats.messages == 9
     assert stats.bytes == sum(len(message) for message in log["p"])
-    assert stats.rejected_messages == {"internal_error": 1, "truncated": 1, "bad_json": 2, "too_large": 1, "empty": 1}
+    assert stats.rejected_messages == {"internal_error": 1, "corrupt": 1, "bad_json": 2, "too_large": 1, "empty": 1}
     assert stats.rejected_accesses == {"unknown_table": 5, "negative_row": 2, "row_out_of_range": 2}
     assert stats.accesses == 4
     assert ingestor.query("small", np.array([3])).tolist() == pytest.approx([4.0])

@@ -33,7 +33,7 @@ FULL = Status(
     pauses=2,
     stream=StreamStatus(
         source="kafka", messages=10, accesses=1000, bytes=9999,
-        rejected_messages={"truncated": 3, 'odd "reason"\n': 1}, rejected_accesses={"negative_row": 7},
+        rejected_messages={"corrupt": 3, 'odd "reason"\n': 1}, rejected_accesses={"negative_row": 7},
         adjusted_accesses={"late": 4}, lag_messages=5, dead_letters=4, newest_event_unix_seconds=1700000001.5,
         messages_lost={"retention": 11},
     ),
@@ -80,7 +80,7 @@ def test_every_number_is_on_the_page():
         ("flexd_paused", ()): 1,
         ("flexd_pauses_total", ()): 2,
         ("flexd_ingest_accesses_total", ()): 1000,
-        ("flexd_ingest_rejected_messages_total", (("reason", "truncated"),)): 3,
+        ("flexd_ingest_rejected_messages_total", (("reason", "corrupt"),)): 3,
         ("flexd_ingest_rejected_messages_total", (("reason", 'odd "reason"\n'),)): 1,
         ("flexd_ingest_rejected_accesses_total", (("reason", "negative_row"),)): 7,
         ("flexd_ingest_adjusted_accesses_total", (("rule", "late"),)): 4,

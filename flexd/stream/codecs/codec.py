@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from flexd.core.errors import CodecError, StreamError
-from flexd.stream.codecs import arrow_fast_path, arrow_framing
 from flexd.stream.types import AccessBatch, Int32Array, RowArray
 
 REASONS = (
@@ -30,7 +30,6 @@ REASONS = (
     "null_value",
     "too_large",
     "too_many_entries",
-    "truncated",
     "wrong_schema",
     "wrong_type",
 )
@@ -54,15 +53,11 @@ _MAX_STEP = 2**62 - 1
 _FLOAT64 = pa.float64()
 
 
-class _CheckedSchema(NamedTuple):
-    """A checked schema, with its columns if its messages can be read on the fast path."""
+_CONTINUATION = b"\xff\xff\xff\xff"
+_MAX_DICTIONARIES = 16
 
-    schema: pa.Schema
-    fast_columns: tuple[arrow_fast_path.Column, ...] | None
-
-
-_schemas: dict[bytes, _CheckedSchema] = {}
-"""Checked schemas by their bytes: producers repeat their schema in every message."""
+_schemas: dict[bytes, pa.Schema] = {}
+"""Checked schemas by the bytes of their metadata: producers repeat their schema in every message."""
 
 
 def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
@@ -141,9 +136,7 @@ def decode(payload: bytes | memoryview, max_message_bytes: int) -> list[AccessBa
         _fail("empty", "no bytes")
     if head[:1] in b"{ \t\r\n":
         return _decode_json(payload)
-    if len(head) < 4 and arrow_framing.CONTINUATION.startswith(head):
-        _fail("truncated", f"{len(head)} bytes of an Arrow message")
-    if head != arrow_framing.CONTINUATION:
+    if head != _CONTINUATION:
         _fail("not_arrow_or_json", f"begins with {head!r}")
     return _decode_arrow(payload)
 
@@ -201,47 +194,87 @@ def _schema(
 
 def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
     try:
-        key = bytes(payload[: arrow_framing.schema_bytes(payload)])
-        known = _schemas.get(key)
-        if known is None:
-            arrow_framing.walk(payload)
-            known = _new_schema(key)
-        # A cached schema must make no difference: a replay after a restart must give the same result for every message.
-        if known.fast_columns is not None:
-            read = arrow_fast_path.read(payload, len(key), known.fast_columns, MAX_ENTRIES)
-            batches = None if read is None else _fast_entries(read)
-            if batches is not None:
-                return batches
-        frames = arrow_framing.walk(payload, len(key))
-        buffer = pa.py_buffer(payload)
-        if frames.dictionaries:
-            batch = pa.ipc.open_stream(buffer).read_next_batch()
-        else:
-            batch = pa.ipc.read_record_batch(buffer.slice(frames.batch_start), known.schema)
+        schema, batch = _read_batch(pa.py_buffer(payload))
         if not 0 < batch.num_rows <= MAX_ENTRIES:
             reason = "empty" if batch.num_rows == 0 else "too_many_entries"
             _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
+        # Arrow reads offsets, dictionary indices and text without a check.
         batch.validate(full=True)
-        return _entries(known.schema, batch.columns)
-    except arrow_framing.FrameError as error:
-        _fail(error.reason, str(error))
+        return _entries(schema, batch.columns)
     except CodecError:
         raise
-    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
         _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
-def _new_schema(key: bytes) -> _CheckedSchema:
-    schema = pa.ipc.read_schema(pa.py_buffer(key))
+def _read_batch(payload: pa.Buffer) -> tuple[pa.Schema, pa.RecordBatch]:
+    """Read the only batch of an Arrow stream; what it holds is not validated yet."""
+    stream = pa.BufferReader(payload)
+    dictionaries = 0
+    try:
+        first = pa.ipc.read_message(stream)
+        if first.type != "schema":
+            _fail("wrong_schema", f"the first Arrow message is a {first.type}")
+        schema = _read_schema(first)
+        while (message := pa.ipc.read_message(stream)).type == "dictionary":
+            dictionaries += 1
+            if dictionaries > _MAX_DICTIONARIES:
+                _fail("wrong_schema", f"more than {_MAX_DICTIONARIES} dictionaries")
+            _check_uncompressed(message)
+    except EOFError:
+        _fail("empty", "the Arrow stream holds no record batch")
+    if message.type != "record batch":
+        _fail("wrong_schema", f"Arrow message of type {message.type} where a record batch was expected")
+    _check_uncompressed(message)
+    end = stream.tell()
+    rest = payload.size - end
+    if rest and (rest != 8 or payload.slice(end).to_pybytes() != _CONTINUATION + bytes(4)):
+        _fail("wrong_schema", f"{rest} bytes after the record batch: one batch a message")
+    if dictionaries:
+        return schema, pa.ipc.open_stream(payload).read_next_batch()
+    return schema, pa.ipc.read_record_batch(message, schema)
+
+
+def _read_schema(message: pa.Message) -> pa.Schema:
+    # A cached schema must make no difference: a replay after a restart must give the same result for every message.
+    key = message.metadata.to_pybytes()
+    known = _schemas.get(key)
+    if known is not None:
+        return known
+    schema = pa.ipc.read_schema(message)
+    # Arrow swaps the bytes of a batch of the other byte order, without a check of the offsets that it swaps.
+    if not schema.equals(pa.schema(list(schema))):
+        _fail("wrong_schema", "big-endian values, little-endian ones are read")
     _check_schema(schema)
-    known = _CheckedSchema(
-        schema, arrow_fast_path.fast_columns(schema) if arrow_framing.is_little_endian(key) else None
-    )
     if len(_schemas) >= _MAX_SCHEMAS:
         _schemas.clear()
     if len(key) <= _MAX_SCHEMA_BYTES:
-        _schemas[key] = known
-    return known
+        _schemas[key] = schema
+    return schema
+
+
+def _check_uncompressed(message: pa.Message) -> None:
+    """Refuse compressed buffers: Arrow allocates the length that each claims to have uncompressed.
+
+    ``format/Message.fbs``: a ``Message`` has its header as field 2, a ``RecordBatch`` its compression as field 3, and
+    a ``DictionaryBatch`` its ``RecordBatch`` as field 1. Arrow has verified the flatbuffer.
+    """
+    metadata = message.metadata
+    batch = _child(metadata, struct.unpack_from("<I", metadata, 0)[0], 2)
+    if batch is not None and message.type == "dictionary":
+        batch = _child(metadata, batch, 1)
+    if batch is not None and _child(metadata, batch, 3) is not None:
+        _fail("compressed", "the Arrow buffers are compressed")
+
+
+def _child(flatbuffer: pa.Buffer, table: int, field: int) -> int | None:
+    """Return the position of the table that a field of a table points at; None if the field is absent."""
+    vtable = table - struct.unpack_from("<i", flatbuffer, table)[0]
+    slot = 4 + 2 * field
+    if slot + 2 > struct.unpack_from("<H", flatbuffer, vtable)[0]:
+        return None
+    offset = struct.unpack_from("<H", flatbuffer, vtable + slot)[0]
+    return table + offset + int(struct.unpack_from("<I", flatbuffer, table + offset)[0]) if offset else None
 
 
 def _check_schema(schema: pa.Schema) -> None:
@@ -269,27 +302,6 @@ def _check_schema(schema: pa.Schema) -> None:
 
 def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
     return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type in values
-
-
-def _fast_entries(read: arrow_fast_path.Columns) -> list[AccessBatch] | None:
-    """Return the entries if they are valid, otherwise None: the slow path then raises the error with its reason."""
-    tables, rows, ranks, times, lengths, steps, *ids = read
-    valid = min(map(len, tables)) > 0 and max(map(len, tables)) <= MAX_TABLE_NAME_CHARS and min(ranks) >= 0
-    if not valid or not all(0 <= time <= MAX_EVENT_TIME_SECONDS for time in times):
-        return None
-    try:
-        if any(given is not None for given in ids):
-            none: list[None] = [None] * len(tables)
-            columns = (none if given is None else given for given in (lengths, steps, *ids))
-            return list(map(AccessBatch, tables, rows, ranks, times, *columns))
-        if steps is not None:
-            parts = [None] * len(tables) if lengths is None else lengths
-            return list(map(AccessBatch, tables, rows, ranks, times, parts, steps))
-        if lengths is None:
-            return list(map(AccessBatch, tables, rows, ranks, times))
-        return list(map(AccessBatch, tables, rows, ranks, times, lengths))
-    except StreamError:
-        return None
 
 
 def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
