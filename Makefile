@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 RECBOLE := $(VENV)/.recbole
 
-.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor test-durations lint types imports docs bench bench-pause bench-cluster bench-control chaos soak venv compiled torchrec recbole manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor test-durations lint types imports docs bench chaos soak venv compiled torchrec recbole manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -68,11 +68,11 @@ docs: $(STAMP)
 	$(BIN)/python tools/gen_config_docs.py
 	$(BIN)/python tools/gen_metrics_docs.py
 
+# One case of tools/bench: CASE=cluster BENCH="--quick --json". Those on an emulated cluster need root, ip, tc and setpriv;
+# those beside TorchRec need `make torchrec`. Both say so and end well without.
+CASE ?= step
 bench: $(STAMP)
-	$(BIN)/python tools/bench_sketch.py --quick
-
-bench-control: $(STAMP)
-	$(BIN)/python tools/bench_control.py $(BENCH)
+	$(BIN)/python -m tools.bench $(CASE) $(BENCH)
 
 # Faults at random in a live job, invariants checked after each; the same seed gives the same faults.
 SEED ?= 1
@@ -84,15 +84,6 @@ chaos: $(STAMP)
 HOURS ?= 1
 soak: $(STAMP)
 	PYTHONPATH=.:tools $(BIN)/python -m tests.e2e.chaos.soak --hostile --json --seed $(SEED) --hours $(HOURS) $(SOAK)
-
-bench-pause: $(STAMP)
-	$(BIN)/python tools/bench_pause.py $(BENCH)
-
-# Root, ip, tc and setpriv needed; says so and ends well without. BENCH: arguments of the exchange strategies, RANKING:
-# those of the ranking model, such as --quick.
-bench-cluster: $(TORCHREC)
-	$(BIN)/python tools/bench_cluster.py $(BENCH)
-	$(BIN)/python tools/bench_ranking.py $(RANKING)
 
 torchrec: $(TORCHREC)
 

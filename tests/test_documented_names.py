@@ -18,6 +18,7 @@ from flexd.cli.main import app
 from flexd.config.model import Config
 from tests.support.deployed import known_metrics
 from tests.support.repository import ROOT
+from tools.bench.harness import parser_of
 
 SUFFIXES = {".md", ".yaml", ".yml", ".json", ".tpl", ".txt", ".toml"}
 FOLDERS = ("docs", "configs", "deploy", "helm", "examples")
@@ -103,6 +104,12 @@ def test_commands_in_alert_texts_exist() -> None:
             assert words.split()[0] == "on" or problem_of(words.split(), ROOT) == "", f"{alert['alert']}: flexd {words}"
 
 
+@functools.cache
+def options_of_case(name: str) -> frozenset[str]:
+    _, parser = parser_of(name)
+    return frozenset(option for action in parser._actions for option in action.option_strings)
+
+
 @pytest.mark.parametrize("path", FILES, ids=ids)
 def test_make_targets_and_options_of_tools_exist(path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
@@ -111,7 +118,10 @@ def test_make_targets_and_options_of_tools_exist(path: Path) -> None:
             assert re.search(rf"^{found[1]}:", makefile, re.MULTILINE), code
             for name in re.findall(r"\b([A-Z]+)=", found[2].split("#")[0]):
                 assert re.search(rf"\$\({name}\)|ifdef {name}\b", makefile), code
-        if found := re.match(r"(?:\$ )?(?:python3? )?(tools/\w+\.py)(.*)", code):
+        if found := re.match(r"(?:\$ )?python -m tools\.bench (\w+)(.*)", code):
+            known = options_of_case(found[1])
+            assert set(re.findall(r"(?<=\s)(--[a-z][a-z-]+)", found[2].split("#")[0])) <= known, code
+        elif found := re.match(r"(?:\$ )?(?:python3? )?(tools/\w+\.py)(.*)", code):
             tool = (ROOT / found[1]).read_text()
             for option in re.findall(r"(?<=\s)(--[a-z][a-z-]+)", found[2].split("#")[0]):
                 assert option in tool or found[1] == "tools/demo_kafka.py", code

@@ -1,6 +1,6 @@
 """Check flexd on the GPUs of this machine, and print a report to paste.
 
-    python tools/gpu_check.py [--quick] [--only exactness step rows updates] [--device cuda]
+    python -m tools.gpu_check [--quick] [--only exactness step rows updates] [--device cuda]
 
 Parts, on one GPU as one NCCL rank and on two as two:
 
@@ -9,7 +9,7 @@ Parts, on one GPU as one NCCL rank and on two as two:
 - step: a step against ``nn.Embedding``, TorchRec's fused kernel if it is installed, and the time of its bytes at the
   rate of a copy; with and without a tap; by phase
 
-and on the first GPU ``bench_rows`` and ``bench_updates`` (look-up, update, FBGEMM's kernels, the rate of copying
+and on the first GPU rows and updates of ``tools.bench step`` (look-up, update, FBGEMM's kernels, the rate of copying
 memory). Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the parts run over gloo, which tests the
 command and measures nothing of a GPU. A part that fails is named at the end, and the exit status is 1.
 """
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import gpu_step
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -36,8 +35,9 @@ import flexd
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.demo.ports import free_ports
+from tools import gpu_step
 
-TOOLS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-5
 COPIED_ROWS = 100
 _TABLES = {"items": (5_000, 64), "users": (3_000, 32)}
@@ -153,8 +153,8 @@ def _spawn(ranks: int, kind: str, part: str, size: str) -> None:
 
 
 def _benchmark(name: str, kind: str, size: str) -> None:
-    command = [sys.executable, str(TOOLS / f"bench_{name}.py"), "--device", kind]
-    subprocess.run([*command, *([] if size == "full" else ["--quick"])], env=os.environ, check=True)
+    command = [sys.executable, "-m", "tools.bench", "step", "--only", name, "--device", kind]
+    subprocess.run([*command, *([] if size == "full" else ["--quick"])], cwd=ROOT, check=True)
 
 
 def failures(runs: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = []
     for part in options.only:
         if part in ("rows", "updates"):
-            runs.append((f"bench_{part}", partial(_benchmark, part, kind, size)))
+            runs.append((f"bench step, {part}", partial(_benchmark, part, kind, size)))
             continue
         for ranks in (1, 2):
             if ranks > devices:

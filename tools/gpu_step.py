@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torchrec_peer
 
 import flexd
 from flexd.control.protocol.report import StepPhase
 from flexd.core.layout import RankLayout
+from tools.bench.peers import torchrec_collection as torchrec_peer
 
 SKEW, LEARNING_RATE = 1.05, 0.01
 Step = Callable[[torch.Tensor], None]

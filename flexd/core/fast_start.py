@@ -1,6 +1,6 @@
 """Shorten the start of a process by skipping work of the interpreter and of libraries that it does not need.
 
-``tools/bench_daemon.py`` measures the time of a start.
+``tools.bench control`` measures the time of a start.
 """
 
 from __future__ import annotations

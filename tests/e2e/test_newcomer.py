@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the packages of this interpreter; ``tools/bench_newcomer.py`` installs its own."""
+    """Return a checkout with the packages of this interpreter."""
     if not newcomer.is_checkout():
         pytest.skip("the tests do not run in a git checkout")
     target = tmp_path_factory.mktemp("newcomer") / "flexd"

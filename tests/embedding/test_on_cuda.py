@@ -1,5 +1,5 @@
 """Every mode of a step on pretended CUDA tensors: no tensors of two devices meet, no ``numpy()`` of a device's tensor,
-and the host waits for the device at most as often as the budget of ``tools/bench_dispatch.py`` allows."""
+and the host waits for the device at most as often as the budget of ``tools.bench step`` allows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import mirror_ranks
 import numpy as np
 import pytest
 import torch
-from bench_dispatch import MAX_WAITS, Case, batch, keyspace_of, placement, tables_of
-from mirror_ranks import MirrorPeers, mirrored
 
 import flexd
 from flexd.core.layout import RankLayout, Tier
@@ -30,6 +27,9 @@ from flexd.embedding.checkpoint.checkpoint import (
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
+from tools.bench import mirror_ranks
+from tools.bench.mirror_ranks import MirrorPeers, mirrored
+from tools.bench.sections.dispatch import MAX_WAITS, Case, batch, keyspace_of, placement, tables_of
 
 SMALL, LARGE = RankLayout(2, 2), RankLayout(16, 8)
 

@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import bench_dispatch
 import gen_metrics_docs
 
 from tests.support.golden_jobs import STRATEGIES
 from tests.support.statuses import STATUSES
+from tools.bench.sections import dispatch
 
 FOLDER = Path(__file__).parent
 COMMANDS = (
@@ -99,7 +99,7 @@ def test_losses_and_bytes_between_nodes_by_strategy(ranks):
 
 def test_launches_and_host_waits_of_a_step():
     found = {}
-    for case in bench_dispatch.QUICK:
-        figures, _ = bench_dispatch.measure(case, 1, lines=False)
+    for case in dispatch.QUICK:
+        figures = dispatch.measure(case, 1)
         found[case.name] = {name: int(figures[name]) for name in ("launches", "host waits", "uploads", "collectives")}
     compare("dispatch.json", found)

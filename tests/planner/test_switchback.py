@@ -1,4 +1,4 @@
-"""Verdicts and intervals of a switchback. ``tools/bench_switchback.py`` simulates the jobs."""
+"""Verdicts and intervals of a switchback. ``tools.bench verify`` simulates the jobs."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench_dispatch import Counting
 
 import flexd
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from tests.support.collection_jobs import offer
+from tools.bench.sections.dispatch import Counting
 
 ROWS, OTHER_ROWS = 61, 40
 
@@ -33,7 +33,7 @@ def measured(rank: int, layout: RankLayout, exchange: str, by_rule: bool) -> dic
             )
         train(tables, range(4))  # agrees on the chunk, applies it and copies the rows
         tables.traffic.reset()
-        counting = Counting(lines=False)
+        counting = Counting()
         with counting, counting.host_reads():
             train(tables, range(4, 8))
         directory = tables.engine.migrator._directory

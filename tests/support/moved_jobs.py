@@ -7,7 +7,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from bench_dispatch import Counting
 
 import flexd
 from flexd.affinity import NodeSampler
@@ -16,6 +15,7 @@ from flexd.core.placement import Placement
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from tests.support.collection_jobs import offer
+from tools.bench.sections.dispatch import Counting
 
 LAYOUT = RankLayout(2, 1)
 ROWS = 40
@@ -96,7 +96,7 @@ def launches_and_waits(rank: int, moves: bool) -> tuple[int, int]:
             move_to_the_other_node(collection, np.arange(0, 2 * ROWS, 3))
         for _ in range(2):
             train(collection)
-        counting = Counting(lines=False)
+        counting = Counting()
         with counting, counting.host_reads():
             train(collection)
         collection.close()

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
-import mirror_ranks
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -28,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from flexd.embedding import collection as collection_module
 from flexd.embedding.lookup_function import LookupFunction
 from tests.support.recorded_streams import RecordedStreams
+from tools.bench import mirror_ranks
 
 DEVICE = torch.device("cuda:0")
 _SIZED_BY_VALUES = {"nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}

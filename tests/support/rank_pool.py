@@ -9,9 +9,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from preloaded_fork import preloaded
-
 from flexd.demo.ports import free_ports
+from tools.bench.ranks import preloaded
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def can_emulate() -> None:
-    from cluster import why_not
+    from tools.bench.cluster import why_not
 
     if (reason := why_not()) is not None:
         pytest.skip(f"an emulated cluster {reason}")

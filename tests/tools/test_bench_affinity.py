@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from bench_affinity import checks_of, measure, planted, trace_samples, uniform_samples
+
+from tools.bench.cases.affinity import checks_of, measure, planted, trace_samples, uniform_samples
 
 
 def test_pieces_of_users_do_not_overlap_and_are_in_order_of_their_last_event(tmp_path: Path) -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
-import torchrec_peer
-from bench_cluster import checks_of
-from bench_cluster_data import Setting, batches_of, bounds, exact_profile, keys_of
-from bench_cluster_runs import median_answer
 
-from tests.support.repository import ROOT
+from tools.bench.cases.cluster import checks_of
+from tools.bench.workloads import Setting, batches_of, bounds, exact_profile, keys_of
 
 pytestmark = pytest.mark.alone
 
-TOOL = ROOT / "tools" / "bench_cluster.py"
 SMALL = Setting(nodes=3, local_ranks=2, rows=120, dim=8, tables=4, samples=5, length=6, batches=3)
 
 
@@ -112,42 +105,3 @@ def test_verdicts() -> None:
         "tiers, run-ahead: bytes below row-wise",
     ]
     assert failed({"chain": row(1.0, 9.0)}) == []  # without TorchRec
-
-
-def test_runs_become_medians_with_their_spread() -> None:
-    def run(exposed: float, difference: float) -> dict[str, Any]:
-        return {
-            "zipf": 1.05, "lacks": {"none": "why"}, "loss_differences": {"chain": difference},
-            "parts": {"dense part": {"chain": row(1.0, exposed)}},
-        }  # fmt: skip
-
-    whole = median_answer([run(0.3, 1e-6), run(0.1, 3e-6), run(0.2, 2e-6)])
-    assert whole["runs"] == 3
-    assert whole["lacks"] == {"none": "why"}
-    assert whole["loss_differences"] == {"chain": 3e-6}, "the worst of them"
-    chain = whole["parts"]["dense part"]["chain"]
-    assert chain["exposed_seconds"] == 0.2
-    assert chain["spread"] == {"exposed_seconds": [0.1, 0.3], "unlimited_step_seconds": [0.1, 0.1]}
-    with pytest.raises(ValueError, match=r"runs differ: .*tiers"):
-        median_answer([run(0.3, 0.0), {**run(0.3, 0.0), "parts": {"dense part": {"tiers": row(1.0, 0.1)}}}])
-    with pytest.raises(ValueError, match="no run"):
-        median_answer([])
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("can_emulate")
-def test_a_slice_of_the_benchmark() -> None:
-    """Losses of all strategies agree (the benchmark exits 1 otherwise), and the chain's bytes are near the bound."""
-    strategies = ["direct, no dedup", "chain", "tiers"]
-    if torchrec_peer.missing() is None:
-        strategies.append("TorchRec row-wise")
-    command = [sys.executable, str(TOOL), "--quick", "--json", "--only", *strategies]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    last = json.loads(done.stdout.splitlines()[-1])
-    figures = {name: value for name, value in last["figures"].items() if name.endswith("inter_node_bytes_over_bound")}
-    assert {name.split("/")[-2] for name in figures} == set(strategies)
-    for name, over in figures.items():
-        low, high = (2.2, 2.6) if "row-wise" in name or "no dedup" in name else (1.0, 1.1)
-        assert low < over < high, name
-    assert {entry["name"].split(": ")[1] for entry in last["checks"]} >= set(strategies)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
-import mirror_ranks
 import pytest
-from bench_dispatch import Case, measure
 
 from flexd.core.layout import RankLayout
-from tests.support.repository import ROOT, child_environment
+from tools.bench import mirror_ranks
+from tools.bench.sections.dispatch import Case, measure
 
 
 @pytest.mark.parametrize("exchange", ["chain", "direct"])
@@ -19,7 +14,7 @@ def test_launches_and_waits_grow_with_neither_tables_nor_features_nor_peers(exch
     """Four dim-groups in every case. Copies are listed, so replicas are synchronised too."""
     counts = []
     for layout, tables in ((RankLayout(4, 4), 8), (RankLayout(4, 4), 32), (RankLayout(32, 8), 32)):
-        figures, _ = measure(Case("", layout, tables, 64, 0.02, exchange=exchange), 1, lines=False)
+        figures = measure(Case("", layout, tables, 64, 0.02, exchange=exchange), 1)
         counts.append({name: figures[name] for name in ("launches", "host waits", "uploads", "collectives")})
     few, *others = counts
     assert all(each["host waits"] <= 10 and each["uploads"] <= 14 for each in counts)
@@ -35,10 +30,8 @@ def test_launches_and_waits_grow_with_neither_tables_nor_features_nor_peers(exch
 
 def test_pooling_adds_less_than_a_launch_to_each_dim_group() -> None:
     """Four dim-groups. Pooling takes the place of expanding the rows; offsets of all groups are made together."""
-    figures = [
-        measure(Case("", RankLayout(4, 4), 8, 64, 0.02, pooled=pooled), 1, lines=False) for pooled in (False, True)
-    ]
-    rows, bags = (each for each, _ in figures)
+    figures = [measure(Case("", RankLayout(4, 4), 8, 64, 0.02, pooled=pooled), 1) for pooled in (False, True)]
+    rows, bags = figures
     assert bags["launches"] <= rows["launches"] + 3
     assert bags["uploads"] <= rows["uploads"] + 1
 
@@ -48,10 +41,9 @@ def test_sums_of_bags_grow_with_neither_tables_nor_peers() -> None:
     and a wait for their sizes."""
     cases = [(RankLayout(4, 4), 8, 0.5), (RankLayout(4, 4), 32, 0.5), (RankLayout(32, 8), 32, 0.5)]
     few, *others = (
-        measure(Case("", layout, tables, 64, 0.02, pooled=True, sums=sums), 1, lines=False)[0]
-        for layout, tables, sums in cases
+        measure(Case("", layout, tables, 64, 0.02, pooled=True, sums=sums), 1) for layout, tables, sums in cases
     )
-    rows, _ = measure(Case("", RankLayout(4, 4), 8, 64, 0.02, pooled=True), 1, lines=False)
+    rows = measure(Case("", RankLayout(4, 4), 8, 64, 0.02, pooled=True), 1)
     assert few["collectives"] == rows["collectives"] + 8
     assert few["host waits"] <= rows["host waits"] + 3
     assert few["launches"] <= rows["launches"] + 150
@@ -66,19 +58,3 @@ def test_mirrors_answer_with_what_they_were_sent_again_and_again() -> None:
     sent, received, room = [3, 0, 2, 1], [5, 2, 1, 0], 2
     places = mirror_ranks._mirrored(sent, received, room)
     assert places.tolist() == [0, 1, 2, 0, 1, 6, 6, 3, 6, 6]
-
-
-@pytest.mark.long
-def test_the_tool_prints_its_figures_and_checks() -> None:
-    run = subprocess.run(
-        [sys.executable, ROOT / "tools" / "bench_dispatch.py", "--quick", "--json"],
-        capture_output=True, text=True, timeout=120, check=False, env=child_environment(),
-    )  # fmt: skip
-    last = json.loads(run.stdout.splitlines()[-1])
-    figures = last["figures"]
-    assert figures["16x8, 100 tables/host waits"] <= 16
-    launches, of_host = (figures[f"16x8, 100 tables/{name}"] for name in ("launches", "its launches"))
-    assert 0.9 * launches <= of_host <= launches  # the step without arithmetic is the same step
-    assert 0 < figures["16x8, 100 tables/us a launch"] < 1e3 * figures["16x8, 100 tables/host ms"] / of_host
-    assert {entry["name"] for entry in last["checks"]} >= {"16x8, 100 tables: launches a step"}
-    assert run.returncode == (0 if all(entry["ok"] for entry in last["checks"]) else 1), run.stderr

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from bench_frames import Steps, checks_of, missed_by_frames, missed_by_static, restarted
+
+from tools.bench.sections.frames import Steps, checks_of_trace, missed_by_frames, missed_by_static
 
 KEYS = np.array([7, 7, 9, 5, 5, 9, 7, 8, 9, 9, 5, 7] * 20)
 
@@ -54,28 +53,13 @@ def test_static_misses_what_was_not_frequent_in_the_first_quarter() -> None:
     assert missed_by_static(steps, 2) == 4 / 8
 
 
-def test_after_a_restart_what_is_missing_are_the_rows_in_frames(tmp_path: Path) -> None:
-    generator = np.random.default_rng(2)
-    weights = 1.0 / np.arange(1, 401)
-    np.savez(
-        tmp_path / "some.npz", ts=np.arange(12_000.0), row=generator.choice(400, 12_000, p=weights / weights.sum()),
-        table_names=["item"], table_rows=[400],
-    )  # fmt: skip
-    found = restarted(tmp_path / "some.npz", 60, 0.3)
-    first = {way: misses["first 10"] for way, misses in found.items()}
-    assert first["rates, frames filled"] < 0.8 * first["empty"]
-    assert first["rates"] <= first["empty"]
-    assert abs(first["uninterrupted"] - first["rates, frames filled"]) < 0.1
-
-
 def test_checks() -> None:
     ours = {"LRU": 0.5, "Belady": 0.2, "ahead 0": 0.4, "ahead 1": 0.3, "ahead 4": 0.26}
     answer = {
-        "name": "t",
         "single": {"LRU": 1.02, "Belady": 1.0},
         "0.05": {"flexd": ours, "libcachesim": {"Belady": 0.2}},
     }
-    assert {entry["name"]: entry["ok"] for entry in checks_of([answer])} == {
+    assert {entry["name"]: entry["ok"] for entry in checks_of_trace("t", answer)} == {
         "t: LRU beside libcachesim": False, "t: Belady beside libcachesim": True,
         "t, 0.05: ahead 0 / LRU": True, "t, 0.05: ahead 1 / LRU": True, "t, 0.05: ahead 4 / LRU": True,
         "t, 0.05: ahead 4 / Belady": False,

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_recshard import (
+
+from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables, TraceTables
+from tools.bench.planning import made_up_tables
+from tools.bench.sections.recshard import (
     DIVIDED,
     FLEXD,
     Frames,
@@ -18,8 +21,6 @@ from bench_recshard import (
     replay,
     strategies,
 )  # fmt: skip
-from planner_problems import made_up_tables
-from recshard_tables import LAYOUT, MOVED, PLANNED, Tables, TraceTables
 
 TABLES = Tables.of([table for table in made_up_tables(12) if table.bags > 0], 20_000.0)
 WHOLE = float(np.diff(TABLES.first) @ TABLES.stored_bytes)
@@ -70,7 +71,7 @@ def test_rows_chosen_by_access_are_the_most_used_by_byte_and_fit() -> None:
 
 def test_strategies_are_counted_on_the_same_batches_within_the_memory() -> None:
     memory = 0.25 * WHOLE / LAYOUT.world_size
-    answer = replay(TABLES, strategies(TABLES, memory, "azure-a100-200g"), TABLES.periods(6, 1.0))
+    answer = replay(TABLES, strategies(TABLES, memory), TABLES.periods(6, 1.0))
     for periods in answer.values():
         for figures in periods.values():
             assert 0 < figures["share"] < 1
@@ -115,7 +116,7 @@ def test_a_trace_is_planned_from_its_first_quarter(tmp_path: Path) -> None:
 def test_frames_follow_a_trace_whose_popularity_moves(tmp_path: Path) -> None:
     tables = moving_trace(tmp_path)
     memory = 0.25 * float(np.diff(tables.first) @ tables.stored_bytes) / LAYOUT.world_size
-    answer = replay(tables, strategies(tables, memory, "azure-a100-200g"), tables.periods())
+    answer = replay(tables, strategies(tables, memory), tables.periods())
     assert answer["recshard"][MOVED]["slow accesses"] > 1.3 * answer["recshard"][PLANNED]["slow accesses"]
     assert answer[DIVIDED][MOVED]["rows read"] < 1.3 * answer[DIVIDED][PLANNED]["rows read"]
     assert [entry["ok"] for entry in checks_of_trace("some", answer)][1]

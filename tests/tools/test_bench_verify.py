@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
-from bench_cluster_data import Setting, batches_of, keys_of
-from bench_verify import Job, checks_of, has_settled, interval, jobs
 
-from tests.support.repository import ROOT
+from tools.bench.cases.verify import Job, checks_of, has_settled, interval, jobs
+from tools.bench.workloads import Setting, batches_of, keys_of
 
 pytestmark = pytest.mark.alone
-
-TOOL = ROOT / "tools" / "bench_verify.py"
 
 
 def status(plans: dict[str, int], verification: str | None = None, migration: str | None = None) -> dict[str, Any]:
@@ -84,15 +78,3 @@ def test_seeds_draw_other_batches_of_the_same_popularity() -> None:
     first, second = (Setting(rows=400, samples=64, length=10, batches=4, seed=seed) for seed in (0, 1))
     assert (first.share() == second.share()).all()
     assert (keys_of(first, batches_of(first, 0)[0]) != keys_of(second, batches_of(second, 0)[0])).any()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("can_emulate")
-def test_a_slice_of_the_benchmark() -> None:
-    done = subprocess.run(
-        [sys.executable, str(TOOL), "--quick", "--json"], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    figures = json.loads(done.stdout.splitlines()[-1])["figures"]
-    assert figures["quick/steps_until_decided"] > 0
-    assert figures["quick/ratio_low"] <= figures["quick/ratio"] <= figures["quick/ratio_high"]

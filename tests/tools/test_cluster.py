@@ -9,15 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cluster as cluster_module
 import pytest
-from cluster import SKIPPED, Cluster, ClusterError, remove_leftovers, wait
 
 from tests.support.until import until
+from tools.bench import cluster as cluster_module
+from tools.bench.cluster import SKIPPED, Cluster, ClusterError, remove_leftovers, wait
 
 pytestmark = pytest.mark.alone
 
-TOOL = Path(cluster_module.__file__)
+TOOL = [sys.executable, "-m", "tools.bench.cluster"]
 NAMESPACES = Path("/run/netns")
 
 # Sends argv[2] bytes to every rank of the node given by argv[1], which counts what arrives and how long it takes.
@@ -103,7 +103,7 @@ class TestNetwork:
     def test_two_clusters_at_a_time_do_not_meet(self) -> None:
         with Cluster(2, 1) as one:
             # Names carry the process, so the second cluster is another process's in practice.
-            command = [sys.executable, str(TOOL), "--ranks", "1", "--", sys.executable, "-c", RECEIVER, "other"]
+            command = [*TOOL, "--ranks", "1", "--", sys.executable, "-c", RECEIVER, "other"]
             other = subprocess.Popen(command, stdout=subprocess.PIPE)
             assert other.stdout is not None
             assert other.stdout.readline() == b"ready\n"
@@ -149,7 +149,7 @@ class TestEnd:
 
     def test_command_line_tells_how_it_ended(self) -> None:
         def code(program: str) -> int:
-            command = [sys.executable, str(TOOL), "--rate-mbit", "100", "--", sys.executable, "-c", program]
+            command = [*TOOL, "--rate-mbit", "100", "--", sys.executable, "-c", program]
             return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode
 
         assert code("pass") == 0
@@ -157,7 +157,7 @@ class TestEnd:
 
     def test_of_a_killed_run_the_ranks_die_and_the_next_run_removes_the_rest(self, tmp_path: Path) -> None:
         pids = f"import os,time; open(r'{tmp_path}/'+os.environ['RANK'],'w').write(str(os.getpid())); time.sleep(600)"
-        killed = subprocess.Popen([sys.executable, str(TOOL), "--ranks", "1", "--", sys.executable, "-c", pids])
+        killed = subprocess.Popen([*TOOL, "--ranks", "1", "--", sys.executable, "-c", pids])
         files = [tmp_path / "0", tmp_path / "1"]
         until(lambda: all(file.exists() and file.read_text() for file in files))
         ranks = [int(file.read_text()) for file in files]

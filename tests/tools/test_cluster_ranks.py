@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 import pytest
-from cluster import Cluster, ClusterError
-from cluster_ranks import Ranks
 
 from tests.support.repository import child_environment
+from tools.bench.cluster import Cluster, ClusterError
+from tools.bench.ranks import Ranks
 
 PROGRAM = """
 import os, time
-from cluster_ranks import answer_questions
+from tools.bench.ranks import answer_questions
 rank = int(os.environ["RANK"])
 
 def handle(question):

@@ -6,13 +6,12 @@ import re
 import subprocess
 import sys
 
-import gpu_check
-import gpu_step
 import pytest
 import torch
 
 from flexd.core.layout import RankLayout
 from tests.support.repository import ROOT, child_environment
+from tools import gpu_check, gpu_step
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -23,8 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench_report import check, last_line
-
 from flexd.core.fault_points import POINTS_OF_A_JOB as POINTS
 from tests.e2e.chaos import chaos_hostile, chaos_operations, chaos_poison, chaos_upgrades
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds, points
@@ -34,6 +32,7 @@ from tests.e2e.chaos.chaos_run import ChaosRun, Outcome, as_json, figures, table
 from tests.e2e.chaos.chaos_standby import KINDS as STANDBY_KINDS
 from tests.e2e.chaos.chaos_world import ChaosWorld
 from tests.support.second_tree import write_second_tree
+from tools.bench.harness import check, last_line
 
 _FAULTS_A_WORLD = 40
 _COUNT_EVERY = 8

@@ -8,10 +8,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from bench_dispatch import Case, batch, keyspace_of, placement, tables_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mirror_ranks import mirrored
 
 import flexd
 from flexd.core.keyspace import DimGroup
@@ -20,6 +18,8 @@ from flexd.embedding import devices
 from flexd.embedding.store.directory import max_listed_rows
 from flexd.embedding.store.memory import RankMemory, iterate_tensors, rank_memory
 from flexd.embedding.store.store import make_stores
+from tools.bench.mirror_ranks import mirrored
+from tools.bench.sections.dispatch import Case, batch, keyspace_of, placement, tables_of
 
 CPU = torch.device("cpu")
 NARROW = DimGroup(2, "float32", "sgd", 0, 61, (0,))

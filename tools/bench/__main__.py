@@ -1,0 +1,3 @@
+from tools.bench.harness import main
+
+raise SystemExit(main())

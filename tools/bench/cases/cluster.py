@@ -1,0 +1,138 @@
+"""Exchange strategies on an emulated cluster, beside TorchRec: bytes by link, step time, exposed communication.
+
+Two nodes of two ranks, joined by a slow link. All strategies are trained by the same processes on the same batches from
+the same initial values with the same optimizer (row-wise Adagrad, summed gradients), in turns, with the link limited
+and unlimited; their losses must agree. Bytes are those of the interface counters, headers included. The exposed
+communication time is the median step time less that on the unlimited link; beside it the same of the lower deciles, the
+steps that other work on the machine disturbed least, and the time that the bytes take on the wire alone. With and
+without a dense part, behind which communication can hide. ``stored_bytes`` is what the largest rank stores between
+steps.
+
+The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
+and does not home once a step (rows only, no ids, no headers).
+
+Needs root, ip, tc and setpriv; says so and ends well without. Without TorchRec (``make torchrec``) its rows are
+missing. ``--quick`` trains an eighth of the batch for two steps: bytes and losses alone are checked.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from tools.bench import strategies
+from tools.bench.cluster import ClusterError
+from tools.bench.harness import Outcome, at_least, at_most, of_runs
+from tools.bench.ranks import training_ranks
+from tools.bench.strategies import SPREAD_OF, STEP_SECONDS, Bench, Effort
+from tools.bench.workloads import Setting, bounds
+
+ROW_WISE, DEDUP = "TorchRec row-wise", "direct, dedup"
+LOSS_TOLERANCE, NARROW_LOSS_TOLERANCE = 2e-3, 2e-2
+TARGETS = {
+    1.05: {"reduction": 0.66, "exposed": 3.0, "run-ahead": 7.0},
+    1.2: {"reduction": 0.80, "exposed": 5.0, "run-ahead": 12.0},
+}
+RUN_AHEAD_AGAINST_DEDUP = 2.5
+BOUND_TARGET, SMALL_BOUND_TARGET, CPU_TARGET = 1.05, 1.1, 1.3
+"""Bytes over the bound: of the full batch, and of ``--quick``, where sizes and bit masks weigh more."""
+
+
+def arguments(parser: ArgumentParser) -> None:
+    strategies.arguments(parser, rounds=4, steps=10)
+    parser.add_argument("--zipf", type=float, nargs="+", default=[1.05, 1.2])
+
+
+def settings_of(options: Namespace) -> list[Setting]:
+    if options.quick:
+        return [Setting(zipf=options.zipf[0], samples=64, batches=4)]
+    return [Setting(zipf=zipf) for zipf in options.zipf]
+
+
+def run_setting(setting: Setting, rate_mbit: float, effort: Effort, wanted: Sequence[str] | None) -> dict[str, Any]:
+    """Return all figures of one run of one setting."""
+    with training_ranks("tools.bench.programs.cluster", setting) as (cluster, ranks):
+        bench = Bench(cluster, ranks, rate_mbit, wanted)
+        for name in bench.chosen:
+            planned = 1 if name.startswith("tiers") and bench.prepared["replicated_rows"] else 0
+            if bench.ask(STEP_SECONDS, "placement_version", strategy=name)[0] != planned:
+                raise ClusterError(f"{name}: the placement is not the planned one")
+        bound, links = bounds(setting), rate_mbit * 1e6 / 8 * setting.nodes
+        dense_seconds = median(np.mean(bench.ask(120, "dense_seconds", steps=5), axis=0))
+        parts = {}
+        for dense, title in ((False, "no dense part"), (True, "dense part")):
+            parts[title] = rows = bench.measure(effort, dense=dense)
+            for row in rows.values():
+                row["wire_seconds"] = row["inter_node_bytes"] / links
+                row["inter_node_bytes_over_bound"] = row["inter_node_bytes"] / bound.volume
+                if ROW_WISE in rows:
+                    row["row_wise_over_exposed"] = _ratio(rows[ROW_WISE]["exposed_seconds"], row["exposed_seconds"])
+        return {
+            "zipf": setting.zipf,
+            "bound_bytes": bound.volume,
+            "between_steps_bytes": bound.between_steps,
+            "dense_seconds": dense_seconds,
+            "replicated_rows": bench.prepared["replicated_rows"],
+            "stored_bytes": {
+                name: max(bench.ask(STEP_SECONDS, "stored_bytes", strategy=name)) for name in bench.chosen
+            },
+            "loss_differences": bench.loss_differences(),
+            "parts": parts,
+        }
+
+
+def checks_of(answer: dict[str, Any], *, full_size: bool) -> list[dict[str, Any]]:
+    """``full_size``: the setting that the targets were set for; otherwise only bytes against the bound, and losses."""
+    label = f"zipf {answer['zipf']}"
+    checks = []
+    for name, difference in answer["loss_differences"].items():
+        limit = NARROW_LOSS_TOLERANCE if name.endswith("16") else LOSS_TOLERANCE
+        checks.append(at_most(f"{label}: {name}: losses differ by", difference, limit))
+    targets = TARGETS.get(answer["zipf"]) if full_size else None
+    for title, rows in answer["parts"].items():
+        prefix = f"{label}, {title}"
+        row_wise, dedup = rows.get(ROW_WISE), rows.get(DEDUP)
+        for name, row in rows.items():
+            if not name.startswith(("chain", "tiers")) or name.endswith("16"):
+                continue
+            limit = BOUND_TARGET if full_size else SMALL_BOUND_TARGET
+            checks.append(at_most(f"{prefix}: {name}: bytes / bound", row["inter_node_bytes_over_bound"], limit))
+            if targets is None or row_wise is None:
+                continue
+            saved = 1 - row["inter_node_bytes"] / row_wise["inter_node_bytes"]
+            checks.append(at_least(f"{prefix}: {name}: bytes below row-wise", saved, targets["reduction"]))
+            ahead = "run-ahead" in name
+            goal, ratio = targets["run-ahead" if ahead else "exposed"], row["row_wise_over_exposed"]
+            checks.append(at_least(f"{prefix}: {name}: exposed, row-wise over it", ratio, goal))
+            if ahead and dedup is not None:
+                ratio = _ratio(dedup["exposed_seconds"], row["exposed_seconds"])
+                name = f"{prefix}: {name}: exposed, dedup over it"
+                checks.append(at_least(name, ratio, RUN_AHEAD_AGAINST_DEDUP))
+        if full_size and row_wise is not None and "chain" in rows:
+            ratio = rows["chain"]["unlimited_step_seconds"] / row_wise["unlimited_step_seconds"]
+            checks.append(at_most(f"{prefix}: chain: step on an unlimited link / TorchRec row-wise", ratio, CPU_TARGET))
+    return checks
+
+
+def _ratio(of: float, to: float) -> float:
+    """Nothing exposed counts as a thousandth of what it is compared with."""
+    return of / max(to, of / 1000)
+
+
+def run(options: Namespace) -> Outcome:
+    figures, checks, effort = {}, [], Effort.of(options)
+    for setting in settings_of(options):
+        answers = [run_setting(setting, options.rate_mbit, effort, options.strategies) for _ in range(effort.runs)]
+        answer = of_runs(answers, (*SPREAD_OF, "row_wise_over_exposed"))
+        worst = {name: max(of["loss_differences"][name] for of in answers) for name in answer["loss_differences"]}
+        answer["loss_differences"] = worst
+        figures[f"zipf {setting.zipf}"] = answer
+        checks += checks_of(answer, full_size=not options.quick)
+    return Outcome(figures, checks)
+
+
+SECTIONS = {"strategies": run}

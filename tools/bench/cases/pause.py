@@ -1,0 +1,264 @@
+"""Measure the cost of row migrations to the steps of running ranks, in time and in memory.
+
+Four gloo ranks (2 x 2) train on one machine while rows are promoted to every rank and demoted again. A thread of each
+rank offers the chunks to its inbox as the control agent does, each in its own time and a window ahead; the network of
+the control channel is left out. Stretches with and without migration take turns in one run, and the rows that move are
+not looked up: so steps differ by the migration alone. Two figures of a step: wall time (the slowest rank's), and
+processor seconds of all ranks together, which other work on the machine disturbs less.
+
+A second table accounts for the time of a chunk at the default cap: what a step that applies chunks spends in each part,
+on the slowest rank (wall time) and on all ranks together (processor time of the threads that do it).
+
+Memory is the growth of each rank's peak resident size over the stretches with migrations, against what the collection
+states (``EmbeddingCollection.memory``).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import numpy as np
+
+from flexd.core.placement import Delta
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.exchange.collectives import Peers
+from flexd.embedding.migration.migrator import Migrator
+from flexd.embedding.replicas.touched_rows import SyncLists
+from flexd.embedding.store.directory import Directory
+from tools.bench.harness import Outcome, at_most, peak_resident_bytes, reset_peak, resident_bytes
+from tools.bench.ranks import on_ranks
+
+NODES, LOCAL_RANKS = 2, 2
+RANKS = NODES * LOCAL_RANKS
+HOT_ROWS = 200_000
+"""Looked up; the rows that move stand behind them."""
+CHUNK_ROWS, WINDOW_CHUNKS = 4096, 8
+"""As the daemon's defaults; fewer rows where they would be more than the cap."""
+DEFAULT_CAP = int(signature(EmbeddingCollection).parameters["max_migration_bytes_per_step"].default)
+ALLOCATOR_SLACK_BYTES = 32 * 2**20
+"""Of a process: arenas, gloo's buffers, and the batch, none of which the collection states."""
+
+
+PARTS: dict[str, tuple[Any, str]] = {
+    "apply": (Migrator, "apply"),
+    "directory change": (Directory, "change"),
+    "of which pools grow": (Directory, "_make_room"),
+    "copy of rows, both hops": (Migrator, "_copy"),
+    "of which collectives": (Peers, "all_gather"),
+    "lists of synchronised rows": (SyncLists, "of"),
+    "preparing (agent's thread)": (Migrator, "prepare"),
+}
+"""Parts of the cost of a chunk and the methods that they are spent in."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cap; ``rounds`` promotions and demotions of all ``moving_rows``, with still stretches between."""
+
+    cap_bytes: int
+    moving_rows: int
+    rounds: int
+    still_steps: int
+    ids: int
+    dim: int
+
+
+def _offer(collection: EmbeddingCollection, first_version: int, chunks: list[Delta]) -> threading.Thread:
+    """The agent's thread: a window of chunks ahead of what is applied."""
+
+    def run() -> None:
+        for version, chunk in enumerate(chunks, first_version):
+            while version - collection.placement_version > WINDOW_CHUNKS:
+                if not collection.engine.inbox.prepare_next():
+                    time.sleep(0.005)
+            collection.engine.inbox.offer(version, chunk)
+        while collection.placement_version < first_version + len(chunks) - 1:
+            if not collection.engine.inbox.prepare_next():
+                time.sleep(0.005)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+class Account:
+    """Seconds that this process spends in some methods while they are replaced by measured ones."""
+
+    def __init__(self) -> None:
+        self.wall = dict.fromkeys(PARTS, 0.0)
+        self.processor = dict.fromkeys(PARTS, 0.0)
+
+    def measure(self) -> None:
+        """Measure the methods of ``PARTS`` from now on."""
+        for part, (owner, name) in PARTS.items():
+            setattr(owner, name, self._measured(part, getattr(owner, name)))
+
+    def _measured(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            wall, processor = time.perf_counter(), time.thread_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.wall[part] += time.perf_counter() - wall
+                self.processor[part] += time.thread_time() - processor
+
+        return run
+
+    def taken(self) -> dict[str, tuple[float, float]]:
+        """Return wall and processor seconds of each part so far."""
+        return {part: (self.wall[part], self.processor[part]) for part in PARTS}
+
+
+def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
+    """Measure one rank: per stretch (kind, [wall seconds of each step], CPU seconds a step, apply seconds)."""
+    import torch
+
+    import flexd
+
+    rows = HOT_ROWS + case.moving_rows
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", rows, case.dim)], optimizer=flexd.RowWiseAdagrad(lr=0.1),
+        layout=flexd.RankLayout(NODES, LOCAL_RANKS), replica_slots=[case.moving_rows],
+        max_migration_bytes_per_step=case.cap_bytes,
+    )  # fmt: skip
+    rng = np.random.default_rng([7, rank])
+    ranked = np.cumsum(1 / np.arange(1, HOT_ROWS + 1) ** 1.05)
+    batches = [torch.from_numpy(np.searchsorted(ranked, rng.random(case.ids) * ranked[-1])) for _ in range(8)]
+    moving = np.arange(HOT_ROWS, rows, dtype=np.int64)
+    home, device = np.zeros(len(moving), np.uint8), np.full(len(moving), 2, np.uint8)
+    directions = {"promote": Delta(moving, home, device), "demote": Delta(moving, device, home)}
+    version = step = 0
+    stretches: list[dict[str, Any]] = []
+
+    def train(kind: str, until_version: int, steps: int) -> None:
+        nonlocal step
+        walls: list[float] = []
+        cpu, applied, parts = time.process_time(), collection.engine.apply_seconds, account.taken()
+        applies = collection.engine.stores[0].directory.version
+        begun = time.perf_counter()
+        while len(walls) < steps or collection.placement_version < until_version:
+            started = time.perf_counter()
+            ids = batches[step % len(batches)]
+            out = collection({"item": flexd.Jagged(ids, torch.tensor([len(ids)]))})
+            out["item"].values.square().sum().backward()
+            collection.optimizer.step()
+            walls.append(time.perf_counter() - started)
+            step += 1
+        stretches.append(
+            {
+                "kind": kind, "walls": walls, "seconds": time.perf_counter() - begun,
+                "cpu": (time.process_time() - cpu) / len(walls),
+                "apply": (collection.engine.apply_seconds - applied) / len(walls),
+                "parts": {
+                    part: (now[0] - before[0], now[1] - before[1])
+                    for (part, now), before in zip(account.taken().items(), parts.values(), strict=True)
+                },
+                "chunks": collection.engine.stores[0].directory.version - applies,
+            }
+        )  # fmt: skip
+
+    train("warm", 0, 5)
+    stretches.clear()
+    train("empty", 0, case.still_steps)
+    reset_peak()
+    before = resident_bytes()
+    for _ in range(case.rounds):
+        for kind, delta in directions.items():
+            chunks = list(delta.chunks(min(CHUNK_ROWS, case.cap_bytes // collection.engine.stores[0].row_bytes)))
+            feeder = _offer(collection, version + 1, chunks)
+            version += len(chunks)
+            train(kind, version, 1)
+            feeder.join()
+            train("full" if kind == "promote" else "empty", 0, case.still_steps)
+    memory = collection.memory()
+    return {
+        "stretches": stretches, "peak_growth": peak_resident_bytes() - before,
+        "stated_growth": memory.replica_bytes + memory.max_directory_bytes + memory.max_migration_bytes,
+    }  # fmt: skip
+
+
+def _measured(case: Case) -> dict[str, Any]:
+    account = Account()
+    account.measure()
+    return _case(int(os.environ["RANK"]), case, account)
+
+
+def ratio(by_kind: dict[str, list[float]]) -> float:
+    """While rows are promoted against still: the mean of before and after, because the replicas that are there already
+    cost each step their synchronisation, migrations or not."""
+    before, during, after = (statistics.median(by_kind[kind]) for kind in ("empty", "promote", "full"))
+    return 2 * during / (before + after)
+
+
+def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one case, times in milliseconds."""
+    walls: dict[str, list[float]] = {"empty": [], "promote": [], "full": [], "demote": []}
+    cpu: dict[str, list[float]] = {kind: [] for kind in walls}
+    p99: dict[str, list[float]] = {kind: [] for kind in walls}
+    apply, seconds, steps = [], [], []
+    parts: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
+    for stretch in zip(*(rank["stretches"] for rank in of_ranks), strict=True):
+        kind = stretch[0]["kind"]
+        slowest = np.max([part["walls"] for part in stretch], axis=0) * 1e3
+        walls[kind] += slowest.tolist()
+        p99[kind].append(float(np.percentile(slowest, 99)))
+        cpu[kind].append(sum(part["cpu"] for part in stretch) * 1e3)
+        if kind == "promote":
+            for part in PARTS:
+                spent = np.array([of_rank["parts"][part] for of_rank in stretch]) * 1e3 / stretch[0]["chunks"]
+                parts[part].append((float(spent[:, 0].max()), float(spent[:, 1].sum())))
+            apply.append(max(part["apply"] for part in stretch) * 1e3)
+            seconds.append(stretch[0]["seconds"])
+            steps.append(len(stretch[0]["walls"]))
+    return {
+        "cap_mib": case.cap_bytes / 2**20,
+        "rows": case.moving_rows,
+        "steps_to_promote": statistics.median(steps),
+        "seconds_to_promote": statistics.median(seconds),
+        "step_median_ms": {kind: statistics.median(values) for kind, values in walls.items()},
+        "step_p99_ms": {kind: float(np.percentile(values, 99)) for kind, values in walls.items()},
+        "step_p99_of_stretches_ms": {kind: statistics.median(values) for kind, values in p99.items()},
+        "step_cpu_ms": {kind: statistics.median(values) for kind, values in cpu.items()},
+        "apply_ms": statistics.median(apply),
+        "chunk_ms": {
+            part: dict(zip(("wall", "processor"), map(statistics.median, zip(*each, strict=True)), strict=True))
+            for part, each in parts.items()
+        },
+        "p99_ratio": ratio(p99),
+        "median_ratio": ratio({kind: [statistics.median(values)] for kind, values in walls.items()}),
+        "cpu_ratio": ratio(cpu),
+        "peak_growth_mib": max(rank["peak_growth"] for rank in of_ranks) / 2**20,
+        "stated_growth_mib": max(rank["stated_growth"] for rank in of_ranks) / 2**20,
+    }
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, help="rows that migrate (default 1,000,000; 60,000 with --quick)")
+
+
+def section(options: Namespace) -> Outcome:
+    rows = options.rows or (60_000 if options.quick else 1_000_000)
+    caps = (DEFAULT_CAP, 4 * 2**20) if options.quick else (2**19, 2**20, DEFAULT_CAP, 4 * 2**20, 16 * 2**20)
+    still, ids = (15, 6_000) if options.quick else (50, 25_600)
+    table = {}
+    for cap in sorted(set(caps)):
+        case = Case(cap, rows, 2 if cap == DEFAULT_CAP else 1, still, ids, 64)
+        table[f"cap {cap / 2**20:g} MiB"] = figures(case, on_ranks(_measured, NODES, LOCAL_RANKS, case, seconds=900))
+    default = table[f"cap {DEFAULT_CAP / 2**20:g} MiB"]
+    grown = max(line["peak_growth_mib"] - line["stated_growth_mib"] for line in table.values())
+    checks = [
+        at_most("p99 of a step while rows migrate, default cap", default["p99_ratio"], 1.1),
+        at_most("peak memory over stated, MiB", grown, ALLOCATOR_SLACK_BYTES / 2**20),
+    ]
+    return Outcome(table, checks)
+
+
+SECTIONS = {"caps": section}

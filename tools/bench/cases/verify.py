@@ -1,0 +1,338 @@
+"""A job whose plans a daemon makes and verifies (``planner.verify``), beside the same job without a daemon.
+
+Two nodes of two ranks, joined by a limited link ; the daemon runs in the first node, counts by the
+tap, and prices plans by a probe of these links. After the daemon has come to a decision (nothing to move, or a verdict
+on its plan), it is paused, and steps with it and without it (chain, no tap, no connection) are trained in turns on the
+same batches. The ratio of the two is the median over the turns, with its 95 % interval by order statistics.
+
+Jobs:
+  ordinary   prices as probed, Zipf 1.05 and 1.2, with and without a dense part, three seeds: at most 1.02
+  winning    4 micro-batches a step, rows of 256 numbers, 50 Mbit/s: copies win, at most 0.90
+  misled     told of 4 micro-batches where there is one, and of links without latency: its plans lose and must be rolled
+             back, at most 1.02
+  shaken     winning and misled again, while the link changes between its rate and 60 % of it and another process takes
+             a processor now and then: the verdict must agree with the comparison afterwards
+
+Needs root, ip, tc and setpriv; says so and ends well without. ``--quick``: one small job, of which only is checked that
+it trains.
+
+Switchback: rates of wrong decisions in simulated verifications (``sections.switchback``).
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import yaml
+from scipy.stats import binom
+
+from flexd.topology.files import write_cluster
+from tools.bench.cluster import Cluster, ClusterError
+from tools.bench.harness import Outcome, at_least, at_most, check
+from tools.bench.ranks import Ranks, training_ranks
+from tools.bench.sections import switchback
+from tools.bench.workloads import Setting, given_cluster
+
+KINDS = ("ordinary", "winning", "misled", "shaken")
+CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
+START_SECONDS, STEP_SECONDS = 120.0, 20.0
+TURN_STEPS = 10
+SHAKEN_TURNS = 6
+NEVER_SLOWER, WINS = 1.02, 0.90
+IN_FLIGHT = ("PENDING", "PUSHING", "APPLYING", "ABORTING")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job.
+
+    Attributes:
+        probed: prices are measured; False: given, without latencies.
+        told_micro_batches: what the daemon is told instead of ``micro_batches``.
+        shaken: the load changes while the daemon measures.
+        most: the largest allowed ratio of the steps.
+    """
+
+    name: str
+    setting: Setting
+    rate_mbit: float = 200.0
+    dense: bool = False
+    micro_batches: int = 1
+    probed: bool = True
+    told_micro_batches: int | None = None
+    shaken: bool = False
+    most: float = NEVER_SLOWER
+
+
+@dataclass(frozen=True)
+class Effort:
+    decide_seconds: float
+    rounds: int
+    block_steps: int
+    budget_steps: int
+
+
+def jobs(seeds: Sequence[int], wanted: Sequence[str]) -> list[Job]:
+    winning = Job(
+        "winning", Setting(rows=20_000, dim=256, samples=64, zipf=1.5, batches=48), rate_mbit=50, micro_batches=4,
+        most=WINS,
+    )  # fmt: skip
+    misled = Job("misled", Setting(zipf=1.2), probed=False, told_micro_batches=4)
+    ordinary = [
+        Job(f"ordinary, Zipf {zipf}{', dense' * dense}, seed {seed}", Setting(zipf=zipf, seed=seed), dense=dense)
+        for zipf in (1.05, 1.2)
+        for dense in (False, True)
+        for seed in seeds
+    ]
+    shaken = [replace(job, name=f"shaken, {job.name}", shaken=True) for job in (winning, misled)]
+    return [job for job in (*ordinary, winning, misled, *shaken) if job.name.split(",")[0] in wanted]
+
+
+class Bench:
+    """The jobs of one cluster."""
+
+    def __init__(self, cluster: Cluster, ranks: Ranks, directory: Path) -> None:
+        self._cluster, self._ranks, self._directory = cluster, ranks, directory
+        self._secret = directory / "secret"
+        self._secret.write_text(secrets.token_hex(32))
+        self._secret.chmod(0o600)
+        self._probed: dict[float, Path] = {}
+
+    def ask(self, seconds: float, name: str, **arguments: Any) -> list[Any]:
+        return self._ranks.ask({"ask": name, **arguments}, seconds)
+
+    def train(self, which: str, job: Job, steps: int) -> list[float]:
+        """Seconds of each step, the mean over the ranks."""
+        answers = self.ask(60 + STEP_SECONDS * steps, "train", strategy=which, dense=job.dense, steps=steps)
+        return list(np.mean([answer["seconds"] for answer in answers], axis=0))
+
+    def run(self, job: Job, effort: Effort) -> dict[str, Any]:
+        """Return the figures of one job."""
+        self._cluster.limit(job.rate_mbit)
+        self.ask(START_SECONDS, "begin", setting=asdict(job.setting))
+        with self._daemon(job, effort):
+            address = f"{self._cluster.address(0)}:{CONTROL_PORT}"
+            self.ask(
+                START_SECONDS, "join", address=address, api=API, secret_file=str(self._secret),
+                micro_batches=job.micro_batches,
+            )  # fmt: skip
+            try:
+                decided = self._decide(job, effort)
+                self.ask(STEP_SECONDS, "pause")
+                compared = self._compare(job, effort.rounds)
+                rows = self.ask(STEP_SECONDS, "replicated")[0]
+            finally:
+                self.ask(60, "leave")
+        return {"name": job.name, "rows_with_copies": rows, **decided, **compared}
+
+    def _topology(self, job: Job) -> Path:
+        if not job.probed:
+            file = self._directory / "given.yaml"
+            write_cluster(given_cluster(job.setting, job.rate_mbit).bandwidth_only(), file)
+            return file
+        if job.rate_mbit not in self._probed:
+            file = self._directory / f"probed-{job.rate_mbit:g}.yaml"
+            self.ask(150, "probe", file=str(file), max_bytes=4 * 2**20, budget_seconds=30.0)
+            self._probed[job.rate_mbit] = file
+        return self._probed[job.rate_mbit]
+
+    @contextmanager
+    def _daemon(self, job: Job, effort: Effort) -> Iterator[None]:
+        directory = Path(tempfile.mkdtemp(dir=self._directory))
+        setting = job.setting
+        settings = {
+            "job": "verify",
+            "tables": [
+                {"name": table.name, "rows": table.rows, "dim": table.dim, "optimizer": "rowwise_adagrad"}
+                for table in setting.embedding_tables()
+            ],
+            "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 2.0},
+            "stream": {"source": {"kind": "tap"}},
+            "topology": {"file": str(self._topology(job))},
+            "planner": {
+                "interval_seconds": 5.0, "micro_batches": job.told_micro_batches or job.micro_batches,
+                "drift_threshold": None,
+                "verify": {"enabled": True, "block_steps": effort.block_steps, "budget_steps": effort.budget_steps},
+            },
+            "control": {
+                "listen_host": self._cluster.address(0), "listen_port": CONTROL_PORT,
+                "secret_file": str(self._secret),
+            },
+            "server": {"port": int(API.rpartition(":")[2])},
+        }  # fmt: skip
+        file = directory / "flexd.yaml"
+        file.write_text(yaml.safe_dump(settings))
+        with (directory / "daemon.log").open("wb") as log:
+            daemon = self._cluster.start_in(
+                0, [sys.executable, "-m", "flexd", "run", "-c", str(file)], {"OMP_NUM_THREADS": "1"}, stdout=log,
+                stderr=log,
+            )  # fmt: skip
+        try:
+            if not all(self.ask(START_SECONDS + 10, "wait_until_healthy", api=API, within=START_SECONDS)):
+                raise ClusterError(f"the daemon did not start:\n{(directory / 'daemon.log').read_text()[-2000:]}")
+            yield
+        finally:
+            daemon.kill()
+            daemon.wait(10)
+
+    def _decide(self, job: Job, effort: Effort) -> dict[str, Any]:
+        """Train until the daemon has decided what to do with its plans."""
+        deadline = time.monotonic() + effort.decide_seconds
+        before = self.train("daemon", job, TURN_STEPS)
+        seconds: list[float] = []
+        status: dict[str, Any] = {}
+        with _Shaking(self._cluster, job) as shaking:
+            while time.monotonic() < deadline:
+                seconds += self.train("daemon", job, TURN_STEPS)
+                shaking.change()
+                status = self.ask(STEP_SECONDS, "status")[0] or status
+                if has_settled(status):
+                    break
+        verification = status["planning"]["verification"]["newest"]
+        return (
+            {
+                "decided": has_settled(status),
+                "verdict": "nothing to move" if verification is None else verification["state"],
+                "rolled_back": verification is not None and verification["rolled_back"],
+                "steps_until_decided": len(seconds),
+                "plans": dict(status["planning"]["plans"]),
+                # Of the steps until the decision, moves of rows and blocks without copies included.
+            }
+            | ({} if job.shaken else {"deciding_over_before": float(np.mean(seconds) / np.mean(before[1:]))})
+        )
+
+    def _compare(self, job: Job, rounds: int) -> dict[str, float]:
+        """In turns, so that what else the machine does falls on both alike; the first step of a turn is left out."""
+        self._cluster.limit(job.rate_mbit)
+        names = ["chain", "daemon"]
+        for name in names:
+            self.train(name, job, 3)
+        ratios, taken = [], []
+        for _ in range(rounds):
+            turn = {name: median(self.train(name, job, TURN_STEPS + 1)[1:]) for name in names}
+            ratios.append(turn["daemon"] / turn["chain"])
+            taken.append(turn["chain"])
+            names.reverse()
+        low, high = interval(ratios)
+        return {"ratio": median(ratios), "ratio_low": low, "ratio_high": high, "chain_seconds": median(taken)}
+
+
+class _Shaking:
+    """Changes the load of a shaken job at every ``SHAKEN_TURNS``-th call of ``change``; a context manager."""
+
+    def __init__(self, cluster: Cluster, job: Job) -> None:
+        self._cluster, self._job = cluster, job
+        self._rng = np.random.default_rng(7)
+        self._burner: subprocess.Popen[bytes] | None = None
+        self._turns = 0
+
+    def __enter__(self) -> _Shaking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def change(self) -> None:
+        self._turns += 1
+        if not self._job.shaken or self._turns % SHAKEN_TURNS:
+            return
+        self._cluster.limit(self._job.rate_mbit * float(self._rng.choice([0.6, 1.0])))
+        self._stop()
+        if self._rng.random() < 0.5:
+            self._burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+
+    def _stop(self) -> None:
+        if self._burner is not None:
+            self._burner.kill()
+            self._burner.wait(10)
+            self._burner = None
+
+
+def has_settled(status: dict[str, Any]) -> bool:
+    """Return True after a decision, when neither a migration nor a verification is running."""
+    if not status:
+        return False
+    planning = status["planning"]
+    newest, migration = planning["verification"]["newest"], status["migration"]
+    if migration is not None and migration["state"] in IN_FLIGHT:
+        return False
+    if newest is not None:
+        return bool(newest["state"] != "running")
+    outcomes = planning["plans"]
+    return bool(outcomes.get("unchanged", 0) + outcomes.get("withheld", 0) >= 2 and not outcomes.get("changed", 0))
+
+
+def interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Return the interval of the median by order statistics; the whole range where there are too few samples."""
+    ordered = sorted(samples)
+    outside = int(binom.ppf((1 - confidence) / 2, len(ordered), 0.5)) - 1
+    outside = max(0, min(outside, (len(ordered) - 1) // 2))
+    return ordered[outside], ordered[-1 - outside]
+
+
+def checks_of(job: Job, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """A decision, the bound on the step time, and a verdict that agrees with the comparison."""
+    checks = [check(f"{job.name}: the daemon decided", found["decided"], "1", found["decided"])]
+    ratio = found["ratio"]
+    checks.append(at_most(f"{job.name}: step with the daemon / without", ratio, job.most))
+    if job.most < 1 or not job.probed:
+        # What took copies back may have been measured last.
+        right = bool(found["rows_with_copies"]) if job.most < 1 else found["rolled_back"]
+        checks.append(check(f"{job.name}: copies stay where they win and nowhere else", right, "1", right))
+    if not job.probed:
+        tried = found["verdict"] != "nothing to move"
+        checks.append(check(f"{job.name}: a plan was tried", tried, "1", tried))
+    return checks
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--jobs", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each of the two in the comparison")
+    parser.add_argument("--block-steps", type=int, default=8, help="planner.verify.block_steps")
+    parser.add_argument("--budget-steps", type=int, default=480, help="planner.verify.budget_steps")
+    parser.add_argument("--decide-seconds", type=float, default=420.0, help="longest time until the daemon decides")
+    parser.add_argument("--verifications", type=int, default=1000, help="simulated, of each load and effect")
+
+
+def section(options: Namespace) -> Outcome:
+    effort = Effort(options.decide_seconds, options.rounds, options.block_steps, options.budget_steps)
+    chosen = jobs(options.seeds, options.jobs)
+    if options.quick:
+        effort = Effort(20.0, 2, 4, 64)
+        chosen = [Job("quick", Setting(samples=64, batches=4, zipf=1.2))]
+    figures, checks = {}, []
+    for job, found in run(chosen, effort):
+        figures[job.name] = found
+        if options.quick:
+            steps = found["steps_until_decided"]
+            checks.append(at_least("quick: steps trained with the daemon", steps, TURN_STEPS))
+        else:
+            checks += checks_of(job, found)
+    return Outcome(figures, checks)
+
+
+def run(chosen: Sequence[Job], effort: Effort) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Yield each job with its figures. Jobs of one link share their probe."""
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-verify-") as directory,
+        training_ranks("tools.bench.programs.verify", chosen[0].setting) as (cluster, ranks),
+    ):
+        bench = Bench(cluster, ranks, Path(directory))
+        for job in chosen:
+            yield job, bench.run(job, effort)
+
+
+SECTIONS = {"jobs": section, "switchback": switchback.section}

@@ -1,0 +1,348 @@
+"""An emulated cluster on one machine: network namespaces as nodes, rate-limited links between them, ranks as processes.
+
+Each node is a namespace with ``adapters`` network interfaces ``eth0``, ``eth1``, ...; interfaces of equal number are
+joined by a bridge in a namespace of its own, the switch. ``tc tbf`` limits each interface in both directions, with a
+queue that drops nothing, as the lossless networks of training clusters do. Ranks of a node talk over its loopback
+interface, so interface counters tell bytes by link class. Processors and memory are shared: only the network is
+emulated.
+
+Needs root, ``ip`` and ``tc`` (iproute2) and ``setpriv`` (util-linux). Names carry the process id and start time of the
+run: namespaces of a run that was killed are removed by the next one.
+
+Usage: python -m tools.bench.cluster --nodes 2 --ranks 2 --rate-mbit 200 -- python my_rank.py
+
+The command is started once a rank with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+GLOO_SOCKET_IFNAME set, as torchrun would. Exit codes: 0 all ranks ended well; 1 a rank failed, or the deadline passed;
+2 wrong usage; 77 skipped, because this machine cannot emulate a cluster (the reason is printed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tools.bench.harness import exit_on_sigterm
+
+SKIPPED = 77
+"""Exit code, as automake's test harness has it."""
+MASTER_PORT = 29_500
+_NAMESPACES = Path("/run/netns")
+_NAME = re.compile(r"flexd-(\d+)-(\d+)-\w+")
+_COMMAND_SECONDS = 20.0
+_KILL_SECONDS = 10.0
+_TOOLS = ("ip", "tc", "setpriv")
+
+
+class ClusterError(Exception):
+    """The network could not be set up, a rank failed, or a deadline passed."""
+
+
+def why_not() -> str | None:
+    """Describe what this machine lacks; None if a cluster can be emulated."""
+    missing = [tool for tool in _TOOLS if not shutil.which(tool)]
+    if os.geteuid() != 0:
+        return "needs root"
+    return f"needs {', '.join(missing)} (iproute2, util-linux)" if missing else None
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes that all nodes together sent, headers included: ``inter`` over the network, ``intra`` inside nodes."""
+
+    inter: int
+    intra: int
+
+    def __sub__(self, before: LinkBytes) -> LinkBytes:
+        return LinkBytes(self.inter - before.inter, self.intra - before.intra)
+
+
+class Cluster:
+    """A context manager: the network is there inside, and gone with all of its processes afterwards.
+
+    Args:
+        nodes: 1 to 250.
+        ranks: of each node.
+        adapters: interfaces of each node; local rank i uses number ``i % adapters``. One: the ranks of a node share a
+            link. As many as ranks: each has its own.
+        rate_mbit: 10^6 bits a second of each interface, in each direction, headers included; None: no limit.
+        burst_kib: what an idle interface may send above the rate. Small beside the messages that are measured, not
+            smaller than ``mtu``; segments above it are cut up, which costs processor time.
+        mtu: bytes of a packet; 9,000 is what clusters call jumbo frames.
+
+    Raises:
+        ClusterError: the machine cannot do it, or a command failed.
+    """
+
+    def __init__(
+        self,
+        nodes: int,
+        ranks: int,
+        *,
+        adapters: int = 1,
+        rate_mbit: float | None = None,
+        burst_kib: int = 16,
+        mtu: int = 1500,
+    ) -> None:
+        if not (1 <= nodes <= 250 and ranks >= 1 and 1 <= adapters <= ranks and mtu <= burst_kib * 1024):
+            raise ClusterError(f"{nodes} nodes x {ranks} ranks, {adapters} adapters, mtu {mtu}, burst {burst_kib} KiB")
+        if (reason := why_not()) is not None:
+            raise ClusterError(f"cannot emulate a cluster: {reason}")
+        self.nodes, self.ranks, self.adapters = nodes, ranks, adapters
+        self.mtu, self.burst_kib = mtu, burst_kib
+        self._rate_mbit = rate_mbit
+        self._limited = False
+        own = f"flexd-{os.getpid()}-{_start_time(os.getpid())}"
+        self.namespaces = tuple(f"{own}-n{node}" for node in range(nodes))
+        self._switch = f"{own}-sw"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks
+
+    def __enter__(self) -> Cluster:
+        remove_leftovers()
+        try:
+            self._build()
+            self.limit(self._rate_mbit)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._remove()
+
+    def address(self, node: int, adapter: int = 0) -> str:
+        return f"10.77.{adapter}.{node + 1}"
+
+    def limit(self, rate_mbit: float | None) -> None:
+        """Changes the rate of all interfaces, both directions; None: no limit. Raises ClusterError."""
+        devices = [(name, f"eth{adapter}") for name in self.namespaces for adapter in range(self.adapters)]
+        devices += [
+            (self._switch, f"p{adapter}n{node}") for adapter in range(self.adapters) for node in range(self.nodes)
+        ]
+        for namespace in dict.fromkeys(name for name, _ in devices):
+            lines = []
+            for device in (device for name, device in devices if name == namespace):
+                if rate_mbit is not None:
+                    tbf = f"tbf rate {rate_mbit}mbit burst {self.burst_kib}kb limit 64mb"
+                    lines.append(f"qdisc replace dev {device} root {tbf}")
+                elif self._limited:
+                    lines.append(f"qdisc del dev {device} root")
+            if lines:
+                _run("tc", "-n", namespace, "-batch", "-", given="\n".join(lines))
+        self._limited = rate_mbit is not None
+
+    def sent(self) -> LinkBytes:
+        """So far, by the interface counters."""
+        inter = intra = 0
+        for name in self.namespaces:
+            for link in json.loads(_run("ip", "-n", name, "-json", "-stats", "link", "show")):
+                count = int(link["stats64"]["tx"]["bytes"])
+                if link["ifname"] == "lo":
+                    intra += count
+                else:
+                    inter += count
+        return LinkBytes(inter, intra)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the variables that torchrun would set for this rank, and the interface for gloo."""
+        local = rank % self.ranks
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+            "GLOO_SOCKET_IFNAME": f"eth{local % self.adapters}",
+        }
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **popen: Any
+    ) -> list[subprocess.Popen[bytes]]:
+        """One process a rank, by rank; they are killed when this process ends, however it does.
+
+        Args:
+            environment: besides this process's own and ``self.environment``.
+            popen: further arguments of ``subprocess.Popen``.
+        """
+        return [
+            self.start_in(rank // self.ranks, command, {**(environment or {}), **self.environment(rank)}, **popen)
+            for rank in range(self.world_size)
+        ]
+
+    def start_in(
+        self, node: int, command: Sequence[str], environment: Mapping[str, str], **popen: Any
+    ) -> subprocess.Popen[bytes]:
+        """One process in a node."""
+        words = ["setpriv", "--pdeathsig", "KILL", "--", "ip", "netns", "exec", self.namespaces[node], *command]
+        process = subprocess.Popen(words, env={**os.environ, **environment}, **popen)
+        self._processes.append(process)
+        return process
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        bridges = [f"link add br{adapter} mtu {self.mtu} type bridge" for adapter in range(self.adapters)]
+        _batch(self._switch, bridges + [f"link set br{adapter} up" for adapter in range(self.adapters)])
+        for node, name in enumerate(self.namespaces):
+            _run("ip", "netns", "add", name)
+            inside, outside = ["link set lo up"], []
+            for adapter in range(self.adapters):
+                here, port = f"eth{adapter}", f"p{adapter}n{node}"
+                inside += [
+                    f"link add {here} mtu {self.mtu} type veth peer name {port} mtu {self.mtu} netns {self._switch}",
+                    f"addr add {self.address(node, adapter)}/24 dev {here}",
+                    f"link set {here} up",
+                ]
+                outside += [f"link set {port} master br{adapter}", f"link set {port} up"]
+            _batch(name, inside)
+            _batch(self._switch, outside)
+            _run("ip", "netns", "exec", name, "sh", "-c", _TCP)
+
+    def _remove(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait(_KILL_SECONDS)
+        self._processes.clear()
+        for name in (*self.namespaces, self._switch):
+            _remove_namespace(name)
+
+
+_TCP = """
+cd /proc/sys/net/ipv4
+if grep -qw cubic tcp_available_congestion_control; then echo cubic > tcp_congestion_control; fi
+echo 0 > tcp_slow_start_after_idle
+echo 1 > tcp_no_metrics_save
+"""
+# A model of the path (BBR) would probe a link that is switched between rates for seconds; a training network does not
+# slow down after the idle half of a step.
+
+
+def wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all ranks have ended. The first that fails, or the deadline, ends all.
+
+    Raises:
+        ClusterError: names the rank that failed and its exit code, or those still running at the deadline.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        while True:
+            codes = [rank.poll() for rank in ranks]
+            failed = {rank: code for rank, code in enumerate(codes) if code}
+            if failed:
+                raise ClusterError(f"ranks that failed, with their exit codes: {failed}")
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            if not running:
+                return
+            if time.monotonic() > deadline:
+                raise ClusterError(f"ranks {running} still ran after {seconds:g} s")
+            time.sleep(0.05)
+    finally:
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.wait(_KILL_SECONDS)
+
+
+def remove_leftovers() -> list[str]:
+    """Names of the namespaces removed: those of runs that are no more."""
+    names = sorted(path.name for path in _NAMESPACES.iterdir()) if _NAMESPACES.is_dir() else []
+    stale = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and _start_time(int(match[1])) != int(match[2]):
+            _remove_namespace(name)
+            stale.append(name)
+    return stale
+
+
+def _remove_namespace(name: str) -> None:
+    """With its processes: they would keep it alive without a name. Nothing happens if there is none."""
+    if not (_NAMESPACES / name).exists():
+        return
+    for pid in _run("ip", "netns", "pids", name).split():
+        try:
+            os.kill(int(pid), signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    try:
+        _run("ip", "netns", "del", name)
+    except ClusterError:
+        # Another run found the same leftover.
+        if (_NAMESPACES / name).exists():
+            raise
+
+
+def _start_time(pid: int) -> int | None:
+    """Clock ticks after boot at which a process began: with the id it names a process for good. None: no such one."""
+    try:
+        # The command's name, in brackets, may hold spaces and brackets itself.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _batch(namespace: str, lines: Sequence[str]) -> None:
+    _run("ip", "-n", namespace, "-batch", "-", given="\n".join(lines))
+
+
+def _run(*command: str, given: str = "") -> str:
+    try:
+        done = subprocess.run(
+            command, input=given, capture_output=True, text=True, check=False, timeout=_COMMAND_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"{' '.join(command)}: no answer in {_COMMAND_SECONDS:g} s") from error
+    if done.returncode:
+        raise ClusterError(f"{' '.join(command)} {given}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of each node")
+    parser.add_argument("--adapters", type=int, default=1, help="interfaces of each node, shared by its ranks")
+    parser.add_argument("--rate-mbit", type=float, help="of each interface, each direction; default: no limit")
+    parser.add_argument("--burst-kib", type=int, default=16)
+    parser.add_argument("--mtu", type=int, default=1500)
+    parser.add_argument("--deadline-seconds", type=float, default=3600.0)
+    parser.add_argument("command", nargs="+", metavar="-- COMMAND")
+    arguments = parser.parse_args()
+    if (reason := why_not()) is not None:
+        print(f"skipped: {reason}")
+        return SKIPPED
+    exit_on_sigterm()
+    try:
+        with Cluster(
+            arguments.nodes,
+            arguments.ranks,
+            adapters=arguments.adapters,
+            rate_mbit=arguments.rate_mbit,
+            burst_kib=arguments.burst_kib,
+            mtu=arguments.mtu,
+        ) as cluster:
+            wait(cluster.start(arguments.command), arguments.deadline_seconds)
+    except ClusterError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Plans of tools/bench_ranking.py, as documents of ``flexd shard``: TorchRec's planner, AutoShard's greedy, flexd's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexd.core.layout import RankLayout
+from flexd.planner.baselines.whole_tables import place_greedily
+from flexd.planner.tables.home_rules import plan_rules
+from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
+from flexd.planner.tables.table_list import ListedTable
+from flexd.topology.cluster import Exposed, StepCosts
+from tools.bench.ranking_tables import INTRA_BYTES_PER_SECOND, POOLED, SEQUENCES, Setting, given_cluster
+
+Document = dict[str, Any]
+
+MEMORY_BYTES = 2e9
+"""Of a rank, far more than the tables take: what is compared is traffic."""
+
+
+def torchrec_model(setting: Setting, device: str = "meta") -> torch.nn.Module:
+    """Return TorchRec's collections, ``bags`` and ``rows``."""
+    import torchrec
+
+    model = torch.nn.Module()
+    tables = setting.listed()
+    model.add_module(
+        POOLED,
+        torchrec.EmbeddingBagCollection(
+            device=torch.device(device),
+            tables=[
+                torchrec.EmbeddingBagConfig(
+                    name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]
+                )
+                for t in tables if t.bags
+            ],
+        ),
+    )  # fmt: skip
+    model.add_module(
+        SEQUENCES,
+        torchrec.EmbeddingCollection(
+            device=torch.device(device),
+            tables=[
+                torchrec.EmbeddingConfig(
+                    name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=[t.name]
+                )
+                for t in tables if not t.bags
+            ],
+        ),
+    )  # fmt: skip
+    return model
+
+
+def torchrec_document(setting: Setting, chosen: Mapping[str, tuple[str, Sequence[int]]]) -> Document:
+    """Return the document of (sharding type, ranks) by table."""
+    modules: dict[str, dict[str, Any]] = {}
+    for table in setting.listed():
+        kind, ranks = chosen[table.name]
+        modules.setdefault(table.module, {})[table.name] = {"sharding_type": kind, "ranks": list(ranks)}
+    return {"format": 1, "nodes": setting.nodes, "local_ranks": setting.local_ranks, "modules": modules}
+
+
+def torchrecs_own(setting: Setting, rate_mbit: float) -> Document:
+    """Plan by ``EmbeddingShardingPlanner`` with its proposers, told the bandwidths and the look-ups.
+
+    Un-pooled tables are not data-parallel: FBGEMM's dense kernel pools them on a CPU.
+    """
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+
+    tables, layout = setting.listed(), setting.layout
+    topology = Topology(
+        world_size=layout.world_size, local_world_size=layout.local_ranks, compute_device="cpu",
+        ddr_cap=int(MEMORY_BYTES), intra_host_bw=INTRA_BYTES_PER_SECOND / 1e3,  # bytes a millisecond
+        inter_host_bw=rate_mbit * 1e6 / 8 / layout.local_ranks / 1e3,
+    )  # fmt: skip
+    planner = EmbeddingShardingPlanner(
+        topology=topology, batch_size=setting.samples, debug=False,
+        constraints={
+            t.name: ParameterConstraints(
+                pooling_factors=[t.lookups],
+                sharding_types=None if t.bags else ["table_wise", "row_wise", "column_wise"],
+            )
+            for t in tables
+        },
+    )  # fmt: skip
+    sharders = [EmbeddingBagCollectionSharder(), EmbeddingCollectionSharder()]
+    plan = planner.plan(torchrec_model(setting), sharders).plan  # type: ignore[arg-type]
+    chosen = {
+        name: (str(entry.sharding_type), list(entry.ranks or range(layout.world_size)))
+        for module in plan.values() for name, entry in module.items()
+    }  # fmt: skip
+    return torchrec_document(setting, chosen)
+
+
+def greedy_best(setting: Setting, rate_mbit: float) -> tuple[str, Document]:
+    """Return the one of AutoShard's four greedy placements of whole tables whose step is predicted shortest."""
+    tables, layout = setting.listed(), setting.layout
+    dim = np.array([float(t.dim) for t in tables])
+    rows = np.array([float(t.rows) for t in tables])
+    lookups = np.array([t.lookups for t in tables])
+    costs = {
+        "size": dim * rows, "dim": dim, "lookup": dim * lookups,
+        "size-lookup": dim * lookups * np.log10(np.maximum(rows, 10.0)),
+    }  # fmt: skip
+    found: list[tuple[float, str, list[int]]] = []
+    for name, cost in costs.items():
+        rank = place_greedily(cost, rows * (4 * dim + 4), layout.world_size, MEMORY_BYTES)
+        assert rank is not None
+        placed = [replace(t, sharding="table_wise", ranks=(int(r),)) for t, r in zip(tables, rank, strict=True)]
+        seconds = priced(placed, layout, setting, rate_mbit)
+        found.append((seconds, name, rank.tolist()))
+    _, name, ranks = min(found)
+    chosen = {t.name: ("table_wise", [rank]) for t, rank in zip(tables, ranks, strict=True)}
+    return name, torchrec_document(setting, chosen)
+
+
+def priced(tables: Sequence[ListedTable], layout: RankLayout, setting: Setting, rate_mbit: float) -> float:
+    seconds = listed_seconds(tables, layout, given_cluster(setting, rate_mbit), TableStatistics(setting.zipf))
+    assert seconds is not None
+    return seconds
+
+
+def flexds_for_torchrec(setting: Setting, rate_mbit: float) -> Document:
+    """As ``flexd shard``."""
+    return shard_tables(
+        setting.listed(), setting.layout, given_cluster(setting, rate_mbit), MEMORY_BYTES, TableStatistics(setting.zipf)
+    ).document()
+
+
+def flexds(setting: Setting, rate_mbit: float, costs: StepCosts, *, run_ahead: bool) -> Document:
+    """As ``flexd shard --for flexd`` with the step costs that ``flexd probe`` writes; ``run_ahead``: rows are fetched
+    during the step before."""
+    cluster = replace(
+        given_cluster(setting, rate_mbit), step_costs=costs, exposed=Exposed(forward=0.0 if run_ahead else 1.0)
+    )
+    return plan_rules(setting.listed(), setting.layout, cluster, MEMORY_BYTES, TableStatistics(setting.zipf)).document()

@@ -1,0 +1,173 @@
+"""The rank processes of ``cases.control``: four that train, or many agents and inboxes without training."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from flexd.control.agent.agent import Agent
+from flexd.control.agent.channel_client import ChannelClient
+from flexd.control.agent.inbox import ChunkInbox
+from flexd.control.protocol.frames import Body, Frame
+from flexd.control.protocol.report import RankIdentity, StepReport
+from flexd.core.homes import Homes
+from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.connect import connect
+from flexd.embedding.jagged import Jagged
+
+JOB, ATTEMPT = "bench", "a1"
+LAYOUT = RankLayout(2, 2)
+ITEMS, DIM, SLOTS = 20_000, 8, 600
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Resources of one process."""
+
+    rss_bytes: int
+    descriptors: int
+    threads: int
+
+    @staticmethod
+    def of_this_process() -> Footprint:
+        rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return Footprint(rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
+
+
+def training_rank(rank: int, pipe: Connection, store_port: int, control_port: int) -> None:
+    """Trains until stopped; answers "look" with (footprint, replica slots in use)."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = TCPStore("127.0.0.1", store_port, LAYOUT.world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=LAYOUT.world_size)
+    collection = EmbeddingCollection(
+        [EmbeddingTable("item", ITEMS, DIM)], layout=LAYOUT, replica_slots=[SLOTS], max_migration_bytes_per_step=2**20
+    )
+    connection = connect(collection, f"127.0.0.1:{control_port}", job=JOB, attempt=ATTEMPT, timeout_seconds=60.0)
+    rng = np.random.default_rng(rank)
+    asked = threading.Event()
+    stopping = threading.Event()
+
+    def listen() -> None:
+        while pipe.recv() == "look":
+            asked.set()
+        stopping.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        ids = torch.from_numpy(rng.integers(0, ITEMS, 64))
+        collection({"item": Jagged(ids, torch.tensor([64]))})["item"].values.sum().backward()
+        collection.optimizer.step()
+        if asked.is_set():
+            asked.clear()
+            pipe.send((Footprint.of_this_process(), SLOTS - collection.engine.stores[0].free_slots))
+        stop = torch.tensor([int(stopping.is_set())])
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        if stop:
+            break
+    connection.close(5.0)
+    dist.barrier()
+
+
+def simulated_ranks(
+    number: int, pipe: Connection, processes: int, store_port: int, control_port: int, ranks: int, rows: int
+) -> None:
+    """Agents of every ``processes``-th rank; answers (versions, digests, footprint) on request."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    keyspace, layout = big_keyspace(rows), RankLayout(ranks // 8, 8)
+    mine = range(number, ranks, processes)
+    inboxes = [ChunkInbox(Homes(keyspace, layout), rank, (rows,)) for rank in mine]
+    agents = [
+        Agent(
+            inbox,
+            RankIdentity(JOB, ATTEMPT, rank, ranks, layout.nodes, layout.local_ranks, (rows,), keyspace.digest),
+            f"127.0.0.1:{control_port}", timeout_seconds=60.0,
+        )
+        for rank, inbox in zip(mine, inboxes, strict=True)
+    ]  # fmt: skip
+    store = TCPStore("127.0.0.1", store_port, processes, is_master=number == 0, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=number, world_size=processes)
+    for agent in agents:
+        agent.start()
+    digest, step = 0, 0
+    while True:
+        lowest = torch.tensor([min(inbox.begin_exchange() for inbox in inboxes), -int(pipe.poll())])
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        for inbox in inboxes:
+            inbox.end_exchange(int(lowest[0]))
+        step += 1
+        for at, (agent, inbox) in enumerate(zip(agents, inboxes, strict=True)):
+            for version, delta in inbox.poll_agreed(2**40, len):
+                digest = (digest + delta.digest_change()) % 2**64 if at == 0 else digest
+                inbox.applied(version)
+            version = inbox.applied_version
+            agent.report(StepReport(step, 1, version, digest, 0.01, 0.0, (1, 0, 0), 0, 0, 0, 0, 0, 0))
+        if lowest[1]:
+            break
+        time.sleep(0.01)
+    versions = [inbox.applied_version for inbox in inboxes]
+    chunks = sum(agent.counters.get("chunks", 0) for agent in agents)
+    pipe.send((versions, digest, chunks, Footprint.of_this_process()))
+    for agent in agents:
+        agent.stop(5.0)
+
+
+def lone_rank(number: int, pipe: Connection, control_port: int) -> None:
+    """The agent of a job of one rank; answers (idle, seconds) with (messages sent, received, processor seconds).
+
+    Processor time is that of the agent's thread. A rank that is not idle makes 50 steps a second.
+    """
+    counts = {"sent": 0, "received": 0}
+    send, receive = ChannelClient.send, ChannelClient.receive
+
+    def counted_send(self: ChannelClient, message: bytes, body: Body = b"") -> None:
+        counts["sent"] += 1
+        send(self, message, body)
+
+    def counted_receive(self: ChannelClient, timeout_seconds: float) -> Frame | None:
+        frame = receive(self, timeout_seconds)
+        counts["received"] += frame is not None
+        return frame
+
+    ChannelClient.send, ChannelClient.receive = counted_send, counted_receive  # type: ignore[method-assign]
+    keyspace = big_keyspace(1000)
+    inbox = ChunkInbox(Homes(keyspace, RankLayout(1, 1)), number, (1000,))
+    own = RankIdentity(JOB, ATTEMPT, number, 1, 1, 1, (1000,), keyspace.digest)
+    agent = Agent(inbox, own, f"127.0.0.1:{control_port}", timeout_seconds=15.0)
+    agent.start()
+    thread = next(each for each in threading.enumerate() if each.name == f"flexd-agent-{number}")
+    assert thread.ident is not None
+    clock = time.pthread_getcpuclockid(thread.ident)
+    step = 0
+    while (asked := pipe.recv()) != "stop":
+        idle, seconds = asked
+        end = time.monotonic() + seconds
+        before, used = dict(counts), time.clock_gettime(clock)
+        while (left := end - time.monotonic()) > 0:
+            if idle:
+                time.sleep(left)
+                continue
+            inbox.end_exchange(inbox.begin_exchange())
+            step += 1
+            agent.report(StepReport(step, 1, 0, 0, 0.02, 0.0, (1, 0, 0), 0, 0, 0, 0, 0, 0))
+            time.sleep(0.02)
+        used = time.clock_gettime(clock) - used
+        pipe.send((counts["sent"] - before["sent"], counts["received"] - before["received"], used))
+    agent.stop(5.0)
+
+
+def big_keyspace(rows: int) -> KeySpace:
+    return KeySpace([TableSpec("item", 4 * rows, DIM, "float32", "sgd")])

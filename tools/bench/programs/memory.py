@@ -1,0 +1,323 @@
+"""Ways to train a table larger than memory, for ``cases.memory``: prints one JSON object with the figures of each.
+
+Ways of flexd use one file one after the other; each begins with the most popular rows in frames, changed, which is
+where a long training would be. The step of all ways: the distinct rows of a batch are read, their gradients (of half
+the squared rows) summed, and rows and row-wise Adagrad state written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from flexd.embedding.store.slow.half_life import FIRST, HALF_LIVES, HalfLife
+from tools.bench.harness import timed
+
+LEARNING_RATE = 0.05
+COVER = 1.25
+"""The wait for the dense part is as many times a step of flexd with run-ahead that has none."""
+_SPREAD = 2_654_435_761
+_KEPT_ROWS = 1 << 16
+
+
+class Way(Protocol):
+    """A way to keep rows."""
+
+    def step(self, ids: torch.Tensor, dense_seconds: float = 0.0) -> None: ...
+
+    def figures(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
+
+
+def batches(rows: int, ids: int, zipf: float, seed: int) -> Iterator[torch.Tensor]:
+    """Zipf-popular rows, the popular ones anywhere in the table."""
+    generator = np.random.default_rng(seed)
+    # The inverse of the integral of x^-s, of which the sum over whole numbers differs by little.
+    power = 1.0 - zipf
+    while True:
+        drawn = ((rows**power - 1.0) * generator.random(ids) + 1.0) ** (1.0 / power)
+        yield torch.from_numpy((drawn.astype(np.int64) - 1) * _SPREAD % rows)
+
+
+def popular_rows(rows: int, count: int) -> torch.Tensor:
+    """Return int64 [count]: the rows that ``batches`` draws most often, in that order."""
+    return torch.arange(count) * _SPREAD % rows
+
+
+def popular_touches(rows: int, count: int, ids: int, zipf: float) -> torch.Tensor:
+    """Return float64 [count]: the share of batches that use each of ``popular_rows``."""
+    power, edges = 1.0 - zipf, torch.arange(1, count + 2, dtype=torch.float64)
+    shares = (edges**power).diff() / (float(rows) ** power - 1.0)
+    return -torch.expm1(-ids * shares)
+
+
+class Tensors:
+    """Rows and state in tensors: in memory, or in a file that is mapped into it."""
+
+    def __init__(self, setting: dict[str, Any], directory: Path | None) -> None:
+        from flexd.embedding.row_optimizers import RowWiseAdagrad
+
+        rows, dim = setting["rows"], setting["dim"]
+        if directory is None:
+            self._rows, self._state = torch.ones(rows, dim), torch.zeros(rows, 1)
+        else:
+            path = directory / "mapped"
+            fill_file(path, rows * dim)
+            self._rows = torch.from_file(str(path), shared=True, size=rows * dim).view(rows, dim)
+            self._state = torch.zeros(rows, 1)
+        self._optimizer, self._steps = RowWiseAdagrad(lr=LEARNING_RATE), 0
+
+    def step(self, ids: torch.Tensor, dense_seconds: float = 0.0) -> None:
+        self._steps += 1
+        distinct, places, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        values = self._rows.index_select(0, distinct)
+        _ = values.index_select(0, places)
+        time.sleep(dense_seconds)
+        self._optimizer.update(self._rows, self._state, distinct, values * counts[:, None], self._steps)
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class RocksDb:
+    """Rows with their state in RocksDB, read and written in batches."""
+
+    def __init__(self, setting: dict[str, Any], directory: Path) -> None:
+        import rocksdict
+
+        from flexd.embedding.row_optimizers import RowWiseAdagrad
+
+        self._rocksdict, self._dim = rocksdict, setting["dim"]
+        options = rocksdict.Options(raw_mode=True)
+        options.create_if_missing(True)
+        table = rocksdict.BlockBasedOptions()
+        table.set_block_cache(rocksdict.Cache(setting["fast_bytes"]))
+        table.set_bloom_filter(10, False)
+        table.set_cache_index_and_filter_blocks(True)
+        options.set_block_based_table_factory(table)
+        options.set_use_direct_reads(True)
+        options.set_use_direct_io_for_flush_and_compaction(True)
+        options.set_compression_type(rocksdict.DBCompressionType.none())
+        options.increase_parallelism(4)
+        row, files = np.ones(self._dim + 1, dtype=np.float32).tobytes(), []
+        for first in range(0, setting["rows"], 2_000_000):
+            path = directory / f"{first}.sst"
+            writer = rocksdict.SstFileWriter(options=options)
+            writer.open(str(path))
+            last = min(first + 2_000_000, setting["rows"])
+            keys = np.arange(first, last, dtype=">u8").tobytes()
+            for at in range(0, 8 * (last - first), 8):
+                writer[keys[at : at + 8]] = row
+            writer.finish()
+            files.append(str(path))
+        self._db = rocksdict.Rdict(str(directory / "rocks"), options)
+        self._db.ingest_external_file(files)
+        self._optimizer, self._steps = RowWiseAdagrad(lr=LEARNING_RATE), 0
+
+    def step(self, ids: torch.Tensor, dense_seconds: float = 0.0) -> None:
+        self._steps += 1
+        distinct, places, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        packed = distinct.numpy().astype(">u8").tobytes()
+        keys = [packed[at : at + 8] for at in range(0, len(packed), 8)]
+        found = np.frombuffer(b"".join(self._db[keys]), dtype=np.float32).reshape(len(keys), self._dim + 1)
+        rows, state = torch.tensor(found[:, :-1]), torch.tensor(found[:, -1:])
+        _ = rows.index_select(0, places)
+        time.sleep(dense_seconds)
+        self._optimizer.update(rows, state, torch.arange(len(keys)), rows * counts[:, None], self._steps)
+        changed = torch.cat([rows, state], dim=1).numpy()
+        batch = self._rocksdict.WriteBatch(raw_mode=True)
+        for key, row in zip(keys, changed, strict=True):
+            batch[key] = row.tobytes()
+        self._db.write(batch)
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class Flexd:
+    """A collection of one rank.
+
+    Args:
+        ahead: the rows of the next batch are fetched during the dense part.
+    """
+
+    def __init__(self, setting: dict[str, Any], directory: Path, *, ahead: bool = False) -> None:
+        import flexd
+
+        table = flexd.EmbeddingTable("item", setting["rows"], setting["dim"])
+        self._collection = flexd.EmbeddingCollection(
+            [table], optimizer=flexd.RowWiseAdagrad(lr=LEARNING_RATE), layout=flexd.RankLayout(1, 1),
+            fast_memory_bytes=setting["fast_bytes"], slow_memory_dir=directory,
+        )  # fmt: skip
+        held = self._collection.engine.stores[0].tier
+        assert held is not None
+        self._tier, self._flexd, self._directory, self._setting = held, flexd, directory, setting
+        if setting.get("filled", True):
+            self._fill(setting)
+        self._loop: Any = None
+        self.begin(ahead=ahead)
+
+    def begin(self, *, ahead: bool = False, zipf: float | None = None) -> None:
+        """Begin with empty frames, or with the rows that are popular by ``zipf``; rows are what the file has."""
+        from flexd.embedding.store.slow.frame_table import FrameTable
+        from flexd.embedding.store.slow.look_ahead import LookAhead
+
+        self._stop()
+        held, rows, ids = self._tier, self._setting["rows"], self._setting["ids"]
+        held._table = FrameTable(held.frames, held.home_rows - 1, held.rows.device, half_life=1.0)
+        held._ahead, held._half_life = LookAhead(held._table), HalfLife(held.frames, rows, held.rows.device)
+        self._ahead, self._pending = ahead, list[dict[str, Any]]()
+        if zipf is not None:
+            touched = popular_touches(rows, held.frames, ids, zipf)
+            fillings = len(next(batches(rows, ids, zipf, seed=0)).unique()) / held.frames  # of a step
+            counts = torch.log2(touched * HALF_LIVES[FIRST] / fillings / math.log(2))
+            for slots, part in zip(
+                popular_rows(rows, held.frames).split(_KEPT_ROWS), counts.split(_KEPT_ROWS), strict=True
+            ):
+                frames = held._table.bring(slots).frames
+                held.rows[frames], held.state[frames] = 1.0, 0.0
+                held._table.remember(frames, part)
+                held._table.changed(frames)
+                held._table.release(frames)
+
+    def _stop(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+        self._loop = None
+
+    def _fill(self, setting: dict[str, Any]) -> None:
+        """Write every row, so that reading it costs what it costs later in a training."""
+        one = torch.cat([torch.ones(setting["dim"]).view(torch.uint8), torch.zeros(3).view(torch.uint8)])
+        for first in range(0, setting["rows"], 1 << 18):
+            slots = torch.arange(first, min(setting["rows"], first + (1 << 18)))
+            self._tier.slow.write(slots, one[None].expand(len(slots), -1))
+
+    def step(self, ids: torch.Tensor, dense_seconds: float = 0.0) -> None:
+        features = {"item": self._flexd.Jagged(ids, torch.tensor([len(ids)]))}
+        if self._ahead:
+            self._pending.append(features)
+            if self._loop is None:
+                self._loop = iter(self._flexd.prefetch(self._drawn(), self._collection))
+                return  # the next batch is not known yet
+            features = next(self._loop)
+        values = self._collection(features)["item"].values
+        time.sleep(dense_seconds)
+        (values.square().sum() / 2).backward()
+        self._collection.optimizer.step()
+
+    def _drawn(self) -> Iterator[Any]:
+        while True:
+            yield self._pending.pop(0)
+
+    def figures(self) -> dict[str, float]:
+        counts, traffic = self._tier.counts, self._tier.slow.traffic
+        return {
+            "frames": self._tier.frames, "used": counts.used, "missed": counts.missed, "bytes_read": traffic.bytes_read,
+            "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
+        }  # fmt: skip
+
+    @property
+    def learning_rate(self) -> float:
+        return LEARNING_RATE
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return [n, dim] of distinct rows, wherever they are."""
+        # One rank, one table: the slot of a row is its number.
+        return self._collection.engine.stores[0].rows.index_select(0, ids)
+
+    def close(self) -> None:
+        self._stop()
+        self._collection.close()
+
+
+def fill_file(path: Path, numbers: int) -> None:
+    chunk = np.ones(1 << 22, dtype=np.float32)
+    with path.open("wb") as file:
+        for first in range(0, numbers, len(chunk)):
+            file.write(chunk[: min(len(chunk), numbers - first)].tobytes())
+        os.fsync(file.fileno())
+
+
+def made(way: str, setting: dict[str, Any], directory: Path) -> Way:
+    if way == "all fast":
+        return Tensors(setting, None)
+    if way == "memory map":
+        return Tensors(setting, directory)
+    if way == "RocksDB":
+        return RocksDb(setting, directory)
+    return Flexd(setting, directory)
+
+
+def process_figures() -> dict[str, float]:
+    """What this process has used: processor seconds, and bytes that it had the disk read and write."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {
+        "processor_seconds": used.ru_utime + used.ru_stime,
+        "disk_bytes_read": float(io["read_bytes"]), "disk_bytes_written": float(io["write_bytes"]),
+    }  # fmt: skip
+
+
+def run(way: Way, drawn: Iterator[torch.Tensor], seconds: float, least: int, dense_seconds: float) -> list[float]:
+    """Return the seconds of steps, of at least so many for so long."""
+    took: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(took) < least or time.perf_counter() < end:
+        ids = next(drawn)
+        took.append(timed(lambda ids=ids: way.step(ids, dense_seconds)))  # type: ignore[misc]
+    return took
+
+
+def answer(way: Way, setting: dict[str, Any], zipf: float, dense_seconds: float = 0.0) -> dict[str, float]:
+    """Return figures a step, measured after the warm-up."""
+    drawn = batches(setting["rows"], setting["ids"], zipf, seed=1)
+    warmed = run(way, drawn, setting["warm_seconds"], 2, dense_seconds)
+    before = way.figures() | process_figures()
+    # A step of the memory map may take half a minute.
+    took = run(way, drawn, setting["seconds"], 3 if max(warmed) < setting["seconds"] else 1, dense_seconds)
+    after = way.figures() | process_figures()
+    found = {name: (after[name] - before[name]) / len(took) for name in after if name != "frames"}
+    found |= {"frames": after.get("frames", 0), "steps": len(took), "warm_steps": len(warmed)}
+    return found | {"step_seconds": float(np.median(took)), "mean_step_seconds": float(np.mean(took))}
+
+
+def main() -> None:
+    ways, setting, directory = json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(2)
+    held = made(ways[0], setting, directory)
+    answers: dict[str, dict[str, Any]] = {way: {} for way in ways}
+    for way in ways:
+        for zipf in setting["zipfs"]:
+            if isinstance(held, Flexd):
+                held.begin(ahead="run-ahead" in way, zipf=zipf)
+            found = answer(held, setting, zipf)
+            seconds = setting["dense_seconds"].get(str(zipf))
+            if way == "flexd, run-ahead":
+                seconds = COVER * found["step_seconds"]
+            if seconds is not None:
+                found |= {"dense_seconds": seconds}
+                found["device_step_seconds"] = answer(held, setting, zipf, seconds)["step_seconds"]
+            answers[way][str(zipf)] = found
+    held.close()
+    print(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

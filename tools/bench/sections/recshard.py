@@ -1,0 +1,270 @@
+"""RecShard's comparison: pooled tables of different skew in a fast memory that does not hold them, and after drift.
+
+Whole tables by size and by look-ups, RecShard's MILP (which rank a table belongs to and how many of its hottest rows
+are in fast memory, once), and flexd's rows at homes with frames, in fast memory for a quarter of the tables. Tables of
+a list (TorchRec's published one with ``--tables``, otherwise one made up) with their rows and batch divided by a scale,
+each with a Zipf exponent of its own. All strategies are counted on the same drawn batches: accesses to rows in slow
+memory, as RecShard counts them; and distinct rows of a step read from slow memory, which is what a system needs that
+reads a row once a step, however many samples use it. flexd's are those of the frame table, each rank's and dim-group's
+replayed.
+
+Half way the popularity of the rows in half of the tables moves. Counting begins when the frames are warm, and again
+right after the move. With ``--trace`` the popularity moves as it did: planned from a trace's first quarter, counted in
+its second and in its last.
+
+Balance: the slow accesses of the busiest rank over the mean. Reading: of the slowest rank, 1,555 GB/s and 32 GB/s.
+
+Checks, as planned and after the move: flexd reads fewer rows from slow memory than RecShard has slow accesses, and than
+it would have with a row read once a step; its busiest rank is nearer to the mean.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flexd.core.fast_memory import FRAME_BYTES
+from flexd.embedding.store.slow.frame_table import FrameTable
+from flexd.embedding.store.slow.half_life import HalfLife
+from flexd.embedding.store.slow.two_memories import TwoMemories
+from flexd.planner.baselines import PlanningProblem
+from flexd.planner.baselines.recshard import RECSHARD
+from flexd.planner.baselines.two_memories import TwoMemories as Bandwidths
+from flexd.planner.baselines.whole_tables import (
+    TABLE_WISE_LOOKUP_HOST,
+    TABLE_WISE_SIZE_HOST,
+    fast_tables,
+    make_shards,
+    place_greedily,
+)
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.tables.table_list import read_tables
+from flexd.topology.files import load_preset
+from tools.bench.harness import Outcome, check
+from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables, TraceTables
+from tools.bench.planning import made_up_tables
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+Figures = dict[str, Any]
+
+PAPER = {"fewer slow accesses": 87.0, "better balance": 12.0}
+"""RecShard's abstract: from production models of Meta, over the best of whole tables."""
+FAST_SHARE, MOVED_SHARE = 0.25, 0.5
+FLEXD, DIVIDED = "flexd", "flexd, divided by access"
+
+
+class Static:
+    """Whole tables on ranks, some rows of each in fast memory for good."""
+
+    def __init__(self, tables: Tables | TraceTables, rank: Int64Array, fast_rows: Float64Array) -> None:
+        number = np.diff(tables.first)
+        within = np.arange(tables.first[-1]) - np.repeat(tables.first[:-1], number)
+        self._slow = within >= np.repeat(np.floor(fast_rows), number)
+        self._rank = np.repeat(rank, number)
+
+    def step(self, rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
+        """Distinct rows and how often each is accessed -> (rank, accesses in slow memory, rows read there) of each."""
+        slow = self._slow[rows]
+        return self._rank[rows], counts * slow, slow.astype(np.float64)
+
+
+class Frames:
+    """Rows at homes by number, frames in fast memory, as collections have them."""
+
+    def __init__(self, tables: Tables | TraceTables, frames: Sequence[int]) -> None:
+        keyspace, world = tables.keyspace, LAYOUT.world_size
+        number = np.diff(tables.first)
+        group = np.zeros(len(number), dtype=np.int64)
+        for at, dim_group in enumerate(keyspace.groups):
+            group[list(dim_group.tables)] = at
+        within = np.arange(tables.first[-1]) - np.repeat(tables.first[:-1], number)
+        key = within + np.repeat(np.asarray(keyspace.first_key), number)
+        self._group, self._rank, self._slot = np.repeat(group, number), key % world, key // world
+        device = torch.device("cpu")
+        self._tables = [
+            [
+                FrameTable(count, int(self._slot.max()), device, half_life=1.0)
+                for _ in range(world)
+            ]
+            for count in frames
+        ]  # fmt: skip
+        self._kept = [
+            torch.full((world, int(self._slot.max()) + 1), -torch.inf, dtype=torch.float64) for _ in frames
+        ]  # fmt: skip
+        self._half_lives = {
+            table: HalfLife(table.frames, int(self._slot.max()) + 1, device) for held in self._tables for table in held
+        }
+        self.written = 0
+
+    def step(self, rows: Int64Array, counts: Int64Array) -> tuple[Int64Array, Float64Array, Float64Array]:
+        """As ``Static.step``. A row that is read is in a frame for all its accesses of the step."""
+        missed = np.zeros(len(rows))
+        place = self._group[rows] * LAYOUT.world_size + self._rank[rows]
+        order = np.argsort(place, kind="stable")
+        cuts = np.flatnonzero(np.diff(place[order])) + 1
+        for at in np.split(order, cuts):
+            if len(at):
+                group, rank = divmod(int(place[at[0]]), LAYOUT.world_size)
+                missed[at] = self._visit(self._tables[group][rank], self._kept[group][rank], self._slot[rows[at]])
+        return self._rank[rows], missed, missed
+
+    def _visit(self, table: FrameTable, kept: torch.Tensor, slots: Int64Array) -> npt.NDArray[np.bool_]:
+        missed = np.zeros(len(slots), dtype=np.bool_)
+        for first in range(0, len(slots), table.frames):
+            part = torch.from_numpy(slots[first : first + table.frames])
+            arrivals = table.bring(part)
+            self.written += len(arrivals.evicted_slots)
+            kept[arrivals.evicted_slots] = arrivals.evicted_counts
+            come = arrivals.missing
+            table.remember(arrivals.frames[come], kept[part[come]])
+            table.use(arrivals.frames, self._half_lives[table].use(part, 0))
+            table.changed(arrivals.frames)
+            table.release(arrivals.frames)
+            missed[first + come.numpy()] = True
+        return missed
+
+
+def divided_by_access(tables: Tables | TraceTables, memory_bytes: float) -> list[int]:
+    """Return the frames of each dim-group on a rank: those of the rows most likely used in a step, by byte."""
+    number = np.diff(tables.first)
+    used = -np.expm1(-np.repeat(tables.accesses, number) * tables.shares())
+    size = np.repeat(tables.stored_bytes + FRAME_BYTES, number)
+    order = np.argsort(-used / size, kind="stable")
+    chosen = order[np.cumsum(size[order]) <= memory_bytes * LAYOUT.world_size]
+    table = np.repeat(np.arange(len(number)), number)[chosen]
+    taken = np.bincount(table, minlength=len(number))
+    return [max(1, int(taken[list(group.tables)].sum()) // LAYOUT.world_size) for group in tables.keyspace.groups]
+
+
+def strategies(tables: Tables | TraceTables, memory_bytes: float) -> dict[str, Static | Frames]:
+    specs, world = tables.keyspace.tables, LAYOUT.world_size
+    shape = TrainingShape(bags_per_step={spec.name: 1.0 for spec in specs})
+    slots = (0,) * len(tables.keyspace.groups)
+    case = PlanningProblem(
+        tables.profile(), tables.keyspace, LAYOUT, load_preset("azure-a100-200g"), memory_bytes, slots, shape
+    )
+    shards = make_shards(case)
+    answer: dict[str, Static | Frames] = {}
+    for peer in (TABLE_WISE_SIZE_HOST, TABLE_WISE_LOOKUP_HOST):
+        cost, host = peer.cost(shards), Bandwidths().host_bytes
+        rank = place_greedily(cost, shards.bytes, world, memory_bytes + host)
+        if rank is None:
+            raise AssertionError("host memory holds all tables")
+        fast = fast_tables(cost, shards.bytes, rank, world, memory_bytes)
+        answer[peer.name] = Static(tables, rank, fast * shards.rows)
+    placed = RECSHARD.place(case)
+    if placed is None:
+        raise AssertionError("a split with all rows in host memory fits")
+    answer["recshard"] = Static(tables, placed.rank, placed.fast_rows)
+    today = TwoMemories(int(memory_bytes), None).frames(tables.keyspace.groups, LAYOUT)
+    answer[FLEXD] = Frames(tables, today)
+    answer[DIVIDED] = Frames(tables, divided_by_access(tables, memory_bytes))
+    return answer
+
+
+def replay(
+    tables: Tables | TraceTables, held: dict[str, Static | Frames], batches: Iterable[tuple[str, Int64Array]]
+) -> dict[str, dict[str, Figures]]:
+    """Return figures a step by strategy and period, of batches with their periods; "" is not counted."""
+    bandwidths, world = Bandwidths(), LAYOUT.world_size
+    row_bytes = np.repeat(tables.row_bytes, np.diff(tables.first))
+    sums = {
+        (name, period): {"slow": np.zeros(world), "rows": np.zeros(world), "seconds": np.zeros(world), "written": 0}
+        for name in held
+        for period in (PLANNED, MOVED)
+    }  # fmt: skip
+    accesses, steps = {PLANNED: 0, MOVED: 0}, {PLANNED: 0, MOVED: 0}
+    for period, keys in batches:
+        rows, counts = np.unique(keys, return_counts=True)
+        size = row_bytes[rows]
+        for name, strategy in held.items():
+            before = getattr(strategy, "written", 0)
+            rank, slow, read = strategy.step(rows, counts)
+            if not period:
+                continue
+            # With frames every row is read once a step; whole tables read one a sample.
+            reads = np.ones(len(rows)) if isinstance(strategy, Frames) else counts.astype(np.float64)
+            seconds = (reads - slow) * size / bandwidths.fast_bytes_per_second
+            seconds += slow * size / bandwidths.slow_bytes_per_second
+            total = sums[name, period]
+            for figure, values in (("slow", slow), ("rows", read), ("seconds", seconds)):
+                total[figure] += np.bincount(rank, weights=values, minlength=world)
+            total["written"] += getattr(strategy, "written", 0) - before
+        if period:
+            accesses[period] += len(keys)
+            steps[period] += 1
+    answer: dict[str, dict[str, Figures]] = {name: {} for name in held}
+    for (name, period), total in sums.items():
+        slow = total["slow"]
+        answer[name][period] = {
+            "slow accesses": float(slow.sum()) / steps[period], "rows read": float(total["rows"].sum()) / steps[period],
+            "share": float(slow.sum()) / accesses[period], "rows written back": total["written"] / steps[period],
+            "balance": float(slow.max() / max(slow.mean(), 1e-300)),
+            "reading_seconds": float(total["seconds"].max()) / steps[period],
+        }  # fmt: skip
+    return answer
+
+
+def beside_paper(answer: dict[str, dict[str, Figures]]) -> dict[str, dict[str, float]]:
+    """Return, for RecShard and flexd, slow accesses and balance of the best whole tables over theirs."""
+    whole = [figures[PLANNED] for name, figures in answer.items() if name.startswith("table_wise")]
+    few, balance = (min(figures[name] for figures in whole) for name in ("slow accesses", "balance"))
+    return {
+        name: {
+            "fewer slow accesses": few / max(answer[name][PLANNED]["slow accesses"], 1e-300),
+            "better balance": balance / answer[name][PLANNED]["balance"],
+        }
+        for name in ("recshard", FLEXD, DIVIDED)
+    }  # fmt: skip
+
+
+def checks_of(answer: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
+    checks = []
+    for period in (PLANNED, MOVED):
+        ours, theirs = answer[DIVIDED][period], answer["recshard"][period]
+        for name, mine, least in (
+            ("rows read / RecShard's slow accesses", "rows read", "slow accesses"),
+            ("rows read / RecShard's, each once a step", "rows read", "rows read"),
+            ("balance / RecShard's", "balance", "balance"),
+        ):
+            ratio = ours[mine] / max(theirs[least], 1e-300)
+            checks.append(check(f"{period}: {name}", ratio, "< 1", ratio < 1))
+    return checks
+
+
+def checks_of_trace(name: str, answer: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
+    """Return the checks of a trace: real popularity moves in the second quarter already, so the whole is checked."""
+    checks = []
+    for period in (PLANNED, MOVED):
+        ratio = answer[DIVIDED][period]["rows read"] / max(answer["recshard"][period]["rows read"], 1e-300)
+        checks.append(check(f"{name}, {period}: rows read / RecShard's, each once a step", ratio, "< 1", ratio < 1))
+    return checks
+
+
+def section(options: Namespace) -> Outcome:
+    torch.set_num_threads(1)
+    if options.trace:
+        found, checks = {}, []
+        for path in options.trace:
+            tables: Tables | TraceTables = TraceTables.of(path, options.batch)
+            found[path.stem] = replay(tables, strategies(tables, memory_of(tables)), tables.periods())
+            checks += checks_of_trace(path.stem, found[path.stem])
+        return Outcome(found, checks)
+    number, steps, scale = (40, 10, 10_000.0) if options.quick else (400, 40, 1_000.0)
+    pooled = [table for table in (read_tables(options.tables) if options.tables else made_up_tables()) if table.bags]
+    tables = Tables.of([replace(table, batch=pooled[0].batch) for table in pooled[:number]], scale)
+    answer = replay(tables, strategies(tables, memory_of(tables)), tables.periods(steps, MOVED_SHARE))
+    paper = {"RecShard's paper": PAPER} | beside_paper(answer)
+    return Outcome({"strategies": answer, "beside the paper": paper}, checks_of(answer))
+
+
+def memory_of(tables: Tables | TraceTables) -> float:
+    """Return the fast memory of a rank in bytes."""
+    return FAST_SHARE * float(np.diff(tables.first) @ tables.stored_bytes) / LAYOUT.world_size

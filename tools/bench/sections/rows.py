@@ -1,0 +1,167 @@
+"""Measure look-up and update on one rank without a network against ``torch.nn.Embedding``, and the parts of a look-up.
+
+A step is look-up, backward of a sum, update; ``nn.Embedding`` has sparse gradients and torch's own optimizer, so both
+touch only the looked-up rows. Figures are medians.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import flexd
+from flexd.core.keyspace import DimGroup
+from flexd.core.layout import RankLayout, Tier
+from flexd.embedding import devices
+from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
+from flexd.embedding.store.directory import Directory
+from tools.bench.harness import Outcome, at_most, timed
+
+DIM, SKEW = 64, 1.05
+PEERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": (flexd.SGD(lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01)),
+    "adagrad": (flexd.Adagrad(lr=0.01), lambda p: torch.optim.Adagrad(p, lr=0.01)),
+    "adam": (flexd.Adam(lr=0.01), lambda p: torch.optim.SparseAdam(p, lr=0.01)),
+}
+CHUNK_ROWS = 4096
+
+
+def device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, all kernels that it launches included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def median_seconds(run: Callable[[], object], device: torch.device, repeat: int) -> float:
+    return float(np.median([device_seconds(run, device) for _ in range(repeat + 2)][2:]))
+
+
+def chunk_seconds(chunk: Callable[[], object], repeat: int) -> float:
+    """Return the median processor time: a chunk takes one thread, and other load of the machine is not its own."""
+    return float(np.median([timed(chunk, time.process_time) for _ in range(repeat + 2)][2:]))
+
+
+def zipf_ids(rows: int, count: int, device: torch.device, seed: int | list[int] = 1) -> torch.Tensor:
+    share = np.arange(1, rows + 1) ** -SKEW
+    rng = np.random.default_rng(seed)
+    at = np.searchsorted(np.cumsum(share / share.sum()), rng.random(count)).clip(max=rows - 1)
+    return torch.from_numpy(np.random.default_rng(1).permutation(rows)[at]).to(device)
+
+
+def steps(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
+    """Return million looked-up ids a second, by optimizer."""
+    found = {}
+    for name, (ours, theirs) in PEERS.items():
+        table = flexd.EmbeddingTable("item", rows, DIM)
+        collection = flexd.EmbeddingCollection([table], optimizer=ours, layout=RankLayout(1, 1), device=device)
+        batch = {"item": flexd.Jagged(ids, torch.tensor([len(ids)], device=device))}
+        plain = torch.nn.Embedding(rows, DIM, sparse=True, device=device)
+        peer = theirs(plain.parameters())
+
+        def flexd_step(collection: flexd.EmbeddingCollection = collection, batch: Any = batch) -> None:
+            collection(batch)["item"].values.sum().backward()
+            collection.optimizer.step()
+
+        def plain_step(plain: torch.nn.Embedding = plain, peer: torch.optim.Optimizer = peer) -> None:
+            plain(ids).sum().backward()
+            peer.step()
+            peer.zero_grad()
+
+        # In turns, so that both have the same load of the machine.
+        a, b = median_seconds(flexd_step, device, repeat), median_seconds(plain_step, device, repeat)
+        found[name] = {"flexd": len(ids) / a / 1e6, "nn.Embedding": len(ids) / b / 1e6, "times": b / a}
+    return found
+
+
+def distinct_ids(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, float]:
+    finder = Dedup(0, rows, device, devices.Numbers(device))
+    ours = median_seconds(lambda: finder.unique(ids), device, repeat)
+    theirs = median_seconds(lambda: torch.unique(ids, return_inverse=True), device, repeat)
+    return {"flexd": len(ids) / ours / 1e6, "torch.unique": len(ids) / theirs / 1e6, "times": theirs / ours}
+
+
+def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
+    """Return the bytes of a directory of ``hot_rows`` among ten times as many rows, million ids found a second, and the
+    time of a chunk that unlists 4,096 rows and lists as many others.
+
+    Half of the ids are hot. The comparison is a sorted list of int64 keys with int32 slots and a byte for the tier.
+    "plain" has DEVICE rows only; "mixed" has half NODE rows.
+    """
+    layout = RankLayout(2, 4)
+    group = DimGroup(DIM, "float32", "sgd", 0, 10 * hot_rows, (0,))
+    generator = torch.Generator().manual_seed(1)
+    found: dict[str, dict[str, float]] = {}
+    for name, device_share in (("plain", 1.0), ("mixed", 0.5)):
+        device_rows = torch.arange(int(hot_rows * device_share)) * 7
+        turns = torch.arange(hot_rows - len(device_rows)) * 10 + 3
+        rail_rows = turns - turns % layout.local_ranks + 1  # homes on the rank's rail
+        rail_rows = rail_rows[~torch.isin(rail_rows, device_rows)].unique()
+        keys = torch.cat([device_rows, rail_rows])
+        tiers = torch.full((len(keys),), int(Tier.NODE), dtype=torch.uint8)
+        tiers[: len(device_rows)] = int(Tier.DEVICE)
+        made = Directory([group], layout, 0, hot_rows, device)
+        none = np.empty(0, dtype=np.int64)
+        slots = np.arange(len(keys), dtype=np.int32)
+        made.change(none, keys.numpy(), slots, tiers.numpy())
+        cold = torch.randint(0, 10 * hot_rows, (102_400,), generator=generator)
+        hot = keys[torch.randint(0, len(keys), (102_400,), generator=generator)]
+        ids = torch.cat([hot, cold]).to(device)
+        ordered = keys.sort().values.to(device)
+        few = keys[:: len(keys) // CHUNK_ROWS][:CHUNK_ROWS].numpy()
+        others = np.setdiff1d(np.arange(0, 10 * hot_rows, max(1, 5 * hot_rows // CHUNK_ROWS)), keys.numpy())[: len(few)]
+        pairs = [(few, others), (others, few)]
+
+        def plain(ordered: torch.Tensor = ordered, ids: torch.Tensor = ids) -> torch.Tensor:
+            at = torch.searchsorted(ordered, ids).clamp_(max=len(ordered) - 1)
+            return ordered.index_select(0, at) == ids
+
+        def chunk(made: Directory = made, pairs: list[tuple[Any, Any]] = pairs) -> None:
+            removed, new = pairs[0]
+            pairs.reverse()
+            tiers = np.full(len(new), int(Tier.DEVICE), np.uint8)
+            made.change(removed[: len(new)], new, np.arange(len(new), dtype=np.int32), tiers)
+
+        ours = median_seconds(partial(made.find, ids), device, repeat)
+        theirs = median_seconds(plain, device, repeat)
+        pairs[:] = [(few[: len(others)], others), (others, few[: len(others)])]
+        change = chunk_seconds(chunk, repeat)
+        found[name] = {
+            "rows": float(len(made)), "bytes": float(made.nbytes), "bytes per row": made.nbytes / len(made),
+            "of keys, slots and tiers": made.nbytes / (13 * len(made)), "find": len(ids) / ours / 1e6,
+            "find in sorted int64": len(ids) / theirs / 1e6, "chunk rows": float(len(others)),
+            "chunk milliseconds": change * 1e3,
+        }  # fmt: skip
+    return found
+
+
+def section(options: Namespace) -> Outcome:
+    device = torch.device(options.device)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    repeat, rows, sizes = (7, 200_000, [25_600]) if options.quick else (31, 1_000_000, [25_600, 204_800])
+    figures: dict[str, Any] = {"rows": rows, "dim": DIM, "zipf": SKEW}
+    for count in sizes:
+        ids = zipf_ids(rows, count, device)
+        figures[f"{count} ids"] = {
+            "step": steps(rows, ids, device, repeat), "distinct": distinct_ids(rows, ids, device, repeat)
+        }  # fmt: skip
+    ids = torch.randint(0, MAX_TABLE_ROWS + 1, (sizes[-1],), device=device)
+    figures["distinct beyond the table"] = distinct_ids(MAX_TABLE_ROWS + 1, ids, device, repeat)
+    listed = figures["directory"] = directory(100_000 if options.quick else 10_000_000, device, min(repeat, 7))
+    checks = [
+        at_most(f"directory, {name}: {what}", part[what], most)
+        for name, part in listed.items()
+        for what, most in (("bytes per row", 18), ("chunk milliseconds", 3))
+    ]
+    return Outcome(figures, checks)
