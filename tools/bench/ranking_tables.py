@@ -1,4 +1,4 @@
-"""The job of tools/bench_ranking.py: tables scaled from a list, and the batches of each rank."""
+"""The job of ``cases.ranking``: tables scaled from a list, and the batches of each rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of tools/bench_cluster.py: the same for every strategy, their bound, and their true profile."""
+"""Batches of ``cases.cluster``: the same for every strategy, their bound, and their true profile."""
 
 from __future__ import annotations
 

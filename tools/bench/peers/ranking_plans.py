@@ -1,4 +1,4 @@
-"""Plans of tools/bench_ranking.py, as documents of ``flexd shard``: TorchRec's planner, AutoShard's greedy, flexd's."""
+"""Plans for ``cases.ranking``, as documents of ``flexd shard``: TorchRec's planner, AutoShard's greedy, flexd's."""
 
 from __future__ import annotations
 
