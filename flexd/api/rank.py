@@ -65,6 +65,8 @@ class TopologyStatus(Model):
     """Epochs of the control channel begun."""
     refused_messages: dict[str, int] = Field(default_factory=dict)
     """Control messages refused, by kind."""
+    malformed_reports: dict[str, int] = Field(default_factory=dict)
+    """Step reports refused, by the field that was not in order."""
     refused_chunks: int = 0
     """Chunks that a rank refused whole."""
     connections: int = 0
@@ -103,6 +105,10 @@ class TopologyStatus(Model):
         yield counters(
             "flexd_control_refused_messages", "Control messages refused, by kind.", "kind", self.refused_messages
         )
+        yield counters(
+            "flexd_control_malformed_reports", "Step reports refused, by the field that was not in order.", "field",
+            self.malformed_reports,
+        )  # fmt: skip
         yield counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", self.refused_chunks)
         yield gauges(
             "flexd_control_connections", "Connections to the control port, proven and not.", "state",

@@ -35,3 +35,8 @@ def _format_value(value: object) -> str:
         items = sorted(value, key=str) if isinstance(value, set | frozenset) else list(value)
         return json.dumps(items, separators=(",", ":"), default=str)
     return _format_value(str(value))
+
+
+def is_power_of_two(count: int) -> bool:
+    """Tell whether to log the ``count``-th time of the same event: at powers of two, the log stays bounded."""
+    return count & (count - 1) == 0

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from flexd.core.bounds import Count, Longest, Name, UnixSeconds
 
 MAX_TEXT = 400
 """Characters of a text that are kept."""
@@ -40,10 +43,10 @@ class MistakeReport:
         first_unix_seconds: time of the first one, by which a daemon knows a process again.
     """
 
-    kind: str
-    count: int
-    text: str
-    first_unix_seconds: float
+    kind: Name
+    count: Count
+    text: Annotated[str, Longest(MAX_TEXT)]
+    first_unix_seconds: UnixSeconds
 
 
 class MistakeLog:

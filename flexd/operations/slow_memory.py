@@ -17,6 +17,8 @@ from flexd.planner.memory.proposal import FastMemoryNow
 
 HALF_LIFE_SECONDS = 60.0
 """Of what is recent: the share of the steps that waited, misses a step, the price of a miss."""
+_MOST = 2**62
+"""A sum stops there: one more count of a report does not overflow it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class SlowMemoryMonitor:
                 self._by_table = np.zeros((self._tables + 1, len(SLOW_TABLE_QUANTITIES)), dtype=np.int64)
             for table in slow.tables:
                 row = self._row(table)
-                self._by_table[row] += [getattr(table, name) for name in SLOW_TABLE_QUANTITIES]
+                counts = [getattr(table, name) for name in SLOW_TABLE_QUANTITIES]
+                self._by_table[row] = np.minimum(self._by_table[row] + counts, _MOST)
                 self._recent_missed[row] += table.missed
             self._frames = slow.frames
             self._bytes_read += slow.bytes_read

@@ -64,9 +64,9 @@ def test_waiting_reports_are_merged_by_table() -> None:
     first = report(0.5, SlowTableReport(0, 10, 4, 3, 2))
     merged = merge_reports(merge_reports(None, first), STEP)
     assert merged.slow_memory == first.slow_memory
-    merged = merge_reports(merged, report(math.nan, SlowTableReport(1, 1, 1, 0, 0), SlowTableReport(0, 1, 0, 0, 1)))
+    merged = merge_reports(merged, report(0.25, SlowTableReport(1, 1, 1, 0, 0), SlowTableReport(0, 1, 0, 0, 1)))
     assert merged.slow_memory == SlowMemoryReport(
-        (SlowTableReport(0, 11, 4, 3, 3), SlowTableReport(1, 1, 1, 0, 0)), 200, 80, 0.5
+        (SlowTableReport(0, 11, 4, 3, 3), SlowTableReport(1, 1, 1, 0, 0)), 200, 80, 0.75
     )
     assert merged.steps == 3
 

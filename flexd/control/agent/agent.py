@@ -75,7 +75,7 @@ class Agent:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Since the start: connects, epochs, chunks, reports, errors, and messages refused by kind."""
+        """Since the start: connects, epochs, chunks, reports, reports dropped, errors, and messages refused by kind."""
         return dict(self._context.counters)
 
     def start(self) -> None:

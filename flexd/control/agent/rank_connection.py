@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from flexd.control.agent.agent_context import AgentContext
@@ -352,13 +353,19 @@ class RankConnection:
         if not (pending or versions != self._sent_versions or now - self._sent_at >= self._heartbeat_seconds):
             return
         report = self._context.reports.drain() if pending else None
+        progress = Progress(
+            **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=versions[0],
+            applied_version=versions[1], report=report,
+        )  # fmt: skip
         try:
-            self._send(
-                Progress(
-                    **self._fence(), rank=self._me.rank, sequence=self._next_sequence(), agreed_version=versions[0],
-                    applied_version=versions[1], report=report,
-                )
-            )  # fmt: skip
+            data = encode(progress)
+        except ControlError as error:
+            if report is None:
+                raise
+            self._drop_report(error)
+            data, report = encode(replace(progress, report=None)), None
+        try:
+            self._send_encoded(data)
         except BaseException:
             if report is not None:
                 self._context.reports.restore(report)
@@ -371,8 +378,21 @@ class RankConnection:
             self._reported_at = self._sent_at
         self._context.count("reports", 1 if report is not None else 0)
 
+    def _drop_report(self, error: ControlError) -> None:
+        """Drop a report that cannot be encoded: kept, it would be merged into the next, and end every connection."""
+        context = self._context
+        context.count("reports_dropped")
+        if context.counters["reports_dropped"] == 1:
+            logger.warning(
+                "rank %d: a report of training steps is dropped, the daemon lacks these steps: %s (logged once)",
+                self._me.rank, error,
+            )  # fmt: skip
+
     def _send(self, message: Message, body: Bytes = b"") -> None:
-        self._client.send(encode(message), body)
+        self._send_encoded(encode(message), body)
+
+    def _send_encoded(self, message: bytes, body: Bytes = b"") -> None:
+        self._client.send(message, body)
         self._sent_at = time.monotonic()
 
     def _next_sequence(self) -> int:

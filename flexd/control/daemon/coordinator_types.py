@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flexd.control.daemon.membership import RefusedRank
 from flexd.control.protocol.credentials import TlsFiles
@@ -83,6 +83,7 @@ class ControlStatus:
             attempt; empty while all are live.
         refused_ranks: ranks that were refused lately, newest first, with the reason.
         refused_messages: number by kind, see ``message_receiver.REFUSED_KINDS``.
+        malformed_reports: number of refused step reports by the field that was not in order.
         reason: what the coordinator waits for; empty when all ranks are live.
         attempts_waiting: attempts that are refused because another one holds the job.
         illegal_transitions: transitions of migrations that their state table refused: a fault of flexd.
@@ -101,6 +102,7 @@ class ControlStatus:
     refused_chunks: int
     digest_mismatches: int
     reason: str
+    malformed_reports: Mapping[str, int] = field(default_factory=dict)
     illegal_transitions: int = 0
     attempts_waiting: int = 0
     missing_ranks: tuple[int, ...] = ()

@@ -51,6 +51,7 @@ from flexd.control.protocol.versions import ANSWERS, HOME_RULES, MOVED_ROWS
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
+from flexd.core.log_fields import is_power_of_two
 from flexd.core.placement import Delta
 from flexd.planner.delta import moved_bytes
 
@@ -183,6 +184,7 @@ class EpochManager:
             applied_version=self._applied,
             paused=self.pusher.paused,
             refused_messages={kind: self._refused_count(kind) for kind in REFUSED_KINDS},
+            malformed_reports=dict(self._receiver.malformed_reports),
             refused_chunks=self._counters["chunks_refused"],
             digest_mismatches=self._counters["digest_mismatches"],
             reason="" if ready else self.reason,
@@ -293,7 +295,12 @@ class EpochManager:
             try:
                 self._on_report(rank, report)
             except Exception:
-                logger.exception("control channel: the report callback failed")
+                self._counters["failed_reports"] += 1
+                if is_power_of_two(self._counters["failed_reports"]):
+                    logger.exception(
+                        "control channel: a report of rank %d cannot be processed (%d times)",
+                        rank, self._counters["failed_reports"],
+                    )  # fmt: skip
 
     def _distrust_placement(self, rank: int, version: int) -> None:
         """Heal a placement that differs: end the epoch and start from the lists of the ranks; pause after a repeat."""

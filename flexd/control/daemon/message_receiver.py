@@ -9,7 +9,7 @@ from flexd.control.daemon.epoch import Epoch, EpochFailedError, RankMessage
 from flexd.control.daemon.membership import Membership
 from flexd.control.daemon.rank_channels import RankChannels, Received
 from flexd.control.daemon.table_proposals import TableProposals
-from flexd.control.protocol.messages import Hello, HelloRefused, TableList, decode
+from flexd.control.protocol.messages import Hello, HelloRefused, MalformedReportError, TableList, decode
 from flexd.control.protocol.rows import Bytes
 from flexd.control.protocol.table_lists import tables_of_body
 from flexd.core.errors import (
@@ -21,11 +21,13 @@ from flexd.core.errors import (
     UnknownMessageError,
 )
 from flexd.core.fault_points import fault_point
+from flexd.core.log_fields import is_power_of_two
 
 REFUSED_KINDS = ("stale", "replayed", "forged", "malformed", "identity", "unknown")
 """stale: of another attempt, generation, epoch or connection. replayed: not newer than an earlier message of its
-sender. forged: with other bytes than it announces. malformed: no message that belongs here. identity: of a rank that
-contradicts the daemon or its peers. unknown: of a kind that a newer version may have; ignored."""
+sender. forged: with other bytes than it announces. malformed: no message that belongs here, or one whose report is not
+in order. identity: of a rank that contradicts the daemon or its peers. unknown: of a kind that a newer version may
+have; ignored."""
 
 
 class MessageReceiver:
@@ -38,6 +40,7 @@ class MessageReceiver:
 
     Attributes:
         refused: number of refused messages by kind, see ``REFUSED_KINDS``.
+        malformed_reports: number of refused reports by the field that was not in order.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class MessageReceiver:
         self._members = members
         self._event = on_event
         self.refused: Counter[str] = Counter()
+        self.malformed_reports: Counter[str] = Counter()
 
     def receive(
         self,
@@ -63,13 +67,18 @@ class MessageReceiver:
         epoch: Epoch | None,
         act: Callable[[Epoch, RankMessage, Bytes], None],
     ) -> None:
-        """Check one message and pass those of the epoch to ``act``. A bad one is only counted.
+        """Check one message and pass those of the epoch to ``act``. A bad one is only counted, and of one with a bad
+        report the rest acts.
 
         Raises:
             EpochFailedError: the message is in order, but ends the epoch.
         """
+        malformed: MalformedReportError | None = None
         try:
-            message = decode(received.message)
+            try:
+                message = decode(received.message)
+            except MalformedReportError as error:
+                message, malformed = error.rest, error
             if message.job != self._job:
                 raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
             if isinstance(message, Hello):
@@ -80,6 +89,8 @@ class MessageReceiver:
                 if epoch is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")
                 epoch.check(message, received.peer)
+                if malformed is not None:
+                    self._refuse_report(message.rank, malformed)
                 # A message that ``act`` refuses uses up no sequence number and is no sign of life.
                 act(epoch, message, received.body)
                 epoch.accept(message)
@@ -118,6 +129,15 @@ class MessageReceiver:
 
     def _refuse(self, kind: str) -> None:
         self.refused[kind] += 1
-        # Anyone who can connect can send invalid messages: logging at powers of two keeps the log bounded.
-        if self.refused[kind] & (self.refused[kind] - 1) == 0:
+        # Anyone who can connect can send invalid messages.
+        if is_power_of_two(self.refused[kind]):
             self._event("message_refused", kind=kind, count=self.refused[kind])
+
+    def _refuse_report(self, rank: int, error: MalformedReportError) -> None:
+        self.refused["malformed"] += 1
+        self.malformed_reports[error.field] += 1
+        if is_power_of_two(self.malformed_reports[error.field]):
+            self._event(
+                "report_refused", rank=rank, field=error.field, reason=error.message,
+                count=self.malformed_reports[error.field],
+            )  # fmt: skip

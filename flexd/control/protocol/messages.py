@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import json
 import typing
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings
-from flexd.control.protocol.wire_json import build, parsed, to_json
+from flexd.control.protocol.wire_json import FieldError, build, parsed, to_json
 from flexd.core.errors import ControlError, UnknownMessageError
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -346,16 +346,33 @@ _KINDS: dict[str, type[Message]] = {
     )
 }  # fmt: skip
 
+_REPORT = "report"
+
+
+class MalformedReportError(ControlError):
+    """A message is in order but for its report.
+
+    Attributes:
+        rest: the message without the report.
+        field: of the report: the first one that is missing, of another type, or outside its bounds.
+    """
+
+    def __init__(self, rest: Progress, error: FieldError) -> None:
+        super().__init__(f"the report of a rank cannot be read: {error}")
+        self.rest = rest
+        self.field = error.field
+
+
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 def encode(message: Message) -> bytes:
-    """Return the wire form of a message. Raises ControlError: too long, or a number that JSON does not have."""
+    """Return the wire form of a message. Raises ControlError: too long, or a value that JSON does not have."""
     try:
         text = json.dumps(
             {"kind": message.kind, **to_json(message)}, sort_keys=True, separators=(",", ":"), allow_nan=False
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ControlError(f"a {message.kind} message cannot be sent: {error}") from error
     data = text.encode()
     if len(data) > MAX_MESSAGE_BYTES:
@@ -368,6 +385,7 @@ def decode(data: bytes) -> Message:
 
     Raises:
         UnknownMessageError: of a kind that this version does not know.
+        MalformedReportError: its report is not in order, the rest of it is.
         ControlError: too long, or a field that this version needs is missing or has another type.
     """
     if len(data) > MAX_MESSAGE_BYTES:
@@ -393,9 +411,21 @@ def _from_body(body: bytes) -> Message:
             raise ValueError("no kind")
         if kind not in _KINDS:
             raise UnknownMessageError(f"a control message of the unknown kind {kind[:40]!r}")
-        return typing.cast(Message, build(_KINDS[kind], data))
+        report = data.pop(_REPORT, None) if kind == Progress.kind else None
+        message = typing.cast(Message, build(_KINDS[kind], data))
+        return message if report is None else _with_report(message, report)
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(
             f"a control message cannot be read: {error}",
             remedy="run versions of flexd that work together (docs/upgrading.md)",
         ) from error
+
+
+def _with_report(message: Message, report: Any) -> Progress:
+    progress = typing.cast(Progress, message)
+    try:
+        if not isinstance(report, dict):
+            raise FieldError(f"{Progress.__name__}.{_REPORT}", f"it is a {type(report).__name__}")
+        return replace(progress, report=build(StepReport, report))
+    except FieldError as error:
+        raise MalformedReportError(progress, error) from error

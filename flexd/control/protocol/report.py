@@ -1,17 +1,27 @@
-"""The identity of a rank, and the reports of its training steps."""
+"""The identity of a rank, and the reports of its training steps.
+
+Every field of a report states its bounds. A rank brings what it measured inside of them (``PendingReports``); a daemon
+refuses a report that is not (``wire_json.build``), since one value that is not finite would stay in its averages.
+"""
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.control.protocol.wire_json import clamp
+from flexd.core.bounds import Count, Longest, Name, Range, Seconds
 from flexd.core.keyspace import TableSpec
 from flexd.core.mistakes import MistakeReport
+
+MAX_NAMED_TABLES = 256
+"""Tables that a report names, those with the most misses: it is sent a few times a second at most."""
+
+Digest = Annotated[int, Range(0, 2**64 - 1)]
 
 
 @dataclass(frozen=True)
@@ -91,16 +101,16 @@ class PhaseReport:
         intra_collectives, inter_collectives: number of collectives.
     """
 
-    phase: str
-    computed_seconds: float = 0.0
-    exposed_seconds: float = 0.0
-    intra_seconds: float = 0.0
-    inter_seconds: float = 0.0
-    overlapped_seconds: float = 0.0
-    intra_bytes: int = 0
-    inter_bytes: int = 0
-    intra_collectives: int = 0
-    inter_collectives: int = 0
+    phase: Name
+    computed_seconds: Seconds = 0.0
+    exposed_seconds: Seconds = 0.0
+    intra_seconds: Seconds = 0.0
+    inter_seconds: Seconds = 0.0
+    overlapped_seconds: Seconds = 0.0
+    intra_bytes: Count = 0
+    inter_bytes: Count = 0
+    intra_collectives: Count = 0
+    inter_collectives: Count = 0
 
     @property
     def communication_seconds(self) -> float:
@@ -139,11 +149,11 @@ class SlowTableReport:
 
     OTHERS: ClassVar[int] = -1
 
-    table: int
-    used: int = 0
-    missed: int = 0
-    evicted: int = 0
-    written: int = 0
+    table: Annotated[int, Range(-1, 2**31)]
+    used: Count = 0
+    missed: Count = 0
+    evicted: Count = 0
+    written: Count = 0
 
     def plus(self, other: SlowTableReport) -> SlowTableReport:
         """Return the sum with a report of the same table."""
@@ -155,6 +165,16 @@ class SlowTableReport:
 SLOW_TABLE_QUANTITIES = tuple(item.name for item in fields(SlowTableReport) if item.name != "table")
 
 
+def named_tables(reports: Sequence[SlowTableReport]) -> tuple[SlowTableReport, ...]:
+    """Return the ``MAX_NAMED_TABLES`` with the most misses, and the sum of the others without a name."""
+    ordered = sorted(reports, key=lambda each: (each.table == SlowTableReport.OTHERS, -each.missed, each.table))
+    named, rest = ordered[:MAX_NAMED_TABLES], ordered[MAX_NAMED_TABLES:]
+    if not rest:
+        return tuple(named)
+    sums = (sum(getattr(each, name) for each in rest) for name in SLOW_TABLE_QUANTITIES)
+    return (*named, SlowTableReport(SlowTableReport.OTHERS, *sums))
+
+
 @dataclass(frozen=True)
 class SlowMemoryReport:
     """What slow memory did for a rank (sums over steps).
@@ -164,14 +184,14 @@ class SlowMemoryReport:
         bytes_read, bytes_written: moved to and from slow memory, in whole blocks where it has blocks.
         seconds: that the rank waited for it.
         frames: home rows that fit in its fast memory, by dim-group, as they are now; empty from ranks that do not
-            report them.
+            report them. Those of more dim-groups than a report holds are left out.
     """
 
-    tables: tuple[SlowTableReport, ...] = ()
-    bytes_read: int = 0
-    bytes_written: int = 0
-    seconds: float = 0.0
-    frames: tuple[int, ...] = ()
+    tables: Annotated[tuple[SlowTableReport, ...], Longest(MAX_NAMED_TABLES + 1)] = ()
+    bytes_read: Count = 0
+    bytes_written: Count = 0
+    seconds: Seconds = 0.0
+    frames: Annotated[tuple[Count, ...], Longest(256)] = ()
 
     def plus(self, newer: SlowMemoryReport) -> SlowMemoryReport:
         """Return the sum with a newer report of the same rank."""
@@ -180,8 +200,8 @@ class SlowMemoryReport:
             before = merged.get(report.table)
             merged[report.table] = report if before is None else before.plus(report)
         return SlowMemoryReport(
-            tuple(merged.values()), self.bytes_read + newer.bytes_read, self.bytes_written + newer.bytes_written,
-            _finite(self.seconds) + _finite(newer.seconds), newer.frames or self.frames,
+            named_tables(tuple(merged.values())), self.bytes_read + newer.bytes_read,
+            self.bytes_written + newer.bytes_written, self.seconds + newer.seconds, newer.frames or self.frames,
         )  # fmt: skip
 
 
@@ -210,33 +230,32 @@ class StepReport:
         mistakes: those that the process has noted since it began, by kind.
     """
 
-    step: int
-    steps: int
-    placement_version: int
-    placement_digest: int
-    step_seconds: float
-    apply_seconds: float
-    accesses_by_tier: tuple[int, int, int]
-    all_to_all_intra_bytes: int = 0
-    all_to_all_inter_bytes: int = 0
-    sync_intra_bytes: int = 0
-    sync_inter_bytes: int = 0
-    migration_intra_bytes: int = 0
-    migration_inter_bytes: int = 0
-    unused_prefetches: int = 0
-    exchange: str = ""
-    exchange_reason: str = ""
-    phases: tuple[PhaseReport, ...] = ()
-    phase_steps: int = 0
-    cover_seconds: float = 0.0
+    step: Count
+    steps: Count
+    placement_version: Count
+    placement_digest: Digest
+    step_seconds: Seconds
+    apply_seconds: Seconds
+    accesses_by_tier: tuple[Count, Count, Count]
+    all_to_all_intra_bytes: Count = 0
+    all_to_all_inter_bytes: Count = 0
+    sync_intra_bytes: Count = 0
+    sync_inter_bytes: Count = 0
+    migration_intra_bytes: Count = 0
+    migration_inter_bytes: Count = 0
+    unused_prefetches: Count = 0
+    exchange: Name = ""
+    exchange_reason: Name = ""
+    phases: Annotated[tuple[PhaseReport, ...], Longest(16)] = ()
+    phase_steps: Count = 0
+    cover_seconds: Seconds = 0.0
     slow_memory: SlowMemoryReport | None = None
-    mistakes: tuple[MistakeReport, ...] = ()
-    prefetches: int = 0
+    mistakes: Annotated[tuple[MistakeReport, ...], Longest(16)] = ()
+    prefetches: Count = 0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:
-    """Merge two reports: sums, and the newer's step and placement. Non-finite seconds count as 0."""
-    newer = replace(newer, step_seconds=_finite(newer.step_seconds), apply_seconds=_finite(newer.apply_seconds))
+    """Merge two reports within their bounds: sums, and the newer's step and placement."""
     if older is None:
         return newer
     latest = {
@@ -265,10 +284,6 @@ def _merged(older: SlowMemoryReport | None, newer: SlowMemoryReport | None) -> S
     return older.plus(newer) if older is not None and newer is not None else newer or older
 
 
-def _finite(seconds: float) -> float:
-    return float(seconds) if math.isfinite(seconds) else 0.0
-
-
 class PendingReports:
     """Steps not reported yet, merged into one report. ``add``, from the training thread, waits for a swap at most."""
 
@@ -281,7 +296,8 @@ class PendingReports:
         return self._pending is not None
 
     def add(self, report: StepReport) -> bool:
-        """Add a report; True if none was waiting."""
+        """Add a report; True if none was waiting. What it has outside its bounds is clamped: a sum would keep it."""
+        report = clamp(report)
         with self._lock:
             first = self._pending is None
             self._pending = merge_reports(self._pending, report)
@@ -290,7 +306,7 @@ class PendingReports:
     def drain(self) -> StepReport | None:
         with self._lock:
             pending, self._pending = self._pending, None
-        return pending
+        return None if pending is None else clamp(pending)
 
     def restore(self, report: StepReport) -> None:
         """Restore a report that could not be sent; it is older than any added meanwhile."""

@@ -12,6 +12,7 @@ import torch
 
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.core.errors import ConfigError
+from flexd.core.log_fields import is_power_of_two
 from flexd.core.tap_counts import (
     MAX_VALUES,
     PassRows,
@@ -221,8 +222,7 @@ class Tap:
 
     def _record_failure(self, message: str) -> None:
         self._failures += 1
-        # Logging at powers of two keeps the log bounded.
-        if self._failures & (self._failures - 1) == 0:
+        if is_power_of_two(self._failures):
             logger.exception("rank %d: tap: %s (%d times)", self.collection.rank, message, self._failures)
 
     # ---- the tap's thread ----

@@ -7,13 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES, SlowMemoryReport, SlowTableReport
+from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, named_tables
 from flexd.embedding.store.slow.slow_rows import SlowTraffic
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import GroupStore
-
-MAX_NAMED_TABLES = 256
-"""Tables that a report names, those with the most misses: it is sent a few times a second at most."""
 
 
 class SlowMemoryMeter:
@@ -59,14 +56,3 @@ class _Totals:
     begun: int
     by_table: torch.Tensor
     traffic: SlowTraffic
-
-
-def named_tables(reports: Sequence[SlowTableReport]) -> tuple[SlowTableReport, ...]:
-    """Return the ``MAX_NAMED_TABLES`` with the most misses, and the sum of the others without a name."""
-    ordered = sorted(reports, key=lambda each: (-each.missed, each.table))
-    rest = ordered[MAX_NAMED_TABLES:]
-    named = tuple(ordered[:MAX_NAMED_TABLES])
-    if not rest:
-        return named
-    sums = (sum(getattr(each, name) for each in rest) for name in SLOW_TABLE_QUANTITIES)
-    return (*named, SlowTableReport(SlowTableReport.OTHERS, *sums))

@@ -8,12 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.protocol.report import SlowTableReport
+from flexd.control.protocol.report import MAX_NAMED_TABLES, SlowTableReport, named_tables
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.store.slow.frame_counts import FrameCounts
-from flexd.embedding.store.slow.slow_memory_meter import MAX_NAMED_TABLES, named_tables
 from flexd.embedding.store.slow.two_memories import first_home_slots
 from flexd.embedding.store.store import GroupStore
 

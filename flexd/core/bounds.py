@@ -1,0 +1,26 @@
+"""Bounds of the fields of what ranks report, declared in their types: ``Annotated[int, Range(0, 10)]``."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+
+class Range(NamedTuple):
+    """Bounds of a number, both inclusive."""
+
+    low: float
+    high: float
+
+
+class Longest(NamedTuple):
+    """Largest number of characters of a text, or of items of a tuple."""
+
+    length: int
+
+
+Count = Annotated[int, Range(0, 2**53)]
+"""As many as a float counts one by one."""
+Seconds = Annotated[float, Range(0.0, 1e9)]
+"""Thirty years."""
+UnixSeconds = Annotated[float, Range(0.0, 1e11)]
+Name = Annotated[str, Longest(64)]

@@ -1,0 +1,163 @@
+"""Reports that cannot be encoded, or that say what cannot be: refused alone, while ranks, plans and metrics go on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from flexd.config.load import parse_config
+from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepReport
+from flexd.daemon import Daemon
+from tests.support.api_requests import COMMAND_HEADERS
+from tests.support.ranks_in_threads import Ranks
+from tests.support.report_values import leaves
+from tests.support.until import until
+
+SECONDS = 30.0
+
+
+class Observed:
+    """A daemon and four ranks that train."""
+
+    def __init__(self, directory: Path) -> None:
+        self.daemon = Daemon(
+            parse_config({
+                "job": "job",
+                "tables": [{"name": "item", "rows": 50_000, "dim": 8}, {"name": "shop", "rows": 1_000, "dim": 16}],
+                "stream": {"source": {"kind": "synthetic", "accesses_per_second": 50_000}, "poll_seconds": 0.05},
+                "control": {"listen_port": 0},
+                "server": {"port": 0},
+                "planner": {"auto": False, "min_samples": 1_000, "min_coverage": 0.0},
+                "state": {"dir": str(directory / "state")},
+                "shutdown_seconds": 20.0,
+            })
+        )  # fmt: skip
+        self.daemon.start()
+        self._thread = threading.Thread(target=self.daemon.run_until_stopped, daemon=True)
+        self._thread.start()
+        self.ranks = Ranks(self.daemon.control_port, secret=None)
+        self.sent: Callable[[StepReport], StepReport] = lambda report: report
+        """Changes what rank 1 sends, behind everything that cleans it."""
+        reports = self.ranks.ranks[1].agent._context.reports
+        drain = reports.drain
+
+        def drain_and_change() -> StepReport | None:
+            report = drain()
+            return None if report is None else self.sent(report)
+
+        reports.drain = drain_and_change  # type: ignore[method-assign]
+        self.ranks.__enter__()
+
+    def ready(self) -> bool:
+        return self.get("/readyz").status_code == 200 and self.plan().status_code == 200
+
+    def plan(self) -> httpx.Response:
+        return httpx.post(self.daemon.address + "/v1/plan", headers=COMMAND_HEADERS, timeout=10.0)
+
+    def state(self) -> str:
+        return f"{self.get('/readyz').text} {self.plan().text}"
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.daemon.address + path, timeout=10.0)
+
+    def metric(self, name: str) -> dict[str, float]:
+        """Return the samples of a family by their labels."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(name)]
+        return {line.rsplit(" ", 1)[0].removeprefix(name): float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    def reported(self) -> int:
+        return self.ranks.ranks[1].agent.counters.get("reports", 0)
+
+    def stop(self) -> None:
+        self.ranks.stop()
+        self.daemon.request_stop()
+        self._thread.join(30.0)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def observed(tmp_path: Path) -> Iterator[Observed]:
+    made = Observed(tmp_path)
+    try:
+        until(made.ready, SECONDS, made.state)
+        yield made
+    finally:
+        made.stop()
+
+
+IMPOSSIBLE: dict[str, Callable[[StepReport], StepReport]] = {
+    "StepReport.steps": lambda report: replace(report, steps=-5),
+    "StepReport.step": lambda report: replace(report, step=2**63),
+    "StepReport.step_seconds": lambda report: replace(report, step_seconds=-1e300),
+    "StepReport.cover_seconds": lambda report: replace(report, cover_seconds=1e300),
+    "StepReport.accesses_by_tier": lambda report: replace(report, accesses_by_tier=(-1, 0, 0)),
+    "StepReport.sync_inter_bytes": lambda report: replace(report, sync_inter_bytes=-1),
+    "SlowTableReport.missed": lambda report: replace(
+        report, slow_memory=SlowMemoryReport((SlowTableReport(0, 1, 2**63, 0, 0),))
+    ),
+    "SlowMemoryReport.bytes_read": lambda report: replace(report, slow_memory=SlowMemoryReport(bytes_read=-1)),
+}
+
+
+def test_impossible_reports_are_refused_by_field_and_the_rest_goes_on(
+    observed: Observed, caplog: pytest.LogCaptureFixture
+) -> None:
+    epochs = observed.daemon.status().topology.epochs
+    before = observed.daemon._training.ranks()[1]
+    for field, change in IMPOSSIBLE.items():
+        observed.sent = change
+        until(lambda field=field: observed.daemon.status().topology.malformed_reports.get(field, 0) >= 2, SECONDS)
+    assert observed.daemon._training.ranks()[1] == before, "the last good report stays"
+    observed.sent = lambda report: report
+    until(lambda: observed.daemon._training.ranks()[1].step > before.step, SECONDS)
+    status = observed.daemon.status().topology
+    assert (status.ready, status.ranks_ready, status.epochs) == (True, 4, epochs), status
+    assert set(status.malformed_reports) == set(IMPOSSIBLE)
+    assert status.refused_messages["malformed"] == sum(status.malformed_reports.values())
+    assert observed.ready()
+    counted = observed.metric("flexd_control_malformed_reports_total")
+    assert counted == {f'{{field="{field}"}}': count for field, count in status.malformed_reports.items()}
+    assert all(math.isfinite(value) and value >= 0 for value in observed.metric("flexd_step").values())
+    lines = [record for record in caplog.records if "report_refused" in record.message]
+    assert len(lines) <= sum(1 + int(math.log2(count)) for count in status.malformed_reports.values())
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("what", ["every float", "slow memory"])
+def test_what_a_rank_cannot_have_measured_does_not_keep_it_out(observed: Observed, what: str) -> None:
+    floats = {leaf.path[0]: math.nan for leaf in leaves() if leaf.type.base is float and len(leaf.path) == 1}
+    tables = tuple(SlowTableReport(at, 10**9, 10**9, 10**9, 10**9) for at in range(1_024))
+    changes: dict[str, Any] = floats if what == "every float" else {"slow_memory": SlowMemoryReport(tables)}
+    epochs = observed.daemon.status().topology.epochs
+    observed.ranks.reported = lambda _, report: replace(report, **changes)
+    sent = observed.reported()
+    until(lambda: observed.reported() >= sent + 5, SECONDS, observed.ranks.state)
+    status = observed.daemon.status().topology
+    assert (status.ranks_ready, status.epochs, status.malformed_reports) == (4, epochs, {})
+    assert observed.ready()
+
+
+@pytest.mark.parametrize("value", [math.nan, object(), "x" * 70_000], ids=["no number", "no JSON", "too long"])
+def test_a_report_that_cannot_be_encoded_is_dropped_counted_and_logged_once(
+    observed: Observed, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    agent, epochs = observed.ranks.ranks[1].agent, observed.daemon.status().topology.epochs
+    step = observed.daemon._training.ranks()[1].step
+    observed.sent = lambda report: replace(report, exchange=value)
+    until(lambda: agent.counters.get("reports_dropped", 0) >= 3, SECONDS, observed.ranks.state)
+    observed.sent = lambda report: report
+    until(lambda: observed.daemon._training.ranks()[1].step > step, SECONDS, observed.ranks.state)
+    status = observed.daemon.status().topology
+    assert (status.ranks_ready, status.epochs) == (4, epochs), observed.ranks.state()
+    lines = [record.message for record in caplog.records if "is dropped" in record.message]
+    assert len(lines) == 1
+    assert "rank 1" in lines[0]
