@@ -39,7 +39,7 @@ from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.shutdown_budget import Share, ShutdownBudget
 from flexd.daemon.state_files import check_files
-from flexd.daemon.state_lock import StateLock
+from flexd.daemon.state_owner import open_state
 from flexd.ha.leadership import FencedSnapshotStore, Leadership, without_lease
 from flexd.ingest import Ingestor
 from flexd.ingest.dead_letters import DeadLetterFile
@@ -105,7 +105,7 @@ class Daemon:
         self._loop_watch, self._planning_watch = supervisor.watch("loop"), supervisor.watch("loop", "planning")
         factory.make_state_directory(config)
         self._leadership = leadership or without_lease(config)
-        self._state_lock = StateLock(self._leadership.state_dir)
+        self._state_lock = open_state(self._leadership.state_dir, config.job)
         try:
             self._make_parts(config, supervisor, serves=leadership is None)
         except BaseException:

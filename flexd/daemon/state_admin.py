@@ -19,6 +19,7 @@ from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
 from flexd.daemon.state_files import IMPORTING, check_import_ended, newer_files, quarantine_state_file
 from flexd.daemon.state_lock import StateLock
+from flexd.daemon.state_owner import check_owner
 from flexd.ha.term_directories import highest_term
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
 from flexd.sketch import snapshot
@@ -98,6 +99,7 @@ def report(config: Config) -> StateReport:
     store = _reader(directory)
     problems = list(newer_files(directory).values())
     try:
+        check_owner(directory, config.job)
         check_import_ended(directory)
     except SnapshotError as error:
         problems.append(error.message)
@@ -126,6 +128,7 @@ def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
 
     Raises:
         StateLockedError: a daemon uses the directory.
+        UnusableStateError: it has the state of another job.
         SnapshotError: something cannot be moved or written, or there are no positions to keep.
     """
     return _on_newest(config, lambda directory: _reset(config, directory, keep_positions))
@@ -175,6 +178,7 @@ def _on_newest(config: Config, change: Callable[[Path], _Result]) -> tuple[Path,
     for _ in range(_ATTEMPTS):
         directory = directory_of(config)
         with locked(directory):
+            check_owner(directory, config.job)
             result = change(directory)
         if directory_of(config) == directory:
             return directory, result

@@ -40,6 +40,7 @@ from flexd.daemon.service import TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.state_files import check_files
 from flexd.daemon.state_lock import StateLock
+from flexd.daemon.state_owner import check_owner, open_state
 from flexd.ha.leadership import Leadership, without_lease
 from flexd.server.http import DaemonServer, HttpListener
 from flexd.server.metrics import Metrics
@@ -75,6 +76,7 @@ class TablesFromRanks(ActiveDaemon):
         factory.make_state_directory(config)
         self._leadership = leadership or without_lease(config)
         state = self._leadership.state_dir
+        check_owner(state, config.job)
         check_files(state, start_empty=config.state.on_unusable == "reset")
         self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
         self._server = DaemonServer(self, Metrics(self), config.server, supervisor) if leadership is None else None
@@ -249,7 +251,7 @@ class _Learning(InactiveDaemon):
         """Of a leader of several daemons: it refuses counts, with what is missing."""
 
     def start(self, options: ControlOptions, problem: str) -> None:
-        self._lock = StateLock(self._owner._leadership.state_dir)
+        self._lock = open_state(self._owner._leadership.state_dir, self._owner._config.job)
         try:
             self.learner = TableLearner(options, self._owner.supervisor)
             self.learner.problem = problem
