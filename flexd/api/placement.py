@@ -26,11 +26,6 @@ class PlacementStatus(Model):
     """Rows in each tier."""
     moved_rows: int = 0
     """Rows at HOME that live in another node than that of their home rank."""
-    home_rules: dict[str, str] = Field(default_factory=dict)
-    """By table, the home rules that are others than in the table list; of a table on its way both, and the row at which
-    they meet."""
-    answers: dict[str, str] = Field(default_factory=dict)
-    """By pooled table, the answers ("rows" or "sums") that are others than the trainer began with."""
     digest: str = "0" * 16
     """Order-free digest of the hot rows, 16 hexadecimal digits."""
     digest_mismatches: int = 0
@@ -44,12 +39,6 @@ class PlacementStatus(Model):
             "flexd_placement_moved_rows",
             "Rows that live in another node than that of their home rank.",
             self.moved_rows,
-        )
-        yield gauges(
-            "flexd_placement_changed_tables",
-            "Tables with another home rule, or another answer, than the trainer began with.",
-            "change",
-            {"home_rule": len(self.home_rules), "answer": len(self.answers)},
         )
         yield counter(
             "flexd_placement_digest_mismatches",
@@ -80,8 +69,6 @@ def placement_status(placement: Placement, keyspace: KeySpace, digest_mismatches
         version=placement.version,
         rows={**rows_above_home(placement), "HOME": total_rows - len(placement.copies)},
         moved_rows=len(placement.moved),
-        home_rules={keyspace.tables[one.table].name: one.rules for one in placement.homes.tables},
-        answers={keyspace.tables[table].name: answer for table, answer in placement.answers.by_table().items()},
         digest=f"{placement.digest():016x}",
         digest_mismatches=digest_mismatches,
     )

@@ -98,8 +98,6 @@ class PlanningStatus(Model):
     withheld: str | None = None
     """Reason why the newest plan moved nothing although the placement differs: it would save too little; null if it was
     not withheld."""
-    home_rules: str | None = None
-    """What the newest plan of home rules changes, or why they stay; null before the first."""
     gates: tuple[GateReport, ...] = ()
     """Gates of the newest profile; empty before the first."""
     gates_overridden: dict[str, int] = Field(default_factory=dict)
@@ -175,7 +173,6 @@ def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
         waiting_for_window=None if waiting is None else waiting.reason,
         refused=auto.refusal or None,
         withheld=planning.withheld or None,
-        home_rules=planning.rules.outcome or None,
         gates=tuple(gate_report(gate) for gate in planning.last_gates),
         gates_overridden=with_zeros(GATE_NAMES, planning.overridden),
         triggers={kind.value: triggers.fired[kind] for kind in TriggerKind},

@@ -1,4 +1,4 @@
-"""The curves and kernels that price plans, and what training steps have shown of them."""
+"""The curves that price plans, and what training steps have shown of them."""
 
 from __future__ import annotations
 
@@ -38,24 +38,6 @@ class CurvePrices(Model):
     """Why it is corrected or not, in words."""
 
 
-class KernelPrices(Model):
-    """Learned costs of one kind of kernels (``topology.kernels_file``), beside what ranks computed in their steps.
-    Errors are held-out, as those of curves."""
-
-    kernel: str
-    """``lookup`` or ``update``."""
-    reports: int = 0
-    """Times that enough steps of all ranks were learnt from, at rules that a plan had priced."""
-    factor: float = 1.0
-    """Of the learned seconds, if corrections are used."""
-    learned_error: FiniteOrNone = None
-    """Held-out error of the costs as they were learned, as a share of the measured time."""
-    corrected_error: FiniteOrNone = None
-    """Held-out error with a factor."""
-    reason: str = ""
-    """Why they are corrected or not, in words."""
-
-
 class PricesStatus(Model):
     """The prices of plans."""
 
@@ -63,8 +45,6 @@ class PricesStatus(Model):
     """``planner.correct_prices``: plans are priced with the corrections."""
     curves: tuple[CurvePrices, ...] = ()
     """The curves that steps of the live ranks have shown."""
-    kernels: tuple[KernelPrices, ...] = ()
-    """Look-up and update, with ``topology.kernels_file``."""
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of corrected prices."""
@@ -98,25 +78,6 @@ class PricesStatus(Model):
             "flexd_price_reports", "Times that steps of all ranks were learnt from, by curve.", "curve",
             {curve.curve: curve.reports for curve in self.curves},
         )  # fmt: skip
-        yield gauges(
-            "flexd_kernel_price_factor",
-            "What learned seconds of kernels are multiplied with (applied with planner.correct_prices).", "kernel",
-            {one.kernel: one.factor for one in self.kernels},
-        )  # fmt: skip
-        yield gauges_by(
-            "flexd_kernel_price_error",
-            "Held-out error as a share of the measured time, of costs of kernels as learned and with a factor.",
-            ("kernel", "prices"),
-            {
-                (one.kernel, prices): error
-                for one in self.kernels
-                for prices, error in (("learned", one.learned_error), ("corrected", one.corrected_error))
-            },
-        )  # fmt: skip
-        yield gauges(
-            "flexd_kernel_price_reports", "Times that steps of all ranks were learnt from, by kind of kernels.",
-            "kernel", {one.kernel: one.reports for one in self.kernels},
-        )  # fmt: skip
 
 
 def prices_status(prices: LivePrices) -> PricesStatus:
@@ -138,16 +99,5 @@ def prices_status(prices: LivePrices) -> PricesStatus:
                 reason=learnt.reason(),
             )
             for curve, learnt in prices.corrections().items()
-        ),
-        kernels=tuple(
-            KernelPrices(
-                kernel=kernel,
-                reports=learnt.reports,
-                factor=learnt.factors[1],
-                learned_error=learnt.error_share(Correction.PROBED),
-                corrected_error=learnt.error_share(Correction.COMMON),
-                reason=learnt.reason(),
-            )
-            for kernel, learnt in ({} if prices.kernels is None else prices.kernels.corrections()).items()
         ),
     )

@@ -194,10 +194,7 @@ def hot_row_page(
     rows = profile.hot_rows[offset : offset + limit]
     keys = keyspace.keys(index, rows)
     tiers = _tiers_of(placement.copies, keys)
-    changed = placement.homes.of_table(index)
     ranks = None if live is None else homes_of(keyspace, live.layout).home_rank(keys)
-    if live is not None and changed is not None:
-        ranks = changed.home_ranks(live.layout, rows, keys)
     shown = tuple(
         HotRow(
             place=offset + i + 1,

@@ -293,8 +293,6 @@ def planning_block(planning: PlanningStatus) -> Facts:
         facts.append(("no plan", planning.refused))
     if planning.withheld:
         facts.append(("withheld", f"{planning.withheld} ({units.count(planning.plans.get('withheld', 0))} so far)"))
-    if planning.home_rules:
-        facts.append(("home rules", planning.home_rules))
     said = f"{planning.refused} {planning.withheld}"
     facts += [("gate closed", words) for words in gate_sentences(planning.gates) if words not in said]
     own = [each for each in planning.proposals if not each.dry_run]

@@ -55,7 +55,7 @@ def status_blocks(status: Status) -> list[Block]:
         blocks.append(_phases(status))
     if status.slow_memory is not None:
         blocks += slow_memory_blocks(status.slow_memory)
-    if status.prices.curves or status.prices.kernels:
+    if status.prices.curves:
         blocks.append(_prices(status))
     if status.drift.ratio is not None:
         blocks.append(_drift(status))
@@ -235,8 +235,6 @@ def _placement(status: Status) -> Facts:
                 (units.by_tier(placement.rows) or "all at HOME")
                 + (f", {units.count(placement.moved_rows)} moved to other nodes" if placement.moved_rows else ""),
             ),
-            *((f"home rule of {table}", rules) for table, rules in placement.home_rules.items()),
-            *((f"answer of {table}", answer) for table, answer in placement.answers.items()),
         ),
     )
 
@@ -270,13 +268,11 @@ _CURVES = {
     "world_all_to_all": "all-to-all of all ranks",
     "inter_all_reduce": "all-reduce between nodes",
 }
-_KERNELS = {"lookup": "look-up", "update": "update"}
 
 
 def _prices(status: Status) -> Facts:
     curves = tuple((_CURVES.get(curve.curve, curve.curve), curve.reason) for curve in status.prices.curves)
-    kernels = tuple((_KERNELS.get(one.kernel, one.kernel), one.reason) for one in status.prices.kernels)
-    return Facts("prices" if status.prices.used else "prices (not used: planner.correct_prices)", curves + kernels)
+    return Facts("prices" if status.prices.used else "prices (not used: planner.correct_prices)", curves)
 
 
 def _drift(status: Status) -> Facts:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from flexd.config.base import split_address
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource
-from flexd.core.errors import ConfigError, FlexdError, SketchError, StreamError, TopologyError
+from flexd.core.errors import ConfigError, SketchError, StreamError, TopologyError
 from flexd.core.home_rules import SPREAD
 
 _MAX_NAMED = 5
@@ -120,13 +120,6 @@ def _topology_faults(config: Config) -> Iterator[str]:
             load_cluster(topology.file)
         except TopologyError as error:
             yield f"topology.file: {error}"
-    if topology.kernels_file is not None and config.scale_out.role != "follower":
-        from flexd.planner.tables.kernel_costs import read_flexd_kernels
-
-        try:
-            read_flexd_kernels(topology.kernels_file)
-        except FlexdError as error:
-            yield f"topology.kernels_file: {error}"
 
 
 def _kafka_faults(config: Config) -> Iterator[str]:

@@ -18,10 +18,6 @@ class TopologyConfig(Section):
     """A preset that ships with flexd (``flexd/topology/presets/``); ``azure-a100-200g`` if no file is given either."""
     file: Path | None = None
     """A topology file, as ``flexd probe`` writes it."""
-    kernels_file: Path | None = None
-    """Measured kernels of flexd, as ``flexd probe --kernels`` writes them (extra ``learned``). Changes of home rules
-    (``planner.change_home_rules``) are then priced with look-ups and updates as they were measured; without a file, by
-    bytes over an assumed bandwidth."""
 
     @field_validator("file")
     @classmethod
@@ -187,10 +183,6 @@ class PlannerConfig(Section):
     of their home; copies have the others. It wins where a loader deals samples to nodes
     (``flexd.affinity.NodeSampler``), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that
     have moved come home."""
-    change_home_rules: bool = False
-    """Change the home rules of tables, and the answers of pooled ones, while the job trains, where the busiest rank's
-    step becomes shorter by ``planner.min_saving``; rules as far as the trainers' ``spare_home_fraction`` has room. With
-    false both stay as they are, also those that have changed."""
     exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
     """The trainers' ``EmbeddingCollection(exchange=...)``, where they have ``"auto"``, or a version that does not say
     it when they register. A running job cannot change it; each plan names a cheaper exchange if there is one."""

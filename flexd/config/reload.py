@@ -27,7 +27,6 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.correct_prices",
     "planner.divide_fast_memory",
     "planner.moved_slots_share",
-    "planner.change_home_rules",
     "planner.frozen_tables",
     "planner.exclude_tables",
     "planner.pooled_tables",

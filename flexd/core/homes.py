@@ -9,8 +9,6 @@ plans, chunks, checkpoints) reads keys. ``Homes`` is the only place that knows b
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -18,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import ConfigError
-from flexd.core.home_rules import HomeRule
 from flexd.core.keyspace import DimGroup, KeySpace
 from flexd.core.layout import RankLayout
 
@@ -36,7 +33,7 @@ TURN_BITS = 44
 
 @dataclass(frozen=True)
 class HomePart:
-    """Rows ``[first_row, end_row)`` of a table that follow one rule.
+    """The places of a table's rows.
 
     The row of key k has its home on rank ``first_rank + k % span``, in turn ``k // span + turns``.
 
@@ -45,8 +42,6 @@ class HomePart:
     """
 
     table: int
-    first_row: int
-    end_row: int
     first_rank: int
     span: int
     turns: int
@@ -54,7 +49,8 @@ class HomePart:
 
 @dataclass(frozen=True)
 class HomeRun:
-    """Rows of a table on one rank: every ``rows.step``-th row, in consecutive slots from ``first_slot`` on."""
+    """Rows of a table on one rank, perhaps none: every ``rows.step``-th row, in consecutive slots from ``first_slot``
+    on."""
 
     rows: range
     first_slot: int
@@ -66,14 +62,14 @@ class HomeRun:
 
 @dataclass(frozen=True)
 class AddressFinder:
-    """Finds the part of an address. Parts over all ranks hold ranges of addresses, the others turns of single ranks.
+    """Finds the table of an address. Tables over all ranks hold ranges of addresses, the others turns of single ranks.
 
     Attributes:
-        wide_starts: int64 [w] first address of each part over all ranks, ascending, after a first one below all.
-        wide_parts: int64 [w] their numbers.
-        narrow_codes: int64 [2, n] first turn, and the turn after the last, of each rank of each other part:
+        wide_starts: int64 [w] first address of each table over all ranks, ascending, after a first one below all.
+        wide_parts: int64 [w] their numbers in ``Homes.home_parts``.
+        narrow_codes: int64 [2, n] first turn, and the turn after the last, of each rank of each other table:
             ``(rank << TURN_BITS) + turn``, ascending, after a first one below all.
-        narrow_parts: int64 [n] their numbers.
+        narrow_parts: int64 [n] their numbers in ``Homes.home_parts``.
     """
 
     wide_starts: Int64Array
@@ -83,42 +79,27 @@ class AddressFinder:
 
 
 class Homes:
-    """The homes of all rows of a job. Immutable: a rule that changes makes another map (``flexd.core.home_changes``).
-
-    Args:
-        rules: of each table; default those of the table list.
-        spare: of each dim-group, slots on each rank beyond those that its rows fill, for rules that change; default 0.
+    """The homes of all rows of a job, by the rules of the table list. Immutable.
 
     Raises:
         TopologyError: a rule names a node or rank that the job does not have.
         ConfigError: more rows on a rank than addresses have room for.
     """
 
-    def __init__(
-        self,
-        keyspace: KeySpace,
-        layout: RankLayout,
-        rules: Sequence[HomeRule] | None = None,
-        spare: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
         self.keyspace, self.layout = keyspace, layout
-        self.rules = tuple(keyspace.home_rules if rules is None else rules)
-        """Of each table; of one that changes, that of its last rows."""
-        self.lower_rules: Mapping[int, HomeRule] = {}
-        """Of the tables that change, the rule of their first rows."""
-        self.linear = all(rule.spread for rule in self.rules) and not any(spare)
+        self.rules = keyspace.home_rules
+        """Of each table."""
+        self.linear = all(rule.spread for rule in self.rules)
         """True if addresses are keys."""
         world = layout.world_size
         parts: list[HomePart] = []
         groups: list[DimGroup] = []
         turns: list[tuple[Int64Array, Int64Array]] = []
         end = 0
-        for number, group in enumerate(keyspace.groups):
+        for group in keyspace.groups:
             first = end + (group.first_key - end) % world
-            of_group, begins, ends = _place_group(keyspace, group, layout, self.rules, first)
-            if any(spare):
-                # One more, since ranks of a rule use the same turns, and those that a table fills may differ by one.
-                ends = ends + spare[number] + (spare[number] > 0)
+            of_group, begins, ends = _place_group(keyspace, group, layout, first)
             used = ends > begins
             end = int(((ends - 1) * world + np.arange(world) + 1)[used].max())
             parts += of_group
@@ -129,36 +110,11 @@ class Homes:
                 f"{end // world} rows on one of {world} ranks are more than addresses of 44 bits have room for",
                 remedy="spread the largest tables over more ranks",
             )
-        self.home_parts = tuple(sorted(parts, key=lambda part: int(keyspace.first_key[part.table]) + part.first_row))
-        """In the order of their keys."""
+        self.home_parts = tuple(sorted(parts, key=lambda part: int(keyspace.first_key[part.table])))
+        """Of each table, in the order of their keys."""
         self.groups = tuple(groups)
         """The dim-groups, with ranges of addresses in place of ranges of keys."""
         self._turns = turns
-
-    def with_parts(self, table: int, parts: Sequence[HomePart], rule: HomeRule, lower: HomeRule | None = None) -> Homes:
-        """Return a map with other places for the rows of a table.
-
-        Args:
-            parts: in the order of their rows.
-            rule: of the last rows.
-            lower: of the first ones, if they have another.
-        """
-        made = self.with_places([*(part for part in self.home_parts if part.table != table), *parts])
-        made.rules = (*self.rules[:table], rule, *self.rules[table + 1 :])
-        changing = {other: of_other for other, of_other in self.lower_rules.items() if other != table}
-        made.lower_rules = changing if lower is None else changing | {table: lower}
-        return made
-
-    def with_places(self, parts: Sequence[HomePart]) -> Homes:
-        """Return a map with other places for all rows, whose rules are not those of the places: to read what was saved
-        by slots."""
-        made = copy.copy(self)
-        for name in ("first_keys", "end_keys", "factors", "finder", "copied_keys", "_parts_of"):
-            made.__dict__.pop(name, None)
-        first_key = self.keyspace.first_key
-        made.home_parts = tuple(sorted(parts, key=lambda part: int(first_key[part.table]) + part.first_row))
-        made.linear = False
-        return made
 
     # ---- keys and addresses ----
 
@@ -231,21 +187,9 @@ class Homes:
 
     # ---- tables ----
 
-    def parts_of(self, table: int) -> Sequence[HomePart]:
-        """Return the parts of a table in the order of their rows: two while its rule changes."""
-        return self._parts_of[table]
-
-    def boundary(self, table: int) -> int:
-        """Return how many of a table's first rows have another rule than its last: 0 unless its rule changes."""
-        return self._parts_of[table][0].end_row if table in self.lower_rules else 0
-
-    def group_of(self, table: int) -> int:
-        """Return the dim-group of a table."""
-        return self._group_of[table]
-
-    def turns(self, group: int) -> tuple[Int64Array, Int64Array]:
-        """Return of a dim-group int64 [ranks] the first turn of each rank, and int64 [ranks] the one after its last."""
-        return self._turns[group]
+    def part_of(self, table: int) -> HomePart:
+        """Return the places of a table's rows."""
+        return self._part_of[table]
 
     # ---- slots of a rank ----
 
@@ -254,42 +198,37 @@ class Homes:
         begins, ends = self._turns[group]
         return ends - begins
 
-    def runs(self, table: int, rank: int, rows: range | None = None) -> list[HomeRun]:
+    def run(self, table: int, rank: int, rows: range | None = None) -> HomeRun:
         """Return the rows of a table with their home on ``rank``, in ascending order.
 
         Args:
             rows: of a contiguous range alone.
         """
-        first_key, begins = int(self.keyspace.first_key[table]), self._turns[self._group_of[table]][0]
+        part, first_key = self._part_of[table], int(self.keyspace.first_key[table])
         wanted = range(self.keyspace.tables[table].rows) if rows is None else rows
-        found = []
-        for part in self._parts_of[table]:
-            start, stop = max(part.first_row, wanted.start), min(part.end_row, wanted.stop)
-            if not part.first_rank <= rank < part.first_rank + part.span:
-                continue
-            start += (rank - part.first_rank - first_key - start) % part.span
-            if start < stop:
-                turn = (first_key + start) // part.span + part.turns
-                found.append(HomeRun(range(start, stop, part.span), turn - int(begins[rank])))
-        return found
+        first = wanted.start + (rank - part.first_rank - first_key - wanted.start) % part.span
+        if not part.first_rank <= rank < part.first_rank + part.span or first >= wanted.stop:
+            return HomeRun(range(0), 0)
+        turn = (first_key + first) // part.span + part.turns
+        begins, _ = self._turns[self._group_of[table]]
+        return HomeRun(range(first, wanted.stop, part.span), turn - int(begins[rank]))
 
-    # ---- numbers of the parts, also for copies of this map on a device ----
+    # ---- numbers of the tables, also for copies of this map on a device ----
 
     @cached_property
     def first_keys(self) -> Int64Array:
-        """int64 [parts], ascending: the first key of each part."""
-        firsts = [int(self.keyspace.first_key[part.table]) + part.first_row for part in self.home_parts]
-        return np.array(firsts, dtype=np.int64)
+        """int64 [tables], ascending: the first key of each of ``home_parts``."""
+        return np.array([int(self.keyspace.first_key[part.table]) for part in self.home_parts], dtype=np.int64)
 
     @cached_property
     def end_keys(self) -> Int64Array:
-        """int64 [parts]: the key after the last of each part."""
-        ends = [int(self.keyspace.first_key[part.table]) + part.end_row for part in self.home_parts]
-        return np.array(ends, dtype=np.int64)
+        """int64 [tables]: the key after the last of each of ``home_parts``."""
+        rows = [self.keyspace.tables[part.table].rows for part in self.home_parts]
+        return self.first_keys + np.array(rows, dtype=np.int64)
 
     @cached_property
     def factors(self) -> Int64Array:
-        """int64 [2, parts]: shift and span of ``address = key + shift + key // span * (world_size - span)``."""
+        """int64 [2, tables]: shift and span of ``address = key + shift + key // span * (world_size - span)``."""
         world = self.layout.world_size
         both = [
             [part.turns * world + part.first_rank for part in self.home_parts],
@@ -321,11 +260,8 @@ class Homes:
         return {table: g for g, group in enumerate(self.keyspace.groups) for table in group.tables}
 
     @cached_property
-    def _parts_of(self) -> dict[int, list[HomePart]]:
-        found: dict[int, list[HomePart]] = {}
-        for part in self.home_parts:
-            found.setdefault(part.table, []).append(part)
-        return found
+    def _part_of(self) -> dict[int, HomePart]:
+        return {part.table: part for part in self.home_parts}
 
 
 @lru_cache(maxsize=16)
@@ -339,7 +275,7 @@ def homes_of(keyspace: KeySpace, layout: RankLayout) -> Homes:
 
 
 def _place_group(
-    keyspace: KeySpace, group: DimGroup, layout: RankLayout, rules: Sequence[HomeRule], first: int
+    keyspace: KeySpace, group: DimGroup, layout: RankLayout, first: int
 ) -> tuple[list[HomePart], Int64Array, Int64Array]:
     """Give the tables of a dim-group places from address ``first`` on: those over all ranks first, in the order of
     their keys, then those of nodes, then those of single ranks.
@@ -347,7 +283,7 @@ def _place_group(
     Returns:
         (their parts; int64 [ranks] first turn of each rank; the turn after the last of each).
     """
-    world = layout.world_size
+    world, rules = layout.world_size, keyspace.home_rules
     ranks = np.arange(world, dtype=np.int64)
     begins = (first - ranks + world - 1) // world
     parts = []
@@ -360,7 +296,7 @@ def _place_group(
             narrow.append((-len(ranks_of), table))
             continue
         address += (first_key - address) % world
-        parts.append(HomePart(table, 0, rows, 0, world, (address - first_key) // world))
+        parts.append(HomePart(table, 0, world, (address - first_key) // world))
         address += rows
     ends = np.maximum(begins, (address - ranks + world - 1) // world)
     for _, table in sorted(narrow):
@@ -368,7 +304,7 @@ def _place_group(
         span, mine = len(ranks_of), slice(ranks_of.start, ranks_of.stop)
         first_key, rows = int(keyspace.first_key[table]), keyspace.tables[table].rows
         turns = int(ends[mine].max()) - first_key // span
-        parts.append(HomePart(table, 0, rows, ranks_of.start, span, turns))
+        parts.append(HomePart(table, ranks_of.start, span, turns))
         last_turns = (first_key + rows - 1 - np.arange(span)) // span + turns
         ends[mine] = np.maximum(ends[mine], last_turns + 1)
     return parts, begins, ends

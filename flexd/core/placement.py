@@ -9,9 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.answers import NO_ANSWERS, AnswerChange
 from flexd.core.errors import PlacementError
-from flexd.core.home_block import NO_CHANGES, ChangedRules, HomeBlock
 from flexd.core.layout import Tier, is_moved
 
 Int64Array = npt.NDArray[np.int64]
@@ -36,47 +34,21 @@ class Delta:
     """Rows whose tier changes: int64[n] ``keys`` (unique), uint8[n] ``old_tiers`` and ``new_tiers``.
 
     Rows are applied in order; any prefix leaves a valid placement.
-
-    Attributes:
-        homes: rows whose homes change instead, and no tier: ``len`` is their number.
-        answers: tables whose answer changes instead, and no row: ``len`` is their number.
     """
 
     keys: Int64Array
     old_tiers: UInt8Array
     new_tiers: UInt8Array
-    homes: HomeBlock | None = None
-    answers: AnswerChange | None = None
 
     def __len__(self) -> int:
-        if self.answers is not None:
-            return len(self.answers)
-        return len(self.keys) if self.homes is None else len(self.homes)
+        return len(self.keys)
 
     @staticmethod
     def empty() -> Delta:
         return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8))
 
-    @staticmethod
-    def of_homes(block: HomeBlock) -> Delta:
-        """Return a chunk that changes the homes of a block of rows."""
-        return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8), block)
-
-    @staticmethod
-    def of_answers(change: AnswerChange) -> Delta:
-        """Return a chunk that changes the answers of tables."""
-        return Delta(np.empty(0, np.int64), np.empty(0, np.uint8), np.empty(0, np.uint8), answers=change)
-
     def select(self, index: npt.NDArray[np.int64] | slice) -> Delta:
-        """Return some of the rows. Of rows whose homes change, and of tables whose answers do, ``index`` is a slice of
-        the first or the last ones."""
-        if self.homes is not None or self.answers is not None:
-            assert isinstance(index, slice)  # noqa: S101
-            start, stop, _ = index.indices(len(self))
-            if self.answers is not None:
-                return Delta.of_answers(self.answers.part(start, stop))
-            assert self.homes is not None  # noqa: S101
-            return Delta.of_homes(self.homes.split(start)[1].split(stop - start)[0])
+        """Return some of the rows."""
         return Delta(self.keys[index], self.old_tiers[index], self.new_tiers[index])
 
     def chunks(self, rows_per_chunk: int) -> Iterator[Delta]:
@@ -87,9 +59,7 @@ class Delta:
     def digest_change(self) -> int:
         """Return the change of ``Placement.digest`` (mod 2^64) when this delta is applied."""
         after, before = (_row_hash(self.keys, tiers).sum(dtype=np.uint64) for tiers in (self.new_tiers, self.old_tiers))
-        of_homes = 0 if self.homes is None else self.homes.digest_change()
-        of_answers = 0 if self.answers is None else self.answers.digest_change()
-        return (int(after) - int(before) + of_homes + of_answers) % 2**64
+        return (int(after) - int(before)) % 2**64
 
 
 @dataclass(frozen=True)
@@ -98,15 +68,12 @@ class Placement:
 
     A tier of ``MOVED`` or more states the node in which a moved row lives.
 
-    ``version`` counts the applied chunks, ``homes`` has the tables whose home rules have changed, and ``answers`` those
-    whose answers have since the job began. Immutable: ``apply`` returns the next placement.
+    ``version`` counts the applied chunks. Immutable: ``apply`` returns the next placement.
     """
 
     keys: Int64Array
     tiers: UInt8Array
     version: int = 0
-    homes: ChangedRules = NO_CHANGES
-    answers: AnswerChange = NO_ANSWERS
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -116,13 +83,7 @@ class Placement:
         return Placement(np.empty(0, np.int64), np.empty(0, np.uint8), version)
 
     @staticmethod
-    def of(
-        keys: Int64Array,
-        tiers: UInt8Array,
-        version: int = 0,
-        homes: ChangedRules = NO_CHANGES,
-        answers: AnswerChange = NO_ANSWERS,
-    ) -> Placement:
+    def of(keys: Int64Array, tiers: UInt8Array, version: int = 0) -> Placement:
         """Sort the rows and drop HOME rows. Raises PlacementError on repeated keys."""
         hot = tiers != Tier.HOME
         keys, tiers = keys[hot], tiers[hot]
@@ -130,7 +91,7 @@ class Placement:
         keys, tiers = keys[order], tiers[order]
         if len(keys) > 1 and bool((keys[1:] == keys[:-1]).any()):
             raise PlacementError("a row is listed twice in a placement", remedy="list every row once")
-        return Placement(keys.astype(np.int64), tiers.astype(np.uint8), version, homes, answers)
+        return Placement(keys.astype(np.int64), tiers.astype(np.uint8), version)
 
     @cached_property
     def copies(self) -> Placement:
@@ -158,21 +119,15 @@ class Placement:
         return tiers
 
     def digest(self) -> int:
-        """Return a 64-bit digest of the listed rows, changed rules and answers that does not depend on their order."""
-        of_tables = self.homes.digest() + self.answers.digest_change()
-        return (int(_row_hash(self.keys, self.tiers).sum(dtype=np.uint64)) + of_tables) % 2**64
+        """Return a 64-bit digest of the listed rows that does not depend on their order."""
+        return int(_row_hash(self.keys, self.tiers).sum(dtype=np.uint64))
 
     def apply(self, delta: Delta) -> Placement:
         """Return the placement after one chunk, with ``version`` one higher.
 
         Raises:
-            PlacementError: a row of the delta is not at its ``old_tier`` here, or appears twice, or homes or answers
-                cannot change so.
+            PlacementError: a row of the delta is not at its ``old_tier`` here, or appears twice.
         """
-        if delta.homes is not None:
-            return replace(self, version=self.version + 1, homes=self.homes.after(delta.homes))
-        if delta.answers is not None:
-            return replace(self, version=self.version + 1, answers=self.answers.then(delta.answers))
         if not np.array_equal(self.tiers_of(delta.keys), delta.old_tiers):
             raise PlacementError(
                 f"delta of {len(delta)} rows does not start from placement version {self.version}",
@@ -183,13 +138,11 @@ class Placement:
             np.concatenate([self.keys[kept], delta.keys]),
             np.concatenate([self.tiers[kept], delta.new_tiers]),
             self.version + 1,
-            self.homes,
-            self.answers,
         )
 
     def delta_to(self, target: Placement) -> Delta:
         """Return the rows whose tier differs, by key, demotions first: they free the slots that promotions need. Rows
-        that leave a slot in one node for one in another come between. Rules and answers are not compared."""
+        that leave a slot in one node for one in another come between."""
         keys = np.sort(np.concatenate([self.keys, target.keys]))
         keys = keys[np.concatenate([np.ones(min(1, len(keys)), np.bool_), keys[1:] != keys[:-1]])]
         old, new = self.tiers_of(keys), target.tiers_of(keys)

@@ -8,8 +8,6 @@ from flexd.control.daemon.coordinator import ControlOptions
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core.errors import SnapshotError
 from flexd.core.secrets import KeyFile
-from flexd.operations.live_kernels import LiveKernels
-from flexd.planner.tables.kernel_costs import read_flexd_kernels
 from flexd.scaleout.follower import Follower
 from flexd.sketch.types import SketchSettings
 from flexd.stream.offsets_in_work import OffsetsInWork
@@ -90,18 +88,6 @@ def make_cluster(config: Config) -> Cluster:
     if topology.file is not None:
         return load_cluster(topology.file)
     return load_preset(topology.preset or DEFAULT_PRESET)
-
-
-def make_kernels(config: Config) -> LiveKernels | None:
-    """Return the learned costs of ``topology.kernels_file``; None without a file.
-
-    Raises:
-        TopologyError, PlanError, MissingExtraError: see ``read_flexd_kernels``.
-    """
-    path = config.topology.kernels_file
-    if path is None:
-        return None
-    return LiveKernels(read_flexd_kernels(path))
 
 
 def sketch_settings(config: Config) -> SketchSettings:

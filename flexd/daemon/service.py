@@ -164,7 +164,7 @@ class Daemon:
         plan_log = PlanLog(state / "plans.jsonl")
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
         prices = self._prices = LivePrices(
-            config.planner, keyspace, cluster, self._training, self._coordinator, factory.make_kernels(config)
+            config.planner, keyspace, cluster, self._training, self._coordinator
         )  # fmt: skip
         self._drift = DriftMonitor(
             config.planner, keyspace, prices, self._ingestor.profile, self._coordinator, executions, self._training,

@@ -46,7 +46,6 @@ ResolvedInput = tuple[dict[str, Jagged], list[str]]
 """Features of a batch, and their names dim-group by dim-group."""
 
 
-_MOST_SPARE = 16.0
 """Times the rows of a dim-group: with more a mistake is likelier than a need."""
 
 
@@ -101,9 +100,6 @@ class EmbeddingCollection(TableAccess):
         layout: nodes x local ranks; default from torchrun's ``LOCAL_WORLD_SIZE`` (one node without it).
         replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
         replica_slots: replica slots of each rank, one number a dim-group, instead of ``replica_fraction``.
-        spare_home_fraction: home slots of each rank beyond those that its rows fill, as a fraction of all rows of the
-            dim-group: room for tables whose home rule changes in training.
-        spare_home_slots: the same as numbers, one a dim-group.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
         exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home), "auto" (the
             one of these whose steps take less time, measured from time to time, beginning with the one that the daemon
@@ -143,8 +139,6 @@ class EmbeddingCollection(TableAccess):
         layout: RankLayout | None = None,
         replica_fraction: float = 0.0,
         replica_slots: Sequence[int] | None = None,
-        spare_home_fraction: float = 0.0,
-        spare_home_slots: Sequence[int] | None = None,
         average_gradients: bool = True,
         exchange: str = "chain",
         comm_dtype: str | None = None,
@@ -177,7 +171,6 @@ class EmbeddingCollection(TableAccess):
         self.__dict__["_joined"] = None
         """The tables that this collection reads if they were joined with those of others."""
         self.replica_slots = self._slots("replica budget", replica_fraction, replica_slots, 1.0)
-        self.spare_home_slots = self._slots("spare home slots", spare_home_fraction, spare_home_slots, _MOST_SPARE)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
@@ -217,10 +210,7 @@ class EmbeddingCollection(TableAccess):
         if planned is not None:
             planned.check_layout(self.layout)
         with self.traffic.uncounted():
-            settings = (
-                exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step,
-                self.spare_home_slots,
-            )  # fmt: skip
+            settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
             compared = [
                 rows_of_tables([(table.name, table.rows) for table in self.tables]),
                 Setting("tables", self.keyspace.digest),
@@ -239,7 +229,6 @@ class EmbeddingCollection(TableAccess):
             self._groups,
             self.traffic,
             replica_slots=self.replica_slots,
-            spare_home_slots=self.spare_home_slots,
             exchange=exchange,
             gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
             max_migration_bytes_per_step=max_migration_bytes_per_step,
@@ -277,16 +266,16 @@ class EmbeddingCollection(TableAccess):
         return self._features.table_of
 
     def _pooled_tables(self) -> frozenset[int]:
-        """Return the tables whose look-ups are pooled, and whose answers may change."""
+        """Return the tables whose look-ups are pooled."""
         return frozenset(at for at, table in enumerate(self.tables) if self.pools and hasattr(table, "answer"))
 
     def answer_of(self, table: str) -> str:
-        """Return "rows" or "sums": how look-ups of a table are answered now, which chunks may have changed.
+        """Return "rows" or "sums": how look-ups of a table are answered.
 
         Raises:
             KeyError: there is no such table.
         """
-        return SUMS if self.keyspace.index[table] in self.engine.answers.now.by_sums else ROWS
+        return SUMS if self.keyspace.index[table] in self.engine.answers.by_sums else ROWS
 
     @property
     def placement_version(self) -> int:

@@ -13,7 +13,6 @@ from flexd.control.agent.agent import Agent
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.control.protocol.report import PhaseReport, RankIdentity, SlowMemoryReport, StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
-from flexd.core.answers import ROWS, SUMS
 from flexd.core.errors import ConfigError
 from flexd.core.mistakes import MISTAKES
 from flexd.core.secrets import KeyFile
@@ -176,7 +175,6 @@ def connect(
         replica_slots=collection.replica_slots,
         table_digest=collection.keyspace.digest,
         tables=collection.keyspace.tables,
-        spare_home_slots=collection.spare_home_slots,
         trainer=_trainer_settings(collection),
     )
     secret_file = secret_file or os.environ.get(SECRET_VARIABLE)
@@ -201,8 +199,8 @@ def connect(
 def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
     given = collection.given_arguments
     settings = TrainerSettings(given["exchange"], given["comm_dtype"], given["replica_sums"])
-    tables, first = collection.keyspace.tables, collection.engine.answers.first
-    answers = {tables[at].name: SUMS if at in first.by_sums else ROWS for at in sorted(first.pooled)}
+    tables, pooled = collection.keyspace.tables, collection.engine.answers.pooled
+    answers = {tables[at].name: collection.answer_of(tables[at].name) for at in sorted(pooled)}
     return with_answers(settings, tables, answers)
 
 

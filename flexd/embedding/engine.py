@@ -14,7 +14,7 @@ from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.control.protocol.report import ExchangeReason, StepPhase
 from flexd.core.answers import NO_POOLED, TableAnswers
 from flexd.core.errors import EmbeddingError
-from flexd.core.homes import Homes
+from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint.changed_rows import ChangedRows
@@ -31,7 +31,6 @@ from flexd.embedding.exchange.router import LookupPiggyback, Router
 from flexd.embedding.exchange.step_guard import StepGuard
 from flexd.embedding.exchange.summing_router import SummingRouter
 from flexd.embedding.gradients import StepGradients
-from flexd.embedding.live_answers import LiveAnswers
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.row_optimizers import RowOptimizer
@@ -52,12 +51,11 @@ class RowEngine:
 
     Args:
         replica_slots: of each dim-group, for chunks; copies by the rule "every rank" have slots beside them.
-        spare_home_slots: of each dim-group, as in ``Homes``; default 0.
         exchange: "auto", "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
         comm_dtype, replica_sums: as in ``EmbeddingCollection``.
         two_memories: None: all rows are in fast memory.
-        answers: of pooled tables, at the start.
+        answers: of pooled tables.
         keep_keys: the optimizer needs the keys of all rows, replicas too.
 
     Raises:
@@ -71,7 +69,6 @@ class RowEngine:
         traffic: Traffic,
         *,
         replica_slots: Sequence[int],
-        spare_home_slots: Sequence[int] = (),
         exchange: str,
         gradient_scale: float,
         max_migration_bytes_per_step: int,
@@ -83,8 +80,7 @@ class RowEngine:
         keep_keys: bool = False,
     ) -> None:
         self.keyspace = keyspace
-        self.first_homes = homes = Homes(keyspace, groups.layout, spare=spare_home_slots)
-        """Homes before any chunk."""
+        self.homes = homes = homes_of(keyspace, groups.layout)
         self._two_memories = two_memories
         self.groups = groups
         self.passes: list[ForwardPass] = []
@@ -95,8 +91,8 @@ class RowEngine:
             homes.groups, groups.layout, groups.rank, all_slots, device, frames, keep_keys=keep_keys, homes=homes,
         )  # fmt: skip
         self.changed_rows = ChangedRows(self.stores)
-        mine = (run for table in range(len(keyspace.tables)) for run in homes.runs(table, groups.rank))
-        self.lone_saves = LoneSaves(groups, sum(len(run.rows) for run in mine), keyspace.total_rows)
+        mine = sum(len(homes.run(table, groups.rank).rows) for table in range(len(keyspace.tables)))
+        self.lone_saves = LoneSaves(groups, mine, keyspace.total_rows)
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
@@ -106,15 +102,14 @@ class RowEngine:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
         self._replica_sums = replica_sums
-        self.answers = LiveAnswers(answers)
+        self.answers = answers
         self.router, self.sync = self.new_exchange(groups, traffic)
         self.migrator = Migrator(
-            groups, self.stores, homes, traffic, max_migration_bytes_per_step, self.changed_rows.add, self.answers,
-        )  # fmt: skip
+            groups, self.stores, homes, traffic, max_migration_bytes_per_step, self.changed_rows.add
+        )
         self.inbox = ChunkInbox(
-            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk,
-            answers,
-        )  # fmt: skip
+            homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
+        )
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = self.row_changes = self._changes_at_home = 0
@@ -129,16 +124,6 @@ class RowEngine:
         self._summed: StepGradients | None = None
 
     @property
-    def homes(self) -> Homes:
-        """Homes of all rows in the applied placement."""
-        return self.migrator.homes
-
-    @property
-    def key_changes(self) -> int:
-        """How often the keys of the ids of a batch, or which of them are bags answered by sums, have changed."""
-        return self.migrator.home_changes + self.answers.changes
-
-    @property
     def phases(self) -> PhaseMeter:
         """Meter of the training thread."""
         return self.router.phases
@@ -146,8 +131,7 @@ class RowEngine:
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
         hops, of_bags = self._hops(groups)
-        pools = bool(self.answers.now.pooled)
-        make = partial(SummingRouter, bag_hops=of_bags, answers=self.answers) if pools else Router
+        make = partial(SummingRouter, bag_hops=of_bags) if self.answers.by_sums else Router
         dedup = self.exchange.name != "direct_no_dedup"
         router = make(self.stores, hops, traffic, dedup=dedup, comm_dtype=self._comm_dtype)
         return router, ReplicaSync(self.stores, router, groups.layout, self.changed_rows)
@@ -155,7 +139,7 @@ class RowEngine:
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are answered by sums."""
         name = self.exchange.name
-        return row_hops(name, groups, self._replica_sums), bag_hops(name, groups) if self.answers.now.pooled else []
+        return row_hops(name, groups, self._replica_sums), bag_hops(name, groups) if self.answers.by_sums else []
 
     def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to its value in
@@ -169,8 +153,8 @@ class RowEngine:
             store.state.fill_(state)
             for table in store.group.tables:
                 spec = self.keyspace.tables[table]
-                for run in self.homes.runs(table, self.groups.rank):
-                    fill_initial_rows(store.rows[run.slots], spec.name, run.rows, scale=scales[table], seed=seed)
+                run = self.homes.run(table, self.groups.rank)
+                fill_initial_rows(store.rows[run.slots], spec.name, run.rows, scale=scales[table], seed=seed)
 
     def prepare(self) -> None:
         """Collective. Refresh replicas if home rows were loaded, and apply the chunks that all ranks agreed on.

@@ -8,13 +8,12 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from flexd.core.answers import NO_POOLED
+from flexd.core.answers import NO_POOLED, TableAnswers
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.embedding import devices
 from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
-from flexd.embedding.live_answers import LiveAnswers
 from flexd.embedding.store.device_homes import DeviceHomes
 
 _ID_DTYPES = {torch.int64, torch.int32}
@@ -66,7 +65,7 @@ class FeatureMap:
 
     Args:
         features: the feature names of each table, in the order of ``keyspace.tables``.
-        answers: of the tables; None: all of them answer by rows.
+        answers: of the tables.
         homes: map of keys to addresses; None: addresses are keys.
 
     Raises:
@@ -79,7 +78,7 @@ class FeatureMap:
         features: Sequence[Sequence[str]],
         rank: int,
         device: torch.device,
-        answers: LiveAnswers | None = None,
+        answers: TableAnswers = NO_POOLED,
         homes: DeviceHomes | None = None,
     ) -> None:
         self._keyspace = keyspace
@@ -87,8 +86,6 @@ class FeatureMap:
         self._rank = rank
         self._device = device
         self._group_of = {table: g for g, group in enumerate(keyspace.groups) for table in group.tables}
-        self._answers = answers or LiveAnswers(NO_POOLED)
-        self._by_sums, self._summed = frozenset[int](), frozenset[str]()
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._orders: dict[tuple[tuple[str, ...], frozenset[str]], _Order] = {}
         self.table_of: dict[str, int] = {}
@@ -101,6 +98,7 @@ class FeatureMap:
                         remedy="give each feature one table",
                     )
                 self.table_of[name] = table
+        self._summed = frozenset(name for name, table in self.table_of.items() if table in answers.by_sums)
 
     def keys(self, features: Mapping[str, Jagged], weights: Mapping[str, torch.Tensor] | None = None) -> FeatureKeys:
         """Convert ids to keys, and check them without waiting for the device: any faulty number makes ``faulty`` true.
@@ -163,17 +161,12 @@ class FeatureMap:
 
     def summed(self, weights: Mapping[str, torch.Tensor] | None) -> frozenset[str]:
         """Return the features that are answered by sums in a batch with these factors."""
-        by_sums = self._answers.now.by_sums
-        if by_sums is not self._by_sums:
-            self._summed = frozenset(name for name, table in self.table_of.items() if table in by_sums)
-            self._by_sums = by_sums
         if not self._summed or not weights:
             return self._summed
         return self._summed - {name for name, factors in weights.items() if factors.requires_grad}
 
     def summed_by_group(self, names: Iterable[str], order: Sequence[str]) -> list[list[str]]:
         """Return the features of a batch that were answered by sums, by dim-group in the order of ``FeatureKeys.bags``.
-        Answers may have changed since.
 
         Args:
             names: all features of the batch, in their order.

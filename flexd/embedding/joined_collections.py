@@ -100,7 +100,6 @@ class JoinedCollections(EmbeddingCollection):
             **arguments,
             optimizer=first["optimizer"],
             replica_slots=_added_slots([(member.keyspace, member.replica_slots) for member in members]),
-            spare_home_slots=_added_slots([(member.keyspace, member.spare_home_slots) for member in members]),
             max_migration_bytes_per_step=max(m.given_arguments["max_migration_bytes_per_step"] for m in members),
             fast_memory_bytes=None if fast[0] is None else sum(fast),
             # The files of the members are in use until their values are copied.
@@ -124,8 +123,7 @@ class JoinedCollections(EmbeddingCollection):
             ]
             first_table = tables.stop
             for name in (
-                "engine", "optimizer", "traffic", "layout", "rank", "_groups", "keyspace", "replica_slots",
-                "spare_home_slots",
+                "engine", "optimizer", "traffic", "layout", "rank", "_groups", "keyspace", "replica_slots"
             ):  # fmt: skip
                 setattr(member, name, getattr(self, name))
             member._features = FeatureMap(

@@ -78,9 +78,8 @@ class TableAccess(DeferredTables):
 
     def _before_load(self, store: GroupStore, homes: TableHomes, rows: range) -> None:
         """Tell the engine that the rows are about to be replaced."""
-        slots = [run.slots for run in homes.runs(rows)]
-        none = torch.empty(0, dtype=torch.int64, device=store.rows.device)
-        changed = torch.cat([none, *(torch.arange(some.start, some.stop, device=none.device) for some in slots)])
+        slots = homes.run(rows).slots
+        changed = torch.arange(slots.start, slots.stop, device=store.rows.device)
         self.engine.before_rows_load((self.engine.stores.index(store), changed))
 
     def gather_table(self, name: str, device: torch.device | str | None = None) -> torch.Tensor:

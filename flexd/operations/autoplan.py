@@ -86,17 +86,10 @@ class AutoPlanner:
         self.hold_off.observe(None if last is None else last.migration, time.monotonic())
         if self.hold_off.seconds(time.monotonic(), live.generation):
             return
-        if self._planning.rules.running:
-            return
         due = self.triggers.due(time.monotonic(), time.time(), live.generation, self._drift.pop_reason)
         if due is None:
             return
         try:
-            if not due.held and self._planning.change_rules(due.trigger) is not None:
-                logger.info("home rules change (%s): %s", due.trigger.reason, self._planning.rules.outcome)
-                self._logged = self.refusal = ""
-                self.triggers.plan_made(due, live.generation)
-                return
             proposal = self._planning.propose(due.trigger)
             held = self._held_back(proposal.plan)
             if held and not proposal.withheld:

@@ -158,7 +158,7 @@ class DriftMonitor:
         with self._guard:
             plans = self._plans
         placement = self._coordinator.placement()
-        settings = settings_of_job(self._settings, live.trainer, self._keyspace.tables, placement.answers)
+        settings = settings_of_job(self._settings, live.trainer, self._keyspace.tables)
         profile = self._profile(per_step, live.layout)
         if profile.samples < max(1, settings.min_samples):
             return None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 
@@ -14,9 +13,7 @@ from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationMetadata
-from flexd.core.answers import NO_ANSWERS, AnswerChange
 from flexd.core.errors import ApiError
-from flexd.core.home_block import HomeBlock
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
@@ -215,7 +212,8 @@ class Executions:
         """
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            return self._chunks_to(base(), placement, live)
+            to = base()
+            return self._chunked(self._delta_to(to, placement, live), live.layout, None if to is None else to.version)
 
         return self._submit(
             name, chunks, generation, MigrationMetadata(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
@@ -236,7 +234,7 @@ class Executions:
         """
 
         def chunks(placement: Placement) -> ChunkedDelta:
-            return replace(self._chunks_to(target, placement, live), returns_to=None)
+            return self._chunked(self._delta_to(target, placement, live), live.layout)
 
         return self._submit(
             name, chunks, generation,
@@ -248,47 +246,8 @@ class Executions:
         """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now."""
         now = self._coordinator.placement()
         delta = self._delta_to(base, now, live)
-        blocks = [] if base is None else now.homes.blocks_to(base.homes)
-        changes = [delta, *map(Delta.of_homes, blocks)]
-        to_copy = sum(int(moved_bytes(each, self._keyspace, live.layout).sum()) for each in changes)
+        to_copy = int(moved_bytes(delta, self._keyspace, live.layout).sum())
         return RollbackPlan(now.version if base is None else base.version, delta, to_copy)
-
-    def _chunks_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> ChunkedDelta:
-        """Return the chunks that lead to ``base``; where home rules differ the rows of their tables come home before,
-        and get their tiers after. Answers change at once, of tables whose rules change after those."""
-        blocks = [] if base is None else placement.homes.blocks_to(base.homes)
-        answers = NO_ANSWERS if base is None else placement.answers.change_to(base.answers)
-        returns_to = None if base is None else base.version
-        if base is None or not (blocks or len(answers)):
-            return self._chunked(self._delta_to(base, placement, live), live.layout, returns_to)
-        changes = np.isin(self._keyspace.table_of(placement.keys), [block.table for block in blocks])
-        kept = Placement(
-            placement.keys[~changes], placement.tiers[~changes], placement.version, base.homes, base.answers
-        )
-        home = self._chunked(placement.delta_to(kept), live.layout)
-        rest = self._chunked(self._delta_to(base, kept, live), live.layout)
-        moving = frozenset(block.table for block in blocks)
-        in_chunks = [part for block in blocks for part in block.divided(self._rows_of_block(block))]
-        moved = sum(int(moved_bytes(Delta.of_homes(block), self._keyspace, live.layout).sum()) for block in blocks)
-        return ChunkedDelta(
-            chain(
-                self._answer_chunks(answers.of_tables(frozenset(range(len(self._keyspace.tables))) - moving)),
-                home.chunks,
-                map(Delta.of_homes, in_chunks),
-                self._answer_chunks(answers.of_tables(moving)),
-                rest.chunks,
-            ),
-            rows=len(answers) + home.rows + sum(map(len, blocks)) + rest.rows,
-            bytes_to_copy=home.bytes_to_copy + moved + rest.bytes_to_copy,
-            returns_to=returns_to,
-        )
-
-    def _answer_chunks(self, change: AnswerChange) -> Iterator[Delta]:
-        return Delta.of_answers(change).chunks(self._control.chunk_rows)
-
-    def _rows_of_block(self, block: HomeBlock) -> int:
-        spec = self._keyspace.tables[block.table]
-        return max(1, self._control.chunk_bytes // (spec.row_bytes + spec.state_bytes))
 
     def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
         target = placement if base is None else replace(base, version=placement.version)

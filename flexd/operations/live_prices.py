@@ -14,7 +14,6 @@ from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.keyspace import KeySpace
-from flexd.operations.live_kernels import LiveKernels
 from flexd.operations.measured_exposure import priced_by
 from flexd.operations.plan_settings import settings_of_job
 from flexd.operations.price_samples import (
@@ -73,9 +72,6 @@ class LivePrices:
         cluster: of the topology file or preset.
         training: measures the exposure.
         ranks: the coordinator, which knows the live ranks.
-
-    Attributes:
-        kernels: learned costs of look-ups and updates; None: plans price them by bytes.
     """
 
     def __init__(
@@ -85,9 +81,7 @@ class LivePrices:
         cluster: Cluster,
         training: MeasuredExposure,
         ranks: LiveRanks,
-        kernels: LiveKernels | None = None,
     ) -> None:
-        self.kernels = kernels
         self._settings = settings
         self._keyspace = keyspace
         self._probed = cluster
@@ -150,8 +144,6 @@ class LivePrices:
         self._corrections.clear()
         self._last_shown.clear()
         self._learnt = 0
-        if self.kernels is not None:
-            self.kernels.forget()
 
     def _learn(self, live: LiveTopology) -> None:
         layout = live.layout
@@ -161,8 +153,6 @@ class LivePrices:
         if len(exchanges) != 1:
             return
         self._learnt += 1
-        if self.kernels is not None:
-            self.kernels.learn(values)
         samples = price_samples(
             values, layout, self._probed.of_layout(layout.nodes, layout.local_ranks), exchanges.pop(),
             all_reduces=self._all_reduces(live.trainer),

@@ -9,7 +9,6 @@ import numpy as np
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.protocol.trainer_settings import TrainerSettings
-from flexd.core.answers import NO_ANSWERS, AnswerChange
 from flexd.core.keyspace import DTYPE_BYTES, TableSpec
 from flexd.core.layout import Tier
 from flexd.planner.baselines import ROW_WISE_DEDUP, TWO_HOP
@@ -27,26 +26,15 @@ _EXCHANGES = {
 
 
 def settings_of_job(
-    settings: PlannerConfig,
-    trainer: TrainerSettings | None,
-    tables: Sequence[TableSpec],
-    answers: AnswerChange = NO_ANSWERS,
+    settings: PlannerConfig, trainer: TrainerSettings | None, tables: Sequence[TableSpec]
 ) -> PlannerConfig:
-    """Return the settings with what the trainer says of itself, which counts more than the configuration, and with the
-    answers that its tables have now.
+    """Return the settings with what the trainer says of itself, which counts more than the configuration.
 
     Args:
         trainer: None: nothing is known, and the configuration counts.
         tables: of the job, in order.
-        answers: of the live placement.
     """
-    if trainer is not None:
-        settings = settings.model_copy(update=dict(_told(trainer, tables)))
-    if not len(answers):
-        return settings
-    pooled: dict[str, Any] = dict(settings.pooled_tables)
-    pooled |= {tables[table].name: answer for table, answer in answers.by_table().items()}
-    return settings.model_copy(update={"pooled_tables": pooled})
+    return settings if trainer is None else settings.model_copy(update=dict(_told(trainer, tables)))
 
 
 def contradictions(

@@ -31,7 +31,6 @@ from flexd.operations.plan_settings import (
     training_shape,
 )
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
-from flexd.operations.rule_changes import RuleChanger, live_keyspace
 from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
@@ -104,7 +103,6 @@ class Planning:
         self.seconds = 0.0
         self._profiled_at = math.nan
         self.executions = executions
-        self.rules = RuleChanger(keyspace, executions, bag_lengths, prices.kernels)
 
     @property
     def cluster(self) -> Cluster:
@@ -113,11 +111,10 @@ class Planning:
 
     @property
     def _settings(self) -> PlannerConfig:
-        """The settings of the configuration, what the live ranks say of their job, and the answers of now."""
+        """The settings of the configuration, and what the live ranks say of their job."""
         live = self._coordinator.live()
         trainer = None if live is None else live.trainer
-        answers = self._coordinator.placement().answers
-        return settings_of_job(self._config.planner, trainer, self._keyspace.tables, answers)
+        return settings_of_job(self._config.planner, trainer, self._keyspace.tables)
 
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
@@ -175,25 +172,6 @@ class Planning:
                     self._coordinator.set_frame_weights(weights)
             return proposal
 
-    def change_rules(self, trigger: Trigger) -> Execution | None:
-        """Start a migration to better home rules and answers; None if those that there are stay, or ranks or
-        configuration do not let them change.
-
-        Raises:
-            PlanError: not all ranks are ready, the accesses of a step are not known, or a gate is closed.
-        """
-        topology, settings = self.live_topology(), self._settings
-        if not self.rules.allowed(settings, topology):
-            return None
-        with self._making:
-            per_step = self._per_step(topology)
-            profile = self._profile(per_step, topology.layout)
-            require_open(evaluate_gates(profile, settings))
-            return self.rules.start(
-                profile, topology, self.cluster, self._coordinator.placement(), settings, trigger,
-                self._training.step_seconds(),
-            )  # fmt: skip
-
     def _per_step(self, topology: LiveTopology) -> float:
         per_step = self.accesses_per_step(topology.layout.world_size)
         if not per_step:
@@ -243,8 +221,7 @@ class Planning:
     def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
         settings = self._settings
         return placement_communication(
-            profile, live_keyspace(self._keyspace, placement.homes), layout, self.cluster, placement,
-            training_shape(settings),
+            profile, self._keyspace, layout, self.cluster, placement, training_shape(settings),
             running_exchange(settings),
         )  # fmt: skip
 
@@ -261,7 +238,7 @@ class Planning:
             measured = self.last_gates
         settings = self._settings
         explained = explain(
-            plan, profile, live, live_keyspace(self._keyspace, live.homes), layout,
+            plan, profile, live, self._keyspace, layout,
             horizon_steps=settings.horizon_steps, table=table,
             rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings),
             shape=training_shape(settings),
@@ -289,17 +266,16 @@ class Planning:
         if checked:
             require_open(self.last_gates)
         live = self._coordinator.placement()
-        keyspace = live_keyspace(self._keyspace, live.homes)
         self._serial += 1
         plan = make_live_plan(
-            profile, keyspace, topology, self.cluster, live, settings,
+            profile, self._keyspace, topology, self.cluster, live, settings,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
             reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
             fast_memory=None if self._slow_memory is None else fast_memory_now(self._slow_memory, self._keyspace),
         )  # fmt: skip
         affinity = None
         if moves:
-            plan, affinity = plan_moves(plan, live, keyspace, topology, settings, self.affinity, per_step)
+            plan, affinity = plan_moves(plan, live, self._keyspace, topology, settings, self.affinity, per_step)
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout, affinity
 

@@ -24,11 +24,6 @@ _MAX_BLOCKS = 512
 def moved_bytes(delta: Delta, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
     """Return int64[n]: bytes of values and optimizer state that each change moves; 0 if it only drops copies. A row
     that leaves a node to which it moved goes by way of its home."""
-    if delta.answers is not None:
-        return np.zeros(len(delta), dtype=np.int64)
-    if delta.homes is not None:
-        spec = keyspace.tables[delta.homes.table]
-        return np.full(len(delta), spec.row_bytes + spec.state_bytes, dtype=np.int64)
     copies = np.array([1, layout.nodes, layout.world_size])
     payload = np.array(
         [

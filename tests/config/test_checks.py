@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +9,6 @@ import pytest
 from flexd.config.checks import check_config, check_tables
 from flexd.config.load import parse_config
 from flexd.core.errors import ConfigError
-from flexd.planner.tables.kernel_costs import LEAST_SETS
-from flexd.topology.kernel_file import write_kernels
-from tests.support.kernel_sets import measured, physical_law
 
 KAFKA: dict[str, Any] = {"kind": "kafka", "bootstrap_servers": "broker-0:9092, [::1]:9093"}
 
@@ -58,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"topology": {"preset": "moon-base"}}, "topology.preset: must be one of "),
     ({"topology": {"file": "/nowhere/cluster.yaml"}}, "topology.file: /nowhere/cluster.yaml: cannot be read"),
-    ({"topology": {"kernels_file": "/nowhere/k.json"}}, "topology.kernels_file: /nowhere/k.json: cannot be read"),
     (
         {"sketch": {"memory_bytes": 2**20}, "tables": [{"name": f"t{i}", "rows": 10**9, "dim": 8} for i in range(99)]},
         "sketch.memory_bytes: 99 tables cannot be counted in 1048576 bytes",
@@ -120,24 +114,7 @@ def test_what_is_right_passes() -> None:
 
 def test_a_follower_needs_no_topology_file() -> None:
     follower = {"role": "follower", "leader": "127.0.0.1:29500"}
-    files = {"file": "/nowhere", "kernels_file": "/nowhere"}
-    check_config(parse_config(_document(scale_out=follower, topology=files)))
-
-
-def test_kernels_that_teach_nothing_are_named_by_their_key(tmp_path: Path) -> None:
-    file = tmp_path / "k.json"
-    for text, expected in (("{", "cannot be read"), ("[]", "no kernel measurements")):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=rf"topology\.kernels_file: .*{expected}"):
-            check_config(parse_config(_document(topology={"kernels_file": str(file)})))
-    write_kernels(measured(physical_law, LEAST_SETS - 1), file)
-    with pytest.raises(ConfigError, match=r"topology\.kernels_file: 39 measured sets of tables, 40 are needed"):
-        check_config(parse_config(_document(topology={"kernels_file": str(file)})))
-    write_kernels(replace(measured(physical_law, LEAST_SETS), kernels="fbgemm"), file)
-    with pytest.raises(ConfigError, match=r"topology\.kernels_file: .*kernels of 'fbgemm', the ranks run flexd's"):
-        check_config(parse_config(_document(topology={"kernels_file": str(file)})))
-    write_kernels(measured(physical_law, LEAST_SETS), file)
-    check_config(parse_config(_document(topology={"kernels_file": str(file)})))
+    check_config(parse_config(_document(scale_out=follower, topology={"file": "/nowhere"})))
 
 
 def test_a_reload_checks_the_tables_alone() -> None:

@@ -15,9 +15,7 @@ from flexd.daemon import Daemon, factory
 from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.synthetic import SyntheticSource
-from flexd.topology.kernel_file import write_kernels
 from tests.support.certificates import Authority
-from tests.support.kernel_sets import measured, physical_law
 
 
 def _config(**sections: Any) -> Config:
@@ -67,17 +65,6 @@ def test_the_default_cluster_is_a_preset() -> None:
 def test_a_missing_topology_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FlexdError, match=r"cluster\.yaml"):
         factory.make_cluster(_config(topology={"file": str(tmp_path / "cluster.yaml")}))
-
-
-def test_kernels_are_read_at_the_start_and_learned_later(tmp_path: Path) -> None:
-    assert factory.make_kernels(_config()) is None
-    path = tmp_path / "kernels.json"
-    with pytest.raises(FlexdError, match=r"kernels\.json: cannot be read"):
-        factory.make_kernels(_config(topology={"kernels_file": str(path)}))
-    write_kernels(measured(physical_law, 40), path)
-    made = factory.make_kernels(_config(topology={"kernels_file": str(path)}))
-    assert made is not None
-    assert made.costs(corrected=True).measurements.device == "cpu"
 
 
 def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:

@@ -95,8 +95,6 @@ def test_every_number_is_on_the_page():
         ("flexd_migration_progress_ratio", ()): 0.5,
         ("flexd_rank_placement_version", (("rank", "0"),)): 7,
         ("flexd_placement_rows", (("tier", "device"),)): 3,
-        ("flexd_placement_changed_tables", (("change", "home_rule"),)): 0,
-        ("flexd_placement_changed_tables", (("change", "answer"),)): 0,
         ("flexd_training_accesses_total", (("tier", "node"),)): 30,
         ("flexd_training_sent_bytes_total", (("kind", "all_to_all"), ("link", "inter"))): 123,
         ("flexd_training_sent_bytes_total", (("kind", "sync"), ("link", "intra"))): 45,

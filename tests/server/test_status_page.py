@@ -272,24 +272,6 @@ def test_rows_that_have_moved_are_counted(open_page):
             assert server.stop(10)
 
 
-def test_tables_with_other_rules_and_answers_are_counted(open_page):
-    class Changed(FakeDaemon):
-        def status(self) -> Status:
-            status = super().status()
-            changed = {"home_rules": {"a": "rank:1"}, "answers": {"a": "sums", "b": "rows"}}
-            return status.model_copy(update={"placement": status.placement.model_copy(update=changed)})
-
-    for daemon, shown in ((Changed(), True), (FakeDaemon(), False)):
-        server = served(daemon)
-        try:
-            page = open_page(server)
-            page.wait_for_selector("body[data-polls]")
-            assert ("changed tables31 home rules, 2 answers" in page.text_content("#tiles")) == shown
-            assert page.complaints == []
-        finally:
-            assert server.stop(10)
-
-
 def test_a_tooltip_stays_after_the_next_poll(open_page, busy):
     page = open_page(busy[1])
     page.wait_for_selector("body[data-polls]")

@@ -11,7 +11,6 @@ from torch import nn
 
 import flexd
 import flexd.core.errors
-from flexd.core.answers import AnswerChange
 from flexd.core.errors import FlexdError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
@@ -67,13 +66,11 @@ def train(
     switch_every: int = 0,
     answers: Answers = ROWS,
     homes: tuple[str, str] = SPREAD,
-    change_every: int = 0,
 ) -> dict[str, Any]:
-    """Train; ``change_every`` steps the answers of both tables change."""
     collection = flexd.EmbeddingBagCollection(
         tables(answers, homes), optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61, 17], exchange=exchange
     )
-    inbox, now = collection.engine.inbox, collection.engine.answers.first
+    inbox = collection.engine.inbox
     losses, weight_grads, equal = [], [], True
     batches: Any = [batch(step, rank) for step in range(STEPS)]
     loop = flexd.prefetch(batches, collection, features=lambda both: both[0]) if ahead else batches
@@ -85,11 +82,6 @@ def train(
             keys = keys[~np.isin(keys, collection.engine.homes.copied_keys)]
             delta = Delta(keys, np.zeros(len(keys), np.uint8), (np.arange(len(keys)) % 2 + 1).astype(np.uint8))
             inbox.offer(inbox._received_version + 1, delta)
-        if change_every and step % change_every == 0:
-            by_sums = set(now.by_sums)
-            change = AnswerChange.of(by_sums, {0, 1} - by_sums)
-            now = now.after(change)
-            inbox.offer(inbox._received_version + 1, Delta.of_answers(change))
         loss = loss_of(collection(features, weights if step % 2 else None))
         if loss.requires_grad:
             loss.backward()
@@ -100,8 +92,6 @@ def train(
     return {
         "losses": losses, "weight_grads": weight_grads, "equal": equal, "version": collection.placement_version,
         "tables": {table.name: collection.gather_table(table.name) for table in collection.tables},
-        "answers": [collection.answer_of(table.name) for table in collection.tables],
-        "answer_changes": collection.engine.answers.changes,
     }  # fmt: skip
 
 

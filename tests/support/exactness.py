@@ -10,12 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.core.answers import AnswerChange
 from flexd.core.errors import ChunkRefusedError
-from flexd.core.home_block import HomeBlock
-from flexd.core.home_changes import after_block
 from flexd.core.home_rules import SPREAD, HomeRule
-from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import MOVED, RankLayout, Tier
 from flexd.core.placement import Delta, Placement
@@ -70,20 +66,10 @@ class Scenario:
     """The tables are in two collections that are joined; features of the first are not pooled then."""
     moved: bool = False
     """Rows also move to other nodes than those of their homes."""
-    rules_change: bool = False
-    """Home rules change between steps, block by block, and on the way some change back."""
-    answers_change: bool = False
-    """Answers of pooled tables change between steps, there and back."""
 
     def due(self, step: int, chunks: int) -> int:
         """Return how many of the chunks have been released before a step."""
-        at_once = 1 + 3 * self.rules_change + 2 * self.answers_change
-        return min(chunks, step // self.migrate_every * at_once)
-
-    @property
-    def spare(self) -> float:
-        """Spare home slots of a rank, as a fraction of the rows: room for all tables by two rules on it."""
-        return 3.0 if self.rules_change else 0.0
+        return min(chunks, step // self.migrate_every)
 
     @property
     def pooled(self) -> tuple[str, ...]:
@@ -243,37 +229,14 @@ def pooled_alone(rows: torch.Tensor, lengths: torch.Tensor, *, mean: bool) -> to
 
 
 def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[Delta]:
-    """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers; and blocks of
-    rows between home rules, and changes of answers."""
+    """Make a chunk every ``migrate_every`` steps that fits every rank, in every direction between tiers."""
     keyspace = collection.keyspace
     rng = np.random.default_rng([scenario.seed, 999])
     placement = Placement.empty()
-    homes = Homes(keyspace, scenario.layout, spare=collection.spare_home_slots)
-    answers = collection.engine.answers.first
+    homes = collection.engine.homes
     chunks = []
     limits = np.array(collection.replica_slots)
     for _ in range(scenario.steps // scenario.migrate_every):
-        for _ in range(2 if scenario.rules_change else 0):
-            block = _random_block(homes, rng)
-            if block is None:
-                continue
-            first = int(keyspace.first_key[block.table])
-            listed = (placement.keys >= first + block.first_row) & (placement.keys < first + block.end_row)
-            if listed.any():
-                none = np.zeros(int(listed.sum()), np.uint8)
-                chunks.append(Delta(placement.keys[listed], placement.tiers[listed], none))
-                placement = placement.apply(chunks[-1])
-            homes = after_block(homes, block)
-            chunks.append(Delta.of_homes(block))
-        for _ in range(2 if scenario.answers_change else 0):
-            may = sorted(t for t in answers.pooled if t in answers.by_sums or not homes.rules[t].copied)
-            flipped = [table for table in may if rng.random() < 0.6]
-            if flipped:
-                change = AnswerChange.of(
-                    [t for t in flipped if t in answers.by_sums], [t for t in flipped if t not in answers.by_sums]
-                )
-                answers = answers.after(change)
-                chunks.append(Delta.of_answers(change))
         keys = np.sort(rng.choice(keyspace.total_rows, size=int(rng.integers(1, 24)), replace=False)).astype(np.int64)
         keys = keys[~np.isin(keys, homes.copied_keys)]
         if scenario.only_rail >= 0:
@@ -299,31 +262,13 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
     return chunks
 
 
-def _random_block(homes: Homes, rng: np.random.Generator) -> HomeBlock | None:
-    """Return a block that goes on with a change, takes some of it back, or begins one; None for a table that cannot."""
-    table = int(rng.integers(len(homes.keyspace.tables)))
-    rows, upper, boundary = homes.keyspace.tables[table].rows, homes.rules[table], homes.boundary(table)
-    lower = homes.lower_rules.get(table)
-    if upper.copied:
-        return None
-    if lower is None:
-        layout = homes.layout
-        kinds = [HomeRule("all"), HomeRule("node", int(rng.integers(layout.nodes)))]
-        lower = [*kinds, HomeRule("rank", int(rng.integers(layout.world_size)))][int(rng.integers(3))]
-        if lower == upper:
-            return None
-    if boundary and rng.random() < 0.2:
-        return HomeBlock(table, rows, lower, upper, int(rng.integers(boundary)), boundary, lowers=True)
-    return HomeBlock(table, rows, upper, lower, boundary, min(rows, boundary + int(rng.integers(1, rows + 1))))
-
-
 def train(rank: int, scenario: Scenario) -> dict[str, object]:
     """Train on one rank. Chunks arrive at each rank at its own time; replicas are compared after every step."""
     collection = EmbeddingCollection(
         tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
         replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
         max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
-        replica_sums=scenario.replica_sums, spare_home_fraction=scenario.spare, **scenario.memories(),
+        replica_sums=scenario.replica_sums, **scenario.memories(),
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
     chunks = random_chunks(scenario, collection)

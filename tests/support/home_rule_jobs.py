@@ -11,8 +11,6 @@ import torch
 
 import flexd
 from flexd.core.errors import ChunkRefusedError, TopologyError
-from flexd.core.home_block import HomeBlock
-from flexd.core.home_rules import HomeRule
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint import blocks
@@ -22,16 +20,13 @@ Rules = tuple[str, str, str]
 SHAPES = (("item", 61, 8), ("shop", 17, 8), ("city", 23, 5))
 
 
-def collection(
-    layout: RankLayout, rules: Rules, seed: int = 0, fast: int | None = None, spare: int = 0
-) -> flexd.EmbeddingCollection:
+def collection(layout: RankLayout, rules: Rules, seed: int = 0, fast: int | None = None) -> flexd.EmbeddingCollection:
     tables = [
         flexd.EmbeddingTable(name, rows, dim, dtype="float64", init_scale=0.5, homes=rule)
         for (name, rows, dim), rule in zip(SHAPES, rules, strict=True)
     ]
     return flexd.EmbeddingCollection(
-        tables, optimizer=flexd.Adagrad(lr=0.1), layout=layout, seed=seed, fast_memory_bytes=fast,
-        spare_home_slots=[spare] * len({dim for _, _, dim in SHAPES}),
+        tables, optimizer=flexd.Adagrad(lr=0.1), layout=layout, seed=seed, fast_memory_bytes=fast
     )  # fmt: skip
 
 
@@ -62,71 +57,6 @@ def save(rank: int, layout: RankLayout, rules: Rules, directory: str, window_byt
     saved = whole(tables)
     train(tables, 2, 2)
     return {"saved": saved, "after": whole(tables)}
-
-
-def save_changing(rank: int, layout: RankLayout, directory: str, window_bytes: int) -> dict[str, Any]:
-    """As ``save``, while the rules of two tables change between the two saves of the series."""
-    tables = collection(layout, ("all", "rank:2", "node:1"), fast=2_000, spare=90)
-    inbox = tables.engine.inbox
-    with mock.patch.object(blocks, "MAX_WINDOW_BYTES", window_bytes):
-        series = flexd.CheckpointSeries(tables, Path(directory, "series"))
-        series.save()
-        for version, block in enumerate(
-            [
-                HomeBlock(0, 61, HomeRule(), HomeRule("rank", 3), 0, 31),
-                HomeBlock(1, 17, HomeRule("rank", 2), HomeRule(), 0, 11),
-                HomeBlock(0, 61, HomeRule("rank", 3), HomeRule(), 20, 31, lowers=True),
-            ],
-            1,
-        ):
-            inbox.offer(version, Delta.of_homes(block))
-        train(tables, 0, 2)
-        while inbox.applied_version < 3:
-            train_nothing(tables)
-        series.save()
-        series.close()
-        flexd.save_checkpoint(tables, Path(directory, "whole"))
-    saved = whole(tables)
-    boundaries = [tables.engine.homes.boundary(table) for table in range(3)]
-    train(tables, 2, 2)
-    return {"saved": saved, "after": whole(tables), "boundaries": boundaries}
-
-
-def train_nothing(tables: flexd.EmbeddingCollection) -> None:
-    with torch.no_grad():
-        tables({})
-
-
-def refused_blocks(rank: int, layout: RankLayout) -> list[str]:
-    """Return why blocks of rows are refused."""
-    tables = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("item", 61, 8), flexd.EmbeddingTable("shop", 17, 8, homes="every rank")],
-        layout=layout, spare_home_slots=[40], replica_slots=[5],
-    )  # fmt: skip
-    inbox, every, one, two = tables.engine.inbox, HomeRule(), HomeRule("rank", 1), HomeRule("node", 1)
-    copies = np.arange(27, 30), np.zeros(3, np.uint8), np.full(3, 2, np.uint8)
-    inbox.offer(1, Delta(*copies))
-    refused = []
-    for block in (
-        HomeBlock(0, 61, every, one, 4, 9),
-        HomeBlock(0, 61, every, every, 0, 9),
-        HomeBlock(0, 61, every, HomeRule("rank", 9), 0, 9),
-        HomeBlock(1, 17, HomeRule("every rank"), one, 0, 9),
-        HomeBlock(0, 61, every, one, 0, 9),
-        HomeBlock(0, 61, every, two, 0, 30),
-        None,
-        HomeBlock(0, 61, every, one, 30, 40),
-    ):
-        version = inbox._received_version + 1
-        if block is None:  # the copies go, and then the rows can
-            inbox.offer(version, Delta(copies[0], copies[2], copies[1]))
-            inbox.offer(version + 1, Delta.of_homes(HomeBlock(0, 61, every, two, 0, 30)))
-            continue
-        try:
-            inbox.offer(version, Delta.of_homes(block))
-        except ChunkRefusedError as error:
-            refused.append(str(error))
-    return refused
 
 
 def load(rank: int, layout: RankLayout, rules: Rules, directory: str, form: str, window_bytes: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox, Prepare
 from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.report import RankIdentity, StepReport
-from flexd.core.answers import NO_POOLED, TableAnswers
 from flexd.core.errors import ControlError
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -52,8 +51,6 @@ class Ranks:
     Args:
         port: port of the daemon, or addresses.
         placements: applied placement of each rank at the start.
-        spare: home slots of the first dim-group for rules that change.
-        answers: of pooled tables.
         prepare_of_rank: makes the prepared chunks of a rank; the other ranks need none.
     """
 
@@ -71,8 +68,6 @@ class Ranks:
         identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
         prepare_of_rank: dict[int, Prepare] | None = None,
         tls: TlsFiles | None = None,
-        spare: int = 0,
-        answers: TableAnswers = NO_POOLED,
     ) -> None:
         self.layout = layout or RankLayout(2, 2)
         self.steps = 0
@@ -84,11 +79,10 @@ class Ranks:
             own_slots = (slots_of_rank or {}).get(rank, slots)
             who = identities(identity(rank, self.layout, attempt, own_slots))
             inbox = ChunkInbox(
-                Homes(TABLES, self.layout, spare=[spare, 0]),
+                Homes(TABLES, self.layout),
                 rank,
                 who.replica_slots,
                 prepare=(prepare_of_rank or {}).get(rank),
-                answers=answers,
             )
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(

@@ -75,7 +75,6 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
         "layout": scenario.layout, "replica_fraction": scenario.replica_fraction, "exchange": scenario.exchange,
         "seed": scenario.seed, "max_migration_bytes_per_step": 2000, "average_gradients": scenario.average_gradients,
         "comm_dtype": scenario.comm_dtype, "replica_sums": scenario.replica_sums,
-        "spare_home_fraction": scenario.spare,
     }  # fmt: skip
     collection: EmbeddingCollection
     if scenario.joined:
@@ -136,8 +135,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     rng = np.random.default_rng([scenario.seed, 7, rank])
     losses: list[float] = []
     trained: list[float] = []
-    versions, errors, unequal, deferred, most_moved, home_changes = [], [], 0, 0, 0, 0
-    answer_changes = 0
+    versions, errors, unequal, deferred, most_moved = [], [], 0, 0, 0
     saved: list[dict[str, Any]] = []
     exchanges: list[str] = []
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
@@ -155,9 +153,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         collection.engine.after_step = divide
 
     def restart() -> None:
-        nonlocal collection, inbox, schedule, home_changes, answer_changes
-        home_changes += collection.engine.migrator.home_changes
-        answer_changes += collection.engine.answers.changes
+        nonlocal collection, inbox, schedule
         kept, rates = collection.state_dict(), [group["lr"] for group in collection.optimizer.param_groups]
         directory = memories.get("slow_memory_dir")
         left = [] if directory is None else list(Path(directory).iterdir())
@@ -251,17 +247,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         "tables": tables, "deferred": deferred, "errors": errors,
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
-        "digest": collection.engine.migrator.digest, "threads": threads(),
-        "most_moved": most_moved, "home_changes": home_changes + collection.engine.migrator.home_changes,
-        "answer_changes": answer_changes + collection.engine.answers.changes,
-        "rules": rules_of(collection), "answers": [collection.answer_of(table.name) for table in collection.tables],
+        "digest": collection.engine.migrator.digest, "threads": threads(), "most_moved": most_moved,
     }  # fmt: skip
-
-
-def rules_of(collection: EmbeddingCollection) -> list[tuple[str, int]]:
-    """Return the rule of each table, and how many of its first rows have another."""
-    homes = collection.engine.homes
-    return [(str(rule), homes.boundary(table)) for table, rule in enumerate(homes.rules)]
 
 
 def threads() -> list[str]:

@@ -34,10 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.protocol.network import named_error
-from flexd.core.answers import NO_POOLED, AnswerChange, TableAnswers
-from flexd.core.errors import ChunkRefusedError, ControlError, FlexdError
-from flexd.core.home_block import ChangedRules, HomeBlock
-from flexd.core.home_changes import after_block, changed_rules
+from flexd.core.errors import ChunkRefusedError, ControlError
 from flexd.core.homes import Homes
 from flexd.core.layout import MOVED, is_moved, nodes_of_moved
 from flexd.core.placement import Delta
@@ -80,9 +77,6 @@ class _Chunk:
     delta: Delta
     slot_change: Int64Array
     digest_change: int
-    homes: Homes
-    answers: TableAnswers
-    """As ``homes``, after the chunk."""
     prepared: Prepared | None = None
 
 
@@ -91,13 +85,12 @@ class ChunkInbox:
     thread.
 
     Args:
-        homes: of all rows, before any chunk.
+        homes: of all rows.
         rank: this rank in the layout of ``homes``.
         replica_slots: replica slots of this rank for each dim-group.
         prepare: called from the agent's thread. Without it every received chunk counts as prepared.
         matches_applied: (int64 [n] keys, uint8 [n] tiers) -> bool [n], whether these rows may be at these tiers in the
             applied placement. Called from the agent's thread. Without it the tiers are not checked.
-        answers: of pooled tables, before any chunk.
     """
 
     def __init__(
@@ -107,11 +100,9 @@ class ChunkInbox:
         replica_slots: tuple[int, ...],
         matches_applied: Callable[[Int64Array, UInt8Array], npt.NDArray[np.bool_]] | None = None,
         prepare: Prepare | None = None,
-        answers: TableAnswers = NO_POOLED,
     ) -> None:
         self._max_tier = MOVED + homes.layout.nodes - 1 if homes.layout.nodes > 1 else MOVED - 1
         self._homes = homes
-        self._first_answers = self._answers = answers
         self._rank = rank
         self._slots = np.array(replica_slots, dtype=np.int64)
         self._matches_applied = matches_applied
@@ -155,16 +146,6 @@ class ChunkInbox:
         return self._agreed_version
 
     @property
-    def changed_rules(self) -> ChangedRules:
-        """The tables whose home rules the applied chunks have changed."""
-        return changed_rules(self._homes)
-
-    @property
-    def changed_answers(self) -> AnswerChange:
-        """The tables whose answers the applied chunks have changed."""
-        return self._first_answers.change_to(self._answers)
-
-    @property
     def waiting_bytes(self) -> int:
         """Bytes of the chunks that are not applied yet."""
         with self._changed:
@@ -200,13 +181,11 @@ class ChunkInbox:
             if version <= self._received_version:
                 return
             received, waiting = self._received_version, [chunk.delta for chunk in self._chunks]
-            homes = self._chunks[-1].homes if self._chunks else self._homes
-            answers = self._chunks[-1].answers if self._chunks else self._answers
         if version != received + 1:
             raise ChunkRefusedError(
                 f"rank {self._rank}: chunk {version} after {received}", remedy="push chunks in order"
             )
-        change = self._slot_change(version, delta, homes)
+        change = self._slot_change(version, delta)
         after = self._slots_used + change
         if bool((after > self._slots).any()):
             group = int(np.argmax(after - self._slots))
@@ -216,13 +195,9 @@ class ChunkInbox:
                 remedy="plan with the replica slots of the rank's hello",
             )
         self._check_start(version, delta, waiting)
-        if delta.homes is not None:
-            homes = self._homes_after(version, delta.homes, homes, waiting)
-        if delta.answers is not None:
-            answers = self._answers_after(version, delta.answers, homes, answers)
         with self._changed:
             self._slots_used = after
-            self._chunks.append(_Chunk(version, delta, change, delta.digest_change(), homes, answers))
+            self._chunks.append(_Chunk(version, delta, change, delta.digest_change()))
             self._received_version = version
             if self._prepare is None:
                 self._prepared_version = version
@@ -336,8 +311,7 @@ class ChunkInbox:
             self._applied_version = version
             # ``offer`` reads the applied placement with these chunks on top, applied or not, so they stay until now.
             while self._chunks and self._chunks[0].version <= version:
-                chunk = self._chunks.popleft()
-                self._homes, self._answers = chunk.homes, chunk.answers
+                self._chunks.popleft()
         self._notify()
 
     def _notify(self) -> None:
@@ -364,38 +338,9 @@ class ChunkInbox:
                 remedy="push deltas from the placement that the ranks agreed on",
             )
 
-    def _homes_after(self, version: int, block: HomeBlock, homes: Homes, waiting: list[Delta]) -> Homes:
-        """Return the homes after a chunk that changes them. Raises ChunkRefusedError: they cannot change so, or rows of
-        the block have copies or have moved."""
-        try:
-            after = after_block(homes, block)
-        except FlexdError as error:
-            raise ChunkRefusedError(
-                f"rank {self._rank}: chunk {version}: {error.message}", remedy=error.remedy
-            ) from error
-        first = int(homes.keyspace.first_key[block.table])
-        keys = np.arange(first + block.first_row, first + block.end_row, dtype=np.int64)
-        self._check_start(version, Delta(keys, np.zeros(len(keys), np.uint8), np.zeros(len(keys), np.uint8)), waiting)
-        return after
-
-    def _answers_after(self, version: int, change: AnswerChange, homes: Homes, answers: TableAnswers) -> TableAnswers:
-        """Return the answers after a chunk that changes them. Raises ChunkRefusedError: they cannot change so."""
-        names = [table.name for table in homes.keyspace.tables]
-        copied = [table for table in change.sums if table < len(names) and homes.rules[table].copied]
-        try:
-            return answers.after(change, names, copied)
-        except FlexdError as error:
-            raise ChunkRefusedError(
-                f"rank {self._rank}: chunk {version}: {error.message}", remedy=error.remedy
-            ) from error
-
-    def _slot_change(self, version: int, delta: Delta, homes: Homes) -> Int64Array:
-        """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError.
-
-        Args:
-            homes: before the chunk.
-        """
-        keys = delta.keys
+    def _slot_change(self, version: int, delta: Delta) -> Int64Array:
+        """Return int64[groups]: replica slots used (or freed, negative) on this rank. Raises ChunkRefusedError."""
+        keys, homes = delta.keys, self._homes
         total = homes.keyspace.total_rows
         if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= total):
             raise ChunkRefusedError(

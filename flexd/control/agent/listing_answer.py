@@ -65,7 +65,6 @@ class ListingAnswer:
             Listing(
                 **self._sender, sequence=self._next_sequence(), version=request.version, rows=len(keys),
                 sha256=hashlib.sha256(body).hexdigest(), error=error,
-                homes=context.inbox.changed_rules.to_texts(), answers=context.inbox.changed_answers.to_text(),
             ),
             first,
         )  # fmt: skip

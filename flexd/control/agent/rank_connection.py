@@ -48,7 +48,6 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly
 from flexd.control.protocol.table_lists import table_entries, tables_body
-from flexd.core.answers import AnswerChange
 from flexd.core.errors import (
     AuthenticationError,
     ChunkRefusedError,
@@ -57,7 +56,6 @@ from flexd.core.errors import (
     TopologyError,
     UnknownMessageError,
 )
-from flexd.core.home_block import HomeBlock
 from flexd.core.placement import Delta
 
 logger = logging.getLogger(__name__)
@@ -235,8 +233,7 @@ class RankConnection:
                 table_digest=me.table_digest, session=self._context.session, nonce=self._nonce,
                 sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
                 can_list=self._context.lists is not None, tables=self._tables, table_count=len(me.tables),
-                address=self._client.local_address, spare_home_slots=me.spare_home_slots,
-                trainer=me.trainer,
+                address=self._client.local_address, trainer=me.trainer,
             )
         )  # fmt: skip
 
@@ -320,9 +317,7 @@ class RankConnection:
             raise AuthenticationError(f"chunk {header.version}: {error.message}", remedy=error.remedy) from error
         if self._refused_epoch == header.epoch:
             return  # The daemon ends this epoch; chunks after a refused one cannot follow.
-        block = HomeBlock.of_text(header.homes) if header.homes else None
-        answers = AnswerChange.of_text(header.answers) if header.answers else None
-        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :], block, answers))
+        self._inbox.offer(header.version, Delta(keys, tiers[: header.rows], tiers[header.rows :]))
         self._context.count("chunks")
 
     def _prepare_next(self) -> bool:

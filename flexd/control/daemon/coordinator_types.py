@@ -54,9 +54,6 @@ class LiveTopology:
         ready: whether chunks can be pushed.
         reason: why no chunk can be pushed; empty if ``ready``.
         moves_rows: whether all of them apply chunks that move rows to other nodes (``MOVED_ROWS``).
-        changes_rules: whether all of them apply chunks that change home rules (``HOME_RULES``).
-        changes_answers: whether all of them apply chunks that change answers (``ANSWERS``).
-        spare_home_slots: of every rank, for each dim-group; empty: none.
         trainer: how the trainer constructed its collections; None if it does not say.
     """
 
@@ -67,9 +64,6 @@ class LiveTopology:
     ready: bool
     reason: str
     moves_rows: bool = True
-    changes_rules: bool = True
-    changes_answers: bool = True
-    spare_home_slots: tuple[int, ...] = ()
     trainer: TrainerSettings | None = None
 
 

@@ -32,10 +32,8 @@ from flexd.control.protocol.messages import (
 )
 from flexd.control.protocol.network import new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, delta_tiers, pieces_of, rows_body
-from flexd.core.answers import AnswerChange
 from flexd.core.errors import AuthenticationError, ControlError, PlacementError, ReplayedMessageError, StaleMessageError
 from flexd.core.fault_points import fault_point
-from flexd.core.home_block import ChangedRules
 from flexd.core.placement import Placement
 
 RankMessage = Settled | Progress | ChunkRefused | Listing | ListingPiece | TapOffer | TapPiece
@@ -102,8 +100,6 @@ class Epoch:
         self._applied = [0] * world
         self._settled: dict[int, Settled] = {}
         self._listings: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]] = {}
-        self._changed_rules: dict[int, ChangedRules] = {}
-        self._changed_answers: dict[int, AnswerChange] = {}
         self._assemblies: dict[int, RowsAssembly] = {}
         self._listing_ranks: tuple[int, ...] = ()
         self._joined = False
@@ -174,11 +170,6 @@ class Epoch:
             )
         if message.rows > self._total_rows:
             raise EpochFailedError(f"rank {message.rank} lists {message.rows} of {self._total_rows} rows")
-        try:
-            self._changed_rules[message.rank] = ChangedRules.of_texts(message.homes)
-            self._changed_answers[message.rank] = AnswerChange.of_text(message.answers)
-        except PlacementError as error:
-            raise EpochFailedError(f"the list of rank {message.rank} cannot be read: {error.message}") from error
         self._assemblies[message.rank] = RowsAssembly(message.rows, 1, message.sha256, MAX_ROWS)
         self._add_listed_rows(message.rank, body)
 
@@ -229,8 +220,6 @@ class Epoch:
         header = ChunkHeader(
             **self._fence, plan_id=chunk.plan_id, version=chunk.version, rows=len(chunk.delta.keys),
             sha256=hashlib.sha256(body).hexdigest(),
-            homes="" if chunk.delta.homes is None else chunk.delta.homes.to_text(),
-            answers="" if chunk.delta.answers is None else chunk.delta.answers.to_text(),
         )  # fmt: skip
         first, *others = pieces_of(body)
         fault_point("chunk.announce")
@@ -288,10 +277,7 @@ class Epoch:
         tiers = np.concatenate([tiers for _, tiers in self._listings.values()])
         keys, first = np.unique(keys, return_index=True)
         try:
-            rank = self._listing_ranks[0]
-            placement = Placement.of(
-                keys, tiers[first], self.version, self._changed_rules[rank], self._changed_answers[rank]
-            )
+            placement = Placement.of(keys, tiers[first], self.version)
         except PlacementError as error:
             raise ControlError(f"the ranks' lists are no valid placement: {error.message}") from error
         if placement.digest() != self.digest:

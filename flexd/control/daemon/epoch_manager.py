@@ -47,7 +47,7 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.rows import Bytes
-from flexd.control.protocol.versions import ANSWERS, HOME_RULES, MOVED_ROWS
+from flexd.control.protocol.versions import MOVED_ROWS
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
@@ -417,8 +417,7 @@ class EpochManager:
     def _publish_live(self, topology: Topology, ready: bool) -> None:
         self.live = LiveTopology(
             self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason,
-            self._hosting.channels.all_have(MOVED_ROWS), self._hosting.channels.all_have(HOME_RULES),
-            self._hosting.channels.all_have(ANSWERS), topology.spare_home_slots, topology.trainer,
+            self._hosting.channels.all_have(MOVED_ROWS), topology.trainer,
         )  # fmt: skip
 
     def _refused_count(self, kind: str) -> int:

@@ -29,11 +29,9 @@ from flexd.control.daemon.journal_frames import (
     migration_of,
     payload_of,
 )
-from flexd.core.answers import AnswerChange
 from flexd.core.durable import quarantine_file, sync_directory
 from flexd.core.errors import PlacementError, SnapshotError, StateVersionError
 from flexd.core.fault_points import fault_point
-from flexd.core.home_block import ChangedRules, HomeBlock
 from flexd.core.placement import Delta, Placement
 
 Int64Array = npt.NDArray[np.int64]
@@ -155,10 +153,6 @@ class PlacementJournal:
                     remedy="number chunks from the version that all ranks agreed on",
                 )
             kept = [chunk for chunk in self._chunks if chunk.version < version]
-            if delta.homes is not None:
-                _homes_after(self._base, kept).after(delta.homes)
-            if delta.answers is not None:
-                _answers_after(self._base, kept).then(delta.answers)
             if len(np.unique(delta.keys)) != len(delta.keys) or not np.array_equal(
                 self._tiers_of(delta.keys, kept), delta.old_tiers
             ):
@@ -193,7 +187,7 @@ class PlacementJournal:
         """
         with self._lock:
             newest = self.newest_migration
-            kept = sum(len(chunk.delta.keys) for chunk in self._chunks)
+            kept = sum(len(chunk.delta) for chunk in self._chunks)
             if newest is not None and kept <= _ROLLBACK_ROWS and len(self._chunks) <= _ROLLBACK_CHUNKS:
                 version = min(version, newest.rollback_version)
             rows = sum(len(chunk.delta) for chunk in self._chunks if chunk.version <= version)
@@ -221,7 +215,7 @@ class PlacementJournal:
         if self._overlaid > len(chunks):
             self._overlay, self._overlaid = _latest([]), 0
         recent = chunks[self._overlaid :]
-        if sum(len(chunk.delta.keys) for chunk in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
+        if sum(len(chunk.delta) for chunk in recent) > max(_OVERLAY_ROWS, len(self._overlay[0]) // 4):
             self._overlay, self._overlaid, recent = _latest(chunks), len(chunks), []
         tiers = self._base.tiers_of(keys)
         for changed, latest in (self._overlay, _latest(recent)):
@@ -236,7 +230,6 @@ class PlacementJournal:
         header = {
             "kind": "segment", "attempt": segment.attempt, "generation": segment.generation,
             "topology": segment.topology, "version": base.version, "rows": len(base),
-            "homes": base.homes.to_texts(), "answers": base.answers.to_text(),
         }  # fmt: skip
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -316,10 +309,7 @@ class PlacementJournal:
             rest = np.frombuffer(arrays, np.uint8, offset=8 * rows)
             if header["kind"] == "segment" and self._segment is None and len(rest) == rows:
                 self._segment = Segment(str(header["attempt"]), int(header["generation"]), str(header["topology"]))
-                rules = ChangedRules.of_texts(header.get("homes", []))
-                self._base = Placement.of(
-                    keys, rest.copy(), version, rules, AnswerChange.of_text(header.get("answers", ""))
-                )
+                self._base = Placement.of(keys, rest.copy(), version)
                 return True
             if header["kind"] != "chunk" or self._segment is None or len(rest) != 2 * rows:
                 return False
@@ -327,9 +317,7 @@ class PlacementJournal:
                 return False
             while self._chunks and self._chunks[-1].version >= version:
                 self._chunks.pop()
-            block = HomeBlock.of_text(header["homes"]) if "homes" in header else None
-            answers = AnswerChange.of_text(header["answers"]) if "answers" in header else None
-            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy(), block, answers)
+            delta = Delta(keys, rest[:rows].copy(), rest[rows:].copy())
             self._chunks.append(Chunk(version, delta, migration_of(header)))
             return True
         except (KeyError, ValueError, TypeError, PlacementError):
@@ -374,22 +362,5 @@ def _apply_all(base: Placement, chunks: list[Chunk], version: int) -> Placement:
     keys, tiers = _latest(chunks)
     kept = ~np.isin(base.keys, keys)
     return Placement.of(
-        np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version,
-        _homes_after(base, chunks), _answers_after(base, chunks),
+        np.concatenate([base.keys[kept], keys]), np.concatenate([base.tiers[kept], tiers]), version
     )  # fmt: skip
-
-
-def _homes_after(base: Placement, chunks: list[Chunk]) -> ChangedRules:
-    homes = base.homes
-    for chunk in chunks:
-        if chunk.delta.homes is not None:
-            homes = homes.after(chunk.delta.homes)
-    return homes
-
-
-def _answers_after(base: Placement, chunks: list[Chunk]) -> AnswerChange:
-    answers = base.answers
-    for chunk in chunks:
-        if chunk.delta.answers is not None:
-            answers = answers.then(chunk.delta.answers)
-    return answers

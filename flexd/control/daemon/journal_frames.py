@@ -51,7 +51,7 @@ class JournalledMigration:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that change their tier or their home, or tables that change their answer, at a version."""
+    """Rows that change their tier at a version."""
 
     version: int
     delta: Delta
@@ -60,17 +60,13 @@ class Chunk:
     @property
     def frame_bytes(self) -> int:
         """Its size in the file, to within the length of its names."""
-        return HEADER_BYTES + _CHUNK_ROW_BYTES * len(self.delta.keys)
+        return HEADER_BYTES + _CHUNK_ROW_BYTES * len(self.delta)
 
 
 def chunk_payload(chunk: Chunk) -> bytes:
     """Return the payload of a chunk's frame."""
     delta, migration = chunk.delta, chunk.migration
-    header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta.keys)}
-    if delta.homes is not None:
-        header["homes"] = delta.homes.to_text()
-    if delta.answers is not None:
-        header["answers"] = delta.answers.to_text()
+    header: dict[str, Any] = {"kind": "chunk", "version": chunk.version, "rows": len(delta)}
     if migration is not None:
         header |= {"migration": migration.migration_id, "plan": migration.plan_id, "base": migration.base_version}
         if migration.returns_to is not None:

@@ -51,11 +51,6 @@ class Topology:
         return tuple(min(slots) for slots in zip(*(hello.replica_slots for hello in self.hellos), strict=True))
 
     @property
-    def spare_home_slots(self) -> tuple[int, ...]:
-        """Home slots for rules that change, which are equal on all ranks, for each dim-group; empty: none."""
-        return self.hellos[0].spare_home_slots if len({hello.spare_home_slots for hello in self.hellos}) == 1 else ()
-
-    @property
     def trainer(self) -> TrainerSettings | None:
         """How the trainer constructed its collections; None if rank 0 does not say."""
         return self.hellos[0].trainer
@@ -340,11 +335,6 @@ class Membership:
                 self._proposals.record_hello(hello, now)
         elif len(hello.replica_slots) != len(self._keyspace.groups):
             fault = f"{len(hello.replica_slots)} replica slot counts for {len(self._keyspace.groups)} dim-groups"
-        elif (
-            len(hello.spare_home_slots) not in (0, len(self._keyspace.groups))
-            or min(hello.spare_home_slots, default=0) < 0
-        ):
-            fault = f"{len(hello.spare_home_slots)} spare home slot counts for {len(self._keyspace.groups)} dim-groups"
         elif not 0 < hello.world_size <= MAX_RANKS or not 0 <= hello.rank < hello.world_size:
             fault = f"rank {hello.rank} of {hello.world_size} is not possible"
         elif min(hello.nodes, hello.local_ranks) < 1 or hello.nodes * hello.local_ranks != hello.world_size:

@@ -63,7 +63,6 @@ class Hello(Message):
             else empty.
         table_count: number of all its tables.
         address: local address of the rank's connection to the daemon.
-        spare_home_slots: as of ``RankIdentity``.
         trainer: how its collections were constructed; None from a version that does not say so.
     """
 
@@ -85,7 +84,6 @@ class Hello(Message):
     tables: tuple[str, ...] = ()
     table_count: int = 0
     address: str = ""
-    spare_home_slots: tuple[int, ...] = ()
     trainer: TrainerSettings | None = None
 
 
@@ -220,10 +218,6 @@ class ChunkRefused(EpochMessage):
 class Listing(EpochMessage):
     """The response to ``ListRequest``, with the first piece of the rows (``flexd.control.protocol.rows``: int64[rows]
     keys, uint8[rows] tiers), unless ``error`` is set.
-
-    Attributes:
-        homes: tables whose home rules have changed (``ChangedRules.to_texts``).
-        answers: tables whose answers have changed since the job began (``AnswerChange.to_text``).
     """
 
     kind: ClassVar[str] = "listing"
@@ -233,8 +227,6 @@ class Listing(EpochMessage):
     rows: int
     sha256: str
     error: str = ""
-    homes: tuple[str, ...] = ()
-    answers: str = ""
 
 
 @dataclass(frozen=True)
@@ -253,8 +245,6 @@ class ChunkHeader(EpochMessage):
 
     Attributes:
         sha256: of the rows as they travel.
-        homes: rows whose homes change instead (``HomeBlock.to_text``), only to ranks that have ``HOME_RULES``.
-        answers: tables whose answers change instead (``AnswerChange.to_text``), only to ranks that have ``ANSWERS``.
     """
 
     kind: ClassVar[str] = "chunk"
@@ -262,8 +252,6 @@ class ChunkHeader(EpochMessage):
     version: int
     rows: int
     sha256: str
-    homes: str = ""
-    answers: str = ""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ class RankIdentity:
         replica_slots: replica slots of this rank for each dim-group of the key space.
         table_digest: ``KeySpace.digest`` of the trainer's tables.
         tables: the tables; sent to a daemon whose digest differs.
-        spare_home_slots: for rules that change, of each dim-group; empty: none.
         trainer: how its collections were constructed; None: the daemon goes by its configuration.
     """
 
@@ -48,7 +47,6 @@ class RankIdentity:
     replica_slots: tuple[int, ...]
     table_digest: str
     tables: tuple[TableSpec, ...] = ()
-    spare_home_slots: tuple[int, ...] = ()
     trainer: TrainerSettings | None = None
 
 

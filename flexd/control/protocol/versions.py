@@ -13,11 +13,7 @@ MIN_VERSION = max(1, VERSION - 1)
 """A peer of the previous version is served; a peer of the next one serves this version."""
 MOVED_ROWS = "moved_rows"
 """Ranks apply chunks that move rows to other nodes than their homes."""
-HOME_RULES = "home_rules"
-"""Ranks apply chunks that change the home rules of tables."""
-ANSWERS = "answers"
-"""Ranks apply chunks that change the answers of pooled tables."""
-FEATURES: frozenset[str] = frozenset({MOVED_ROWS, HOME_RULES, ANSWERS})
+FEATURES: frozenset[str] = frozenset({MOVED_ROWS})
 """Abilities of this version that a peer of the same version may lack."""
 MAX_FEATURES = 32
 """Features of a peer beyond this number are dropped."""

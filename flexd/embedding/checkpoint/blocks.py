@@ -46,13 +46,13 @@ class TableHomes:
 
     @property
     def spread(self) -> bool:
-        """True if all rows are dealt out over all ranks by one rule."""
-        return self.homes.rules[self.table].spread and self.table not in self.homes.lower_rules
+        """True if the rows are dealt out over all ranks."""
+        return self.homes.rules[self.table].spread
 
     @property
     def sharing(self) -> int:
-        """Ranks that share the rows, at least."""
-        return min(part.span for part in self.homes.parts_of(self.table))
+        """Ranks that share the rows."""
+        return self.homes.part_of(self.table).span
 
     @property
     def block_rows(self) -> int:
@@ -66,57 +66,43 @@ class TableHomes:
         """Return the rows of the ``number``-th window of a rank's block."""
         return self.block(rank)[number * window_rows : (number + 1) * window_rows]
 
-    def runs(self, rows: range) -> list[HomeRun]:
+    def run(self, rows: range) -> HomeRun:
         """Return those of a contiguous range of rows that have their home here, ascending."""
-        return self.homes.runs(self.table, self.rank, rows)
+        return self.homes.run(self.table, self.rank, rows)
 
     def count(self, rank: int, rows: range) -> int:
         """Return how many of a contiguous range of rows have their home on a rank."""
-        return sum(len(run.rows) for run in self.homes.runs(self.table, rank, rows))
+        return len(self.homes.run(self.table, rank, rows).rows)
 
     def most_rows(self, rows: range) -> int:
         """Return how many of a contiguous range of rows a rank has at most, equal on all ranks."""
-        lengths = [
-            (max(0, min(part.end_row, rows.stop) - max(part.first_row, rows.start)), part.span)
-            for part in self.homes.parts_of(self.table)
-        ]
-        return sum(-(-length // span) for length, span in lengths)
+        return -(-len(rows) // self.sharing)
 
     def read(self, held: RowColumn, rows: range) -> torch.Tensor:
-        """Return [n, c] of the rows of ``runs``; ``held`` is [slots, c]."""
-        parts = [held[run.slots] for run in self.runs(rows)]
-        if not parts:
-            return held.new_empty((0, held.shape[1]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        """Return [n, c] of the rows of ``run``; ``held`` is [slots, c]."""
+        return held[self.run(rows).slots]
 
     def write(self, held: RowColumn, rows: range, values: torch.Tensor) -> None:
-        """Write [n, c] of the rows of ``runs``; the inverse of ``read``."""
-        runs = self.runs(rows)
-        for run, part in zip(runs, torch.split(values, [len(run.rows) for run in runs]), strict=True):
-            held[run.slots] = part
+        """Write [n, c] of the rows of ``run``; the inverse of ``read``."""
+        held[self.run(rows).slots] = values
 
     def write_table(self, held: RowColumn, first_row: int, values: torch.Tensor) -> None:
         """Write those of [n, c] rows from ``first_row`` on that have their home here."""
-        for run in self.runs(range(first_row, first_row + values.shape[0])):
+        run = self.run(range(first_row, first_row + values.shape[0]))
+        if run.rows:
             mine = values[run.rows.start - first_row : run.rows.stop - first_row : run.rows.step]
             held[run.slots] = mine.to(held.device, held.dtype)
 
     def rows_and_slots(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return int64 [n] rows of the table that have their home here, ascending, and int64 [n] their slots."""
-        runs = self.runs(range(self.rows))
-        rows = [torch.arange(run.rows.start, run.rows.stop, run.rows.step, device=device) for run in runs]
-        slots = [torch.arange(run.slots.start, run.slots.stop, device=device) for run in runs]
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        return torch.cat([none, *rows]), torch.cat([none, *slots])
+        run = self.run(range(self.rows))
+        rows = torch.arange(run.rows.start, run.rows.stop, run.rows.step, device=device)
+        return rows, torch.arange(run.slots.start, run.slots.stop, device=device)
 
     def home_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Map int64 [n] rows to int64 [n] home ranks."""
-        keys = rows + self.first_key
-        first, *others = self.homes.parts_of(self.table)
-        found = keys % first.span + first.first_rank
-        for part in others:
-            found = torch.where(rows < part.first_row, found, keys % part.span + part.first_rank)
-        return found
+        part = self.homes.part_of(self.table)
+        return (rows + self.first_key) % part.span + part.first_rank
 
 
 def to_block(world: Peers, homes: TableHomes, held: RowColumn, device: torch.device) -> torch.Tensor:

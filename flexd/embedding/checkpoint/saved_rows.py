@@ -42,7 +42,7 @@ def write_rows(path: Path, stores: Sequence[GroupStore], rows: DrainedRows) -> S
     windows = [0] * len(stores)
     try:
         for group, store in enumerate(stores):
-            for slots in rows.slots(group, window_rows(store)):
+            for slots in rows.slots(group, _window_rows(store)):
                 window = _window(store, group, slots)
                 if len(window.slots):
                     writer.write(window)
@@ -162,10 +162,10 @@ def load_rows_of(
                     keys = tables.keys(saved_group, torch.from_numpy(window.keys).to(device))
                     packed = torch.from_numpy(window.packed).to(device)
                 addresses = keys if store.homes is None else store.homes.addresses(keys)
-                send_home(world, store, addresses, packed)
+                _send_home(world, store, addresses, packed)
 
 
-def send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
+def _send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: torch.Tensor) -> None:
     """Collective. Write the uint8 [n, row_bytes] rows of int64 [n] addresses at their homes."""
     width = _KEY_BYTES + store.row_bytes
     order, counts = devices.ordered(addresses % world.size, world.size)
@@ -182,7 +182,7 @@ def send_home(world: Peers, store: GroupStore, addresses: torch.Tensor, packed: 
         store.unpack(rows, slots)
 
 
-def window_rows(store: GroupStore) -> int:
+def _window_rows(store: GroupStore) -> int:
     """Return the rows of a window."""
     return max(1, blocks.MAX_WINDOW_BYTES // (_KEY_BYTES + store.row_bytes))
 

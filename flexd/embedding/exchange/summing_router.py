@@ -12,20 +12,18 @@ from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.hop import Agreement, Hop
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import LookupPiggyback, Router
-from flexd.embedding.live_answers import LiveAnswers
 from flexd.embedding.store.store import GroupStore
 
 
 class SummingRouter(Router):
     """Sends the ids of bags to the homes of their rows before a look-up, and looks up the ids that arrive with it.
 
-    If any table answers by sums every look-up exchanges sizes and ids of bags, also on ranks that have none, so that
+    Every look-up exchanges sizes and ids of bags, also on ranks that have none, so that
     look-ups of all ranks meet.
 
     Args:
         hops: of rows.
         bag_hops: of bags, from the rank that has them to the home.
-        answers: of the tables. While none answers by sums a look-up is that of ``Router``.
         dedup, comm_dtype: as in ``Router``.
     """
 
@@ -36,12 +34,10 @@ class SummingRouter(Router):
         traffic: Traffic,
         *,
         bag_hops: Sequence[Hop],
-        answers: LiveAnswers,
         dedup: bool,
         comm_dtype: str | None = None,
     ) -> None:
         super().__init__(stores, hops, traffic, dedup=dedup, comm_dtype=comm_dtype)
-        self._answers = answers
         self.bags = BagExchange(
             bag_hops,
             traffic,
@@ -66,8 +62,6 @@ class SummingRouter(Router):
         bags: BagIds | None = None,
     ) -> Route:
         """As ``Router.find``; the requests of each dim-group are its keys, then the ids of bags that arrived."""
-        if not self._answers.now.by_sums:
-            return super().find(keys, agreement, piggyback, faulty, numbers)
         arrived, route = self.bags.send(bags)
         if numbers is None:
             keys, numbers = self._lookup.by_group(keys)

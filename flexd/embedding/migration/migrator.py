@@ -2,8 +2,7 @@
 
 The values of promoted rows travel with the next fetch over the chain (``RowCarrier``), so they add no collective; where
 none can carry them, collectives of their own copy them at once. Rows that move to another node travel over the rail,
-at once (``RowMover``): what serves them next must have them already. So do blocks of rows whose home rule changes, from
-rank to rank (``BlockMover``).
+at once (``RowMover``): what serves them next must have them already.
 
 Chunks name keys. Directory, slots and messages go by addresses (``flexd.core.homes``), to which keys are mapped here.
 
@@ -16,22 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from flexd.control.agent.inbox import Prepared
-from flexd.core.answers import NO_POOLED, AnswerChange
 from flexd.core.errors import PlacementError
 from flexd.core.homes import Homes
 from flexd.core.layout import Tier, is_moved, without_moves
 from flexd.core.placement import Delta
 from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.live_answers import LiveAnswers
-from flexd.embedding.migration.block_mover import BlockMove, BlockMover
 from flexd.embedding.migration.row_carrier import RowCarrier, SlotsByPeer
 from flexd.embedding.migration.row_copies import copy_rows
 from flexd.embedding.migration.row_mover import ChangesHomeRows, RowMover
@@ -69,10 +65,7 @@ class NextPlacement:
         free: replica slots that are free after it.
         after: the prepared chunk before; None once that is applied.
         applied: set by the training thread, after the directory has the chunk.
-        homes: map of keys to addresses after it.
         blocks: the rows to copy.
-        moves: of a chunk that changes homes, the rows that travel.
-        answers: of a chunk that changes answers.
         finished: event after the device has prepared all of it; None on a CPU.
     """
 
@@ -85,19 +78,14 @@ class NextPlacement:
     slots: Int32Array
     free: tuple[FreeSlots, ...]
     after: NextPlacement | None
-    homes: Homes
     applied: bool = False
     blocks: tuple[_Block, ...] = ()
-    moves: tuple[BlockMove, ...] = ()
-    answers: AnswerChange | None = None
     finished: torch.cuda.Event | None = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Tensors that training reads once the chunk is applied."""
         for block in self.blocks:
             yield from (slots for hop in (block.over_rail, block.in_node) for group in hop for slots in group)
-        for move in self.moves:
-            yield from move.tensors()
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +94,6 @@ class NextPlacement:
             column.nbytes for block in self.blocks for hop in (block.over_rail, block.in_node) for of in hop
             for column in of
         )  # fmt: skip
-        slots += sum(column.nbytes for move in self.moves for column in move.tensors())
         columns = (self.addresses, self.was_listed, self.tiers, self.slots)
         return slots + sum(column.nbytes for column in columns) + sum(free.released.nbytes for free in self.free)
 
@@ -127,7 +114,6 @@ class Migrator:
         buffer_bytes: limit on rows and state that are copied at once; more are copied block by block, so that the
             buffers do not grow with the chunk. A block has at least one row.
         changes_home_rows: called with the home slots that rows which moved away have come back to.
-        answers: of pooled tables, changed by chunks.
     """
 
     def __init__(
@@ -138,16 +124,10 @@ class Migrator:
         traffic: Traffic,
         buffer_bytes: int,
         changes_home_rows: ChangesHomeRows | None = None,
-        answers: LiveAnswers | None = None,
     ) -> None:
-        self._answers = answers or LiveAnswers(NO_POOLED)
         self._mover = RowMover(groups, stores, buffer_bytes, changes_home_rows)
-        self._block_mover = BlockMover(groups, stores, buffer_bytes, changes_home_rows)
         self._groups = groups
-        self.homes = homes
-        """Map of keys to addresses in the applied placement."""
-        self.home_changes = 0
-        """Chunks so far that have changed it."""
+        self._homes = homes
         self._layout = groups.layout
         self._stores = list(stores)
         self._directory = self._stores[0].directory
@@ -173,9 +153,7 @@ class Migrator:
         moved = sum(
             store.row_bytes * int(moves[self._in_group(store, by_address.keys)].sum()) for store in self._stores
         )
-        block = delta.homes
-        of_block = 0 if block is None else len(block) * self._stores[self.homes.group_of(block.table)].row_bytes
-        return int(self._bytes_by_row(by_address).sum()) + moved + of_block
+        return int(self._bytes_by_row(by_address).sum()) + moved
 
     def nodes_of(self, addresses: Int64Array) -> Int64Array:
         """Return int64 [n], the nodes in which rows live, in the applied placement; not while it changes."""
@@ -186,7 +164,7 @@ class Migrator:
 
         NODE rows of other rails are not listed here and count as HOME.
         """
-        addresses = self.homes.addresses(keys)
+        addresses = self._homes.addresses(keys)
         with self._side_stream.work():
             right: BoolArray = self._directory.read(addresses)[0] == self._listed_tiers(addresses, old)
         return right
@@ -202,16 +180,11 @@ class Migrator:
                 twice.
         """
         before = None if after is None else _checked(after)
-        homes = self.homes if before is None else before.homes
-        delta = merge_deltas([self._by_address(chunk, homes)])
+        delta = merge_deltas([self._by_address(chunk)])
         self.max_chunk_rows = max(self.max_chunk_rows, len(delta))
         with self._side_stream.work():
-            made = self._next(chunk, delta, before, homes)
+            made = self._next(chunk, delta, before)
             made.blocks = tuple(self._blocks(delta, made.slots_of))
-            if chunk.homes is not None:
-                made.moves = tuple(self._block_mover.prepare(homes, chunk.homes))
-                made.homes = made.moves[-1].homes
-        made.answers = chunk.answers
         made.finished = self._side_stream.finished()
         return made
 
@@ -233,32 +206,7 @@ class Migrator:
                 f"rank {self._groups.rank}: chunks were prepared for another placement than the one that is applied",
                 remedy="a fault of flexd: please report it",
             )
-        for changes_tables, some in groupby(prepared, lambda one: bool(one.moves) or one.answers is not None):
-            together = list(some)
-            if changes_tables:
-                self._change_tables(together)
-            else:
-                self._apply_rows(together, fetch_follows=fetch_follows and together[-1] is prepared[-1])
-        for one in prepared:
-            self.digest = (self.digest + one.digest_change) % 2**64
-
-    def _change_tables(self, prepared: Sequence[NextPlacement]) -> None:
-        """Collective. Apply chunks that change homes or answers."""
-        none = np.empty(0, dtype=np.int64)
-        for one in prepared:
-            self._directory.change(none, none, none.astype(np.int32), none.astype(np.uint8))
-            one.applied, one.after = True, None
-            if one.answers is not None:
-                self._answers.apply(one.answers)
-                continue
-            receive(one.finished, one.tensors())
-            self._block_mover.move(one.moves)
-            self.homes = one.homes
-            self.home_changes += 1
-
-    def _apply_rows(self, prepared: Sequence[NextPlacement], *, fetch_follows: bool) -> None:
-        """Collective. Apply chunks that change tiers, as one."""
-        last, directory = prepared[-1], self._directory
+        last = prepared[-1]
         self._bring_back([one.delta.keys for one in prepared])
         for one in prepared:
             stays = one.tiers != Tier.HOME
@@ -285,6 +233,8 @@ class Migrator:
         self._send_away(np.unique(np.concatenate([delta.keys for delta in deltas])))
         for delta in deltas:
             self.moved_rows += int(is_moved(delta.new_tiers).sum()) - int(is_moved(delta.old_tiers).sum())
+        for one in prepared:
+            self.digest = (self.digest + one.digest_change) % 2**64
 
     def _bring_back(self, addresses: Sequence[Int64Array]) -> None:
         """Collective. Copy those of these rows that have moved to their home slots."""
@@ -309,7 +259,7 @@ class Migrator:
 
         It is no chunk: plans do not know these copies, and ``refresh`` gives them their values.
         """
-        addresses = np.sort(self.homes.addresses(self.homes.copied_keys))
+        addresses = np.sort(self._homes.addresses(self._homes.copied_keys))
         if self._layout.world_size == 1 or len(addresses) == 0:
             return False
         tiers = np.full(len(addresses), Tier.DEVICE, dtype=np.uint8)
@@ -354,13 +304,13 @@ class Migrator:
             addresses, tiers, _ = self._directory.rows()
         mine = ~is_moved(tiers) | (addresses % self._layout.local_ranks == self._local)
         addresses, tiers = addresses[mine], tiers[mine]
-        keys = self.homes.keys(addresses)
+        keys = self._homes.keys(addresses)
         order = np.argsort(keys)
-        order = order[~np.isin(keys[order], self.homes.copied_keys, assume_unique=True)]
+        order = order[~np.isin(keys[order], self._homes.copied_keys, assume_unique=True)]
         return keys[order], tiers[order]
 
-    def _by_address(self, delta: Delta, homes: Homes | None = None) -> Delta:
-        return Delta((homes or self.homes).addresses(delta.keys), delta.old_tiers, delta.new_tiers)
+    def _by_address(self, delta: Delta) -> Delta:
+        return Delta(self._homes.addresses(delta.keys), delta.old_tiers, delta.new_tiers)
 
     @staticmethod
     def _in_group(store: GroupStore, addresses: Int64Array) -> BoolArray:
@@ -404,7 +354,7 @@ class Migrator:
             tiers[changed], slots[changed] = one.tiers[at[changed]], one.slots[at[changed]]
         return tiers, slots
 
-    def _next(self, chunk: Delta, delta: Delta, after: NextPlacement | None, homes: Homes) -> NextPlacement:
+    def _next(self, chunk: Delta, delta: Delta, after: NextPlacement | None) -> NextPlacement:
         """Check a chunk, and assign its slots. The new replicas are not copied yet."""
         addresses, old, new = delta.keys, delta.old_tiers, delta.new_tiers
         before, slots = self._read(addresses, after)
@@ -413,7 +363,7 @@ class Migrator:
         if not bool(right.all()):
             raise PlacementError(
                 f"rank {rank}: {int((~right).sum())} rows of a chunk of {len(right)} are not at the tier "
-                f"that it states, key {int(homes.keys(addresses[~right])[0])} for one",
+                f"that it states, key {int(self._homes.keys(addresses[~right])[0])} for one",
                 remedy="a fault of the daemon: please report it with the daemon's journal",
             )
         tiers = self._listed_tiers(addresses, new)
@@ -434,7 +384,7 @@ class Migrator:
         version = self._directory.version if after is None else after.version + 1
         digest_change = chunk.digest_change()
         return NextPlacement(
-            delta, digest_change, version, addresses, before != Tier.HOME, tiers, slots, tuple(free), after, homes
+            delta, digest_change, version, addresses, before != Tier.HOME, tiers, slots, tuple(free), after
         )
 
     def _blocks(self, delta: Delta, slots_of: _SlotsOf) -> Iterator[_Block]:

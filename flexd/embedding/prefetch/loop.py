@@ -123,8 +123,7 @@ class Prefetch(Generic[Batch]):
     def _next_batch(self, batch: Any) -> NextBatch:
         if batch is END or isinstance(batch, LoaderFailure):
             return NextBatch(None, None, failed=batch is not END)
-        engine = self._collection.engine
-        return NextBatch.of(self._features(batch), self._collection.resolve, lambda: engine.key_changes)
+        return NextBatch.of(self._features(batch), self._collection.resolve)
 
 
 def prefetch(

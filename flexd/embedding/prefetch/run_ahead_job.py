@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,18 +46,9 @@ class NextBatch:
     failed: bool = False
 
     @staticmethod
-    def of(
-        given: object, resolve: Callable[[object], tuple[Any, FeatureKeys]], key_changes: Callable[[], int]
-    ) -> NextBatch:
-        """Make one that is resolved once: a batch is, first, one of those farther ahead. After the homes of rows or
-        the answers of tables have changed it is resolved again: keys are addresses, and bags that are answered by sums
-        have keys of their own.
-
-        Args:
-            key_changes: returns how often they have.
-        """
-        resolved = lru_cache(maxsize=1)(lambda _: resolve(given))
-        return NextBatch(given, lambda: resolved(key_changes()))
+    def of(given: object, resolve: Callable[[object], tuple[Any, FeatureKeys]]) -> NextBatch:
+        """Make one that is resolved once: a batch is, first, one of those farther ahead."""
+        return NextBatch(given, cache(lambda: resolve(given)))
 
     def is_input(self, given: object) -> bool:
         """Return whether this is the announced input. A new mapping counts if it holds the same objects or ids."""

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from flexd.core.homes import NO_KEY, TURN_BITS, Homes
 
 
 class DeviceHomes:
-    """``Homes`` for tensors: a constant number of kernels and no wait, none at all where addresses are keys.
-
-    Args:
-        homes: may be replaced between two steps (``change``).
-    """
+    """``Homes`` for tensors: a constant number of kernels and no wait, none at all where addresses are keys."""
 
     def __init__(self, homes: Homes, device: torch.device) -> None:
-        self.homes = homes
-        self._device = device
-        self.change(homes)
-
-    def change(self, homes: Homes) -> None:
-        """Use another map. No look-up may be under way."""
         self.homes = homes
         if homes.linear:
             return
         finder = homes.finder
-        self._first_keys = self._to_device(homes.first_keys)
-        self._end_keys = self._to_device(homes.end_keys)
-        self._factors = self._to_device(homes.factors)
-        self._wide_starts, self._wide_parts = self._to_device(finder.wide_starts), self._to_device(finder.wide_parts)
-        self._codes, self._narrow_parts = self._to_device(finder.narrow_codes), self._to_device(finder.narrow_parts)
+        (
+            self._first_keys, self._end_keys, self._factors, self._wide_starts, self._wide_parts, self._codes,
+            self._narrow_parts,
+        ) = (
+            torch.from_numpy(column).to(device)
+            for column in (
+                homes.first_keys, homes.end_keys, homes.factors, finder.wide_starts, finder.wide_parts,
+                finder.narrow_codes, finder.narrow_parts,
+            )
+        )  # fmt: skip
 
     @property
     def linear(self) -> bool:
@@ -70,6 +63,3 @@ class DeviceHomes:
         shift, span = self._factors.index_select(1, part)
         turns = torch.div(keys, span, rounding_mode="floor")
         return keys.add(shift).add_(turns.mul_(self.world_size - span))
-
-    def _to_device(self, column: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(column).to(self._device)

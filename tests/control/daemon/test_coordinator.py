@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("features", [versions.FEATURES, frozenset()], ids=["this release", "an older one"])
-def test_ranks_say_whether_they_move_rows_and_change_rules_and_answers(
+def test_ranks_say_whether_they_move_rows(
     host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, features: frozenset[str]
 ) -> None:
     monkeypatch.setattr(versions, "OWN", versions.Versions(features=features))
@@ -29,8 +29,6 @@ def test_ranks_say_whether_they_move_rows_and_change_rules_and_answers(
     with Ranks(hosted.port) as ranks:
         until(hosted.ready, what=ranks.state())
         assert hosted.coordinator.live().moves_rows == bool(features)
-        assert hosted.coordinator.live().changes_rules == bool(features)
-        assert hosted.coordinator.live().changes_answers == bool(features)
 
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:

@@ -49,17 +49,6 @@ def test_a_topology_is_complete_when_all_ranks_are_registered() -> None:
     assert topology is not None
     assert [h.rank for h in topology.hellos] == [0, 1, 2, 3]
     assert (topology.layout, topology.replica_slots) == (RankLayout(2, 2), (10, 20))
-    assert topology.spare_home_slots == ()
-
-
-@pytest.mark.parametrize(("of_last", "agreed"), [((5, 0), (5, 0)), ((6, 0), ())])
-def test_spare_home_slots_are_those_that_all_ranks_have(of_last: tuple[int, int], agreed: tuple[int, ...]) -> None:
-    ranks = new_membership()
-    for rank in range(4):
-        ranks.accept(hello(rank, spare_home_slots=of_last if rank == 3 else (5, 0)), 0.0)
-    topology = ranks.complete()
-    assert topology is not None
-    assert topology.spare_home_slots == agreed
 
 
 def test_what_the_trainer_says_of_itself_is_that_of_rank_0_and_is_checked() -> None:
@@ -96,8 +85,6 @@ def test_a_repeated_hello_changes_nothing_and_a_new_nonce_is_accepted() -> None:
         ({"job": "other"}, "serves job"),
         ({"table_digest": "x"}, "tables differ: digest x here"),
         ({"replica_slots": (1,)}, "dim-groups"),
-        ({"spare_home_slots": (1,)}, "1 spare home slot counts for 2 dim-groups"),
-        ({"spare_home_slots": (1, -1)}, "2 spare home slot counts"),
         ({"rank": 4}, "rank 4 of 4"),
         ({"rank": -1}, "rank -1"),
         ({"world_size": 0}, "of 0 is not possible"),

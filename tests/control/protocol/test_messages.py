@@ -43,7 +43,6 @@ EVERY_KIND: list[m.Message] = [
         ("t",),
         3,
         "127.0.0.1",
-        (5, 6),
         TrainerSettings("auto", "float16", "home", "3", "1"),
     ),
     m.TableList("job", "i", "0123456789abcdef"),

@@ -22,13 +22,9 @@ class FrameCounts:
     def begin(self, tables: int, first_slots: torch.Tensor, of_tables: torch.Tensor) -> None:
         """Forget what was counted, and count by table: home rows from int64 [r] ascending slots on are of the tables of
         int64 [r] numbers."""
-        self.change_tables(first_slots, of_tables)
-        self._counted = self._counted.new_zeros((len(SLOW_TABLE_QUANTITIES), tables))
-
-    def change_tables(self, first_slots: torch.Tensor, of_tables: torch.Tensor) -> None:
-        """Go on counting, with rows of the tables at other slots: arguments as ``begin``."""
         device = self._counted.device
         self._first_slots, self._of_tables = first_slots.to(device), of_tables.to(device)
+        self._counted = self._counted.new_zeros((len(SLOW_TABLE_QUANTITIES), tables))
 
     def by_table(self) -> torch.Tensor:
         """Return int64 [t, quantities] so far, in host memory."""

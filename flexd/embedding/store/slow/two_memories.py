@@ -126,11 +126,8 @@ InitialRows = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 def first_home_slots(store: GroupStore, homes: Homes) -> tuple[torch.Tensor, torch.Tensor]:
     """Return int64 [r] ascending first slots of the home rows of each table of a dim-group that has any on this rank,
     and int64 [r] the number of the table in the dim-group. The first is slot 0, also if rows have left it."""
-    found = sorted(
-        (run.first_slot, number)
-        for number, table in enumerate(store.group.tables)
-        for run in homes.runs(table, store.rank)
-    )
+    runs = [homes.run(table, store.rank) for table in store.group.tables]
+    found = sorted((run.first_slot, number) for number, run in enumerate(runs) if run.rows)
     if not found or found[0][0] > 0:
         found.insert(0, (0, found[0][1] if found else 0))
     first_slots, of_tables = torch.tensor(found, dtype=torch.int64).unbind(1)
