@@ -14,7 +14,7 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.probe_kernels import KernelsOf, kernel_blocks, kernel_document, measure_to_file
+from flexd.cli.probe_kernels import kernel_blocks, kernel_document, measure_to_file
 from flexd.cli.step_costs import step_cost_words
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
@@ -50,9 +50,6 @@ def probe(
             help="Measure look-up, pooling and update on this device too, and write them; without --out alone.",
         ),
     ] = None,
-    kernels_of: Annotated[
-        KernelsOf, typer.Option("--kernels-of", help="flexd's collections, or FBGEMM's fused ones (TorchRec).")
-    ] = KernelsOf.FLEXD,
     kernel_seconds: Annotated[
         float, typer.Option("--kernel-seconds", help="About how long to measure kernels.")
     ] = 60.0,
@@ -112,7 +109,7 @@ def probe(
     if out is None:
         if kernels is None:
             raise ConfigError("probe: nothing to measure", remedy="give --out FILE.yaml, --kernels FILE.json or both")
-        _probe_kernels(kernels, kernels_of, kernel_seconds, backend, output)
+        _probe_kernels(kernels, kernel_seconds, backend, output)
         return
     from flexd.topology.cluster import Exposed, Link
     from flexd.topology.files import load_cluster, load_preset, preset_names, write_cluster
@@ -148,17 +145,17 @@ def probe(
     write_cluster(cluster, out)
     document, blocks = _document(cluster, report, out), _blocks(cluster, report, out)
     if kernels is not None:
-        measured = measure_to_file(kernels, kernels_of, kernel_seconds, cuda=_has_cuda(backend))
+        measured = measure_to_file(kernels, kernel_seconds, cuda=_has_cuda(backend))
         document["kernels"] = kernel_document(measured, kernels)
         blocks += kernel_blocks(measured, kernels)
     emit(document, blocks, output)
 
 
-def _probe_kernels(out: Path, kernels_of: KernelsOf, seconds: float, backend: Backend, output: OutputFormat) -> None:
+def _probe_kernels(out: Path, seconds: float, backend: Backend, output: OutputFormat) -> None:
     """Measure the kernels alone; of a job on rank 0."""
     if os.environ.get("RANK", "0") != "0":
         return
-    measured = measure_to_file(out, kernels_of, seconds, cuda=_has_cuda(backend))
+    measured = measure_to_file(out, seconds, cuda=_has_cuda(backend))
     emit({"kernels": kernel_document(measured, out)}, kernel_blocks(measured, out), output)
 
 

@@ -1,8 +1,7 @@
-"""Measure the kernels of look-up, pooling and update on this process' device, for ``probe --kernels``."""
+"""Measure FBGEMM's kernels of look-up with pooling and of update on this device, for ``probe --kernels``."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,7 @@ if TYPE_CHECKING:
     from flexd.topology.kernel_file import KernelMeasurements
 
 
-class KernelsOf(StrEnum):
-    FLEXD = "flexd"
-    FBGEMM = "fbgemm"
-
-
-def measure_to_file(out: Path, kernels_of: KernelsOf, seconds: float, *, cuda: bool) -> KernelMeasurements:
+def measure_to_file(out: Path, seconds: float, *, cuda: bool) -> KernelMeasurements:
     """Measure for about so many seconds and write the file.
 
     Raises:
@@ -29,8 +23,7 @@ def measure_to_file(out: Path, kernels_of: KernelsOf, seconds: float, *, cuda: b
     """
     import torch
 
-    from flexd.embedding.kernels.flexd_kernels import FlexdKernels
-    from flexd.embedding.kernels.probe import FusedKernels, KernelBudget, measure_kernels
+    from flexd.embedding.kernels.probe import KernelBudget, measure_kernels
     from flexd.topology.kernel_design import ON_CUDA, KernelRange, designed_sets
     from flexd.topology.kernel_file import write_kernels
 
@@ -38,14 +31,9 @@ def measure_to_file(out: Path, kernels_of: KernelsOf, seconds: float, *, cuda: b
     check_file("--kernels", out)
     limits = ON_CUDA if cuda else KernelRange()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    kernels: FusedKernels
-    if kernels_of is KernelsOf.FBGEMM:
-        from flexd.torchrec.fused_kernels import FbgemmKernels
+    from flexd.torchrec.fused_kernels import FbgemmKernels
 
-        kernels = FbgemmKernels(limits.memory_bytes, device)
-    else:
-        kernels = FlexdKernels(limits.memory_bytes, device)
-    measured = measure_kernels(kernels, designed_sets(limits), device, budget)
+    measured = measure_kernels(FbgemmKernels(limits.memory_bytes, device), designed_sets(limits), device, budget)
     write_kernels(measured, out)
     return measured
 
@@ -67,14 +55,9 @@ def kernel_blocks(measured: KernelMeasurements, out: Path) -> list[Block]:
 
     rows = []
     read = np.array([float((one.ids * one.row_bytes).sum()) for one in measured.sets])
-    for name, seconds in (
-        ("look-up", measured.look_up_seconds),
-        ("pooling", measured.pooling_seconds),
-        ("update", measured.update_seconds),
-    ):
-        if seconds.any():
-            rate = float(np.median(read / np.maximum(seconds, 1e-12)))
-            rows.append((name, units.seconds(float(np.median(seconds))), units.size(rate) + "/s"))
+    for name, seconds in (("look-up and pooling", measured.look_up_seconds), ("update", measured.update_seconds)):
+        rate = float(np.median(read / np.maximum(seconds, 1e-12)))
+        rows.append((name, units.seconds(float(np.median(seconds))), units.size(rate) + "/s"))
     columns = ("kernel", "median time", "median rate of rows")
     return [
         Table(f"Kernels of {measured.kernels} on {measured.device}", columns, tuple(rows), frozenset(columns[1:])),

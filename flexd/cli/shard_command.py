@@ -216,7 +216,7 @@ def _facts(plan: Path, placement: TablePlacement, counts: Counter[str], compared
 
 
 def _kernels(found: Sharding) -> str:
-    """Whose look-ups and updates are priced, by which model, and how much of them lies in measured sets."""
+    """Whose look-ups and updates are priced, and how much of them lies in measured sets."""
     if found.kernels is None:
         return "bytes over an assumed bandwidth"
     from flexd.planner.tables.kernel_costs import PHASES
@@ -224,8 +224,7 @@ def _kernels(found: Sharding) -> str:
     prices = found.kernels
     work, measured = prices.rank_work(found.placement.pieces), prices.costs.measurements
     models = ", ".join(
-        f"{name} {phase.chosen} (held-out error {phase.errors[phase.chosen].median:.0%}, "
-        f"{phase.measured_share(work):.0%} within measured sets)"
+        f"{name} (held-out error {phase.error.median:.0%}, {phase.measured_share(work):.0%} within measured sets)"
         for name, phase in zip(PHASES, prices.costs.phases, strict=True)
     )
     return f"{measured.kernels} on {measured.device}: {models}"

@@ -19,7 +19,7 @@ FORMAT = 1
 MAX_FILE_BYTES = 64 * 2**20
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _COLUMNS = ("rows", "dim", "ids", "bags", "skew", "distinct")
-_TIMES = ("look_up_seconds", "pooling_seconds", "update_seconds")
+_TIMES = ("look_up_seconds", "update_seconds")
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,12 @@ class KernelMeasurements:
     """Measured sets of tables.
 
     Attributes:
-        kernels: whose they are, "flexd" or "fbgemm".
+        kernels: whose they are.
         device: that ran them, as torch names it.
         source: conditions of the run, in words.
         sets: C measured sets.
-        look_up_seconds, pooling_seconds, update_seconds: float64[C]; pooling is 0 where the look-up includes it.
+        look_up_seconds: float64[C], with pooling.
+        update_seconds: float64[C].
     """
 
     kernels: str
@@ -80,7 +81,6 @@ class KernelMeasurements:
     source: str
     sets: tuple[TableSet, ...]
     look_up_seconds: Float64Array
-    pooling_seconds: Float64Array
     update_seconds: Float64Array = field(repr=False)
 
     def __post_init__(self) -> None:
@@ -88,12 +88,6 @@ class KernelMeasurements:
             times = getattr(self, name)
             if times.shape != (len(self.sets),) or not (np.isfinite(times).all() and (times >= 0).all()):
                 raise TopologyError(f"{name} of {len(self.sets)} sets of tables: not as many seconds", remedy="probe")
-
-    @property
-    def answer_seconds(self) -> Float64Array:
-        """float64[C]: look-up and pooling."""
-        both: Float64Array = self.look_up_seconds + self.pooling_seconds
-        return both
 
 
 def write_kernels(measured: KernelMeasurements, path: Path) -> None:
@@ -147,7 +141,7 @@ def read_kernels(path: Path) -> KernelMeasurements:
             raise TopologyError(f"{path}, set {number}: {what}", remedy="measure again") from error
     columns = np.array(times).reshape(-1, len(_TIMES)).T
     names = [str(document.get(name, "")) for name in ("kernels", "device", "source")]
-    return KernelMeasurements(names[0], names[1], names[2], tuple(sets), columns[0], columns[1], columns[2])
+    return KernelMeasurements(names[0], names[1], names[2], tuple(sets), columns[0], columns[1])
 
 
 def _table_set(entry: Mapping[str, Any]) -> TableSet:

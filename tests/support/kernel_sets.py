@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from flexd.planner.tables.kernel_costs import PHASES, AnalyticModel, KernelCosts, PhaseCosts, PhysicalModel, work_of
+from flexd.planner.tables.kernel_costs import PHASES, HeldOutError, KernelCosts, PhaseCosts, PhysicalModel, work_of
 from flexd.planner.tables.kernel_work import IDS, SUM_BYTES, TERMS
 from flexd.topology.kernel_design import KernelRange, designed_sets
 from flexd.topology.kernel_file import KernelMeasurements
@@ -23,9 +23,9 @@ def measured(law, sets: int = 200) -> KernelMeasurements:
         for one in islice(designed_sets(KernelRange()), sets)
     )
     nothing = np.ones(sets)
-    empty = KernelMeasurements("flexd", "cpu", "made up", chosen, nothing, nothing, nothing)
+    empty = KernelMeasurements("fbgemm", "cpu", "made up", chosen, nothing, nothing)
     seconds = law(work_of(empty)) * rng.uniform(0.98, 1.02, (sets, 2)).T
-    return replace(empty, look_up_seconds=seconds[0] / 2, pooling_seconds=seconds[0] / 2, update_seconds=seconds[1])
+    return replace(empty, look_up_seconds=seconds[0], update_seconds=seconds[1])
 
 
 def physical_law(work: np.ndarray) -> np.ndarray:
@@ -38,15 +38,11 @@ def stepped_law(work: np.ndarray) -> np.ndarray:
 
 
 def known_costs(by_table: float, by_id: float, by_dim: float = 0.0) -> KernelCosts:
-    """Kernels that cost so many seconds a table, an id and a dim, measured everywhere; 1e-12 a byte by the analytic
-    model."""
+    """Kernels that cost so many seconds a table, an id and a dim, measured everywhere."""
     terms = np.zeros(1 + len(TERMS))
     terms[1], terms[1 + IDS], terms[-1] = by_table, by_id, by_dim
     phases = tuple(
-        PhaseCosts(
-            AnalyticModel(at, 1e-12), "physical", PhysicalModel(terms), {}, np.zeros(len(TERMS)),
-            np.full(len(TERMS), 1e18),
-        )
+        PhaseCosts(at, PhysicalModel(terms), HeldOutError(0.0, 0.0), np.zeros(len(TERMS)), np.full(len(TERMS), 1e18))
         for at in range(len(PHASES))
-    )  # fmt: skip
-    return KernelCosts(KernelMeasurements("flexd", "cpu", "", (), *(np.zeros(0),) * 3), phases)
+    )
+    return KernelCosts(KernelMeasurements("fbgemm", "cpu", "", (), *(np.zeros(0),) * 2), phases)

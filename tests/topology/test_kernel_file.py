@@ -16,19 +16,19 @@ def measurements() -> KernelMeasurements:
     two = TableSet("float16", *(np.array(v, float) for v in ([9, 100], [8, 16], [30, 7], [10, 7], [0.5, 1.25], [5, 6])))
     one = TableSet("float32", *(np.array([v], float) for v in (1000, 4, 64, 2, 0, 40)))
     seconds = np.array([1e-3, 2.5e-6])
-    return KernelMeasurements("flexd", "cpu", "a test", (two, one), seconds, 2 * seconds, 3 * seconds)
+    return KernelMeasurements("fbgemm", "cpu", "a test", (two, one), seconds, 3 * seconds)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path, wanted = tmp_path / "k.json", measurements()
     write_kernels(wanted, path)
     found = read_kernels(path)
-    assert (found.kernels, found.device, found.source) == ("flexd", "cpu", "a test")
+    assert (found.kernels, found.device, found.source) == ("fbgemm", "cpu", "a test")
     assert [one.dtype for one in found.sets] == ["float16", "float32"]
     for name in ("rows", "dim", "ids", "bags", "skew", "distinct"):
         for mine, other in zip(found.sets, wanted.sets, strict=True):
             np.testing.assert_array_equal(getattr(mine, name), getattr(other, name))
-    np.testing.assert_array_equal(found.answer_seconds, 3 * wanted.look_up_seconds)
+    np.testing.assert_array_equal(found.look_up_seconds, wanted.look_up_seconds)
     np.testing.assert_array_equal(found.update_seconds, wanted.update_seconds)
     np.testing.assert_array_equal(found.sets[0].row_bytes, [16, 32])
 

@@ -22,7 +22,6 @@ PASSES = 3
 _TURN_SECONDS = 0.2
 """After so long a set has no further turn; two at least."""
 _WARM_UP = 1
-PHASES = 3
 
 
 class FusedKernels(Protocol):
@@ -34,7 +33,7 @@ class FusedKernels(Protocol):
         ...
 
     def phases(self, tables: TableSet, ids: Sequence[Int64Array]) -> Sequence[Callable[[], object]]:
-        """Return look-up, pooling and update of one step of these tables; each is run after the one before.
+        """Return look-up with pooling, and update, of one step of these tables; each is run after the one before.
 
         Args:
             ids: int64 [ids] of each table, bag by bag.
@@ -99,11 +98,11 @@ def measure_kernels(
         f"{len(sets)} sets, shortest of {TURNS} turns in each of {again} passes over all, {clock.name}, "
         f"torch {torch.__version__}"
     )
-    return KernelMeasurements(kernels.name, str(device), source, tuple(sets), columns[0], columns[1], columns[2])
+    return KernelMeasurements(kernels.name, str(device), source, tuple(sets), columns[0], columns[1])
 
 
 def _timed(kernels: FusedKernels, tables: TableSet, ids: Sequence[Int64Array], clock: KernelClock) -> Float64Array:
-    """float64[3] of one set in one pass."""
+    """float64[2] of one set in one pass."""
     try:
         return _shortest(kernels.phases(tables, ids), clock)
     except torch.OutOfMemoryError as error:
@@ -114,7 +113,7 @@ def _timed(kernels: FusedKernels, tables: TableSet, ids: Sequence[Int64Array], c
 
 
 def _shortest(phases: Sequence[Callable[[], object]], clock: KernelClock) -> Float64Array:
-    """float64[3]: the shortest time of each phase over the turns, after one that is not counted."""
+    """float64[2]: the shortest time of each phase over the turns, after one that is not counted."""
     turns: list[list[float]] = []
     spent = 0.0
     for turn in range(_WARM_UP + TURNS):

@@ -9,16 +9,18 @@ from functools import partial
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from flexd.core.errors import TopologyError
 from flexd.core.home_rules import COPIED, SPREAD
 from flexd.core.layout import RankLayout
+from flexd.embedding import devices
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.kernels.flexd_kernels import FlexdKernels
-from flexd.embedding.row_optimizers import RowWiseAdagrad
+from flexd.embedding.row_optimizers import GroupUpdate, RowWiseAdagrad
 from flexd.topology.cluster import StepCosts
 from flexd.topology.kernel_design import drawn_ids
 from flexd.topology.kernel_file import Float64Array, TableSet
@@ -146,25 +148,60 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Float64Array, float]:
     """float64[turns] seconds of look-up, pooling and update of one table, and the bytes that they read and write."""
     one = [np.array([float(n)]) for n in (_KERNEL_ROWS, _KERNEL_DIM, _KERNEL_IDS, _KERNEL_BAGS, _KERNEL_SKEW, 0)]
-    tables = TableSet("float32", *one)
-    ids = drawn_ids(tables, np.random.default_rng(dist.get_rank()))
-    distinct = float(len(np.unique(ids[0])))
-    row_bytes = float(tables.row_bytes[0])
-    phases = FlexdKernels(int(_KERNEL_ROWS * row_bytes), device).phases(tables, ids)
+    ids = drawn_ids(TableSet("float32", *one), np.random.default_rng(dist.get_rank()))[0]
+    kernels = HomeKernels(ids, _KERNEL_ROWS, _KERNEL_DIM, _KERNEL_BAGS, device)
+    row_bytes = 4.0 * _KERNEL_DIM
 
-    def run() -> None:
-        for phase in phases:
-            phase()
-
-    run()
+    kernels.step()
     turns = []
     for turn in count():
         if not goes_on(turn):
             break
-        turns.append(_timed(run, device))
+        turns.append(_timed(kernels.step, device))
     # As ``kernel_bytes`` of a home that answers by sums.
     state_bytes = 4.0
-    return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * distinct * (row_bytes + state_bytes)
+    return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * len(kernels.slots) * (row_bytes + state_bytes)
+
+
+class HomeKernels:
+    """The kernels of a home that answers by sums: gather of distinct rows, sums of bags, gradients of rows, update.
+
+    They are those of ``BagExchange`` and ``RowWiseAdagrad`` on one rank. Rows and gradients are zeros, so that no step
+    changes them.
+
+    Args:
+        ids: int64 [n], bag by bag; bags differ by at most one id.
+    """
+
+    def __init__(self, ids: npt.NDArray[np.int64], rows: int, dim: int, bags: int, device: torch.device) -> None:
+        slots, expand = np.unique(ids, return_inverse=True)
+        offsets = np.arange(bags + 1) * len(ids) // bags
+        numbers = (slots, expand, offsets, np.repeat(np.arange(bags), np.diff(offsets)))
+        self.slots, self._expand, self._offsets, self._bag = (torch.from_numpy(each).to(device) for each in numbers)
+        self.rows, self.state = torch.empty((rows, dim), device=device), torch.empty((rows, 1), device=device)
+        for memory in (self.rows, self.state):
+            memory.fill_(0)  # pages that were never written would all be the same one, which a cache holds
+        self.grads = torch.zeros((bags, dim), device=device)
+        self._optimizer = RowWiseAdagrad(lr=0.01, stochastic_rounding=False)
+
+    def step(self) -> None:
+        """Look the bags up, and update their rows by ``grads``."""
+        self.sums()
+        self.update()
+
+    def sums(self) -> torch.Tensor:
+        """Return [bags, dim]."""
+        wide = self.rows.index_select(0, self.slots)
+        return functional.embedding_bag(self._expand, wide, self._offsets, mode="sum", include_last_offset=True)
+
+    def update(self) -> None:
+        order = torch.sort(self._expand, stable=True).indices
+        numbers = devices.sum_by_place(self._expand, None, len(self.slots))
+        ends = functional.pad(numbers.cumsum(0), (1, 0))
+        grads = functional.embedding_bag(
+            self._bag.index_select(0, order), self.grads, ends, mode="sum", include_last_offset=True
+        )
+        self._optimizer.update_groups([GroupUpdate(self.rows, self.state, [(self.slots, grads)])], 1)
 
 
 def _agreed(own: StepCosts, device: torch.device) -> StepCosts:

@@ -146,6 +146,5 @@ def chain_options(
         loads,
         memory,
         allowed,
-        np.zeros(loads.shape[:2]),
         ((Answer.SUMS, with_sums), (Answer.NONE, with_copies)),
     )

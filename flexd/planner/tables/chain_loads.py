@@ -151,28 +151,16 @@ def kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind, *, sums: b
         loads[:, part, 0] = accesses * world / ranks
         loads[:, part, 1] = (accesses * world * work.trained + stored) / ranks
         return loads
-    loads += transit_kernel_bytes(work, layout, rule)
+    # Where rows are looked up those of a bag are added up, or each look-up is written out; gradients the other way.
+    loads[:, _EVERY, 0] = accesses + np.where(work.bags > 0, work.bags * size, accesses)
+    loads[:, _EVERY, 1] = (accesses + statistics[BACK_PER_RANK] * size) * work.trained
     if rule is HomeKind.COPIES:
         loads[:, _EVERY, 0] += statistics[PER_RANK] * size
         loads[:, _EVERY, 1] += stored
         return loads
+    station, share = (_RAIL, layout.local_ranks) if rule is HomeKind.RANK else (_EVERY, 1)
+    loads[:, station, 0] += statistics[PER_RANK] * size * share
+    loads[:, station, 1] += statistics[BACK_PER_RANK] * size * share
     loads[:, part, 0] += nodes * statistics[PER_NODE] * size / ranks
     loads[:, part, 1] += (nodes * statistics[BACK_PER_NODE] * size + stored) / ranks
-    return loads
-
-
-def transit_kernel_bytes(work: TableWork, layout: RankLayout, rule: HomeKind) -> Float64Array:
-    """Return float64[T, 4, 2]: the part of ``kernel_bytes`` of tables that answer by rows that ranks other than the
-    home move: where rows are looked up, and where they pass through."""
-    loads = np.zeros((len(work.names), len(Part), 2))
-    statistics, size = work.statistics.T, work.row_bytes
-    accesses = statistics[ACCESSES] * size
-    # The rows of a bag are added up, or each look-up is written out; gradients the other way.
-    out = np.where(work.bags > 0, work.bags * size, accesses)
-    loads[:, _EVERY, 0] = accesses + out
-    loads[:, _EVERY, 1] = (accesses + statistics[BACK_PER_RANK] * size) * work.trained
-    if rule is not HomeKind.COPIES:
-        station, share = (_RAIL, layout.local_ranks) if rule is HomeKind.RANK else (_EVERY, 1)
-        loads[:, station, 0] += statistics[PER_RANK] * size * share
-        loads[:, station, 1] += statistics[BACK_PER_RANK] * size * share
     return loads

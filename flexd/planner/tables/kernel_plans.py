@@ -1,4 +1,4 @@
-"""Placements whose look-ups and updates are priced by learned costs of sets of tables: TorchRec's, and flexd's own.
+"""Placements of TorchRec's shardings whose look-ups and updates are priced by learned costs of sets of tables.
 
 The planner adds loads up, and a set costs less than the sum of its tables. So a piece is planned with what it adds to a
 set, scaled so that the ranks of a first plan, by bytes, have the seconds of their sets; of both plans the one is kept
@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.planner.model.workload import ACCESSES, ANYWHERE, PER_NODE, PER_RANK
-from flexd.planner.tables.chain_loads import parts_of_bags, transit_kernel_bytes
+from flexd.planner.model.workload import ACCESSES, ANYWHERE, PER_RANK
+from flexd.planner.tables.chain_loads import parts_of_bags
 from flexd.planner.tables.kernel_costs import PHASES, KernelCosts
 from flexd.planner.tables.kernel_work import Pieces as KernelPieces
 from flexd.planner.tables.options import HomeKind, Option, Part, TableOptions
@@ -25,7 +25,6 @@ from flexd.planner.tables.table_work import TableWork
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 _HOLDERS = {
     HomeKind.ALL: Part.EVERYWHERE,
@@ -45,50 +44,19 @@ class KernelPrices:
         tables: options whose last axes are look-up and update.
         costs: learned.
         held: float64 columns [T * O], what a rank that holds a piece looks up.
-        transit_seconds: float64[T, O, 4, 2], by ``Part`` and ``PHASES``, of ranks that hold nothing of a piece.
-        trained: bool[T], tables that are updated.
     """
 
     tables: TableOptions
     layout: RankLayout
     costs: KernelCosts
     held: KernelPieces
-    transit_seconds: Float64Array
-    trained: BoolArray
 
     @classmethod
     def of(
         cls, tables: TableOptions, work: TableWork, dims: Sequence[int], layout: RankLayout, costs: KernelCosts
     ) -> KernelPrices:
         """Make the prices of these options of TorchRec."""
-        held = held_pieces(work, dims, layout, tables.options)
-        transit = np.zeros((*tables.loads.shape[:3], _KERNELS))
-        return cls(tables, layout, costs, held, transit, np.ones(len(work.names), bool))
-
-    @classmethod
-    def of_chain(
-        cls,
-        tables: TableOptions,
-        work: TableWork,
-        dims: Sequence[int],
-        layout: RankLayout,
-        costs: KernelCosts,
-        by_sums: BoolArray,
-    ) -> KernelPrices:
-        """Make the prices of these options of flexd's own exchange, none of which is COPIES.
-
-        A home that answers by sums runs the measured kernels. One that answers by rows looks up rows without pooling;
-        what other ranks do with rows is priced by bytes, at the rate of the measured device.
-
-        Args:
-            by_sums: bool[T], tables that answer by sums whatever the options say, or bool[T, O], by option.
-        """
-        by_sums = np.broadcast_to(by_sums.reshape(len(by_sums), -1), tables.loads.shape[:2])
-        held = chain_pieces(work, dims, layout, tables.options, by_sums)
-        per_byte = np.array([phase.seconds_per_byte for phase in costs.phases])
-        transit = np.stack([transit_kernel_bytes(work, layout, option.rule) for option in tables.options], axis=1)
-        transit *= ~by_sums[:, :, None, None] * per_byte
-        return cls(tables, layout, costs, held, transit, work.trained > 0)
+        return cls(tables, layout, costs, held_pieces(work, dims, layout, tables.options))
 
     def rank_work(self, pieces: Pieces) -> Float64Array:
         """Return float64[W, TERMS], the work of every rank with the tables that it holds under a placement."""
@@ -115,13 +83,7 @@ class KernelPrices:
 
     def kernel_seconds(self, pieces: Pieces) -> Float64Array:
         """Return float64[W, 2], by ``kernel_costs.PHASES``."""
-        return self._transit_of_ranks(pieces) + self._held_seconds(pieces)
-
-    def rank_seconds(self, pieces: Pieces) -> Float64Array:
-        """Return float64[W], seconds of each rank: its exchange of all phases, and its kernels."""
-        result: Float64Array = self.tables.axis_seconds[:-_KERNELS] @ self._axis_loads(pieces)[:-_KERNELS]
-        result += self.kernel_seconds(pieces).sum(axis=1)
-        return result
+        return self.costs.seconds(self.rank_work(pieces))
 
     def seconds(self, pieces: Pieces) -> float:
         """Return the seconds of a step: the exchange of the busiest ranks phase by phase, and their kernels."""
@@ -129,44 +91,22 @@ class KernelPrices:
         exchange = self.tables.seconds_per_unit[:-_KERNELS] @ loads.maxima()[:-_KERNELS]
         return float(exchange + self.kernel_seconds(pieces).max(axis=0).sum())
 
-    def _held_seconds(self, pieces: Pieces) -> Float64Array:
-        every = self.rank_work(pieces)
-        chosen = self.trained[pieces.table]
-        updated = every
-        if not chosen.all():
-            updated = self.rank_work(Pieces(pieces.table[chosen], pieces.option[chosen], pieces.place[chosen]))
-        look_up, update = self.costs.phases
-        return np.stack([look_up.seconds(every), update.seconds(updated)], axis=1)
-
-    def _transit_of_ranks(self, pieces: Pieces) -> Float64Array:
-        """float64[W, 2]."""
-        return self._axis_loads(pieces)[-_KERNELS:].T
-
-    def _axis_loads(self, pieces: Pieces) -> Float64Array:
-        """float64[K, W], whose last axes are seconds in transit."""
-        loads = self.tables.loads.copy()
-        loads[..., -_KERNELS:] = self.transit_seconds
-        capacity = np.full(self.layout.world_size, np.inf)
-        total = RankLoads.of(replace(self.tables, loads=loads), self.layout, capacity, pieces).total[:-1]
-        return np.asarray(total.reshape(len(total), -1), dtype=np.float64)
-
     def priced(self, pieces: Pieces) -> TableOptions:
-        """Return the options with kernels in seconds: in transit, and what a piece adds to the set of the rank that
-        holds it, scaled so that the busiest ranks of this placement have the seconds of their sets."""
+        """Return the options with kernels in seconds: what a piece adds to the set of the rank that holds it, scaled so
+        that the busiest ranks of this placement have the seconds of their sets."""
         terms = self.held.terms()
         added = np.stack([phase.added(terms) for phase in self.costs.phases], axis=1)
         by_option = added.reshape(-1, len(self.tables.options), _KERNELS)
-        by_option[~self.trained, :, 1] = 0.0
-        held = np.zeros(self.transit_seconds.shape)
+        held = np.zeros((*self.tables.loads.shape[:3], _KERNELS))
         for at, option in enumerate(self.tables.options):
             held[:, at, _HOLDERS[option.rule]] = by_option[:, at]
         loads, seconds = self.tables.loads.copy(), self.tables.seconds_per_unit.copy()
         loads[..., -_KERNELS:], seconds[-_KERNELS:] = held, 1.0
         plain = replace(self.tables, loads=loads, seconds_per_unit=seconds)
         summed = RankLoads.of(plain, self.layout, np.full(self.layout.world_size, np.inf), pieces).maxima()[-_KERNELS:]
-        sets = self._held_seconds(pieces).max(axis=0)
+        sets = self.kernel_seconds(pieces).max(axis=0)
         loads = loads.copy()
-        loads[..., -_KERNELS:] = self.transit_seconds + held * (sets / np.where(summed > 0, summed, 1.0))
+        loads[..., -_KERNELS:] = held * (sets / np.where(summed > 0, summed, 1.0))
         return replace(plain, loads=loads)
 
 
@@ -205,23 +145,3 @@ def held_pieces(work: TableWork, dims: Sequence[int], layout: RankLayout, option
         columns.append(np.stack(mine))
     flat = np.stack(columns, axis=2).reshape(6, -1)
     return KernelPieces(*flat)
-
-
-def chain_pieces(
-    work: TableWork, dims: Sequence[int], layout: RankLayout, options: Sequence[Option], by_sums: BoolArray
-) -> KernelPieces:
-    """Return what a home looks up in one step of all ranks in flexd's own exchange: columns [T * O], options innermost.
-
-    By sums it looks up every id of its part of the bags; by rows, each row once for every node that asks for it, and
-    its update adds up the gradients of as many.
-
-    Args:
-        by_sums: bool[T], or bool[T, O].
-    """
-    sums = held_pieces(work, dims, layout, options)
-    ranks = np.array(
-        [{HomeKind.ALL: layout.world_size, HomeKind.NODE: layout.local_ranks}.get(option.rule, 1) for option in options]
-    )
-    asked = (layout.nodes * work.statistics[:, PER_NODE][:, None] / ranks).ravel()
-    summed = np.broadcast_to(by_sums.reshape(len(by_sums), -1), (len(by_sums), len(options))).ravel()
-    return replace(sums, ids=np.where(summed, sums.ids, asked), bags=np.where(summed, sums.bags, asked))

@@ -31,22 +31,6 @@ _TIE = 1e-4
 _SEED = 19
 
 
-@dataclass(frozen=True)
-class LiveTables:
-    """What the ranks have now, and what another place costs.
-
-    Attributes:
-        option: int64[T].
-        place: int64[T], of tables with one piece.
-        move_seconds: float64[T], of a step: the time of moving a table's rows over the steps in which it must pay. An
-            option that differs in the answer alone moves none.
-    """
-
-    option: Int64Array
-    place: Int64Array
-    move_seconds: Float64Array
-
-
 @dataclass
 class LocalSearch:
     """Search around one placement.
@@ -61,8 +45,6 @@ class LocalSearch:
     capacity: Float64Array
     pieces: Pieces
     evaluations: int
-    live: LiveTables | None = None
-    forbidden: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.table, self.option, self.place = (
@@ -70,7 +52,6 @@ class LocalSearch:
         )
         self.single = np.bincount(self.table, minlength=len(self.tables.names))[self.table] == 1
         self.loads = RankLoads.of(self.tables, self.layout, self.capacity, self.pieces)
-        self.extra = self._extra_of_all()
         self.moves = 0
 
     def run(self) -> Pieces:
@@ -98,17 +79,15 @@ class LocalSearch:
         some += rng.integers(0, len(self.table), count - len(some)).tolist()
         taken = list(dict.fromkeys(int(at) for at in some))
         before = [(at, int(self.option[at]), int(self.place[at])) for at in taken]
-        now = self._cost() + sum(self._extra(*one) for one in before)
+        now = self._cost()
         for at, option, place in before:
             self.loads.add(int(self.table[at]), option, place, -1.0)
-        extra = 0.0
         for at in rng.permutation(taken).tolist():
-            option, place, mine = self._best(int(at), self._rank_seconds())
-            extra += mine
+            option, place = self._best(int(at), self._rank_seconds())
             self.option[at], self.place[at] = option, place
             self.loads.add(int(self.table[at]), option, place)
         self.moves += 1
-        if self._cost() + extra < now * (1 - _LEAST_GAIN):
+        if self._cost() < now * (1 - _LEAST_GAIN):
             self._descend()
             return
         for at, option, place in before:
@@ -123,8 +102,8 @@ class LocalSearch:
         of_rank = np.tensordot(self.tables.axis_seconds, self.loads.total[:-1], axes=1)
         return np.asarray(of_rank * _TIE, dtype=np.float64)
 
-    def _best(self, at: int, tie: Float64Array) -> tuple[int, int, float]:
-        """(option, place, extra seconds) of the best place of a piece that was taken away; its own if none fits."""
+    def _best(self, at: int, tie: Float64Array) -> tuple[int, int]:
+        """(option, place) of the best place of a piece that was taken away; its own if none fits."""
         around = self.loads.surroundings()
         best = (math.inf, int(self.option[at]), int(self.place[at]))
         for option in self._options(at):
@@ -140,38 +119,16 @@ class LocalSearch:
             least = int(seconds.argmin())
             if seconds[least] < best[0]:
                 best = (float(seconds[least]), option, least)
-        return best[1], best[2], self._extra(at, best[1], best[2])
+        return best[1], best[2]
 
     def _seconds_at(self, at: int, option: int, around: Surroundings) -> Float64Array:
-        """float64[places]: of a step with this piece, and what option and place cost beside."""
-        table = int(self.table[at])
-        seconds = self.loads.seconds_at(table, option, around)
-        extra = np.full(len(seconds), self._extra(at, option, -1))
-        if self.live is not None and self._holds_as_live(table, option):
-            place = int(self.live.place[table])
-            extra[place] = self._extra(at, option, place)
-        result: Float64Array = seconds + extra
-        result[self._siblings(at)] = np.inf
-        return result
+        """float64[places]: of a step with this piece."""
+        seconds = self.loads.seconds_at(int(self.table[at]), option, around)
+        seconds[self._siblings(at)] = np.inf
+        return seconds
 
     def _now(self) -> Pieces:
         return Pieces(self.table.copy(), self.option.copy(), self.place.copy())
-
-    def _extra_of_all(self) -> float:
-        return float(sum(self._extra(at, int(self.option[at]), int(self.place[at])) for at in range(len(self.table))))
-
-    def _extra(self, at: int, option: int, place: int) -> float:
-        """Seconds of a step that an option and its place cost whatever the loads are."""
-        table, seconds = int(self.table[at]), 0.0
-        if self.live is not None and not (self._holds_as_live(table, option) and place == self.live.place[table]):
-            seconds = float(self.live.move_seconds[table])
-        return seconds + float(self.tables.extra_seconds[table, option]) / int(self.tables.pieces[option])
-
-    def _holds_as_live(self, table: int, option: int) -> bool:
-        """Return whether an option holds a table as the live one does, whatever its answer."""
-        assert self.live is not None  # noqa: S101
-        home = self.tables.home_of_option
-        return bool(home[option] == home[self.live.option[table]])
 
     def _cost(self) -> float:
         short = self.loads.over_memory()
@@ -231,7 +188,7 @@ class LocalSearch:
         """Give a piece its best option and place, if that shortens the step."""
         table, option, place = int(self.table[at]), int(self.option[at]), int(self.place[at])
         crowded = self.loads.over_memory() > 0
-        now = math.inf if crowded else self.loads.seconds() + self._extra(at, option, place)
+        now = math.inf if crowded else self.loads.seconds()
         self.loads.add(table, option, place, -1.0)
         around = self.loads.surroundings()
         best = (now * (1 - _LEAST_GAIN) if now < math.inf else now, option, place)
@@ -281,9 +238,7 @@ class LocalSearch:
             return [int(self.option[at])]
         table = int(self.table[at])
         return [
-            option
-            for option in np.flatnonzero(self.tables.allowed[table]).tolist()
-            if self.tables.pieces[option] == 1 and option not in self.forbidden
+            option for option in np.flatnonzero(self.tables.allowed[table]).tolist() if self.tables.pieces[option] == 1
         ]
 
     def _exchange(self, at: int, axis: int, rank: int) -> bool:
@@ -304,19 +259,16 @@ class LocalSearch:
         there = there[size[there] < size[at]]
         excess = 0.5 * float(load.max() - load.min())
         order = np.argsort(np.abs(size[at] - size[there] - excess), kind="stable")[:_PARTNERS]
-        now = self._cost() + self._extra(at, option, place)
+        now = self._cost()
         if other in self._siblings(at):
             return False
         for partner in there[order].tolist():
             self.evaluations -= 1
             if place in self._siblings(partner):
                 continue
-            partners = self._extra(partner, int(self.option[partner]), other)
             self._put(at, option, other)
             self._put(partner, int(self.option[partner]), place)
-            then = self._cost() + self._extra(at, option, other)
-            then += self._extra(partner, int(self.option[partner]), place) - partners
-            if then < now * (1 - _LEAST_GAIN):
+            if self._cost() < now * (1 - _LEAST_GAIN):
                 return True
             self._put(at, option, place)
             self._put(partner, int(self.option[partner]), other)

@@ -95,7 +95,6 @@ class TableOptions:
         loads: float64[T, O, 4, K], of one piece, by ``Part``.
         memory_bytes: float64[T, O, 4], of one piece, by ``Part``.
         allowed: bool[T, O].
-        extra_seconds: float64[T, O], of a step, whatever the ranks' loads.
         answer_seconds: fixed seconds of a step as soon as any table has this answer.
 
     Raises:
@@ -110,7 +109,6 @@ class TableOptions:
     loads: Float64Array
     memory_bytes: Float64Array
     allowed: BoolArray
-    extra_seconds: Float64Array
     answer_seconds: tuple[tuple[Answer, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -119,13 +117,12 @@ class TableOptions:
             "loads": (self.loads.shape, (tables, options, len(Part), axes)),
             "memory_bytes": (self.memory_bytes.shape, (tables, options, len(Part))),
             "allowed": (self.allowed.shape, (tables, options)),
-            "extra_seconds": (self.extra_seconds.shape, (tables, options)),
             "seconds_per_unit": (self.seconds_per_unit.shape, (len(self.phases),)),
         }
         for name, (shape, wanted) in shapes.items():
             if shape != wanted:
                 raise PlanError(f"table options: {name} has shape {shape}, expected {wanted}", remedy="report this")
-        for name in ("loads", "memory_bytes", "extra_seconds", "seconds_per_unit"):
+        for name in ("loads", "memory_bytes", "seconds_per_unit"):
             if not np.isfinite(getattr(self, name)).all():
                 raise PlanError(f"table options: {name} has a NaN or an infinity", remedy="check look-ups and sizes")
         if len(self.axis_phase) == 0 or list(np.unique(self.axis_phase)) != list(range(len(self.phases))):
@@ -143,12 +140,6 @@ class TableOptions:
     def axis_seconds(self) -> Float64Array:
         """float64[K]: seconds of a unit of load on each axis."""
         return np.asarray(self.seconds_per_unit[self.axis_phase], dtype=np.float64)
-
-    @cached_property
-    def home_of_option(self) -> Int64Array:
-        """int64[O]: a number for each way to hold a table; options with one number differ in the answer alone."""
-        ways = [(option.rule, option.pieces) for option in self.options]
-        return np.array([ways.index(way) for way in ways], dtype=np.int64)
 
     @cached_property
     def pieces(self) -> Int64Array:

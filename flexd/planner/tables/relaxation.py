@@ -71,7 +71,7 @@ class _Master:
         tables, seconds = self.tables, self.tables.axis_seconds
         mean = tables.mean(tables.loads, self.layout) * seconds
         # All rows of the program in one unit, of the size of its value.
-        self.unit = max(float((mean.sum(axis=2) + tables.extra_seconds)[:, 0].sum()), 1e-300)
+        self.unit = max(float(mean.sum(axis=2)[:, 0].sum()), 1e-300)
         seconds, self.mean = seconds / self.unit, mean / self.unit
         least, most = tables.extremes(tables.loads, self.layout)
         self.least, self.most = least * seconds, most * seconds
@@ -83,7 +83,7 @@ class _Master:
         self.allowed[:, 0] = True
         # Of options that cost the same in the mean the one that loads its busiest rank least is wanted.
         self.uneven = _TIE * self.most.sum(axis=2)
-        self.extra = np.where(self.allowed, tables.extra_seconds / self.unit, np.inf)
+        self.barred = np.where(self.allowed, 0.0, np.inf)
         self.wanted = self.allowed & ~self._dominated()
 
     def _dominated(self) -> npt.NDArray[np.bool_]:
@@ -102,7 +102,6 @@ class _Master:
                 better = (self.mean[:, other] <= self.mean[:, option] * slack).all(axis=1)
                 better &= (self.most[:, other] <= self.most[:, option] * slack).all(axis=1)
                 better &= self.memory[:, other] <= self.memory[:, option] * slack
-                better &= self.extra[:, other] <= self.extra[:, option]
                 result[:, option] |= better & self.allowed[:, other] & ~result[:, other]
         return result
 
@@ -160,7 +159,7 @@ class _Master:
             weights[first[total <= 0]] = 1.0
             scale = np.where(total > 0, scale, 1.0)
         weights = weights * scale[phase]
-        prices = self.extra + self.mean @ weights + max(price, 0.0) * self.memory
+        prices = self.barred + self.mean @ weights + max(price, 0.0) * self.memory
         if len(own):
             own = own * scale[phase[self.cut_axis]]
             prices += self.least @ np.bincount(self.cut_axis, weights=own, minlength=len(phase))
@@ -187,7 +186,7 @@ class _Master:
         columns = columns[list({column[rest].tobytes(): at for at, column in enumerate(columns)}.values())]
         mean_of = np.stack([self.mean[rest, c[rest]].sum(axis=0) for c in columns])
         least_of = np.stack([self.least[rest, c[rest]].sum(axis=0) for c in columns])
-        cost_of = self.extra + self.uneven
+        cost_of = self.barred + self.uneven
         extra_of = np.array([cost_of[rest, c[rest]].sum() for c in columns])
         memory_of = np.array([self.memory[rest, c[rest]].sum() for c in columns])
         z, e, y = 0, phases, phases + axes

@@ -120,7 +120,7 @@ class _Rounding:
                     continue
             worse, place = self._cheapest(table, option, ())
             if place is not None:
-                found.append((worse + float(self.tables.extra_seconds[table, option]), option, [place]))
+                found.append((worse, option, [place]))
             if len(options) == 1:
                 break
         if not found:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.solver.busiest import missed_share
-from flexd.planner.tables.local_search import LiveTables, LocalSearch
+from flexd.planner.tables.local_search import LocalSearch
 from flexd.planner.tables.options import Answer, HomeKind, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.relaxation import Relaxation, relax
@@ -32,10 +32,9 @@ class TablePlacement:
 
     Attributes:
         pieces: of all tables, in their order.
-        seconds: of a step, of the busiest rank phase by phase, with fixed seconds and those of moving tables.
+        seconds: of a step, of the busiest rank phase by phase, with fixed seconds.
         bound_seconds: no placement takes less.
         spread_seconds: of the first option for every table.
-        live_seconds: of the live placement; None if none was given.
         loads: float64[K, W], by axis.
         memory_bytes: float64[W].
     """
@@ -46,7 +45,6 @@ class TablePlacement:
     seconds: float
     bound_seconds: float
     spread_seconds: float
-    live_seconds: float | None
     loads: Float64Array
     memory_bytes: Float64Array
 
@@ -81,27 +79,24 @@ class TablePlacement:
 def place_tables(
     tables: TableOptions,
     layout: RankLayout,
-    memory_bytes: float | Float64Array,
-    live: LiveTables | None = None,
+    memory_bytes: float,
     evaluations: int = EVALUATIONS,
 ) -> TablePlacement:
     """Return the placement of the shortest step that was found; deterministic.
 
-    Candidates are the rounded relaxation with all answers and with rows alone, the first option for every table, and
-    the live placement, each but the plain ones improved by moves of single tables.
+    Candidates are the rounded relaxation with all answers and with rows alone, improved by moves of single tables, and
+    the first option for every table.
 
     Args:
-        memory_bytes: of a rank, or float64[W] of each, for the rows and optimizer state of these tables.
-        live: what the ranks have now.
+        memory_bytes: of a rank, for the rows and optimizer state of these tables.
         evaluations: of single moves in each local search.
 
     Raises:
         PlanError: no placement within the memory was found.
     """
-    capacity = np.broadcast_to(np.asarray(memory_bytes, dtype=np.float64), (layout.world_size,)).copy()
-    if not (np.isfinite(capacity).all() and (capacity > 0).all()):
+    if not (np.isfinite(memory_bytes) and memory_bytes > 0):
         raise PlanError(f"memory of a rank: {memory_bytes!r}", remedy="give bytes above 0")
-    return _Solver(tables, layout, capacity, live, evaluations).solve()
+    return _Solver(tables, layout, np.full(layout.world_size, float(memory_bytes)), evaluations).solve()
 
 
 @dataclass
@@ -109,24 +104,18 @@ class _Solver:
     tables: TableOptions
     layout: RankLayout
     capacity: Float64Array
-    live: LiveTables | None
     evaluations: int
 
     def solve(self) -> TablePlacement:
         count = len(self.tables.names)
         spread = pieces_of(self.tables, np.zeros(count, np.int64))
         candidates = [spread]
-        if self.live is not None:
-            now = Pieces(np.arange(count), self.live.option, self.live.place)
-            candidates += [now, self._search(now, self.tables, self.evaluations)]
         even = self._even()
         if even.any():
             even_pieces = pieces_of(self.tables, even)
             candidates += [even_pieces, self._search(even_pieces, self.tables, self.evaluations // _ROUNDINGS)]
         priced = [self.seconds(pieces) for pieces in candidates]
-        relaxed = [
-            (relax(self._with_moves(t), self.layout, self.capacity), t, fixed) for t, fixed in self._restricted()
-        ]
+        relaxed = [(relax(t, self.layout, self.capacity), t, fixed) for t, fixed in self._restricted()]
         relaxed.sort(key=lambda one: one[0].bound_seconds + one[2])
         # Where the first option has several places, tables that have it must be placed still.
         placed = self.tables.options[0].places(self.layout) > 1
@@ -145,7 +134,6 @@ class _Solver:
             )
         loads = RankLoads.of(self.tables, self.layout, self.capacity, candidates[best]).total
         flat = loads.reshape(len(loads), -1)
-        moving = self.live is not None
         return TablePlacement(
             self.tables,
             self.layout,
@@ -153,7 +141,6 @@ class _Solver:
             priced[best],
             min(relaxed[0][0].bound_seconds + relaxed[0][2], priced[best]),
             self.seconds(spread, check_memory=False),
-            self.seconds(candidates[1], check_memory=False) if moving else None,
             flat[:-1],
             flat[-1],
         )
@@ -163,7 +150,7 @@ class _Solver:
         tables = self.tables
         alike = np.array([option.rule is HomeKind.ALL for option in tables.options])
         alike[0] = True
-        seconds = tables.mean(tables.loads, self.layout) @ tables.axis_seconds + tables.extra_seconds
+        seconds = tables.mean(tables.loads, self.layout) @ tables.axis_seconds
         return np.asarray(np.where(tables.allowed & alike, seconds, np.inf).argmin(axis=1), dtype=np.int64)
 
     def _rounded(self, tables: TableOptions, relaxed: Relaxation) -> Pieces:
@@ -188,17 +175,9 @@ class _Solver:
         loads = RankLoads.of(self.tables, self.layout, self.capacity, pieces)
         if check_memory and loads.over_memory() > 1e-9 * float(self.capacity.sum()):
             return float("inf")
-        extra = self.tables.extra_seconds[pieces.table, pieces.option] / self.tables.pieces[pieces.option]
-        moved = 0.0
-        if self.live is not None:
-            at = pieces.table
-            home = self.tables.home_of_option
-            other = (home[pieces.option] != home[self.live.option[at]]) | (pieces.place != self.live.place[at])
-            first = np.append(True, at[1:] != at[:-1])
-            moved = float(self.live.move_seconds[at[other & first]].sum())
         used = {self.tables.options[option].answer for option in np.unique(pieces.option)}
         fixed = sum(seconds for answer, seconds in self.tables.answer_seconds if answer in used)
-        return loads.seconds() + float(extra.sum()) + moved + fixed
+        return loads.seconds() + fixed
 
     def _restricted(self) -> Sequence[tuple[TableOptions, float]]:
         """(tables without some of the answers that cost fixed seconds, fixed seconds of the others)."""
@@ -213,15 +192,8 @@ class _Solver:
                     result.append((replace(self.tables, allowed=allowed), rest))
         return result
 
-    def _with_moves(self, tables: TableOptions) -> TableOptions:
-        if self.live is None:
-            return tables
-        home = tables.home_of_option
-        other = home != home[self.live.option][:, None]
-        return replace(tables, extra_seconds=tables.extra_seconds + other * self.live.move_seconds[:, None])
-
     def _search(self, pieces: Pieces, tables: TableOptions, evaluations: int) -> Pieces:
-        return LocalSearch(tables, self.layout, self.capacity, pieces, evaluations, self.live).run()
+        return LocalSearch(tables, self.layout, self.capacity, pieces, evaluations).run()
 
     def _least_memory(self) -> float:
         memory = self.tables.mean(self.tables.memory_bytes, self.layout) * self.layout.world_size
@@ -231,4 +203,4 @@ class _Solver:
 def step_seconds(tables: TableOptions, layout: RankLayout, pieces: Pieces) -> float:
     """Return the seconds of a step under a placement, whatever memory it needs: what ``place_tables`` minimises."""
     capacity = np.full(layout.world_size, np.inf)
-    return _Solver(tables, layout, capacity, None, 0).seconds(pieces, check_memory=False)
+    return _Solver(tables, layout, capacity, 0).seconds(pieces, check_memory=False)

@@ -97,8 +97,7 @@ def torchrec_options(
     exchanges = len(PHASES) - 2
     axis = np.concatenate([np.repeat(np.arange(exchanges), 2), [exchanges, exchanges + 1]])
     return TableOptions(
-        work.names, tuple(options), PHASES, axis.astype(np.int64), np.array(seconds), loads, memory, allowed,
-        np.zeros(allowed.shape),
+        work.names, tuple(options), PHASES, axis.astype(np.int64), np.array(seconds), loads, memory, allowed
     )  # fmt: skip
 
 

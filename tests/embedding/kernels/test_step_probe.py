@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from flexd.core.layout import RankLayout
-from flexd.embedding.kernels.step_probe import FEWEST_TURNS, MOST_TURNS, StepProbe
+from flexd.embedding.kernels.step_probe import FEWEST_TURNS, MOST_TURNS, HomeKernels, StepProbe
+from flexd.embedding.row_optimizers import RowWiseAdagrad
 from tests.support.rank_pool import RankPool
 
 
@@ -44,3 +46,25 @@ def test_few_turns_are_measured_whatever_the_budget(pool: RankPool) -> None:
 @pytest.mark.parametrize("budget_seconds", [0.0, math.nan, math.inf])
 def test_a_budget_that_allows_nothing_is_named(pool: RankPool, budget_seconds: float) -> None:
     assert all("step probe of" in text for text in pool.run("probe_jobs:step_error", RankLayout(2, 1), budget_seconds))
+
+
+def test_kernels_of_a_home_sum_bags_and_update_their_rows() -> None:
+    ids = np.random.default_rng(0).integers(0, 60, 83)
+    kernels = HomeKernels(ids, 60, 8, 20, torch.device("cpu"))
+    kernels.step()
+    assert not kernels.rows.any(), "a step changes no row"
+    kernels.rows.normal_()
+    kernels.grads.normal_()
+    weight = kernels.rows.clone().requires_grad_()
+    offsets = torch.arange(21) * 83 // 20
+    wanted = torch.nn.functional.embedding_bag(
+        torch.from_numpy(ids), weight, offsets, mode="sum", include_last_offset=True
+    )
+    torch.testing.assert_close(kernels.sums(), wanted.detach())
+    wanted.backward(kernels.grads)
+    expected, state = weight.detach().clone(), torch.zeros(60, 1)
+    RowWiseAdagrad(lr=0.01).update(expected, state, kernels.slots, weight.grad[kernels.slots], 1)
+    kernels.update()
+    torch.testing.assert_close(kernels.rows, expected)
+    torch.testing.assert_close(kernels.state, state)
+    assert not torch.equal(expected, weight.detach())

@@ -85,9 +85,8 @@ def best_by_milp(tables: TableOptions, layout: RankLayout, memory: float) -> flo
     for at, (table, _, _) in enumerate(choices):
         once[table, at] = 1.0
     stored = np.concatenate([loads[-1] / memory, np.zeros((world, phases))], axis=1)
-    extra = np.array([tables.extra_seconds[table, option] for table, option, _ in choices]) / unit
     result = milp(
-        np.concatenate([extra, np.ones(phases)]),
+        np.concatenate([np.zeros(number), np.ones(phases)]),
         constraints=[
             LinearConstraint(once, 1.0, 1.0),
             LinearConstraint(busy, ub=0.0),

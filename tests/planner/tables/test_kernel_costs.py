@@ -1,4 +1,4 @@
-"""Learned kernel costs on kernels of a known law: the choice by held-out error, monotony, and beyond the data."""
+"""Learned kernel costs on kernels of a known law: held-out error, monotony, and beyond the data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexd.core.errors import PlanError
-from flexd.planner.tables.kernel_costs import FITS, HeldOutError, KernelCosts, PhysicalModel, work_of
+from flexd.planner.tables.kernel_costs import HeldOutError, KernelCosts, PhysicalModel, work_of
 from flexd.planner.tables.kernel_work import DIMS_TERM, TERMS, analytic_bytes
 from flexd.topology.kernel_file import TableSet
 from tests.support.kernel_sets import measured, physical_law, stepped_law
@@ -27,17 +27,12 @@ def test_prices_of_a_sum_of_terms_are_found() -> None:
     assert model.seconds(np.zeros((1, len(TERMS))))[0] == 0
 
 
-def test_the_model_is_chosen_by_held_out_error(stepped: KernelCosts) -> None:
+def test_a_sum_of_terms_predicts_sets_that_it_was_not_fitted_to(stepped: KernelCosts) -> None:
     found = KernelCosts.learned(measured(physical_law, 120))
-    assert [phase.chosen for phase in found.phases] == ["physical", "physical"]
-    assert found.phases[0].errors["physical"].median < 0.05
-    assert [phase.chosen for phase in stepped.phases] == ["boosted", "boosted"]
-    errors = stepped.phases[0].errors
-    assert errors["boosted"].median < 0.9 * errors["physical"].median
-    assert errors["boosted"].high < 0.8 * errors["physical"].high
+    assert all(phase.error.median < 0.05 for phase in found.phases)
+    assert all(0.05 < phase.error.median < 0.5 for phase in stepped.phases)
     by_bytes = KernelCosts.learned(measured(lambda work: analytic_bytes(work)[:, 1] * 1e-10, 60)).phases[1]
-    assert by_bytes.errors["analytic"].median < 0.02
-    assert set(by_bytes.errors) == set(FITS)
+    assert by_bytes.error.median < 0.02
 
 
 def test_seconds_grow_with_every_term(stepped: KernelCosts) -> None:
@@ -52,7 +47,7 @@ def test_seconds_grow_with_every_term(stepped: KernelCosts) -> None:
     assert (stepped.seconds(both) >= stepped.seconds(work) * (1 - 1e-12)).all()
 
 
-def test_beyond_the_data_the_analytic_model_carries_on(stepped: KernelCosts) -> None:
+def test_beyond_the_data_seconds_grow_with_the_bytes(stepped: KernelCosts) -> None:
     phase = stepped.phases[0]
     edge = phase.most[None]
     far = 10 * edge

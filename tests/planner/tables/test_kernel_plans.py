@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout
-from flexd.planner.model.workload import ACCESSES, ANYWHERE, PER_NODE
-from flexd.planner.tables.chain_loads import kernel_bytes
-from flexd.planner.tables.kernel_plans import KernelPrices, chain_pieces, held_pieces, place_by_kernels
-from flexd.planner.tables.options import Answer, HomeKind, Option, Part
-from flexd.planner.tables.rank_loads import Pieces, RankLoads
+from flexd.planner.model.workload import ACCESSES, ANYWHERE
+from flexd.planner.tables.kernel_plans import KernelPrices, held_pieces, place_by_kernels
+from flexd.planner.tables.rank_loads import Pieces
 from flexd.planner.tables.solve import place_tables
 from flexd.planner.tables.torchrec_costs import OPTIONS, torchrec_options
-from tests.planner.tables.cases import options_of, work_of
+from tests.planner.tables.cases import work_of
 from tests.support.kernel_sets import known_costs
 from tests.support.planner_cases import cluster
 
@@ -76,54 +74,3 @@ def test_planned_seconds_are_those_of_sets() -> None:
     np.testing.assert_allclose(priced.seconds_per_unit[-2:], 1.0)
     again = place_tables(priced, LAYOUT, 1e12, evaluations=300)
     assert again.seconds == pytest.approx(some.seconds(again.pieces))
-
-
-CHAIN = [Option(kind, Answer.ROWS) for kind in (HomeKind.ALL, HomeKind.NODE, HomeKind.RANK)]
-
-
-def test_a_home_of_flexd_looks_up_rows_once_for_every_node_and_sums_for_every_id() -> None:
-    work = work_of(3, COUNT, LAYOUT, pooled=1.0)
-    sums = np.arange(COUNT) % 2 == 0
-    held = chain_pieces(work, [8] * COUNT, LAYOUT, CHAIN, sums)
-    ids, bags = (column.reshape(COUNT, -1) for column in (held.ids, held.bags))
-    asked = 2 * work.statistics[:, PER_NODE]
-    np.testing.assert_allclose(ids[~sums], (asked[:, None] / [4, 2, 1])[~sums])
-    np.testing.assert_allclose(bags[~sums], ids[~sums])
-    np.testing.assert_allclose(ids[sums], (4 * work.statistics[:, ACCESSES][:, None] / [4, 2, 1])[sums])
-    np.testing.assert_allclose(held.distinct.reshape(COUNT, -1)[:, 2], work.statistics[:, ANYWHERE])
-
-
-def test_kernels_of_flexd_are_those_of_homes_by_measurements_and_those_in_transit_by_bytes() -> None:
-    work = work_of(3, COUNT, LAYOUT, pooled=1.0)
-    work = replace(work, trained=np.where(np.arange(COUNT) == 0, 0.0, 1.0))
-    tables = options_of(3, COUNT, LAYOUT, tuple(CHAIN), pooled=1.0)
-    sums = np.arange(COUNT) < COUNT // 2
-    some = KernelPrices.of_chain(tables, work, [8] * COUNT, LAYOUT, known_costs(1e-3, 0.0), sums)
-    option = np.full(COUNT, 2)
-    pieces = Pieces(np.arange(COUNT), option, np.arange(COUNT) % 4)
-    # Tables that answer by rows are looked up everywhere, and pass through the ranks of their home's rail.
-    accesses = (work.statistics[:, ACCESSES] + work.bags) * work.row_bytes
-    everywhere = 1e-12 * accesses[~sums].sum()
-    kernels = some.kernel_seconds(pieces)
-    transit = kernels[:, 0] - 1e-3 * np.array([3, 3, 2, 2])
-    assert (transit > everywhere * (1 - 1e-6)).all()
-    np.testing.assert_allclose(transit[0], transit[2], err_msg="the ranks of a rail pass on alike")
-    np.testing.assert_allclose((kernels[:, 1] / 1e-3).round(2), [2, 3, 2, 2], err_msg="a frozen table has no update")
-    by_sums = KernelPrices.of_chain(tables, work, [8] * COUNT, LAYOUT, known_costs(1e-3, 0.0), np.ones(COUNT, bool))
-    assert not by_sums.transit_seconds.any()
-    whole = kernel_bytes(work, LAYOUT, HomeKind.RANK, sums=False)
-    assert (some.transit_seconds[~sums, 2] <= 1e-12 * whole[~sums] * (1 + 1e-9)).all()
-    assert not some.transit_seconds[~sums, 2, Part.HOME_RANK].any()
-
-
-def test_what_pieces_of_flexd_add_has_the_seconds_of_the_sets_that_they_are_in() -> None:
-    work = work_of(3, COUNT, LAYOUT, pooled=1.0)
-    tables = options_of(3, COUNT, LAYOUT, tuple(CHAIN), pooled=1.0)
-    some = KernelPrices.of_chain(tables, work, [8] * COUNT, LAYOUT, known_costs(1e-4, 1e-8), np.arange(COUNT) < 4)
-    pieces = Pieces(np.arange(COUNT), np.full(COUNT, 2), np.arange(COUNT) % 4)
-    priced = some.priced(pieces)
-    loads = RankLoads.of(priced, LAYOUT, np.full(4, np.inf), pieces)
-    assert loads.seconds() == pytest.approx(some.seconds(pieces))
-    np.testing.assert_allclose(
-        priced.axis_seconds @ loads.total.reshape(len(loads.total), -1)[:-1], some.rank_seconds(pieces)
-    )

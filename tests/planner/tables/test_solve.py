@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.chain_costs import OPTIONS
-from flexd.planner.tables.local_search import LiveTables
 from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads
 from flexd.planner.tables.relaxation import relax
@@ -36,7 +35,6 @@ def price_of(placed: TablePlacement) -> float:
         )  # fmt: skip
         for place in numbers:
             loads.add(table, option, place)
-        seconds += float(tables.extra_seconds[table, option])
         answers.add(answer)
     fixed = sum(of_answer for answer, of_answer in tables.answer_seconds if answer in answers)
     return loads.seconds() + seconds + fixed
@@ -114,25 +112,6 @@ def test_copies_on_every_rank_only_if_they_pay_for_their_collectives():
     assert "every rank" in {rule for rule, _ in cheap.rules()}
     assert "every rank" not in {rule for rule, _ in dear.rules()}
     assert dear.seconds < 10.0
-
-
-def test_a_live_placement_stays_where_moving_costs_more_than_it_saves():
-    layout, count = RankLayout(2, 2), 10
-    both = options_of(5, count, layout)
-    rank = next(at for at, option in enumerate(both.options) if option.rule is HomeKind.RANK)
-    rows = np.array([option.answer is both.options[rank].answer for option in both.options])
-    tables = replace(both, allowed=both.allowed & rows)
-    now = LiveTables(np.full(count, rank), np.arange(count) % 4, np.full(count, 1.0))
-    stays = place_tables(tables, layout, ROOMY, now, 400)
-    assert [rule for rule, _ in stays.rules()] == [f"rank:{at % 4}" for at in range(count)]
-    assert stays.seconds == stays.live_seconds
-    answers = place_tables(both, layout, ROOMY, now, 400)
-    assert [rule for rule, _ in answers.rules()] == [rule for rule, _ in stays.rules()], "another answer moves no row"
-    assert answers.seconds < stays.seconds
-    assert answers.seconds == pytest.approx(price_of(answers))
-    free = place_tables(tables, layout, ROOMY, replace(now, move_seconds=np.zeros(count)), 1500)
-    assert free.seconds < stays.seconds
-    assert free.seconds == pytest.approx(place_tables(tables, layout, ROOMY, evaluations=1500).seconds, rel=0.02)
 
 
 def test_columns_are_on_ranks_of_their_own():
