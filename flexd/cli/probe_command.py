@@ -74,22 +74,6 @@ def probe(
     local_ranks: Annotated[
         int | None, typer.Option("--local-ranks", help="Ranks in each node. Default: LOCAL_WORLD_SIZE of torchrun.")
     ] = None,
-    intra_wire: Annotated[
-        float | None,
-        typer.Option("--intra-wire", metavar="BYTES_PER_S", help="Wire inside the node, per rank and direction."),
-    ] = None,
-    inter_wire: Annotated[
-        float | None, typer.Option("--inter-wire", metavar="BYTES_PER_S", help="The same between nodes.")
-    ] = None,
-    exposed_forward: Annotated[
-        float | None, typer.Option("--exposed-forward", help="Share (0-1) of the forward exchange not hidden.")
-    ] = None,
-    exposed_backward: Annotated[
-        float | None, typer.Option("--exposed-backward", help="Share of the backward exchange not hidden.")
-    ] = None,
-    exposed_sync: Annotated[
-        float | None, typer.Option("--exposed-sync", help="Share of the replica synchronisation not hidden.")
-    ] = None,
     missing_from: Annotated[
         str | None,
         typer.Option(
@@ -111,7 +95,6 @@ def probe(
             raise ConfigError("probe: nothing to measure", remedy="give --out FILE.yaml, --kernels FILE.json or both")
         _probe_kernels(kernels, kernel_seconds, backend, output)
         return
-    from flexd.topology.cluster import Exposed, Link
     from flexd.topology.files import load_cluster, load_preset, preset_names, write_cluster
     from flexd.topology.probe import ProbeOptions
 
@@ -121,14 +104,6 @@ def probe(
     )  # fmt: skip
     if not 0 < timeout_seconds <= 3600:
         raise ConfigError(f"--timeout-seconds {timeout_seconds}", remedy="give seconds above 0, at most 3600")
-    wires = {Link.INTRA_NODE: intra_wire, Link.INTER_NODE: inter_wire}
-    given = {link: wire for link, wire in wires.items() if wire is not None}
-    if any(not 0 < wire < float("inf") for wire in given.values()):
-        raise ConfigError("--intra-wire, --inter-wire: not above 0", remedy="give bytes per second")
-    shares = [exposed_forward, exposed_backward, exposed_sync]
-    exposed = Exposed(*(1.0 if share is None else share for share in shares)) if shares != [None] * 3 else None
-    if exposed is not None:
-        exposed.check("--exposed")
     base: Cluster | None = None
     if missing_from is not None:
         base = load_preset(missing_from) if missing_from in preset_names() else load_cluster(Path(missing_from))
@@ -140,7 +115,7 @@ def probe(
     report, costs = _run(options, step_seconds, timeout_seconds, backend, local_ranks)
     if os.environ["RANK"] != "0":
         return
-    cluster = report.cluster(name, wire_bytes_per_second=given, exposed=exposed, missing_from=base)
+    cluster = report.cluster(name, missing_from=base)
     cluster = replace(cluster, step_costs=costs)
     write_cluster(cluster, out)
     document, blocks = _document(cluster, report, out), _blocks(cluster, report, out)

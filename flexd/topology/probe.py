@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, WorldModel
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link, LinkModel, WorldModel
 from flexd.topology.fit import CollectiveTimes, fit_curve
 from flexd.topology.timing import ProbeGroups, collective_bytes, make_collective
 
@@ -109,41 +109,31 @@ class ProbeReport:
         )
         return replace(fit_curve(times), ranks=ranks, groups=groups)
 
-    def cluster(
-        self,
-        name: str = "probed",
-        *,
-        wire_bytes_per_second: dict[Link, float] | None = None,
-        exposed: Exposed | None = None,
-        missing_from: Cluster | None = None,
-    ) -> Cluster:
+    def cluster(self, name: str = "probed", *, missing_from: Cluster | None = None) -> Cluster:
         """Return the cluster for pricing plans; its ``source`` states the conditions of the measurement.
 
+        The wire is the largest bandwidth that a collective reached at its largest size, a lower bound (buffers on the
+        way can make smaller sizes look faster than the wire). Nothing is hidden until ranks report what is.
+
         Args:
-            wire_bytes_per_second: per rank and direction, where known. Default: the largest bandwidth that a collective
-                reached at its largest size, a lower bound of the wire's (buffers on the way can make smaller sizes
-                look faster than the wire).
-            exposed: shares that compute cannot hide, which a probe does not measure. Default: 1 each.
             missing_from: source of the figures of a class of links that this job does not have (one node, or one rank a
                 node). Default: the other link's figures; no plan of this layout uses them.
         """
-        given, curves, notes = wire_bytes_per_second or {}, self.curves(), []
+        curves = self.curves()
+        notes = ["wires: estimated as the most that a collective reached at its largest size"]
         links: dict[Link, LinkModel] = {}
         for link in Link:
             if (link, Collective.ALL_TO_ALL) not in curves:
                 continue
             reached = max(curves[link, c].points[-1][1] for c in Collective)
-            links[link] = LinkModel(given.get(link, reached), **{c.value: curves[link, c] for c in Collective})
-            wire = "given" if link in given else "estimated as the most that a collective reached at its largest size"
-            notes.append(f"{link} wire: {wire}")
+            links[link] = LinkModel(reached, **{c.value: curves[link, c] for c in Collective})
         for link, other in ((Link.INTRA_NODE, Link.INTER_NODE), (Link.INTER_NODE, Link.INTRA_NODE)):
             if link in links:
                 continue
             links[link] = links[other] if missing_from is None else missing_from.link(link)
             where = f"figures of {other} stand in" if missing_from is None else f"taken from {missing_from.name!r}"
             notes.append(f"{link}: not measured, the job has no such link; {where}")
-        shares = exposed or Exposed()
-        notes.append("exposed shares: " + ("1, nothing hidden (no measurement)" if exposed is None else "given"))
+        notes.append("exposed shares: 1, nothing hidden (no measurement)")
         when = datetime.fromtimestamp(self.started_unix_seconds, UTC).isoformat(timespec="seconds")
         spread = ", ".join(
             f"{link} {collective} {times.spread.max():.0%}" for (link, collective), times in self.times.items()
@@ -159,7 +149,7 @@ class ProbeReport:
                 self.layout.local_ranks,
                 replace(fit_curve(self.world), ranks=self.layout.world_size),
             )
-        return Cluster(name, source, links[Link.INTRA_NODE], links[Link.INTER_NODE], shares, world)
+        return Cluster(name, source, links[Link.INTRA_NODE], links[Link.INTER_NODE], world=world)
 
 
 def measure(groups: ProbeGroups, options: ProbeOptions | None = None) -> Cluster:

@@ -171,17 +171,13 @@ def report(links: tuple[Link, ...] = tuple(Link)) -> ProbeReport:
     return ProbeReport(times, 0.0, 1.0, "made up")
 
 
-def test_given_figures_enter_the_cluster_and_its_source() -> None:
-    cluster = report().cluster(
-        "mine", wire_bytes_per_second={Link.INTER_NODE: 25e9}, exposed=Exposed(1.0, 0.5, 0.0)
-    )  # fmt: skip
+def test_the_source_of_a_cluster_says_what_was_not_measured() -> None:
+    cluster = report().cluster("mine")
     assert cluster.name == "mine"
-    assert cluster.inter_node.wire_bytes_per_second == 25e9
     assert cluster.intra_node.wire_bytes_per_second == max(b for _, b in cluster.intra_node.all_to_all.points)
-    assert cluster.exposed == Exposed(1.0, 0.5, 0.0)
-    assert "inter_node wire: given" in cluster.source
-    assert "intra_node wire: estimated" in cluster.source
-    assert "exposed shares: given" in cluster.source
+    assert cluster.exposed == Exposed()
+    assert "wires: estimated" in cluster.source
+    assert "exposed shares: 1" in cluster.source
     assert "1970-01-01" in cluster.source
 
 
@@ -210,14 +206,12 @@ def launch(folder: Path, ranks: int, *options: str) -> list[subprocess.Popen[str
 def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
     ranks = launch(
         tmp_path, 2, "--out", "c.yaml", "--local-ranks", "1", "--max-bytes", "16384", "--budget-seconds", "0.5",
-        "--inter-wire", "25e9", "--exposed-sync", "0.5", "--missing-from", "azure-a100-200g", "-o", "json",
+        "--missing-from", "azure-a100-200g", "-o", "json",
     )  # fmt: skip
     printed = [process.communicate(timeout=90) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], printed
     cluster = load_cluster(tmp_path / "c.yaml")
-    assert cluster.inter_node.wire_bytes_per_second == 25e9
     assert cluster.intra_node == load_preset("azure-a100-200g").intra_node
-    assert cluster.exposed == Exposed(1.0, 1.0, 0.5)
     costs = cluster.step_costs
     assert costs is not None
     assert costs.row_bytes_per_second > 0
@@ -258,9 +252,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     [
         ([], "--out"),
         (["--out", "c.yaml"], "no rank of a job"),
-        (["--out", "c.yaml", "--inter-wire", "-1"], "above 0"),
         (["--out", "c.yaml", "--timeout-seconds", "0"], "--timeout-seconds"),
-        (["--out", "c.yaml", "--exposed-sync", "2"], "--exposed"),
         (["--out", "c.yaml", "--missing-from", "none.yaml"], "none.yaml"),
         (["--out", "c.yaml", "--max-bytes", "10"], "min_bytes <= max_bytes"),
     ],

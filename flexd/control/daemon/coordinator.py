@@ -194,10 +194,6 @@ class Coordinator:
         """Set the division of fast memory that ranks with rows in two memories use, by dim-group; within a tick."""
         self._epochs.frame_weights = weights
 
-    def current_migration(self) -> Migration | None:
-        """Return the migration that is running, or else the one that waits."""
-        return self._pusher.current
-
     def newest_migration(self) -> JournalledMigration | None:
         """Return the migration of the journal's newest chunk, maybe an earlier daemon's; None if not known."""
         return self._journal.newest_migration

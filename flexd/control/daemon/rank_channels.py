@@ -9,7 +9,7 @@ from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.channel_types import Closed, Opened, Received
 from flexd.control.daemon.membership import Topology
 from flexd.control.protocol.messages import DaemonNotice, Heartbeat, Hello, Message, encode
-from flexd.control.protocol.rows import Bytes, pieces_of
+from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import StaleMessageError
 
 __all__ = ["RankChannels", "RankDisconnected", "Received"]
@@ -116,9 +116,3 @@ class RankChannels:
         wait = max(HEARTBEAT_SECONDS, len(self._hello_of) / _HEARTBEATS_PER_SECOND)
         self._next_heartbeat_at = now + min(wait, self._longest_heartbeat_seconds)
         self._server.send(list(self._hello_of), self._heartbeat)
-
-
-def send_body(channels: RankChannels, peers: Sequence[int], messages: Sequence[Message], body: bytes) -> None:
-    """Send a body in pieces, each with its message. Raises ValueError: not as many messages as pieces."""
-    for message, piece in zip(messages, pieces_of(body), strict=True):
-        channels.send(peers, message, piece)

@@ -110,10 +110,6 @@ class PhaseReport:
     intra_collectives: Count = 0
     inter_collectives: Count = 0
 
-    @property
-    def communication_seconds(self) -> float:
-        return self.intra_seconds + self.inter_seconds
-
     def plus(self, other: PhaseReport, sign: int = 1) -> PhaseReport:
         """Return the sum with, or with ``sign`` -1 the difference to, a report of the same phase."""
         return PhaseReport(

@@ -98,8 +98,3 @@ def counts_of_group(group: int, counts: Counts) -> list[int]:
     """Return the counts of one dim-group by peer."""
     found: list[int] = counts[:, group].tolist()
     return found
-
-
-def split_by_peer(column: torch.Tensor, counts: Counts, group: int) -> tuple[torch.Tensor, ...]:
-    """Split a tensor of one dim-group that is ordered by peer."""
-    return column.split_with_sizes(counts_of_group(group, counts))

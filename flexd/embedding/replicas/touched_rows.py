@@ -30,9 +30,6 @@ from flexd.embedding.replicas.row_bits import (
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.entry_pool import BLOCK, Int64Array
 
-Span = tuple[int, int]
-"""First and end."""
-
 
 @dataclass(frozen=True)
 class SyncList:

@@ -15,7 +15,6 @@ from flexd.embedding.store.bucket_table import MAX_LOAD, BucketTable
 from flexd.embedding.store.entry_pool import BLOCK, EntryPool
 from flexd.embedding.store.moved_rows import MovedRows
 
-_TIERS = (Tier.NODE, Tier.DEVICE)
 _GROWTH = 8
 """A pool's part of the entries grows by an eighth."""
 

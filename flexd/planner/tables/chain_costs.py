@@ -9,7 +9,6 @@ Bytes are those of one optimizer step, with no copies of single rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -53,37 +52,25 @@ _SUMMED = (
 """How gradients of copies are summed, by link."""
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """What look-ups and updates read and write at: the analytic price of kernels.
-
-    Attributes:
-        bytes_per_second: of gathers of rows. The default, for clusters whose step costs are not measured, is an
-            assumption: half of the 1,555 GB/s in the data sheet of an A100 with 40 GB.
-    """
-
-    bytes_per_second: float = 0.8e12
+ROW_BYTES_PER_SECOND = 0.8e12
+"""At which look-ups and updates read and write rows, where step costs are not measured: an assumption, half of the
+1,555 GB/s in the data sheet of an A100 with 40 GB."""
 
 
 def chain_options(
     work: TableWork,
     layout: RankLayout,
     cluster: Cluster,
-    device: DeviceMemory | None = None,
     options: Sequence[Option] = OPTIONS,
-    micro_batches: int = 1,
 ) -> TableOptions:
     """Return the loads of the options, sent and received bytes in every phase.
 
     Args:
         cluster: bandwidths at the message sizes of rows spread over all ranks, exposed shares, and the step costs that
             were measured: what an answer takes beside bytes is the larger of those and of the latencies.
-        device: default: as the step costs say.
         options: the first is what everything is compared with.
     """
     costs = cluster.step_costs
-    if device is None:
-        device = DeviceMemory() if costs is None else DeviceMemory(costs.row_bytes_per_second)
     exchanges = len(PHASES) - 2
     axis = np.concatenate([np.repeat(np.arange(exchanges), 2), [exchanges, exchanges + 1]])
     loads = np.zeros((len(work.names), len(options), len(Part), len(axis)))
@@ -118,24 +105,21 @@ def chain_options(
     for _ in (Answer.ROWS, Answer.SUMS):
         for message, phase in enumerate((Phase.FORWARD_IDS, Phase.FORWARD_ROWS, Phase.BACKWARD_ROWS)):
             for at, link in enumerate(Link):
-                size = float(sizes[2 * (message * len(Link) + at)]) / micro_batches
+                size = float(sizes[2 * (message * len(Link) + at)])
                 curve = cluster.curve(link, Collective.ALL_TO_ALL)
                 seconds.append(curve.seconds_per_byte(max(size, 1.0)) * float(shares[phase]))
     summed = loads[:, :, Part.EVERYWHERE, 2 * _EXCHANGED : -2 : 2].max(axis=1, initial=0).sum(axis=0)
     for at, (link, phase, collective) in enumerate(_SUMMED):
         curve = cluster.curve(link, collective)
         seconds.append(curve.seconds_per_byte(max(float(summed[at]), 1.0)) * float(shares[phase]))
-    seconds += [1.0 / device.bytes_per_second] * 2
+    seconds += [1.0 / (ROW_BYTES_PER_SECOND if costs is None else costs.row_bytes_per_second)] * 2
 
     def fixed(*tiers: Tier) -> float:
-        exchange = latencies(
-            cluster, layout, Exchange.CHAIN, tiers, micro_batches=micro_batches, backward_passes=micro_batches
-        )
-        return float(exchange.sum())
+        return float(latencies(cluster, layout, Exchange.CHAIN, tiers).sum())
 
     with_sums, with_copies = fixed(), fixed(Tier.DEVICE) - fixed()
     if costs is not None:
-        with_sums = max(with_sums, costs.sums_seconds * micro_batches)
+        with_sums = max(with_sums, costs.sums_seconds)
         with_copies = max(with_copies, costs.copies_seconds)
     return TableOptions(
         work.names,

@@ -17,7 +17,7 @@ from flexd.core.layout import RankLayout
 from flexd.planner.model.prices import exposed_share
 from flexd.planner.model.row_bytes import Phase
 from flexd.planner.model.workload import ACCESSES
-from flexd.planner.tables.chain_costs import DeviceMemory
+from flexd.planner.tables.chain_costs import ROW_BYTES_PER_SECOND
 from flexd.planner.tables.chain_loads import kernel_bytes
 from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions
 from flexd.planner.tables.table_work import TableWork
@@ -64,14 +64,12 @@ def torchrec_options(
     dims: Sequence[int],
     layout: RankLayout,
     cluster: Cluster,
-    device: DeviceMemory | None = None,
     options: Sequence[Option] = OPTIONS,
 ) -> TableOptions:
     """Return the loads of TorchRec's shardings, sent and received bytes in every phase.
 
     Rows of a row-wise table are taken as evenly asked for; TorchRec cuts them in blocks by id. Latencies are left out.
     """
-    device = device or DeviceMemory()
     loads = np.stack([_loads(work, layout, option) for option in options], axis=1)
     memory = np.zeros((len(work.names), len(options), len(Part)))
     allowed = np.ones(memory.shape[:2], bool)
@@ -93,7 +91,7 @@ def torchrec_options(
         for at, link in enumerate(Link):
             size = float(exchanged[:, :, _EVERY, message, at, _SENT].max(axis=1, initial=0).sum())
             seconds.append(cluster.curve(link, collective).seconds_per_byte(max(size, 1.0)) * float(shares[phase]))
-    seconds += [1.0 / device.bytes_per_second] * 2
+    seconds += [1.0 / ROW_BYTES_PER_SECOND] * 2
     exchanges = len(PHASES) - 2
     axis = np.concatenate([np.repeat(np.arange(exchanges), 2), [exchanges, exchanges + 1]])
     return TableOptions(
