@@ -146,13 +146,3 @@ def test_what_does_not_fit_is_an_error():
         place_tables(tables, RankLayout(2, 2), 0.5 * float(tables.memory_bytes[:, 0, 0].sum()))
     with pytest.raises(PlanError, match="memory of a rank"):
         place_tables(tables, RankLayout(2, 2), 0.0)
-
-
-def test_ranks_with_less_memory_get_less():
-    layout = RankLayout(2, 2)
-    tables = options_of(4, 12, layout, tuple(o for o in OPTIONS if o.rule is HomeKind.RANK))
-    total = float(tables.memory_bytes[:, 0, 3].sum())
-    largest = float(tables.memory_bytes[:, 0, 3].max())
-    memory = np.array([0.1 * largest, largest + total, largest + total, largest + total])
-    placed = place_tables(tables, layout, memory, evaluations=1500)
-    assert (placed.memory_bytes <= memory).all()
