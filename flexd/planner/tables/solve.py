@@ -59,11 +59,6 @@ class TablePlacement:
         of_rank = self.tables.axis_seconds @ self.loads
         return float(of_rank.min() / of_rank.max()) if of_rank.max() > 0 else 1.0
 
-    def option_of_tables(self) -> Int64Array:
-        """Return int64[T]."""
-        first = np.searchsorted(self.pieces.table, np.arange(len(self.tables.names)))
-        return self.pieces.option[first]
-
     def rules(self) -> list[tuple[str, Answer]]:
         """Return (rule, answer) of each table: "all", "node:3", "rank:12", "columns:4,12", "every rank"."""
         result = []
