@@ -24,10 +24,8 @@ HEAD = f"""# The flexd chart
 
 Two shapes of one daemon for one training job.
 
-- **standalone**: a Deployment that ranks anywhere in the cluster connect to. With `highAvailability.enabled` a stand-by
-  takes over when the holder of the Kubernetes Lease is gone.
-- **sidecar**: a daemon beside each trainer pod of a JobSet or PyTorchJob. The first pod's daemon leads, the others
-  count their share of the stream for it.
+- **standalone**: a Deployment that ranks anywhere in the cluster connect to.
+- **sidecar**: a daemon beside the trainer in the first pod of a JobSet or PyTorchJob.
 
 ```bash
 kubectl create secret generic flexd-control --from-literal=secret="$(openssl rand -hex 32)"
@@ -43,7 +41,7 @@ networkPolicy:
     - podSelector: {{matchLabels: {{app: trainer}}}}
 ```
 
-Secrets are named, never contained: `control.existingSecret`, `scaleOut.existingSecret`, `env` with `valueFrom`, and
+Secrets are named, never contained: `control.existingSecret`, `env` with `valueFrom`, and
 `extraVolumes`. Values files to start from are in `ci/`. The values are checked by `values.schema.json`, the daemon's
 configuration in full by the daemon itself. A map is merged into the default one: set a key to null to be
 rid of it. Without Helm: `deploy/kubernetes/`, written from this chart.

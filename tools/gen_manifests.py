@@ -20,15 +20,15 @@ RELEASE = "ranking"
 
 MANIFESTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "standalone.yaml": (
-        "One Deployment for a training job: a leader, and a stand-by that waits for its lease.",
-        ("highAvailability.enabled=true", "networkPolicy.trainers[0].podSelector.matchLabels.app=trainer"),
+        "One Deployment for a training job.",
+        ("networkPolicy.trainers[0].podSelector.matchLabels.app=trainer",),
     ),
     "sidecar-jobset.yaml": (
-        "A daemon beside each pod of a JobSet: the first pod's leads, the others count for it (docs/scale-out.md).",
+        "A daemon in the first pod of a JobSet.",
         ("shape=sidecar", "sidecar.workload=jobset"),
     ),
     "sidecar-pytorchjob.yaml": (
-        "A daemon beside each pod of a PyTorchJob: the master's leads, the others count for it (docs/scale-out.md).",
+        "A daemon in the master's pod of a PyTorchJob.",
         ("shape=sidecar", "sidecar.workload=pytorchjob"),
     ),
 }

@@ -9,10 +9,8 @@ from generated import write_or_check
 from prometheus_client.core import Metric
 
 from flexd.api.families import MAX_LABEL_VALUES
-from flexd.api.leadership import LeadershipStatus
 from flexd.api.placement import by_metric_tier
 from flexd.api.rank import RankPage
-from flexd.api.scale_out import ScaleOutStatus
 from flexd.api.slow_memory import SlowMemoryStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
@@ -24,8 +22,6 @@ from flexd.operations.gates import GATE_NAMES
 from flexd.operations.planning import PLAN_OUTCOMES
 from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
 from flexd.operations.triggers import TriggerKind
-from flexd.scaleout.delta_sender import FAILURE_REASONS
-from flexd.scaleout.follower_registry import REASONS
 from flexd.server.access import REFUSED_REASONS
 from flexd.server.metrics import RefusalsCollector
 
@@ -60,18 +56,13 @@ KNOWN_VALUES = {
     ("flexd_migrations", "state"): tuple(sorted(state.value for state in FINAL_STATES)),
     ("flexd_throttle_waiting_seconds", "wait"): tuple(wait.value for wait in ThrottleReason),
     ("flexd_control_refused_messages", "kind"): REFUSED_KINDS,
-    ("flexd_scale_out_refused", "reason"): tuple(sorted(REASONS)),
-    ("flexd_scale_out_push_failures", "reason"): FAILURE_REASONS,
     ("flexd_api_refused_requests", "reason"): REFUSED_REASONS,
 }
 
 
 def families() -> list[Metric]:
     """Every family that a page can have, those of optional parts too."""
-    complete = Status(
-        job="", version="", stream=StreamStatus(source=""), scale_out=ScaleOutStatus(role="leader"),
-        leadership=LeadershipStatus(role="standby", identity="", lease=""), slow_memory=SlowMemoryStatus(),
-    )  # fmt: skip
+    complete = Status(job="", version="", stream=StreamStatus(source=""), slow_memory=SlowMemoryStatus())
     return [*complete.metrics(), *RankPage().metrics(), *RefusalsCollector(dict).collect()]
 
 

@@ -10,7 +10,6 @@ source tree differs from it. ``differences`` states what may change from one ver
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import inspect
 import json
@@ -26,8 +25,6 @@ from flexd.control.protocol import frames, handshake, messages, versions
 from flexd.control.protocol.report import PhaseReport, StepReport
 from flexd.control.protocol.wire_json import wire_fields
 from flexd.core import tap_counts
-from flexd.scaleout import count_delta
-from flexd.scaleout.push_answer import PushAnswer
 
 FOLDER = Path(__file__).parents[1] / "tests" / "control" / "protocol" / "wire"
 OPTIONAL = " (optional)"
@@ -48,11 +45,9 @@ def schema() -> Schema:
             "frame": [frames.HEAD.format, frames.TAG_BYTES, {kind.name: kind.value for kind in frames.FrameKind}],
         },
         "formats": {
-            name: {"writes": module.FORMAT, "reads": [module.OLDEST_FORMAT, module.NEWEST_FORMAT]}
-            for name, module in (("tap counts", tap_counts), ("count deltas", count_delta))
+            "tap counts": {"writes": tap_counts.FORMAT, "reads": [tap_counts.OLDEST_FORMAT, tap_counts.NEWEST_FORMAT]}
         },
         "messages": dict(sorted({**found, **parts}.items())),
-        "answers": {"PushAnswer": _dataclass_fields(PushAnswer)},
         "api": {"responses": _models(Model), "commands": _models(CommandRequest)},
     }
 
@@ -68,8 +63,7 @@ def differences(older: Mapping[str, Any], newer: Mapping[str, Any]) -> list[str]
             if not lowest <= written <= highest:
                 side = "older" if reader is older else "newer"
                 found.append(f"{name}: format {written} is written, the {side} version does not read it")
-    for part in ("messages", "answers"):
-        found += _of_types(older[part], newer[part])
+    found += _of_types(older["messages"], newer["messages"])
     responses = _of_types(older["api"]["responses"], newer["api"]["responses"])
     for name, fields in older["api"]["responses"].items():
         gone = fields.keys() - newer["api"]["responses"].get(name, {}).keys()
@@ -101,15 +95,6 @@ def _of_types(older: Mapping[str, Fields], newer: Mapping[str, Fields]) -> list[
 
 def _message_fields(cls: Any) -> Fields:
     return {name: _text(field.hint) + OPTIONAL * field.optional for name, field in sorted(wire_fields(cls).items())}
-
-
-def _dataclass_fields(cls: Any) -> Fields:
-    missing = dataclasses.MISSING
-    return {
-        item.name: str(item.type)
-        + OPTIONAL * (item.default is not missing or item.default_factory is not missing)
-        for item in dataclasses.fields(cls)
-    }  # fmt: skip
 
 
 def _models(base: Any) -> dict[str, Fields]:

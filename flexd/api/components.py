@@ -15,7 +15,6 @@ from flexd.api.plan import plan_report
 from flexd.api.planning import planning_status
 from flexd.api.prices import prices_status
 from flexd.api.rank import RankPage, rank_page, topology_status
-from flexd.api.scale_out import Leader, leader_status
 from flexd.api.sketch import sketch_status
 from flexd.api.slow_memory import slow_memory_status
 from flexd.api.snapshot import snapshot_status
@@ -55,7 +54,6 @@ class Components:
     Attributes:
         settings: the effective configuration; replaced by a reload.
         snapshots: of this daemon, and those that were quarantined.
-        leader: of scale-out; None for a daemon without followers.
     """
 
     settings: Config
@@ -71,7 +69,6 @@ class Components:
     plan_log: PlanLog
     snapshots: SnapshotStore
     slow_memory: SlowMemoryMonitor
-    leader: Leader | None = None
 
     def status(self, base: Status) -> Status:
         """Return ``base`` with the state of every component."""
@@ -110,7 +107,6 @@ class Components:
                 "throttle": throttle_status(self.pacing.snapshot()),
                 "snapshot": snapshot_status(ingest, self.snapshots),
                 "state": state_status(self.ingestor, self.snapshots),
-                "scale_out": None if self.leader is None else leader_status(self.leader),
             }
         )
 

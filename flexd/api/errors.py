@@ -8,7 +8,6 @@ from flexd.core.errors import (
     ConfigError,
     ControlError,
     FlexdError,
-    LeaseError,
     PlacementError,
     PlanError,
     SnapshotError,
@@ -52,7 +51,6 @@ _STATUS_OF: tuple[tuple[type[FlexdError], int], ...] = (
     (ControlError, 503),
     (StreamError, 503),
     (SnapshotError, 503),
-    (LeaseError, 503),
 )
 
 

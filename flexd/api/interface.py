@@ -26,7 +26,7 @@ class InspectApi(Protocol):
     """Details of tables, rows, ranks, traffic and configuration. Reads only.
 
     Raises (every method):
-        ApiError: this daemon does not have the data (409 on a follower, 503 on a standby).
+        ApiError: this daemon does not have the data (503 while it waits for its state or its tables).
     """
 
     def config(self) -> ConfigReport:
@@ -58,7 +58,7 @@ class PlanningApi(Protocol):
     """Proposals and the throttle of migrations.
 
     Raises (every method):
-        ApiError: this daemon plans nothing (409 on a follower, 503 on a standby).
+        ApiError: this daemon plans nothing (503 while it waits for its state or its tables).
     """
 
     def proposals(self) -> ProposalList:
@@ -114,7 +114,7 @@ class MigrationsApi(Protocol):
     """The history of migrations, and abort.
 
     Raises (every method):
-        ApiError: this daemon migrates nothing (409 on a follower, 503 on a standby).
+        ApiError: this daemon migrates nothing (503 while it waits for its state or its tables).
     """
 
     def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
@@ -157,7 +157,7 @@ class AttemptsApi(Protocol):
     """The attempts of the training job.
 
     Raises (every method):
-        ApiError: this daemon has no ranks (409 on a follower, 503 on a standby).
+        ApiError: this daemon has no ranks (503 while it waits for its state or its tables).
     """
 
     def attempts(self) -> AttemptList:

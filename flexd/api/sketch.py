@@ -131,7 +131,7 @@ def sketch_status(choices: Iterable[TableChoice], profile: Profile | None, profi
 
     Args:
         choices: how each table is counted.
-        profile: the newest; None before the first, and on a follower.
+        profile: the newest; None before the first.
     """
     tables = () if profile is None else profile.tables
     sources = {table.table: table.sources for table in tables if table.sources is not None}

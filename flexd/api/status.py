@@ -9,7 +9,6 @@ from flexd.api.base import Model
 from flexd.api.config import ConfigStatus
 from flexd.api.drift import DriftStatus
 from flexd.api.families import counter, gauge, info
-from flexd.api.leadership import LeadershipStatus
 from flexd.api.migration import MigrationCounts, MigrationReport
 from flexd.api.pause import DecisionsStatus
 from flexd.api.placement import PlacementStatus
@@ -17,7 +16,6 @@ from flexd.api.plan import PlanReport, plan_metrics
 from flexd.api.planning import PlanningStatus
 from flexd.api.prices import PricesStatus
 from flexd.api.rank import TopologyStatus
-from flexd.api.scale_out import ScaleOutStatus
 from flexd.api.sketch import SketchStatus
 from flexd.api.slow_memory import SlowMemoryStatus
 from flexd.api.snapshot import SnapshotStatus
@@ -96,14 +94,10 @@ class Status(Model):
     """Durable state."""
     state: StateStatus = StateStatus()
     """The saved state as this start found and left it."""
-    scale_out: ScaleOutStatus | None = None
-    """Leader and followers; null for a daemon that is alone."""
     config: ConfigStatus = ConfigStatus()
     """The file it runs on."""
     threads: ThreadsStatus = ThreadsStatus()
     """The daemon's threads."""
-    leadership: LeadershipStatus | None = None
-    """The lease; null for a daemon without one."""
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the whole daemon but those of single ranks."""
@@ -133,12 +127,8 @@ class Status(Model):
         yield from self.topology.metrics()
         yield from self.snapshot.metrics()
         yield from self.state.metrics()
-        if self.scale_out is not None:
-            yield from self.scale_out.metrics()
         yield from self.config.metrics()
         yield from self.threads.metrics()
-        if self.leadership is not None:
-            yield from self.leadership.metrics()
 
 
 def base_status(config: Config, started: ProcessStart, health: ProbeResult, ready: ProbeResult) -> Status:

@@ -43,6 +43,9 @@ class StreamStatus(Model):
     """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
     lag_messages: int = 0
     """Messages in the stream that are not read yet."""
+    read_share: float = 1.0
+    """Share of the stream's partitions that are read (``stream.source.share``). Messages and accesses here are those
+    read; weights of tables and rows are scaled to the whole stream."""
     messages_per_second: FiniteOrNone = None
     """Recent rate."""
     accesses_per_second: FiniteOrNone = None
@@ -115,6 +118,7 @@ class StreamStatus(Model):
             self.adjusted_accesses,
         )
         yield gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", self.lag_messages)
+        yield gauge("flexd_ingest_read_share", "Share of the stream's partitions that are read.", self.read_share)
         yield gauge("flexd_ingest_connected", "0 while the source reports a problem.", self.connected)
         yield counter("flexd_ingest_dead_letters", "Samples of rejected messages kept.", self.dead_letters)
         yield counter(

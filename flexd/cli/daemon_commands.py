@@ -128,7 +128,6 @@ def version_command(output: OutputOption = OutputFormat.TABLE) -> None:
 
 def _summary(file: Path, config: Config) -> Facts:
     rows = sum(table.rows for table in config.tables)
-    origin = "leader" if config.scale_out.role == "follower" else "ranks"
     return Facts(
         "",
         (
@@ -136,7 +135,7 @@ def _summary(file: Path, config: Config) -> Facts:
             ("job", config.job),
             (
                 "tables",
-                f"{len(config.tables)} with {units.count(rows)} rows" if config.tables else f"those of the {origin}",
+                f"{len(config.tables)} with {units.count(rows)} rows" if config.tables else "those of the ranks",
             ),
             ("source", config.stream.source.kind),
             ("api", _api(config)),

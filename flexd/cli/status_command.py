@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexd.api.leadership import LeadershipStatus
-from flexd.api.scale_out import FollowerStatus, LeaderLinkStatus, ScaleOutStatus
 from flexd.api.sketch import TableSketchStatus
 from flexd.api.state import StateStatus
 from flexd.api.status import Status
@@ -66,8 +64,6 @@ def status_blocks(status: Status) -> list[Block]:
         blocks.append(Facts("migration", migration_facts(status.migration)))
     if status.throttle.adaptive or status.throttle.bytes_per_step or status.throttle.bytes_per_second:
         blocks += throttle_blocks(status.throttle)
-    if status.scale_out is not None:
-        blocks.append(scale_out_block(status.scale_out))
     if status.sketch.tables:
         blocks.append(_tables(status))
     return blocks
@@ -84,26 +80,19 @@ def _daemon(status: Status) -> Facts:
         ("health", health),
         *(("", reason) for reason in status.reasons),
     ]
-    if status.leadership is not None:
-        facts.append(("leadership", _leadership(status.leadership)))
     if status.paused:
         by = f" (by {status.paused_by})" if status.paused_by else ""
         facts.append(("paused", f"{status.pause_reason or 'yes'}{by}"))
     return Facts("", tuple(facts), frozenset() if status.healthy and status.ready else frozenset(("health", "")))
 
 
-def _leadership(shown: LeadershipStatus) -> str:
-    leader = shown.holder or "none"
-    words = f"{shown.role} ({shown.identity})" + ("" if shown.role == "leader" else f"; {leader} leads")
-    return f"{words}, term {shown.term}" + (f"; {shown.problem}" if shown.problem else "")
-
-
 def _stream(status: Status) -> Facts:
     stream = status.stream
+    share = "" if stream.read_share == 1 else f" ({stream.read_share:.0%} of its partitions)"
     facts = [
         (
             "source",
-            f"{stream.source}, {units.count(stream.lag_messages)} messages behind, "
+            f"{stream.source}{share}, {units.count(stream.lag_messages)} messages behind, "
             f"newest access {units.when(stream.newest_event_unix_seconds)}",
         ),
         (
@@ -333,51 +322,3 @@ def _affinity(affinity: float | None, error: float | None) -> str:
     if affinity is None:
         return units.UNKNOWN
     return f"{affinity:.3f}" if error is None else f"{affinity:.3f} +- {error:.3f}"
-
-
-MAX_PARTITIONS_SHOWN = 6
-
-
-def scale_out_block(status: ScaleOutStatus) -> Block:
-    """Return the followers of a leader, or the link of a follower to its leader."""
-    if status.link is not None:
-        return Facts("scale-out", _link(status.link))
-    rows = tuple(_follower(follower) for follower in status.followers) or (("none is here", "", "", "", "", "", ""),)
-    return Table(
-        "followers", ("follower", "partitions", "behind", "last push", "deltas", "refused", "sent"), rows,
-        frozenset(("behind", "last push", "deltas", "refused", "sent")),
-    )  # fmt: skip
-
-
-def _follower(follower: FollowerStatus) -> tuple[str, ...]:
-    return (
-        follower.name,
-        _partitions(follower.partitions),
-        units.count(follower.lag_messages),
-        units.age(follower.last_push_seconds) + (" SILENT" if follower.silent else ""),
-        units.count(follower.accepted),
-        ", ".join(f"{reason} {units.count(number)}" for reason, number in follower.refused.items()) or "0",
-        units.size(follower.bytes),
-    )
-
-
-def _link(link: LeaderLinkStatus) -> tuple[tuple[str, str], ...]:
-    facts = [
-        ("leader", f"{link.leader}, answered {units.age(link.last_answer_seconds)} ago"),
-        ("reads", _partitions(link.partitions) + (" (PAUSED: the leader does not answer)" if link.paused else "")),
-        (
-            "deltas",
-            f"{units.count(link.accepted)} counted, {units.count(link.repeated)} repeated, "
-            f"{units.size(link.bytes)} sent",
-        ),
-        ("read again", f"{units.count(link.dropped_messages)} messages in {units.count(link.restarts)} restarts"),
-    ]
-    if link.problem:
-        facts.append(("problem", link.problem))
-    return tuple(facts)
-
-
-def _partitions(names: tuple[str, ...]) -> str:
-    if len(names) > MAX_PARTITIONS_SHOWN:
-        return f"{', '.join(names[:MAX_PARTITIONS_SHOWN])} and {len(names) - MAX_PARTITIONS_SHOWN} more"
-    return ", ".join(names) or "none"

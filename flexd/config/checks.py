@@ -114,8 +114,7 @@ def _topology_faults(config: Config) -> Iterator[str]:
     topology = config.topology
     if topology.preset is not None and topology.preset not in preset_names():
         yield f"topology.preset: must be one of {', '.join(preset_names())} (got {topology.preset!r})"
-    # A follower plans nothing and reads no topology.
-    if topology.file is not None and config.scale_out.role != "follower":
+    if topology.file is not None:
         try:
             load_cluster(topology.file)
         except TopologyError as error:

@@ -1,13 +1,13 @@
-"""Configuration of the daemon's connections: training ranks and other daemons."""
+"""Configuration of the channel between the daemon and the training ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from flexd.config.base import Float, Int, Name, Port, Seconds, Section, is_loopback, split_address
+from flexd.config.base import Float, Int, Port, Seconds, Section, is_loopback
 
 
 class ThrottleConfig(Section):
@@ -88,58 +88,4 @@ class ControlConfig(Section):
             raise ValueError(
                 "is reachable from other machines: set control.secret_file or control.tls, or listen on 127.0.0.1"
             )
-        return value
-
-
-class ScaleOutConfig(Section):
-    """Several daemons on one stream: followers count accesses; the leader merges the counts, plans, and serves the
-    ranks."""
-
-    role: Literal["standalone", "leader", "follower"] = "standalone"
-    """``leader`` merges the counts of followers; ``follower`` counts its partitions and plans nothing. All daemons of a
-    job have the same ``sketch`` section, and the same ``tables`` or none; those that read the stream share one consumer
-    group."""
-    secret_file: Path | None = None
-    """Shared secret of leader and followers (HMAC-SHA256). Without it they do not authenticate each other, which only
-    loopback allows."""
-    leader: Annotated[str | None, Field(validate_default=True)] = None
-    """Follower: ``host:port`` of the leader's listener."""
-    listen_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Leader: address that the followers connect to."""
-    listen_port: Port = 29_500
-    """Leader: port that the followers connect to; 0 takes any free one."""
-    read_partitions: bool = True
-    """Leader: also read partitions of the stream, as a member of the consumer group; its counters then need twice the
-    memory."""
-    name: Name | None = None
-    """Follower: its name in status and metrics, unique in the job; default: the host's name."""
-    push_interval_seconds: Seconds = 2.0
-    """Follower: time between two count deltas; the leader's counters lag by as much."""
-    max_unacknowledged_messages: Annotated[Int, Field(ge=1)] = 1_000_000
-    """Follower: messages that may be read while a count delta is unacknowledged; then reading stops until the leader
-    acknowledges it."""
-    max_unacknowledged_seconds: Seconds = 60.0
-    """Follower: reading stops when a count delta is unacknowledged for longer."""
-    settle_seconds: Seconds = 5.0
-    """Follower: deadline of a rebalance or a stop for the leader to acknowledge all counts."""
-    follower_timeout_seconds: Seconds = 30.0
-    """Leader: a follower without a count delta for longer is reported as silent."""
-
-    @field_validator("leader")
-    @classmethod
-    def _leader_of_a_follower(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if info.data.get("role") != "follower":
-            return value
-        if value is None:
-            raise ValueError("a follower needs the address of its leader, host:port")
-        host, _ = split_address(value)
-        if info.data.get("secret_file") is None and not is_loopback(host):
-            raise ValueError("is on another machine: set scale_out.secret_file")
-        return value
-
-    @field_validator("listen_host")
-    @classmethod
-    def _secret_beyond_loopback(cls, value: str, info: ValidationInfo) -> str:
-        if info.data.get("role") == "leader" and info.data.get("secret_file") is None and not is_loopback(value):
-            raise ValueError("is reachable from other machines: set scale_out.secret_file, or listen on 127.0.0.1")
         return value

@@ -6,11 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, field_validator
 
-from flexd.config.availability import HighAvailabilityConfig
 from flexd.config.base import Float, Int, Name, Seconds, Section
-from flexd.config.links import ControlConfig, ScaleOutConfig
+from flexd.config.links import ControlConfig
 from flexd.config.planner import PlannerConfig, TopologyConfig
 from flexd.config.server import ServerConfig
 from flexd.config.stream import SketchConfig, StreamConfig
@@ -95,8 +94,8 @@ class Config(Section):
     job: Name
     """Name of the training job; daemon and ranks must agree."""
     tables: list[TableConfig] = []
-    """The embedding tables, as the trainer has them. Without a list the daemon takes them from the ranks (a follower:
-    from its leader) and keeps them in its state; nothing is read from the stream before they are known."""
+    """The embedding tables, as the trainer has them. Without a list the daemon takes them from the ranks and keeps
+    them in its state; nothing is read from the stream before they are known."""
     stream: StreamConfig
     """The stream of accesses."""
     sketch: SketchConfig = SketchConfig()
@@ -109,10 +108,6 @@ class Config(Section):
     """The channel to the ranks."""
     server: ServerConfig = ServerConfig()
     """Admin API and metrics."""
-    scale_out: ScaleOutConfig = ScaleOutConfig()
-    """Several daemons on one stream."""
-    high_availability: HighAvailabilityConfig = HighAvailabilityConfig()
-    """Stand-by daemons."""
     state: StateConfig = StateConfig()
     """State on disk."""
     log: LogConfig = LogConfig()
@@ -126,24 +121,6 @@ class Config(Section):
         twice = sorted(name for name, times in Counter(table.name for table in value).items() if times > 1)
         if twice:
             raise ValueError(f"each table needs its own name; named twice: {', '.join(twice)}")
-        return value
-
-    @field_validator("scale_out")
-    @classmethod
-    def _followers_read_a_log(cls, value: ScaleOutConfig, info: ValidationInfo) -> ScaleOutConfig:
-        stream = info.data.get("stream")
-        if value.role != "standalone" and isinstance(stream, StreamConfig) and stream.source.kind == "tap":
-            raise ValueError(
-                "a source of kind tap needs scale_out.role standalone: ranks send their counts to one daemon only"
-            )
-        return value
-
-    @field_validator("high_availability")
-    @classmethod
-    def _alone_on_the_stream(cls, value: HighAvailabilityConfig, info: ValidationInfo) -> HighAvailabilityConfig:
-        scale_out = info.data.get("scale_out")
-        if value.enabled and isinstance(scale_out, ScaleOutConfig) and scale_out.role != "standalone":
-            raise ValueError("needs scale_out.role standalone: followers have the address of one leader only")
         return value
 
     def keyspace(self) -> KeySpace:

@@ -31,6 +31,11 @@ class KafkaSource(Section):
     """Topic of the accesses."""
     group_id: Annotated[str, Field(min_length=1)] = "flexd"
     """Consumer group."""
+    share: Annotated[Float, Field(gt=0, le=1)] = 1.0
+    """Share of the topic's partitions to read, for a stream that is too wide for one daemon: at least one, always the
+    same ones, and counts are scaled to the whole stream. Each partition must hold messages of every rank, as
+    ``flexd.Publisher`` writes them. Below 1 the touches of nodes are estimated and not counted, because a step's
+    messages lie in several partitions. After a change all counters start empty."""
     on_position_lost: Literal["earliest", "latest", "fail"] = "earliest"
     """Where to continue when the broker no longer has the saved position; ``fail`` stops the daemon."""
     connect_timeout_seconds: Seconds = 15.0
@@ -147,7 +152,7 @@ class SketchConfig(Section):
     the decay over this time at most."""
     conservative: bool = True
     """Use conservative updates of count-min counters, which have smaller errors. With false counters do not depend on
-    the order of arrival, so that any split of the stream over followers merges to the same counters."""
+    the order of arrival."""
     logarithmic: bool = True
     """Count tables that are too large for exact counters with 3, 4 or 8 bits a row where that fits: estimates are
     unbiased, and every row can be listed, which plans need. With false count-min is used, whose estimates are never too

@@ -1,7 +1,6 @@
 """The tables of a job in the daemon's state: ``tables-of-ranks.json``, for a configuration that lists none.
 
-A daemon that takes its tables from the ranks writes them there, so that it starts again without ranks; so does a
-follower with the tables of its leader.
+A daemon that takes its tables from the ranks writes them there, so that it starts again without ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from flexd.config.model import Config, TableConfig
 from flexd.core.durable import replace_file
 from flexd.core.errors import ConfigError, SnapshotError, StateVersionError
 from flexd.core.keyspace import TableSpec, table_from_document
-from flexd.ha.term_directories import newest_directory
 
 NAME = "tables-of-ranks.json"
 FORMAT = 1
@@ -27,7 +25,7 @@ def save_tables(directory: Path, tables: Sequence[TableSpec], attempt: str) -> N
     """Replace the file, durably.
 
     Args:
-        attempt: of the ranks that have these tables; empty for a follower, which has them from its leader.
+        attempt: of the ranks that have these tables.
 
     Raises:
         SnapshotError: it cannot be written.
@@ -74,7 +72,7 @@ def with_known_tables(config: Config) -> Config:
     """
     if config.tables or not config.state.dir.is_dir():
         return config
-    tables = load_tables(newest_directory(config.state.dir))
+    tables = load_tables(config.state.dir)
     return with_tables(config, tables) if tables else config
 
 

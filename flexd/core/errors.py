@@ -77,10 +77,6 @@ class ControlError(FlexdError):
     """The control channel failed: unreachable peer, broken epoch, deadline passed."""
 
 
-class LeaseError(FlexdError):
-    """The lease that selects the leading daemon cannot be reached, read or written."""
-
-
 class AuthenticationError(ControlError):
     """A control message is not signed with the shared secret."""
 
@@ -134,12 +130,4 @@ class ApiError(FlexdError):
 
     def __init__(self, message: str, *, status: int = 0, remedy: str = "") -> None:
         self.status = status
-        super().__init__(message, remedy=remedy)
-
-
-class ScaleOutError(FlexdError):
-    """A follower and its leader refuse to work together. ``reason`` is a bounded label for metrics."""
-
-    def __init__(self, message: str, *, reason: str, remedy: str = "") -> None:
-        self.reason = reason
         super().__init__(message, remedy=remedy)

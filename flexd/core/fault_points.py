@@ -33,7 +33,7 @@ POINTS_OF_A_JOB = POINTS[: POINTS.index("quarantine.linked")]
 
 THREAD_POINTS = (
     "thread.loop", "thread.planning", "thread.coordinator", "thread.channel", "thread.ingest", "thread.counting",
-    "thread.drift", "thread.history", "thread.lease", "thread.delta_sender", "thread.http",
+    "thread.drift", "thread.history", "thread.http",
 )  # fmt: skip
 """One in the work of every thread of the daemon, for ``raise``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 import time
@@ -94,19 +93,6 @@ Secret = KeyFile | bytes | None
 """Source of keys: a file that may change, a fixed key, or none (loopback only)."""
 
 
-def signing_key(secret: Secret) -> bytes:
-    """Return the key for new signatures; empty without a secret."""
-    return accepted_keys(secret)[0]
-
-
 def accepted_keys(secret: Secret) -> tuple[bytes, ...]:
     """Return the keys that verify signatures; one empty key without a secret."""
     return secret.keys() if isinstance(secret, KeyFile) else (secret or b"",)
-
-
-def equals_any(given: bytes, expected: list[bytes]) -> bool:
-    """Return whether ``given`` equals any of ``expected``, in a time that does not depend on which."""
-    found = False
-    for candidate in expected:
-        found |= hmac.compare_digest(given, candidate)
-    return found

@@ -8,7 +8,6 @@ from flexd.control.daemon.coordinator import ControlOptions
 from flexd.control.protocol.credentials import TlsContext, TlsFiles
 from flexd.core.errors import SnapshotError
 from flexd.core.secrets import KeyFile
-from flexd.scaleout.follower import Follower
 from flexd.sketch.types import SketchSettings
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.types import Source
@@ -18,12 +17,11 @@ from flexd.topology.files import load_cluster, load_preset
 DEFAULT_PRESET = "azure-a100-200g"
 
 
-def make_source(config: Config, work: OffsetsInWork | None = None, follower: Follower | None = None) -> Source:
+def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
     """Return the stream source. Does not contact a broker yet.
 
     Args:
         work: records what the source reads.
-        follower: receives the partitions that a consumer group assigns and revokes, and returns their positions.
 
     Raises:
         ConfigError: a client option file cannot be read.
@@ -47,10 +45,9 @@ def make_source(config: Config, work: OffsetsInWork | None = None, follower: Fol
             client_options=source.resolved_client_options(),
             max_batch_bytes=config.stream.max_batch_bytes,
             max_batch_records=config.stream.max_batch_records,
+            share=source.share,
+            job=config.job,
             work=work,
-            position_of=None if follower is None else follower.position_of,
-            on_revoked=None if follower is None else follower.on_revoked,
-            on_lost=None if follower is None else follower.on_lost,
         )
     if isinstance(source, TapSource):
         from flexd.stream.tap_source import TapSource as Tap
@@ -91,7 +88,7 @@ def make_cluster(config: Config) -> Cluster:
 
 
 def sketch_settings(config: Config) -> SketchSettings:
-    sketch = config.sketch
+    sketch, source = config.sketch, config.stream.source
     return SketchSettings(
         memory_bytes=sketch.memory_bytes,
         half_life_seconds=sketch.half_life_seconds,
@@ -101,6 +98,7 @@ def sketch_settings(config: Config) -> SketchSettings:
         late_after_seconds=sketch.late_after_seconds,
         logarithmic=sketch.logarithmic,
         coaccess_memory_bytes=sketch.coaccess_memory_bytes,
+        share=source.share if isinstance(source, KafkaSource) else 1.0,
     )
 
 

@@ -42,5 +42,3 @@ def set_up_logging(config: Config) -> None:
     # kafka-python logs every attempt to reconnect to a broker that is down; the source reports that once.
     logging.getLogger("kafka").setLevel(logging.ERROR)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    # httpx logs one line for every renewal of a Kubernetes lease.
-    logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Run a daemon as a process: choose its role, handle its signals, return its exit code."""
+"""Run a daemon as a process: handle its signals, return its exit code."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
 
 if TYPE_CHECKING:
-    from flexd.daemon.follower_service import FollowerDaemon
-    from flexd.daemon.high_availability import HighAvailabilityDaemon
     from flexd.daemon.state_waiting import WaitingDaemon
     from flexd.daemon.tables_from_ranks import TablesFromRanks
 
@@ -45,18 +43,8 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     return 0 if in_time else 1
 
 
-def _daemon_of(
-    config: Config, file: ConfigFile
-) -> Daemon | HighAvailabilityDaemon | FollowerDaemon | WaitingDaemon | TablesFromRanks:
-    # Each role imports only what it needs, so that a start takes less than two seconds.
-    if config.scale_out.role == "follower":
-        from flexd.daemon.follower_service import FollowerDaemon
-
-        return FollowerDaemon(config, file)
-    if config.high_availability.enabled:
-        from flexd.daemon.high_availability import HighAvailabilityDaemon
-
-        return HighAvailabilityDaemon(config, file)
+def _daemon_of(config: Config, file: ConfigFile) -> Daemon | WaitingDaemon | TablesFromRanks:
+    # What is imported depends on the configuration, so that a start takes less than two seconds.
     make: Callable[..., Daemon | TablesFromRanks] = Daemon
     if not config.tables:
         from flexd.daemon.tables_from_ranks import TablesFromRanks

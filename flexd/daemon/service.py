@@ -36,11 +36,9 @@ from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.scale_out import LeaderUnit
 from flexd.daemon.shutdown_budget import Share, ShutdownBudget
 from flexd.daemon.state_files import check_files
 from flexd.daemon.state_owner import open_state
-from flexd.ha.leadership import FencedSnapshotStore, Leadership, without_lease
 from flexd.ingest import Ingestor
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.operations.affinity import AffinityMonitor
@@ -60,6 +58,7 @@ from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
+from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.offsets_in_work import OffsetsInWork
 from flexd.stream.tap_source import TapSource
 
@@ -79,10 +78,10 @@ class Daemon:
     Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
 
     Args:
-        leadership: leadership of one term. The owner then serves the API and calls ``tick`` and ``stop``.
         file: the file that the configuration was read from, for reloads.
         supervisor: of the process; records the faults of every thread.
-        takes_tables: the tables of ``config`` are those of ranks, see ``flexd.daemon.tables_from_ranks``.
+        takes_tables: the tables of ``config`` are those of ranks. The owner, ``flexd.daemon.tables_from_ranks``, then
+            serves the API and calls ``tick`` and ``stop``.
 
     Raises:
         FlexdError: a part cannot be created from the configuration; nothing is left running.
@@ -91,7 +90,6 @@ class Daemon:
     def __init__(
         self,
         config: Config,
-        leadership: Leadership | None = None,
         file: ConfigFile | None = None,
         supervisor: Supervisor | None = None,
         *,
@@ -104,30 +102,28 @@ class Daemon:
         self.supervisor = supervisor = supervisor or Supervisor()
         self._loop_watch, self._planning_watch = supervisor.watch("loop"), supervisor.watch("loop", "planning")
         factory.make_state_directory(config)
-        self._leadership = leadership or without_lease(config)
-        self._state_lock = open_state(self._leadership.state_dir, config.job)
+        self._state_lock = open_state(config.state.dir, config.job)
         try:
-            self._make_parts(config, supervisor, serves=leadership is None)
+            self._make_parts(config, supervisor)
         except BaseException:
             # Not left to the garbage collector, which is paused: a daemon that waits would lock itself out.
             self._state_lock.release()
             raise
 
-    def _make_parts(self, config: Config, supervisor: Supervisor, *, serves: bool) -> None:
+    def _make_parts(self, config: Config, supervisor: Supervisor) -> None:
         keyspace = config.keyspace()
-        state, holds = self._leadership.state_dir, self._leadership.holds
+        state = config.state.dir
         start_empty = config.state.on_unusable == "reset"
         check_files(state, start_empty=start_empty)
         cluster = factory.make_cluster(config)
-        control = replace(factory.control_options(config), term=self._leadership.term, takes_tables=self._takes_tables)
+        control = replace(factory.control_options(config), takes_tables=self._takes_tables)
         letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._slow_memory = SlowMemoryMonitor(len(keyspace.tables))
         self._journal = PlacementJournal(state / "placement")
-        self._leader = LeaderUnit(config, supervisor) if config.scale_out.role == "leader" else None
-        work = OffsetsInWork(state if self._leader is None else None)
-        source = factory.make_source(config, work) if self._leader is None else self._leader.ledger
-        self._snapshots = FencedSnapshotStore(state / "snapshots", config.state.keep_snapshots, holds)
+        work = OffsetsInWork(state)
+        source = factory.make_source(config, work)
+        self._snapshots = SnapshotStore(state / "snapshots", config.state.keep_snapshots)
         self._ingestor = Ingestor(
             source,
             keyspace.tables,
@@ -144,8 +140,6 @@ class Daemon:
             work=work,
             start_empty=start_empty,
         )
-        if self._leader is not None:
-            self._leader.attach(self._ingestor)
         tap = source if isinstance(source, TapSource) else None
         throttle = Throttle(
             ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
@@ -156,7 +150,7 @@ class Daemon:
         self._effects = EffectRecorder(self._training.step_times, self._history.record_effect)
         self._coordinator = Coordinator(
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
-            on_migration=self._record_migration, may_act=holds, supervisor=supervisor,
+            on_migration=self._record_migration, supervisor=supervisor,
         )  # fmt: skip
         self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
         decisions = DecisionFile(state / "decisions.json")
@@ -184,9 +178,9 @@ class Daemon:
         )
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._history, plan_log, self._snapshots, self._slow_memory, self._leader,
+            self._auto, self._pacing, self._history, plan_log, self._snapshots, self._slow_memory,
         )  # fmt: skip
-        self._server = None if not serves else DaemonServer(self, Metrics(self), config.server, supervisor)
+        self._server = None if self._takes_tables else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()
         self._stop_requested, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
@@ -211,8 +205,6 @@ class Daemon:
             # takes longest to load.
             self._coordinator.listen()
             self._ingestor.start()
-            if self._leader is not None:
-                self._leader.start()
             self._drift.start()
             if self._server is not None:
                 self._server.start()
@@ -228,7 +220,7 @@ class Daemon:
 
     @property
     def address(self) -> str:
-        """The address of the admin API; empty if the owner of the leadership serves it."""
+        """The address of the admin API; empty if the daemon's owner serves it."""
         return "" if self._server is None else self._server.address
 
     @property
@@ -291,8 +283,6 @@ class Daemon:
         self._planning_watch.rest()
         budget, after = ShutdownBudget(seconds), Share.INGEST + Share.DRIFT + Share.HISTORY + Share.SERVER
         budget.stop_part("control channel", self._coordinator.stop, reserve=after)
-        if self._leader is not None:
-            budget.stop_part("scale-out", self._leader.stop, reserve=after - Share.LEADER)
         budget.stop_part("ingest", self._ingestor.stop, reserve=after - Share.INGEST)
         budget.stop_part("drift", self._drift.stop, reserve=Share.HISTORY + Share.SERVER)
         self._effects.store()

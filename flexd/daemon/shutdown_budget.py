@@ -17,7 +17,6 @@ class Share:
     later parts."""
 
     INGEST = 0.5
-    LEADER = 0.25
     DRIFT = 0.05
     HISTORY = 0.05
     SERVER = 0.1

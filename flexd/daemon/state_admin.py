@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from flexd.config.model import Config
 from flexd.core.durable import sync_directory
@@ -20,7 +19,6 @@ from flexd.daemon import factory
 from flexd.daemon.state_files import IMPORTING, check_import_ended, newer_files, quarantine_state_file
 from flexd.daemon.state_lock import StateLock
 from flexd.daemon.state_owner import check_owner
-from flexd.ha.term_directories import highest_term
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
 from flexd.sketch import snapshot
 from flexd.sketch.quarantine import QuarantinedSnapshot
@@ -28,8 +26,6 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.offsets_in_work import RECORD_NAME, PoisonOffset, read_record
 
-_Result = TypeVar("_Result")
-_ATTEMPTS = 5
 LOCK_WAIT_SECONDS = 3.0
 """A daemon that waits for its state (``state.on_unusable: wait``) has the lock for a moment whenever files change."""
 
@@ -76,16 +72,15 @@ class StateReport:
 
 
 def directory_of(config: Config) -> Path:
-    """Return the directory that holds the state now: of the newest term, or ``state.dir``.
+    """Return ``state.dir``.
 
     Raises:
-        SnapshotError: it does not exist or cannot be listed.
+        SnapshotError: it does not exist.
     """
     directory = config.state.dir
     if not directory.is_dir():
         raise SnapshotError(f"state.dir: {directory} does not exist", remedy="give the configuration of the daemon")
-    term = highest_term(directory)
-    return directory / f"term-{term:010d}" if term else directory
+    return directory
 
 
 def report(config: Config) -> StateReport:
@@ -131,7 +126,10 @@ def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
         UnusableStateError: it has the state of another job.
         SnapshotError: something cannot be moved or written, or there are no positions to keep.
     """
-    return _on_newest(config, lambda directory: _reset(config, directory, keep_positions))
+    directory = directory_of(config)
+    with locked(directory):
+        check_owner(directory, config.job)
+        return directory, _reset(config, directory, keep_positions)
 
 
 def restore(config: Config, name: str) -> Path:
@@ -144,7 +142,10 @@ def restore(config: Config, name: str) -> Path:
         StateLockedError: a daemon uses the directory.
         SnapshotError: there is none of that name, or it is damaged or of a newer format.
     """
-    return _on_newest(config, lambda directory: _restore(config, directory, name))[1]
+    directory = directory_of(config)
+    with locked(directory):
+        check_owner(directory, config.job)
+        return _restore(config, directory, name)
 
 
 def discard(config: Config, names: list[str]) -> list[str]:
@@ -171,18 +172,6 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _on_newest(config: Config, change: Callable[[Path], _Result]) -> tuple[Path, _Result]:
-    """Change the newest directory; again if a new term copied it meanwhile."""
-    for _ in range(_ATTEMPTS):
-        directory = directory_of(config)
-        with locked(directory):
-            check_owner(directory, config.job)
-            result = change(directory)
-        if directory_of(config) == directory:
-            return directory, result
-    raise SnapshotError(f"state.dir: {config.state.dir} has new terms all the time", remedy="stop its daemons first")
 
 
 def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:

@@ -33,7 +33,6 @@ from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
 from flexd.daemon.state_admin import directory_of, locked
 from flexd.daemon.state_files import FILES, IMPORTING, newer_files, quarantine_state_file
-from flexd.ha.term_directories import highest_term
 from flexd.ingest.restore import preview
 from flexd.sketch import snapshot
 from flexd.sketch.snapshot import SnapshotStore
@@ -100,11 +99,6 @@ def import_state(config: Config, archive: Path, *, replace: bool) -> Manifest:
     """
     factory.make_state_directory(config)
     directory = config.state.dir
-    if highest_term(directory):
-        raise SnapshotError(
-            f"state.dir: {directory} has the state of daemons with a lease",
-            remedy="stop them, and import into an empty directory: the first term begins from it",
-        )
     with locked(directory):
         unfinished = (directory / IMPORTING).exists()
         present = _present(directory)

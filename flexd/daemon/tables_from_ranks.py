@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import replace
 
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
@@ -35,27 +34,23 @@ from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.active_daemon import ActiveDaemon, InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.scale_out import listener_without_tables
 from flexd.daemon.service import TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.state_files import check_files
 from flexd.daemon.state_lock import StateLock
 from flexd.daemon.state_owner import check_owner, open_state
-from flexd.ha.leadership import Leadership, without_lease
-from flexd.server.http import DaemonServer, HttpListener
+from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 
 logger = logging.getLogger("flexd")
 
 _SHARE_SERVER = 0.05
-_LISTENER_STOP_SECONDS = 2.0
 
 
 class TablesFromRanks(ActiveDaemon):
     """Implements ``DaemonApi``: forwards to a ``Daemon``, or says what it waits for.
 
-    Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere. With a leadership its owner serves the
-    API and calls ``tick`` and ``stop``, as for ``Daemon``.
+    Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
 
     Raises:
         FlexdError: as ``Daemon``, if tables are in the state.
@@ -64,7 +59,6 @@ class TablesFromRanks(ActiveDaemon):
     def __init__(
         self,
         config: Config,
-        leadership: Leadership | None = None,
         file: ConfigFile | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
@@ -74,12 +68,11 @@ class TablesFromRanks(ActiveDaemon):
         self.supervisor = supervisor = supervisor or Supervisor()
         self._loop_watch = supervisor.watch("loop")
         factory.make_state_directory(config)
-        self._leadership = leadership or without_lease(config)
-        state = self._leadership.state_dir
+        state = config.state.dir
         check_owner(state, config.job)
         check_files(state, start_empty=config.state.on_unusable == "reset")
         self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
-        self._server = DaemonServer(self, Metrics(self), config.server, supervisor) if leadership is None else None
+        self._server = DaemonServer(self, Metrics(self), config.server, supervisor)
         self._daemon: Daemon | None = None
         self._learning: _Learning | None = None
         self._problem = ""
@@ -93,14 +86,13 @@ class TablesFromRanks(ActiveDaemon):
 
     @property
     def address(self) -> str:
-        """The address of the admin API; empty if the owner of the leadership serves it."""
-        return "" if self._server is None else self._server.address
+        """The address of the admin API."""
+        return self._server.address
 
     def start(self) -> None:
         """Start to serve; if a part fails, stop those that were started. Raises FlexdError as ``Daemon.start``."""
         try:
-            if self._server is not None:
-                self._server.start()
+            self._server.start()
             if self._daemon is not None:
                 self._daemon.start()
             else:
@@ -139,7 +131,7 @@ class TablesFromRanks(ActiveDaemon):
             proposed = daemon.proposed_tables()
         else:
             return
-        if proposed is not None and self._leadership.holds():
+        if proposed is not None:
             self._loop_watch.attempt(lambda: self._take_over(proposed))
 
     def stop(self, seconds: float) -> bool:
@@ -149,14 +141,12 @@ class TablesFromRanks(ActiveDaemon):
             self._learning.stop()
         if self._daemon is not None:
             budget.stop_part("daemon", self._daemon.stop, reserve=_SHARE_SERVER)
-        if self._server is not None:
-            budget.stop_part("API", self._server.stop)
+        budget.stop_part("API", self._server.stop)
         return budget.in_time
 
     def _learn(self, problem: str = "") -> None:
         self._learning = self._learning or _Learning(self)
-        options = replace(factory.control_options(self._config), term=self._leadership.term)
-        self._learning.start(options, problem)
+        self._learning.start(factory.control_options(self._config), problem)
         logger.info("flexd waits for the tables of the ranks, which the configuration does not list")
 
     def _take_over(self, proposed: ProposedTables) -> None:
@@ -180,7 +170,7 @@ class TablesFromRanks(ActiveDaemon):
         if daemon is not None:
             daemon.stop(self._config.shutdown_seconds)
         try:
-            save_tables(self._leadership.state_dir, proposed.tables, proposed.attempt)
+            save_tables(self._config.state.dir, proposed.tables, proposed.attempt)
             self._file.tables_of_ranks = proposed.tables
             self._use(config).start()
         except FlexdError as error:
@@ -192,7 +182,7 @@ class TablesFromRanks(ActiveDaemon):
     def _use(self, config: Config) -> Daemon:
         check_config(config, "the configuration, with the tables of the ranks")
         self._file.config = config
-        self._daemon = daemon = Daemon(config, self._leadership, self._file, self.supervisor, takes_tables=True)
+        self._daemon = daemon = Daemon(config, self._file, self.supervisor, takes_tables=True)
         return daemon
 
     def active(self) -> DaemonApi:
@@ -247,18 +237,13 @@ class _Learning(InactiveDaemon):
         self._owner = owner
         self.learner: TableLearner | None = None
         self._lock: StateLock | None = None
-        self._listener: HttpListener | None = None
-        """Of a leader of several daemons: it refuses counts, with what is missing."""
 
     def start(self, options: ControlOptions, problem: str) -> None:
-        self._lock = open_state(self._owner._leadership.state_dir, self._owner._config.job)
+        self._lock = open_state(self._owner._config.state.dir, self._owner._config.job)
         try:
             self.learner = TableLearner(options, self._owner.supervisor)
             self.learner.problem = problem
             self.learner.start()
-            if self._owner._config.scale_out.role == "leader":
-                self._listener = listener_without_tables(self._owner._config, self._owner.supervisor, self._reason)
-                self._listener.start()
         except BaseException:
             self.stop()
             raise
@@ -267,9 +252,6 @@ class _Learning(InactiveDaemon):
         learner, self.learner = self.learner, None
         if learner is not None:
             learner.stop()
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.stop(_LISTENER_STOP_SECONDS)
         if self._lock is not None:
             self._lock.release()
             self._lock = None

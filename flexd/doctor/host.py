@@ -86,7 +86,6 @@ def secrets(config: Config) -> Iterator[Finding]:
     """Check that the secret files are readable, and private."""
     files = {
         "control.secret_file": config.control.secret_file,
-        "scale_out.secret_file": config.scale_out.secret_file,
     }
     given = {key: path for key, path in files.items() if path is not None}
     if not given:

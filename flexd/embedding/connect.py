@@ -142,8 +142,8 @@ def connect(
     """Start the agent of this rank. Returns at once, also while no daemon can be reached.
 
     Args:
-        address: "host:port" of the daemon's control channel, or several separated by commas if several daemons can lead
-            (each name is resolved again at every reconnect); default from ``FLEXD_CONTROL``.
+        address: "host:port" of the daemon's control channel, resolved again at every reconnect; default from
+            ``FLEXD_CONTROL``.
         job: name of the job in the daemon's configuration.
         attempt: name of this launch of the job, equal on all ranks and different for every launch; by default
             torchrun's run id and restart count, if there are any, and a random number from rank 0 (collective).

@@ -19,7 +19,7 @@ class ArrivalClock:
     lets nobody date accesses further ahead. Within a partition it never goes back: after a change to a broker that is
     behind, accesses that are dated right are not taken for future ones.
 
-    Belongs to the ingest thread, except ``follow``.
+    Belongs to the ingest thread.
 
     Args:
         clock: Unix seconds.
@@ -27,16 +27,11 @@ class ArrivalClock:
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._ahead_seconds = 0.0
         self._newest: dict[str, float] = {}
-
-    def follow(self, unix_seconds: float) -> None:
-        """Use the clock of another daemon, which shows ``unix_seconds`` now, instead of this machine's."""
-        self._ahead_seconds = unix_seconds - self._clock()
 
     def now(self) -> float:
         """Return the time, Unix seconds."""
-        return self._clock() + self._ahead_seconds
+        return self._clock()
 
     def arrival(self, message: Message) -> float:
         """Return when a message arrived, Unix seconds."""

@@ -1,17 +1,15 @@
-"""A sketch set that one thread writes and any thread may read, merge into or drain."""
+"""A sketch set that one thread writes and any thread may read."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.coaccess import CoAccess
@@ -23,9 +21,9 @@ class GuardedSketches:
     """A ``SketchSet`` behind a lock.
 
     Attributes:
-        sketches: the current set; replaced by ``drain``. Hold ``lock`` to change or read it.
+        sketches: the set. Hold ``lock`` to change or read it.
         lock: held by the writer for one message at a time, and by readers.
-        damage: what interrupted a message or a merge, so that the counters hold an unknown part of it and must not be
+        damage: what interrupted a message, so that the counters hold an unknown part of it and must not be
             saved; None while they can be trusted.
     """
 
@@ -97,46 +95,11 @@ class GuardedSketches:
         with self.lock:
             self.sketches.set_backlog(backlog)
 
-    def clock(self) -> dict[str, Any]:
-        """Return ``SketchSet.clock``."""
-        with self.lock:
-            return self.sketches.clock()
-
-    def merge(self, sketches: SketchSet, commit: Callable[[], None]) -> None:
-        """Add the counters of another daemon, then call ``commit`` before any other change can be seen.
-
-        Raises:
-            SketchError: the sketches are of other tables or settings; nothing is added and ``commit`` is not called.
-        """
-        with self.lock:
-            try:
-                self.sketches.merge(sketches)
-                commit()
-            except SketchError:
-                raise
-            except BaseException as error:
-                self.damage = error
-                raise
-
-    def drain(self, clock: Mapping[str, Any] | None) -> SketchSet:
-        """Return all counters and replace them by empty ones. No message may be in the middle of being counted.
-
-        Args:
-            clock: of another set (``SketchSet.clock``); the empty counters start from the later of both clocks.
-
-        Raises:
-            SketchError: the clock is malformed; nothing has changed.
-        """
-        with self.lock:
-            drained = self.sketches
-            self.sketches = drained.empty_copy(secrets.randbits(62), clock)
-            return drained
-
     @contextlib.contextmanager
     def frozen(self) -> Iterator[tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]]:
         """Hold the lock and yield a copy of the state (description, arrays).
 
-        No message may be in the middle of being counted. Readers and ``merge`` wait until the context ends.
+        No message may be in the middle of being counted. Readers wait until the context ends.
         """
         with self.lock:
             yield self.sketches.state()

@@ -23,7 +23,6 @@ from flexd.ingest.backoff import Backoff
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.message_counter import Decode, MessageCounter, decode_message
-from flexd.ingest.message_counts import MessageCounts
 from flexd.ingest.rate import RateMeter, Totals
 from flexd.ingest.restore import restore
 from flexd.ingest.snapshot_cycle import SnapshotCycle
@@ -32,7 +31,6 @@ from flexd.sketch.budget import TableChoice
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.offsets_in_work import OffsetsInWork
@@ -63,7 +61,7 @@ class Ingestor:
     Args:
         source: owned by the ingestor; closed by the thread when it stops.
         tables, settings: of the sketches.
-        snapshots: where state is saved; None saves nothing (the owner calls ``drain``).
+        snapshots: where state is saved; None saves nothing.
         dead_letters: None keeps none.
         snapshot_interval_seconds, poll_seconds: as in the configuration.
         max_message_bytes: larger messages are rejected undecoded.
@@ -74,7 +72,6 @@ class Ingestor:
         clock: Unix seconds; accesses dated later than this, beyond the allowance, are counted at their arrival.
         save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
         supervisor: of the process; records the faults of the thread.
-        thread: name of the thread.
         start_empty: quarantine saved state that cannot be used and start without it.
 
     Raises:
@@ -99,7 +96,6 @@ class Ingestor:
         clock: Callable[[], float] = time.time,
         save_in_background: bool = True,
         supervisor: Supervisor | None = None,
-        thread: str = "flexd-ingest",
         start_empty: bool = False,
     ) -> None:
         self._source = source
@@ -112,13 +108,9 @@ class Ingestor:
         self._poll_seconds = poll_seconds
         self._stop = threading.Event()
         supervisor = supervisor or Supervisor()
-        self._watch = supervisor.watch(thread)
-        self._thread = supervisor.thread(thread, self._loop, self._stop, self._finish)
+        self._watch = supervisor.watch("flexd-ingest")
+        self._thread = supervisor.thread("flexd-ingest", self._loop, self._stop, self._finish)
 
-        self._merged_counts = MessageCounts()
-        """Of the messages that other daemons counted and ``merge`` added."""
-        self._drained_counts = MessageCounts()
-        """Of the messages counted until the last ``drain``."""
         self._snapshot_failures = self._source_failures = 0
         self._problems: dict[str, str] = {}
         """Current problem of each step of the loop that has one."""
@@ -180,7 +172,8 @@ class Ingestor:
             self._generation += 1
             generation = self._generation
         lag = self._stats.lag_messages
-        return self._sketches.profile(accesses_per_step, generation, lag, layout, self._idle_seconds())
+        found = self._sketches.profile(accesses_per_step, generation, lag, layout, self._idle_seconds())
+        return dataclasses.replace(found, tables=tuple(map(self._scaled, found.tables)))
 
     def table_profile(self, table: str, layout: RankLayout | None = None) -> TableProfile:
         """Return the present profile of one table (any thread), without numbering it.
@@ -188,7 +181,7 @@ class Ingestor:
         Raises:
             SketchError: unknown table.
         """
-        return self._sketches.table_profile(table, layout, self._idle_seconds())
+        return self._scaled(self._sketches.table_profile(table, layout, self._idle_seconds()))
 
     def coaccess(self) -> CoAccess | None:
         """Return the sampled rows that occur together (any thread); None if none are sampled.
@@ -201,60 +194,13 @@ class Ingestor:
         """Return the accesses counted of each table, undecayed, in the configured order (any thread)."""
         return self._sketches.samples_by_table()
 
-    def merge(self, sketches: SketchSet, counts: MessageCounts, commit: Callable[[], None]) -> None:
-        """Add what another daemon has counted (any thread).
-
-        Args:
-            counts: of the messages behind ``sketches``.
-            commit: called after the merge and under the same lock, so that no snapshot falls between the two: moves
-                the positions. Must not raise.
-
-        Raises:
-            SketchError: sketches of other tables or settings. Nothing is added then, and ``commit`` is not called. Any
-                other error (out of memory) may have added a part of them: this ingest then saves nothing more and ends
-                the daemon, which continues from its last snapshot when it is started again.
-        """
-
-        def commit_counts() -> None:
-            self._merged_counts += counts
-            commit()
-
-        self._sketches.merge(sketches, commit_counts)
-        self._counted_at = time.monotonic()
-
-    def drain(self, clock: Mapping[str, Any] | None = None) -> tuple[SketchSet, MessageCounts]:
-        """Return what was counted since the last call and continue with empty counters.
-
-        Call it between two polls, in the thread that polls or while that thread waits.
-
-        Args:
-            clock: of another daemon's sketches (``SketchSet.clock``), merged into the clock.
-
-        Raises:
-            SketchError: the clock is malformed; nothing has changed.
-        """
-        counts = self._counter.counts()
-        drained = self._sketches.drain(clock)
-        since, self._drained_counts = counts - self._drained_counts, counts
-        return drained, since
-
-    def clock(self) -> dict[str, Any]:
-        """Return ``SketchSet.clock`` and the time of this daemon, for ``drain`` of another (any thread)."""
-        return {**self._sketches.clock(), "now": self._arrivals.now()}
-
-    def follow_clock(self, clock: Mapping[str, Any]) -> None:
-        """Date arrivals by the time of the daemon that returned this ``clock`` just now (any thread)."""
-        now = clock.get("now")
-        if isinstance(now, int | float) and math.isfinite(now):
-            self._arrivals.follow(now)
-
     def choices(self) -> tuple[TableChoice, ...]:
         """Return how each table is counted."""
         return self._sketches.choices()
 
     def query(self, table: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the decayed accesses of int64[n] rows as float64[n], like ``SketchSet.query``."""
-        return self._sketches.query(table, rows, self._idle_seconds())
+        """Return the decayed accesses of int64[n] rows as float64[n], like ``SketchSet.query``, of the whole stream."""
+        return self._sketches.query(table, rows, self._idle_seconds()) / self._source.read_share
 
     def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return ``SketchSet.sequence_length_quantiles``."""
@@ -274,7 +220,7 @@ class Ingestor:
         """Run what the thread runs; returns after ``stop``.
 
         Raises:
-            UnsafeStateError: the counters hold an unknown part of a message or merge. Nothing is saved then.
+            UnsafeStateError: the counters hold an unknown part of a message. Nothing is saved then.
         """
         self._loop()
         self._finish()
@@ -302,7 +248,7 @@ class Ingestor:
             self._watch.progress()
             if self._sketches.damage is not None:
                 raise UnsafeStateError(
-                    f"the counters may hold a part of a message or merge: {self._sketches.damage!r}",
+                    f"the counters may hold a part of a message: {self._sketches.damage!r}",
                     remedy="start the daemon again; it continues from its newest snapshot",
                 ) from self._sketches.damage
 
@@ -371,6 +317,10 @@ class Ingestor:
             self._source.restore(self._unrestored_positions)
             self._unrestored_positions = None
 
+    def _scaled(self, table: TableProfile) -> TableProfile:
+        """Return a table's profile with the weight of the whole stream, of which a share is read."""
+        return dataclasses.replace(table, weight=table.weight / self._source.read_share)
+
     def _idle_seconds(self) -> float:
         silent = time.monotonic() - self._counted_at
         reading = self._thread.started and self._unrestored_positions is None
@@ -378,7 +328,7 @@ class Ingestor:
         return silent if caught_up and silent >= IDLE_AFTER_SECONDS else 0.0
 
     def _read_stats(self) -> IngestStats:
-        total = self._counter.counts() + self._merged_counts
+        total = self._counter.counts()
         counts = total.accesses
         self._rates.update(time.monotonic(), Totals(total.messages, counts.accepted))
         letters, losses = self._dead_letters, self._source.losses()
@@ -393,6 +343,7 @@ class Ingestor:
             messages_per_second=self._rates.messages_per_second,
             accesses_per_second=self._rates.accesses_per_second,
             lag_messages=self._lag,
+            read_share=self._source.read_share,
             messages_lost=losses.messages(),
             positions_lost=losses.positions(),
             lost_ranges=losses.ranges(),

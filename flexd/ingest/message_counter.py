@@ -124,7 +124,7 @@ class MessageCounter:
                         (_ingest(sketches, batch, arrival, message.partition) for batch in batches), AccessCounts()
                     )
                 except Exception as error:
-                    # Before the lock is released: nobody may drain or save these counters.
+                    # Before the lock is released: nobody may save these counters.
                     refused = self._sketches.damage = error
         if refused is not None:
             self._reject("internal_error", repr(refused), message)

@@ -16,7 +16,7 @@ from typing import Any
 
 from flexd.core.errors import SketchError, SnapshotError, StateVersionError, UnusableStateError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import table_migration
+from flexd.sketch import saved_state, table_migration
 from flexd.sketch.quarantine import Reason
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
@@ -209,11 +209,12 @@ def preview(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: Ske
 def _outcomes(
     path: Path, meta: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings
 ) -> tuple[SnapshotMeta, tuple[TableOutcome, ...]]:
-    """Raises UnusableStateError if no counts at all could be continued."""
+    """Raises UnusableStateError if no counts at all could be continued, and not because another share is read now."""
     saved = SnapshotMeta.of(meta)
     outcomes = table_migration.outcomes_of(saved.sketches, tables, settings)
     counted = sum(outcome.accesses for outcome in outcomes)
-    if counted and counted == sum(outcome.lost for outcome in outcomes):
+    same_share = saved_state.settings_of(saved.sketches.get("settings", {})).share == settings.share
+    if same_share and counted and counted == sum(outcome.lost for outcome in outcomes):
         reasons = dict.fromkeys(f"{outcome.table}: {outcome.detail}" for outcome in outcomes if outcome.lost)
         raise UnusableStateError(
             f"{path.name}: no table's counts can be continued ({'; '.join(reasons)[:500]})", remedy=UNUSABLE_REMEDY

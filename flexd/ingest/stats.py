@@ -30,6 +30,7 @@ class IngestStats:
             own time; ``late``: at their own time).
         messages_per_second, accesses_per_second: over the last seconds.
         lag_messages: messages in the stream not read yet, as far as the source knows.
+        read_share: share of the stream that is read; counters of messages and accesses are of what is read.
         messages_lost: messages known to have existed that the source could not deliver, by reason of ``LOSS_REASONS``.
         positions_lost: positions that the log no longer had, by reason of ``POSITION_REASONS``.
         lost_ranges: the newest ranges of lost messages, oldest first.
@@ -59,6 +60,7 @@ class IngestStats:
     messages_per_second: float = 0.0
     accesses_per_second: float = 0.0
     lag_messages: int = 0
+    read_share: float = 1.0
     messages_lost: Mapping[str, int] = field(default_factory=dict)
     positions_lost: Mapping[str, int] = field(default_factory=dict)
     lost_ranges: tuple[LostRange, ...] = ()

@@ -74,7 +74,7 @@ def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...
             "lag", "planner.max_lag_messages", profile.lag_messages, settings.max_lag_messages, True,
             f"{profile.lag_messages} messages of the stream are not read yet, planner.max_lag_messages is "
             f"{settings.max_lag_messages}",
-            "wait until the daemon has caught up, add followers, or raise planner.max_lag_messages",
+            "wait until the daemon has caught up, lower stream.source.share, or raise planner.max_lag_messages",
         ),
         Gate(
             "sketch_error", "planner.max_sketch_error", error, settings.max_sketch_error, True,

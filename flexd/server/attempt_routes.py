@@ -15,7 +15,7 @@ _NO_SUCH: dict[int | str, dict[str, object]] = {**VERB_ERRORS, 404: refusal("No 
 
 
 def add_attempts(app: FastAPI, attempts: Callable[[], AttemptsApi]) -> None:
-    """Add the routes. ``attempts`` is called at every request, because the leader may change."""
+    """Add the routes. ``attempts`` is called at every request, because a daemon with other tables may replace it."""
 
     @app.get("/v1/attempts", response_model=AttemptList, responses=VERB_ERRORS)
     def listed() -> Response:

@@ -22,7 +22,7 @@ def add_inspection(app: FastAPI, inspect: Callable[[], InspectApi], slow: SlowCa
     """Add the routes.
 
     Args:
-        inspect: called at every request, because the leader may change.
+        inspect: called at every request, because a daemon with other tables may replace it.
         slow: bounds the calls that copy counters.
     """
 

@@ -50,7 +50,7 @@ class DaemonCollector(Collector):
     def _ranks(self) -> RankPage:
         try:
             return self._api.inspect.ranks(0, MAX_LABEL_VALUES)
-        except ApiError:  # A standby or a follower has no ranks.
+        except ApiError:  # A daemon that waits for its state or its tables has no ranks.
             return RankPage()
 
 

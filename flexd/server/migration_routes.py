@@ -15,7 +15,7 @@ from flexd.server.routing import VERB_ERRORS, SlowCalls, json_response, refusal
 
 
 def add_migrations(app: FastAPI, migrations: Callable[[], MigrationsApi], slow: SlowCalls) -> None:
-    """Add the routes. ``migrations`` is called at every request, because the leader may change."""
+    """Add the routes. ``migrations`` is called at every request, because a daemon with other tables may replace it."""
 
     @app.get("/v1/migrations", response_model=MigrationList, responses=VERB_ERRORS)
     def history(

@@ -24,7 +24,7 @@ PlanId = Annotated[str, Path(max_length=100)]
 
 
 def add_planning(app: FastAPI, planning: Callable[[], PlanningApi], slow: SlowCalls) -> None:
-    """Add the routes. ``planning`` is called at every request, because the leader may change."""
+    """Add the routes. ``planning`` is called at every request, because a daemon with other tables may replace it."""
 
     @app.get("/v1/proposals", response_model=ProposalList, responses=VERB_ERRORS)
     def proposals() -> Response:

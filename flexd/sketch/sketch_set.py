@@ -75,10 +75,13 @@ class SketchSet(TableCounters):
         index = self._index.get(table)
         if index is None:
             return AccessCounts(unknown_table=len(rows))
+        step_of_touches = step if self.settings.share >= 1 else None
         if not len(rows):
-            if step is not None and not math.isnan(self._decay.newest_seconds):
+            if step_of_touches is not None and not math.isnan(self._decay.newest_seconds):
                 # The rank looked nothing up: without this entry its step would never be complete.
-                self._touches[index].add(rows, source_rank, step, self._decay.newest_seconds, self._decay, partition)
+                self._touches[index].add(
+                    rows, source_rank, step_of_touches, self._decay.newest_seconds, self._decay, partition
+                )
             return AccessCounts()
         admission = self._decay.admit(event_time_seconds, arrival_seconds)
         ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
@@ -92,7 +95,9 @@ class SketchSet(TableCounters):
                     index, np.ascontiguousarray(ids), sequence_lengths.astype(np.int32, copy=False), source_rank,
                     admission.event_time_seconds, step, sample_ids, user_ids,
                 )  # fmt: skip
-        self._touches[index].add(ids, source_rank, step, admission.event_time_seconds, self._decay, partition)
+        self._touches[index].add(
+            ids, source_rank, step_of_touches, admission.event_time_seconds, self._decay, partition
+        )  # fmt: skip
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
     def check(

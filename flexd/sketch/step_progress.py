@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 STALE_STEPS = 128
 """A partition has no more batches of the table, because publishers have left it, after so many opened steps without."""
-_MAX_PARTITIONS = 65_536
 
 
 class StepProgress:
     """Newest step number by rank, and by partition.
 
-    A rank's batches may lie in several partitions, which are read unevenly, and by several daemons: a step is over when
-    every rank and every partition has passed it.
+    A rank's batches may lie in several partitions, which are read unevenly: a step is over when every
+    rank and every partition has passed it.
     """
 
     def __init__(self) -> None:
@@ -50,15 +47,3 @@ class StepProgress:
             del self._partitions[name], self._advanced[name]
         slowest = min(self._ranks.values())
         return min(slowest, min(self._partitions.values(), default=slowest))
-
-    def partitions(self) -> dict[str, int]:
-        """Return the newest step by partition, JSON-able."""
-        return dict(self._partitions)
-
-    @staticmethod
-    def parsed(partitions: Mapping[str, int]) -> dict[str, int]:
-        """Return what ``partitions`` returned. Raises ValueError or AttributeError if it is malformed."""
-        whole = all(isinstance(step, int) and not isinstance(step, bool) for step in partitions.values())
-        if not whole or len(partitions) > _MAX_PARTITIONS:
-            raise ValueError("steps of partitions")
-        return {str(name): step for name, step in partitions.items()}

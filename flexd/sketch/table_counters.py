@@ -1,8 +1,7 @@
-"""What is remembered of all tables of a job: their counters within one memory budget, saved, loaded and merged."""
+"""What is remembered of all tables of a job: their counters within one memory budget, saved and loaded."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -12,7 +11,6 @@ from flexd.sketch import budget, kinds, saved_counters, saved_state
 from flexd.sketch.budget import TableChoice
 from flexd.sketch.coaccess import CoAccessSample
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.open_steps import SharedRows
 from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.saved_state import SavedState, SavedTable
 from flexd.sketch.table_sketch import Arrays, TableSketch
@@ -26,7 +24,7 @@ class TableCounters:
     Args:
         key_tables: the tables of the key space, in its order.
         memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
-            logarithmic, coaccess_memory_bytes: as in ``SketchSettings``.
+            logarithmic, coaccess_memory_bytes, share: as in ``SketchSettings``.
 
     Raises:
         ConfigError: no tables, or two of the same name.
@@ -44,13 +42,14 @@ class TableCounters:
         conservative: bool = SketchSettings.conservative,
         logarithmic: bool = SketchSettings.logarithmic,
         coaccess_memory_bytes: int = SketchSettings.coaccess_memory_bytes,
+        share: float = SketchSettings.share,
     ) -> None:
         keyspace = KeySpace(key_tables)
         if max_hot_rows < 1:
             raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
         settings = SketchSettings(
             memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
-            logarithmic, coaccess_memory_bytes,
+            logarithmic, coaccess_memory_bytes, share,
         )  # fmt: skip
         self.settings = settings
         self.digest = keyspace.digest
@@ -91,6 +90,7 @@ class TableCounters:
             settings.conservative,
             settings.logarithmic,
             settings.coaccess_memory_bytes,
+            settings.share,
         )
 
     def choices(self) -> tuple[TableChoice, ...]:
@@ -126,37 +126,6 @@ class TableCounters:
         """Return the accesses counted of each table, undecayed, in the order of the tables."""
         return tuple(table.samples for table in self._tables)
 
-    def empty_copy(self, seed: int, clock: Mapping[str, Any] | None = None) -> Self:
-        """Return an empty set of the same tables and settings, to be merged later.
-
-        Its clock continues from this one: an empty clock would accept any first event time.
-
-        Args:
-            seed: of its samples; sets that are merged must draw differently.
-            clock: of another set (``clock``), merged into its clock.
-
-        Raises:
-            SketchError: the clock is malformed or of another half-life.
-        """
-        fresh = type(self).of(self._specs, self.settings)
-        fresh._decay = copy.deepcopy(self._decay)
-        fresh._tables = [
-            kinds.make_table(spec, choice, seed + index, self.settings.conservative)
-            for index, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
-        ]
-        shared = SharedRows()
-        fresh._touches = [touches.empty_copy(shared) for touches in self._touches]
-        if self._coaccess is not None:
-            fresh._coaccess = self._coaccess.empty_copy()
-        if clock is not None:
-            other = copy.deepcopy(self._decay)
-            try:
-                other.load(dict(clock))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise SketchError(f"malformed clock: {error!r}", remedy="run the same flexd on both sides") from error
-            fresh._decay.merge(other)
-        return fresh
-
     def set_backlog(self, backlog: bool) -> None:
         """Say whether the stream's backlog is being read: see ``TableTouches.set_backlog``."""
         for touches in self._touches:
@@ -166,31 +135,6 @@ class TableCounters:
         """Count the touches of steps of which batches may be missing: what arrives of them later counts for a rank."""
         for touches in self._touches:
             touches.flush(self._decay)
-
-    def clock(self) -> dict[str, Any]:
-        """Return the event-time clock as JSON-able values, for ``empty_copy`` of another set."""
-        return self._decay.state()
-
-    def merge(self, other: TableCounters) -> None:
-        """Add the counters of another daemon, which counted other messages; the other is not changed.
-
-        Raises:
-            SketchError: the other has other tables or settings. Nothing is merged then.
-        """
-        if other.digest != self.digest or other.settings != self.settings:
-            raise SketchError(
-                "sketches of other tables or settings cannot be merged",
-                remedy="give all daemons of a job the same tables and sketch settings",
-            )
-        self._decay.merge(other._decay)
-        for mine, theirs in zip(self._tables, other._tables, strict=True):
-            mine.merge(theirs)
-        for mine_touched, theirs_touched in zip(self._touches, other._touches, strict=True):
-            mine_touched.merge(theirs_touched, self._decay)
-        for index, lengths in other._lengths.items():
-            self._lengths.setdefault(index, KllQuantiles()).merge(lengths)
-        if self._coaccess is not None and other._coaccess is not None:
-            self._coaccess.merge(other._coaccess)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything for ``from_state``: (JSON-able description, arrays by name)."""

@@ -85,6 +85,8 @@ def _compare(
             continue
         changed = conversion.changes(table.spec, table.choice, spec, choice, same_half_life)
         obstacle = conversion.obstacle(table.spec, table.choice, spec, choice)
+        if saved.settings.share != settings.share:
+            obstacle = f"{saved.settings.share:g} of the stream was counted, now {settings.share:g}"
         if obstacle is not None:
             outcome = TableOutcome(spec.name, "emptied", table.accesses, obstacle)
         elif changed:

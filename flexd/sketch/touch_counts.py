@@ -4,13 +4,11 @@ A batch is what one rank looks up in one forward pass. Without step numbers ever
 batch, and only the touches by a rank (u) are known. Batches of the same step number together give the touches by a
 node (v) and by any rank (w) too; only steps in which every rank of the layout has a batch count for these two.
 
-A step's batches may lie in messages that several daemons read. Counters that are made to be merged (``empty_copy``)
-keep their steps open, and whoever merges them counts a step when every rank and every partition has passed it.
+A step's batches may lie in several partitions: a step is counted when every rank and every partition has passed it.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -21,7 +19,7 @@ from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.core.sampled_steps import is_sampled
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.open_steps import OpenStep, OpenSteps, SharedRows
+from flexd.sketch.open_steps import OpenStep, OpenSteps
 from flexd.sketch.profile import RowTouches
 from flexd.sketch.step_progress import STALE_STEPS, StepProgress
 
@@ -72,18 +70,15 @@ class TableTouches:
         rows: of the table; others are ignored.
         capacity: rows kept by a prune, the most frequently touched ones.
         tables: number of tables that share the limits of memory and time.
-        holds_steps: the counters are to be merged: steps are closed by whoever merges them.
     """
 
-    def __init__(self, rows: int, capacity: int, tables: int = 1, *, holds_steps: bool = False) -> None:
+    def __init__(self, rows: int, capacity: int, tables: int = 1) -> None:
         self._table_rows = rows
         self._capacity = capacity
         self._tables = tables
-        self._holds_steps = holds_steps
         self._whole_accesses = WHOLE_ACCESSES // tables
         self._max_open_rows = max(_LEAST_OPEN_ROWS, _MAX_OPEN_ROWS // tables)
         self._seen_accesses = self._seen_batches = 0
-        self._seen_before = (0, 0)
         self._backlog = False
         self.layout: RankLayout | None = None
         self._forget()
@@ -184,8 +179,6 @@ class TableTouches:
                 self._count_batch(distinct, accesses, event_time_seconds, decay)
                 return
             self._restart(decay)
-        if self._holds_steps:
-            self._weight(event_time_seconds, decay)  # so that there is an exponent
         self._open.add(step, rank, distinct, accesses, event_time_seconds)
         if self._progress.advance(rank, step) and close:
             self._close_passed(decay)
@@ -193,9 +186,7 @@ class TableTouches:
             self._close_before(min(self._open) + 1, decay)
 
     def _open_too_much(self) -> bool:
-        opened = self._open
-        rows_fit = opened.total_rows <= self._max_open_rows and opened.shared.count <= _MAX_OPEN_ROWS
-        return len(opened) > _MAX_OPEN_STEPS or not rows_fit
+        return len(self._open) > _MAX_OPEN_STEPS or self._open.total_rows > self._max_open_rows
 
     def flush(self, decay: ForwardDecay) -> None:
         """Close all open steps: what arrives of them later is not counted."""
@@ -231,61 +222,8 @@ class TableTouches:
         accesses = float(self._totals[2] / batches)
         return RowTouches(layout.nodes, layout.local_ranks, touches[0], touches[1], touches[2], accesses)
 
-    def empty_copy(self, shared: SharedRows | None = None) -> TableTouches:
-        """Return empty counters of the same table, to be merged; they sample as these would go on to.
-
-        Args:
-            shared: counts the rows of all tables that are merged together, of which there is a largest number.
-        """
-        fresh = TableTouches(self._table_rows, self._capacity, self._tables, holds_steps=True)
-        fresh._open = OpenSteps(shared)
-        fresh._seen_accesses, fresh._seen_batches = fresh._seen_before = (self._seen_accesses, self._seen_batches)
-        return fresh
-
-    def merge(self, other: TableTouches, decay: ForwardDecay) -> None:
-        """Add the other's counts and open steps, which are of other messages; the other is not changed.
-
-        Args:
-            decay: the clock of this set.
-        """
-        self._merge_counts(other)
-        for step, rank, rows, accesses, event_time_seconds in other._open.entries():
-            if self.layout is None or rank < self.layout.world_size:
-                self._add_to_step(rows, accesses, rank, step, event_time_seconds, decay, close=False)
-        # Only now: the entries of a step may be in any order.
-        for partition, step in other._progress.partitions().items():
-            self._progress.reach(partition, step, self._open.opened)
-        self._close_passed(decay)
-
-    def _merge_counts(self, other: TableTouches) -> None:
-        if other._exponent is None:
-            return
-        other = copy.copy(other)
-        other._open = OpenSteps()
-        other = copy.deepcopy(other)
-        other._fold()
-        self._fold()
-        if other.layout is not None and other.layout != self.layout:
-            if self.layout is not None:
-                return
-            self.layout = other.layout
-        exponents = [exponent for exponent in (self._exponent, other._exponent) if exponent is not None]
-        for each in (self, other):
-            each._raise_exponent(max(exponents))
-        rows = np.union1d(self._rows, other._rows)
-        mine, theirs = self._aligned(rows), other._aligned(rows)
-        self._rows, self._counts, self._since = rows, mine[0] + theirs[0], mine[1] + theirs[1]
-        self._totals = self._totals + other._totals
-        self._seen_accesses += other._seen_accesses - other._seen_before[0]
-        self._seen_batches += other._seen_batches - other._seen_before[1]
-        self._floor = self._floor + other._floor
-        self._prune()
-
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Return what ``load`` takes: (JSON-able values, arrays).
-
-        Open steps are part of it where they are to be merged, and not in a snapshot.
-        """
+        """Return what ``load`` takes: (JSON-able values, arrays). Open steps are not part of it."""
         if self._exponent is None:
             return {}, {}
         self._fold()
@@ -293,14 +231,11 @@ class TableTouches:
         meta: dict[str, Any] = {
             "exponent": self._exponent,
             "layout": None if layout is None else [layout.nodes, layout.local_ranks],
-            "seen": [self._seen_accesses - self._seen_before[0], self._seen_batches - self._seen_before[1]],
+            "seen": [self._seen_accesses, self._seen_batches],
         }
         totals = np.concatenate([self._totals, self._floor])
         arrays = (np.diff(self._rows, prepend=0), self._counts, self._since, totals)
-        if self._holds_steps:
-            meta["partitions"] = self._progress.partitions()
-        named = {name: _narrow(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
-        return meta, {**named, **self._open.state()} if self._holds_steps else named
+        return meta, {name: _narrow(array) for name, array in zip(_ARRAYS, arrays, strict=True)}
 
     def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         """Replace everything by what ``state`` returned.
@@ -316,12 +251,8 @@ class TableTouches:
             raise SketchError("touch counts do not fit each other", remedy="use an earlier snapshot")
         if int((gaps[1:] == 0).sum()) or float(gaps.sum(dtype=np.float64)) >= self._table_rows:
             raise SketchError("touch counts do not fit the table", remedy="use an earlier snapshot")
-        layout, open_steps = meta["layout"], OpenSteps.of_state(arrays, self._table_rows)
-        partitions = StepProgress.parsed(meta.get("partitions", {}))
+        layout = meta["layout"]
         self._forget()
-        self._open = open_steps
-        for partition, step in partitions.items():
-            self._progress.reach(partition, step, 0)
         self.layout = None if layout is None else RankLayout(int(layout[0]), int(layout[1]))
         self._exponent = int(meta["exponent"])
         self._seen_accesses, self._seen_batches = (int(number) for number in meta["seen"])
@@ -336,7 +267,7 @@ class TableTouches:
         """
         whole = 0 if self.layout is None else self.layout.world_size
         self._backlog = self._backlog and self._open.opened <= STALE_STEPS
-        passed = -1 if self._holds_steps or self._backlog else self._progress.passed(whole, self._open.opened)
+        passed = -1 if self._backlog else self._progress.passed(whole, self._open.opened)
         if passed <= self._passed:
             return
         self._passed = passed

@@ -18,6 +18,7 @@ class SketchSettings:
         conservative: count-min counters use conservative update: smaller errors, but dependent on the order of arrival.
         logarithmic: allow logarithmic counters for tables too large for exact ones.
         coaccess_memory_bytes: of the sample of rows that occur together, besides; 0 keeps none.
+        share: share of the stream that is counted. Below 1 no step is seen whole.
     """
 
     memory_bytes: int = 512 * 2**20
@@ -28,6 +29,7 @@ class SketchSettings:
     conservative: bool = True
     logarithmic: bool = True
     coaccess_memory_bytes: int = 0
+    share: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ class SyntheticSource:
         StreamError: no tables, or an argument out of range.
     """
 
+    read_share = 1.0
+
     def __init__(
         self,
         tables: Sequence[tuple[str, int]],

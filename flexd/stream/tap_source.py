@@ -51,6 +51,8 @@ class TapSource:
         forget_seconds: time after which the partition of a replaced process is dropped from the positions.
     """
 
+    read_share = 1.0
+
     def __init__(self, forget_seconds: float = FORGET_SECONDS) -> None:
         self._forget_seconds = forget_seconds
         self._changed = threading.Condition()

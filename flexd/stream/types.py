@@ -145,6 +145,10 @@ class Source(Protocol):
     def problem(self) -> str | None:
         """Current reason why messages do not arrive (unreachable broker, corrupt record, failed commit), or None."""
 
+    @property
+    def read_share(self) -> float:
+        """Share of the stream that is read; 1 for all of it (any thread)."""
+
     def losses(self) -> Losses:
         """Return the messages known to have existed that could not be delivered, and lost positions (any thread)."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from flexd.api.errors import error_body, http_status
-from flexd.core.errors import ApiError, ConfigError, FlexdError, LeaseError, PlanError, SketchError, StreamError
+from flexd.core.errors import ApiError, ConfigError, FlexdError, PlanError, SketchError, StreamError
 
 
 @pytest.mark.parametrize(
     ("error", "status"),
     [
         (ApiError("x", status=404), 404), (ApiError("x", status=200), 500), (ConfigError("x"), 422),
-        (PlanError("x"), 409), (StreamError("x"), 503), (LeaseError("x"), 503), (SketchError("x"), 500),
+        (PlanError("x"), 409), (StreamError("x"), 503), (SketchError("x"), 500),
     ],
 )  # fmt: skip
 def test_every_error_has_a_status(error: FlexdError, status: int) -> None:

@@ -112,9 +112,6 @@ def test_what_is_right_passes() -> None:
     check_config(parse_config(_document(**_kafka(client_options={"api_version": "3.0", "security_protocol": "SSL"}))))
 
 
-def test_a_follower_needs_no_topology_file() -> None:
-    follower = {"role": "follower", "leader": "127.0.0.1:29500"}
-    check_config(parse_config(_document(scale_out=follower, topology={"file": "/nowhere"})))
 
 
 def test_a_reload_checks_the_tables_alone() -> None:

@@ -80,13 +80,8 @@ def test_minimal_file_and_defaults(tmp_path):
         ),
         ("stream.source", {"path": "x"}, "stream.source.kind: must be one of file_log, kafka, synthetic, tap"),
         ("stream.source", {"kind": "kafka"}, "stream.source.bootstrap_servers: is required"),
-        ("scale_out", {"role": "follower"}, "scale_out.leader: a follower needs the address of its leader"),
-        (
-            "scale_out",
-            {"role": "follower", "leader": "10.0.0.1:29500"},
-            "scale_out.leader: is on another machine: set scale_out.secret_file",
-        ),
-        ("scale_out", {"role": "leader", "listen_host": "0.0.0.0"}, "scale_out.listen_host: is reachable from other"),
+        ("stream.source", {**KAFKA, "share": 0}, "stream.source.share: Input should be greater than 0 (got 0)"),
+        ("stream.source", {**KAFKA, "share": 1.5}, "stream.source.share: Input should be less than or equal to 1"),
         (
             "stream.source",
             {**KAFKA, "on_position_lost": "x"},

@@ -19,7 +19,6 @@ class Hosted:
         directory: Path,
         port: int = 0,
         tap: TapSource | None = None,
-        may_act: Callable[[], bool] = lambda: True,
         **options: object,
     ) -> None:
         self.journal = PlacementJournal(directory)
@@ -29,7 +28,7 @@ class Hosted:
         self.coordinator = Coordinator(
             ControlOptions("job", listen_port=port, **settings), TABLES, self.journal,  # type: ignore[arg-type]
             on_report=lambda rank, report: self.reports.append((rank, report)),
-            on_event=lambda name, fields: self.events.append((name, dict(fields))), tap=tap, may_act=may_act,
+            on_event=lambda name, fields: self.events.append((name, dict(fields))), tap=tap,
         )  # fmt: skip
         self.coordinator.start()
         self.port = self.coordinator.port

@@ -11,7 +11,7 @@ import pytest
 
 from flexd.control.protocol.handshake import Status, client_steps, server_steps
 from flexd.control.protocol.versions import OWN
-from flexd.core.errors import AuthenticationError, ConfigError, ScaleOutError
+from flexd.core.errors import AuthenticationError, ConfigError
 from flexd.core.secrets import (
     MAX_FILE_BYTES,
     MIN_SECRET_BYTES,
@@ -19,10 +19,8 @@ from flexd.core.secrets import (
     KeyFile,
     accepted_keys,
     read_keys,
-    signing_key,
 )
 from flexd.core.watched_files import WatchedFiles
-from flexd.scaleout import signing
 
 OLD, NEW = b"the key of last year", b"the key of this year"
 
@@ -45,8 +43,8 @@ def test_keys_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"\n  " + OLD + b"\r\n\n" + NEW)
     assert read_keys(path, "control.secret_file") == (OLD, NEW)
-    assert (signing_key(KeyFile(path, "x")), accepted_keys(KeyFile(path, "x"))) == (OLD, (OLD, NEW))
-    assert (signing_key(None), accepted_keys(None)) == (b"", (b"",))
+    assert accepted_keys(KeyFile(path, "x")) == (OLD, NEW)
+    assert accepted_keys(None) == (b"",)
 
 
 @pytest.mark.parametrize(
@@ -175,18 +173,7 @@ def test_adjacent_steps_of_a_rotation_accept_each_other(tmp_path: Path) -> None:
         files.append(KeyFile(tmp_path / str(step), "secret_file"))
     for a, own_keys in enumerate(files):
         for b, peer_keys in enumerate(files):
-            headers = signing.request_headers(own_keys, "POST", "/v1/delta", b"body")
-            answer = signing.answer_signature(own_keys, "nonce", 200, b"body")
             if abs(a - b) <= 1:
                 shake_hands(own_keys, peer_keys)
-                assert signing.RequestVerifier(peer_keys).check("POST", "/v1/delta", headers, 4) == signing.digest_of(
-                    b"body"
-                )
-                signing.check_answer(peer_keys, "nonce", 200, b"body", answer)
     with pytest.raises(AuthenticationError):
         shake_hands(files[3], files[0])
-    headers = signing.request_headers(files[0], "POST", "/v1/delta", b"body")
-    with pytest.raises(ScaleOutError, match="signature"):
-        signing.RequestVerifier(files[3]).check("POST", "/v1/delta", headers, 4)
-    with pytest.raises(ScaleOutError, match="signature"):
-        signing.check_answer(files[3], "nonce", 200, b"", signing.answer_signature(files[0], "nonce", 200, b""))

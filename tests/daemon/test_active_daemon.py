@@ -29,7 +29,7 @@ COMMANDS: tuple[Callable[[DaemonApi], object], ...] = (
 
 class Refusing(InactiveDaemon):
     def refusal(self) -> ApiError:
-        return ApiError("standby", status=503)
+        return ApiError("waiting", status=503)
 
     def status(self) -> Status:
         return FakeDaemon().status()
@@ -51,7 +51,7 @@ class Switch(ActiveDaemon):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_inactive_daemon_refuses_every_command(command: Callable[[DaemonApi], object]) -> None:
-    with pytest.raises(ApiError, match="standby"):
+    with pytest.raises(ApiError, match="waiting"):
         command(Refusing())
 
 

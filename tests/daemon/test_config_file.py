@@ -202,17 +202,15 @@ def test_a_refused_reload_keeps_the_running_configuration(tmp_path: Path) -> Non
 
 
 def test_a_hot_key_that_contradicts_a_pending_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No present hot key can, so the test makes the renewal interval of the lease hot."""
-    monkeypatch.setattr("flexd.config.reload.HOT_KEYS", ("high_availability.renew_seconds",))
+    """No present hot key can, so the test makes the address of the control channel hot."""
+    monkeypatch.setattr("flexd.config.reload.HOT_KEYS", ("control.listen_host",))
     path = _written(tmp_path)
     file = ConfigFile(load_config(path, {}), path, {})
     before = file.config
-    slower = {"duration_seconds": 3_000.0, "renew_seconds": 900.0}
-    path.write_text(yaml.safe_dump({**SETTINGS, "high_availability": slower}))
+    open_to_all = {"secret_file": "/secret", "listen_host": "0.0.0.0"}
+    path.write_text(yaml.safe_dump({**SETTINGS, "control": open_to_all}))
     for read in (file.reload, file.preview):
-        with pytest.raises(
-            ConfigError, match=r"flexd\.yaml: high_availability\.renew_seconds.*at most a third"
-        ) as refused:
+        with pytest.raises(ConfigError, match=r"flexd\.yaml: control\.listen_host.*reachable") as refused:
             read(lambda _: pytest.fail("nothing is applied"))
         assert "need a restart" in (refused.value.remedy or "")
     assert file.config is before

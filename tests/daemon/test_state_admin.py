@@ -28,7 +28,6 @@ from flexd.core.fault_points import POINTS, POINTS_OF_A_JOB, VARIABLE
 from flexd.daemon import factory, state_admin, state_archive
 from flexd.daemon.state_files import IMPORTING, check_files
 from flexd.daemon.state_lock import StateLock
-from flexd.ha.term_directories import open_term_directory
 from flexd.ingest.restore import RestoredState, restore
 from flexd.sketch.quarantine import KEEP, Quarantine
 from flexd.sketch.snapshot import SnapshotStore
@@ -337,18 +336,6 @@ def test_a_kill_at_any_step_is_recovered_by_running_the_command_again(
 
 def test_every_step_that_changes_files_has_a_kill() -> None:
     assert {kill[0] for kill in KILLS} == set(POINTS) - set(POINTS_OF_A_JOB)
-
-
-def test_a_directory_with_terms_is_changed_where_the_next_leader_looks(config: Config) -> None:
-    directory = open_term_directory(config.state.dir, 3)
-    assert state_admin.directory_of(config) == directory
-    state_admin.reset(config, keep_positions=False)
-    later = open_term_directory(config.state.dir, 4)
-    store = SnapshotStore(later / "snapshots", 3)
-    assert store.paths() == []
-    assert [kept.reason for kept in store.quarantine.list()] == ["reset"], "a new term keeps what is quarantined"
-    with pytest.raises(SnapshotError, match="with a lease"):
-        state_archive.import_state(config, config.state.dir / "x", replace=True)
 
 
 def test_quarantine_works_where_files_cannot_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

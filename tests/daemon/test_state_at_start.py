@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from flexd.cli.exit_codes import ExitCode
-from flexd.config.load import load_config
 from flexd.daemon import state_admin
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.flexd_processes import RunningDaemon, flexd
@@ -109,22 +108,3 @@ def test_a_waiting_daemon_serves_its_probes_and_starts_after_a_reset(stopped: Ru
 
         until(counting, SECONDS, lambda: answer(stopped, "/readyz"))
         assert len(stopped.status()["state"]["quarantined"]) >= 2
-
-
-def test_a_daemon_with_a_lease_that_cannot_use_the_state_stands_by_and_says_why(stopped: RunningDaemon) -> None:
-    newer = make_newer(stopped).name
-    changed(
-        stopped, high_availability={"lease": {"kind": "file"}, "duration_seconds": 2.0, "renew_seconds": 0.5}
-    )  # fmt: skip
-    with stopped:
-
-        def refused() -> bool:
-            found = answer(stopped, "/readyz")
-            return found is not None and found.status_code == 503 and "newer flexd" in found.text
-
-        until(refused, SECONDS, lambda: answer(stopped, "/readyz"))
-        assert stopped.process.alive
-    # The terms that were tried have the state as it was: a newer flexd can lead.
-    directory = state_admin.directory_of(load_config(stopped.config_file, {}))
-    assert directory.name.startswith("term-")
-    assert (directory / "snapshots" / newer).exists()

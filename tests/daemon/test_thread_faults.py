@@ -18,12 +18,9 @@ import yaml
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core import fault_points as faults
-from flexd.core.supervision import EXIT_UNSAFE_STATE, Supervisor
+from flexd.core.supervision import EXIT_UNSAFE_STATE
 from flexd.daemon import Daemon
-from flexd.daemon.high_availability import HighAvailabilityDaemon
 from flexd.operations.autoplan import AutoPlanner
-from flexd.scaleout.delta_sender import DeltaSender
-from flexd.scaleout.push_answer import PushAnswer
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
@@ -58,7 +55,7 @@ class Running:
     """The daemon's loop in a thread, as the main thread runs it."""
 
     def __init__(self, config: Config) -> None:
-        self.daemon = HighAvailabilityDaemon(config) if config.high_availability.enabled else Daemon(config)
+        self.daemon = Daemon(config)
         self.daemon.start()
         self.ended: bool | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -150,35 +147,6 @@ def test_a_fault_in_every_thread_is_counted_shown_and_survived(start: Callable[.
     assert not any("InjectedFault" in reason for reason in daemon.ready().reasons)
 
 
-def test_a_fault_of_the_lease_thread_is_survived(start: Callable[..., Running]) -> None:
-    faults.arm({faults.VARIABLE: "thread.lease:1-2:raise"})
-    running = start(
-        high_availability={"lease": {"kind": "file"}, "duration_seconds": 5.0, "renew_seconds": 0.1},
-    )
-    running.until(lambda: running.daemon.supervisor.faults().get("flexd-lease") == 2)
-    running.until(lambda: running.daemon.leads)
-    assert not running.daemon.supervisor.problems()
-
-
-def test_a_fault_of_the_delta_sender_is_survived() -> None:
-    class Link:
-        def offer(self, data: bytes) -> PushAnswer:
-            return PushAnswer("accepted", {"p": 1})
-
-        def close(self) -> None:
-            pass
-
-    faults.arm({faults.VARIABLE: "thread.delta_sender:1:raise"})
-    supervisor = Supervisor()
-    sender = DeltaSender(Link(), supervisor)
-    sender.start()
-    sender.send(lambda: b"delta")
-    assert until(lambda: sender.poll_answer(0.05), 30).outcome == "accepted"
-    assert supervisor.faults() == {"flexd-delta-sender": 1}
-    until(lambda: not supervisor.problems(), 30)
-    assert sender.stop(20)
-
-
 def test_a_lost_server_thread_serves_the_same_address_again(start: Callable[..., Running]) -> None:
     running = start()
     address = running.daemon.address
@@ -258,6 +226,5 @@ def test_the_table_of_threads_names_them_all() -> None:
         for path in (ROOT / "flexd").rglob("*.py")
         for name in re.findall(r'(?:watch|thread|job)\(\s*"((?:flexd-[\w-]+)|loop|other)"', path.read_text())
     }
-    for module in ("daemon/scale_out.py", "server/http.py", "ingest/ingestor.py"):
-        made |= set(re.findall(r'"(flexd-[\w-]+)"', (ROOT / "flexd" / module).read_text()))
+    made |= set(re.findall(r'"(flexd-[\w-]+)"', (ROOT / "flexd" / "server/http.py").read_text()))
     assert made <= named, made - named

@@ -19,7 +19,7 @@ from tests.support.deployed import (
     config_key,
     configs_of,
     daemon_of,
-    is_follower,
+    has_daemon,
     pod_templates,
     rendered,
 )
@@ -44,12 +44,13 @@ def test_chart_renders_valid_manifests_and_configuration(values):
     assert len(workloads) == (settings.get("sidecar", {}).get("workload") != "none")
     service = next(d for d in documents if d["kind"] == "Service")["spec"]
     assert service["publishNotReadyAddresses"] is True
-    for pod in [pod for workload in workloads for pod in pod_templates(workload)]:
-        config = configs[config_key(pod)]
-        check_daemon(pod, config)
+    pods = [pod for workload in workloads for pod in pod_templates(workload)]
+    assert sum(map(has_daemon, pods)) == len(workloads)
+    for pod in pods:
         labels = pod["metadata"]["labels"]
-        assert (service["selector"].items() <= labels.items()) is not is_follower(config)
-        if not is_follower(config):
+        assert (service["selector"].items() <= labels.items()) is has_daemon(pod)
+        if has_daemon(pod):
+            check_daemon(pod, configs[config_key(pod)])
             ports = {port["name"]: port["containerPort"] for port in daemon_of(pod)["ports"]}
             assert {port["targetPort"]: port["port"] for port in service["ports"]} == ports
         for policy in [d for d in documents if d["kind"] in ("NetworkPolicy", "PodDisruptionBudget")]:
@@ -112,22 +113,15 @@ def test_values_of_the_user_replace_defaults():
         ("config.job=a b", "job"),
         ("config.stream.source.kind=rabbit", "kind"),
         ("config.shutdown_seconds=0", "shutdown_seconds"),
-        ("config.scale_out.role=leader", "scale_out"),
-        ("config.high_availability.duration_seconds=3", "high_availability"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("image.digest=sha256:12", "digest"),
-        ("highAvailability.replicas=1", "replicas"),
         ("prometheusRule.disabled={Other}", "disabled"),
         ("sidecar.nodes=0", "nodes"),
         ("typo=1", "typo"),
         ("metrics.typo=1", "typo"),
-        ("highAvailability.enabled=true,shape=sidecar", "stand-bys are for shape standalone"),
-        ("highAvailability.enabled=true,state.persistent=false", "shared volume"),
-        ("highAvailability.enabled=true,state.accessMode=ReadWriteOnce", "ReadWriteMany"),
-        ("highAvailability.enabled=true,highAvailability.renewSeconds=6", "third"),
         ("prometheusRule.enabled=true", "runbookUrl"),
         ("prometheusRule.runbookUrl=docs/runbook.md", "runbookUrl"),
-        ("shape=sidecar,config.stream.source.kind=file_log", "must be kafka"),
+        ("shape=sidecar,config.stream.source.kind=file_log", "must be kafka or tap"),
         ("control.tls.cert=x", "tls"),
         ("shape=sidecar,control.tls.existingSecret=daemon", "go together"),
         ("shape=sidecar,control.tls.trainerSecret=trainer", "go together"),
@@ -177,17 +171,17 @@ def test_ranks_show_certificates_and_no_container_has_the_keys_of_another():
         mounted = {secrets.get(mount["name"]) for mount in trainer["volumeMounts"]}
         assert "ranking-trainer-tls" in mounted
         assert "ranking-daemon-tls" not in mounted
-        assert "ranking-trainer-tls" not in {secrets.get(each["name"]) for each in daemon_of(pod)["volumeMounts"]}
+        if has_daemon(pod):
+            assert "ranking-trainer-tls" not in {secrets.get(each["name"]) for each in daemon_of(pod)["volumeMounts"]}
         variables = {item["name"]: item["value"] for item in trainer["env"]}
         for name, file in zip(TLS_VARIABLES, ("tls.crt", "tls.key", "ca.crt"), strict=True):
             assert variables[name] == f"/etc/flexd/trainer-tls/{file}"
         leads.append("ranking-daemon-tls" in secrets.values())
-    assert sorted(leads) == [False, True], "a follower's daemon has no control channel"
+    assert sorted(leads) == [False, True], "one pod has the daemon"
 
 
 @pytest.mark.parametrize(("settings", "expected"), [
-    # A follower keeps no counters, and does not wait.
-    (["shape=sidecar"], "exit wait"),
+    (["shape=sidecar"], "wait"),
     (["shape=sidecar", "sidecar.nodes=1"], "wait"),
     (["shape=sidecar", "config.state.on_unusable=reset"], "reset"),
     (["shape=standalone"], "exit"),

@@ -17,7 +17,7 @@ from tests.support.deployed import (
     config_key,
     configs_of,
     daemon_of,
-    is_follower,
+    has_daemon,
     pod_templates,
     read,
 )
@@ -39,25 +39,23 @@ def test_manifest_is_valid_and_runs_the_daemon(file):
     documents = read(file)
     configs = configs_of(documents)
     check_references(documents)
-    pods = [pod for document in documents for pod in pod_templates(document)]
-    assert pods
+    (pod,) = [pod for document in documents for pod in pod_templates(document) if has_daemon(pod)]
     for document in documents:
         check_schema(document)
-    for pod in pods:
-        check_daemon(pod, configs[config_key(pod)])
+    check_daemon(pod, configs[config_key(pod)])
 
 
 @pytest.mark.parametrize("name", ["sidecar.yaml", "sidecar-jobset.yaml", "sidecar-pytorchjob.yaml"])
-def test_trainers_reach_the_leader_and_have_its_secret(name):
+def test_trainers_reach_the_daemon_and_have_its_secret(name):
     documents = read(MANIFESTS / name)
     config = configs_of(documents)["flexd.yaml"]
     assert config.state.on_unusable == "wait", "saved state that cannot be used must not end the pod of the trainer"
     services = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "Service"}
     pods = [pod for document in documents for pod in pod_templates(document)]
     for pod in pods:
-        (sidecar,) = pod["spec"]["initContainers"]
-        assert sidecar["restartPolicy"] == "Always"
-        assert "readinessProbe" not in sidecar or not services, "an unready pod has no name in a service of the job's"
+        for sidecar in pod["spec"].get("initContainers", []):
+            assert sidecar["restartPolicy"] == "Always"
+            assert "readinessProbe" not in sidecar or not services, "an unready pod has no name in a service"
         (trainer,) = pod["spec"]["containers"]
         environment = {item["name"]: item["value"] for item in trainer["env"]}
         host, _, port = environment["FLEXD_CONTROL"].rpartition(":")
@@ -74,37 +72,8 @@ def test_trainers_reach_the_leader_and_have_its_secret(name):
         assert service["clusterIP"] == "None"
         chosen = [p for p in pods if service["selector"].items() <= p["metadata"]["labels"].items()]
         assert len(chosen) == 1
-        leader_ports = {port["name"]: port["containerPort"] for port in daemon_of(chosen[0])["ports"]}
-        assert {port["targetPort"] for port in service["ports"]} <= set(leader_ports)
-
-
-@pytest.mark.parametrize("name", ["sidecar-jobset.yaml", "sidecar-pytorchjob.yaml"])
-def test_followers_push_to_the_leader(name):
-    documents = read(MANIFESTS / name)
-    leader, follower = (configs_of(documents)[file] for file in ("flexd.yaml", "follower.yaml"))
-    assert leader.scale_out.role == "leader"
-    assert is_follower(follower)
-    (service,) = [d["metadata"]["name"] for d in documents if d["kind"] == "Service"]
-    assert follower.scale_out.leader == f"{service}:{leader.scale_out.listen_port}"
-    assert follower.scale_out.secret_file == leader.scale_out.secret_file
-    same = ("job", "tables", "sketch", "stream")
-    assert all(getattr(leader, section) == getattr(follower, section) for section in same)
-
-
-def test_standalone_may_write_its_lease():
-    documents = {document["kind"]: document for document in read(MANIFESTS / "standalone.yaml")}
-    lease = configs_of(list(documents.values()))["flexd.yaml"].high_availability.lease
-    assert lease.kind == "kubernetes"
-    rules = documents["Role"]["rules"]
-    assert all(rule["apiGroups"] == ["coordination.k8s.io"] and rule["resources"] == ["leases"] for rule in rules)
-    named = {verb for rule in rules if rule.get("resourceNames") == [lease.name] for verb in rule["verbs"]}
-    anything = {verb for rule in rules if "resourceNames" not in rule for verb in rule["verbs"]}
-    assert (named, anything) == ({"get", "update"}, {"create"})
-    deployment = documents["Deployment"]["spec"]
-    assert deployment["replicas"] > 1
-    assert deployment["template"]["spec"]["automountServiceAccountToken"] is True
-    assert documents["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert documents["PodDisruptionBudget"]["spec"]["maxUnavailable"] == 1
+        ports = {port["name"] for port in daemon_of(chosen[0])["ports"]}
+        assert {port["targetPort"] for port in service["ports"]} <= ports
 
 
 def test_written_manifests_agree_with_the_chart():
@@ -141,7 +110,7 @@ def test_dockerfile():
     assert "USER 10001:10001" in final
     exposed = {int(port) for line in final if line.startswith("EXPOSE") for port in line.split()[1:]}
     defaults = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert exposed == {defaults["control"]["port"], defaults["scaleOut"]["port"], defaults["metrics"]["port"]}
+    assert exposed == {defaults["control"]["port"], defaults["metrics"]["port"]}
     ignored = (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
     for line in lines:
         if line.startswith("COPY") and "--from" not in line:

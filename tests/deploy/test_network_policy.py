@@ -44,12 +44,6 @@ def test_without_a_scraper_the_metrics_port_is_for_helm_test_alone() -> None:
     assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "flexd-test"
 
 
-def test_stand_bys_open_nothing_to_each_other() -> None:
-    peers = admitted(policy_of(rendered("-f", CHART / "ci" / "high-availability-values.yaml"))["ingress"])
-    assert set(peers) == {"29400", "9465"}
-    assert OWN not in [peer for each in peers.values() for peer in each]
-
-
 def test_pods_of_a_job_reach_each_other_and_the_metrics_scraper_one_port() -> None:
     """The policy is of the pod, and the training's own process groups listen on any port of it."""
     peers = admitted(policy_of(rendered(*JOB))["ingress"])
@@ -59,7 +53,6 @@ def test_pods_of_a_job_reach_each_other_and_the_metrics_scraper_one_port() -> No
 
 
 def test_trainers_beside_a_job_reach_its_control_port_only() -> None:
-    """Followers are pods of the job: nobody else reaches the port of scale-out."""
     peers = admitted(policy_of(rendered(*JOB, *TRAINERS))["ingress"])
     assert peers["29400"] == [SELECTOR]
     assert set(peers) == {"any", "29400", "9465"}
@@ -72,7 +65,7 @@ def test_pods_of_ones_own_are_named() -> None:
 
 
 def test_egress_reaches_dns_the_job_and_the_given_peers() -> None:
-    spec = policy_of(rendered("-f", CHART / "ci" / "high-availability-values.yaml"))
+    spec = policy_of(rendered("-f", CHART / "ci" / "standalone-egress-values.yaml"))
     assert spec["policyTypes"] == ["Ingress", "Egress"]
     dns, *given = spec["egress"]
     assert dns == {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]}

@@ -78,8 +78,6 @@ def test_a_daemon_that_reads_its_stream_raises_no_alert_of_the_stream(occurred: 
         ("FlexdMessagesLost", "stream", "status", "  lost "),
         ("FlexdPlansRefused", "stream", "plan", "planner.min_samples"),
         ("FlexdSnapshotsFail", "stream", "status", "Not a directory"),
-        ("FlexdNobodyLeads", "leads-1", "status", "leadership  standby"),
-        ("FlexdLeaseFails", "leads-2", "status", "cannot be listed"),
         ("FlexdMigrationsFail", "fails", "history --state failed", "FAILED"),
         ("FlexdRanksMissing", "missing", "status", "missing"),
         ("FlexdAttemptWaits", "idle", "attempts list", "waiting"),

@@ -45,13 +45,6 @@ def test_a_broker_whose_clock_goes_back_does_not_make_honest_accesses_future_one
     assert clock.arrival(appended(NOW - 3600)) == NOW - 10
 
 
-def test_a_follower_dates_arrivals_by_its_leaders_clock():
-    clock = ArrivalClock(lambda: NOW + 86_400)
-    clock.follow(NOW)
-    assert clock.now() == NOW
-    assert clock.arrival(appended(None)) == NOW
-
-
 def test_the_skew_is_that_of_the_last_whole_window():
     skew = EventTimeSkew()
     skew.update(100.0)

@@ -58,3 +58,24 @@ def test_a_snapshot_of_a_newer_format_is_refused_and_stays(tmp_path, counted, wh
     after = Ingestor(FakeSource(LOG), TABLES, SETTINGS, store, start_empty=True)
     assert after.samples_by_table() == counted.samples_by_table()
     assert [kept.reason for kept in store.quarantine.list()] == ["newer"]
+
+
+def test_counters_of_another_share_of_the_stream_start_empty_and_the_positions_stay(tmp_path, counted):
+    after = restarted(tmp_path, settings=dataclasses.replace(SETTINGS, share=0.5))
+    assert after.samples_by_table() == (0, 0)
+    assert {outcome.detail for outcome in after.outcomes} == {"1 of the stream was counted, now 0.5"}
+    run_to_the_end(after, after._source)
+    assert after._source.restored == {"p0": 12, "p1": 12}
+
+
+def test_weights_are_those_of_the_whole_stream_and_samples_those_read(counted):
+    profile, rows = counted.profile(), counted.query("small", ROWS)
+    counted._source.read_share = 0.25
+    scaled = counted.profile()
+    for before, after in zip(profile.tables, scaled.tables, strict=True):
+        assert after.weight == pytest.approx(4 * before.weight)
+        assert np.array_equal(after.hot_share, before.hot_share)
+        assert counted.table_profile(after.table).weight == after.weight
+    assert np.allclose(counted.query("small", ROWS), 4 * rows)
+    assert scaled.samples == profile.samples == sum(counted.samples_by_table())
+    assert counted.stats().read_share == 1.0, "as of the last poll"

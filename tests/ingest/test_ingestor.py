@@ -89,26 +89,6 @@ def test_a_full_disk_is_counted_and_retried_while_ingest_continues(tmp_path):
     assert source.committed[-1] == {"p0": 12, "p1": 12}
 
 
-def test_an_interrupted_merge_is_never_saved(tmp_path, monkeypatch):
-    """A part of another daemon's counts without its positions would be counted twice, so it must not be saved."""
-    store = SnapshotStore(tmp_path, 2)
-    ingestor = make_ingestor(FakeSource(LOG), store)
-    other, counts = make_ingestor(FakeSource({}), None).drain()
-    ingestor.start()
-    wait_until(lambda: ingestor.stats().lag_messages == 0 and ingestor.stats().messages == 24)
-    ingestor.request_snapshot()
-    wait_until(lambda: ingestor.stats().snapshots == 1)
-    committed = []
-    monkeypatch.setattr(type(other), "merge", lambda *_: (_ for _ in ()).throw(MemoryError()))
-    with pytest.raises(MemoryError):
-        ingestor.merge(other, counts, lambda: committed.append(1))
-    wait_until(lambda: not ingestor.stats().running)
-    assert not committed
-    assert "damaged and not saved" in ingestor.stats().problem
-    assert len(list(tmp_path.glob("snapshot-*"))) == 1
-    assert ingestor.stats().snapshots == 1
-
-
 def test_source_errors_are_retried_and_do_not_end_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr("flexd.ingest.backoff._BACKOFF_SECONDS", (0.001, 0.01))
     source = FakeSource(LOG)

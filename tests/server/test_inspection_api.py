@@ -56,7 +56,7 @@ def test_pages_out_of_bounds_reach_no_handler(client, daemon, path, asked):
 
 @pytest.mark.parametrize("path", ["/v1/config", "/v1/tables", "/v1/rows", "/v1/topology", "/v1/timeline"])
 def test_refusals_keep_status_and_remedy(client, daemon, path):
-    daemon.error = ApiError("a follower", status=409, remedy="ask the leader")
+    daemon.error = ApiError("no tables yet", status=409, remedy="start the training")
     method, body = ("POST", {"table": "t"}) if path == "/v1/rows" else ("GET", None)
     answer = client.request(method, path, json=body)
     assert answer.status_code == 409

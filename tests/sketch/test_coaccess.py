@@ -102,21 +102,6 @@ def test_what_is_held_is_every_sample_up_to_the_limit_whole(seed: int, half_life
     assert read.offered == len(entries) * SAMPLES
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 2**20), st.integers(1, 4))
-def test_daemons_that_share_a_stream_merge_to_the_sample_of_all(seed: int, daemons: int) -> None:
-    """Tables of one sample may be read by different daemons, in any order."""
-    entries = stream(seed)
-    order = np.random.default_rng(seed).permutation(len(entries))
-    merged = CoAccessSample(ROWS, MIN_BYTES, HALF_LIFE)
-    for daemon in range(daemons):
-        merged.merge(offered([entries[i] for i in order if i % daemons == daemon]))
-    assert merged.used_bytes <= MIN_BYTES
-    ours = [sorted(each) for each in held(merged.read(["a", "b"]))]
-    assert sorted(ours) == sorted(by_key(expected(entries, merged.limit, HALF_LIFE)))
-    assert len(ours) > 10
-
-
 def test_older_samples_make_way_by_their_half_life() -> None:
     sample = offered(stream(1, steps=120))
     ages = T0 + 4.0 * 119 - sample.read(["a", "b"]).event_time_seconds
@@ -184,23 +169,12 @@ def same(first: CoAccess | None, second: CoAccess | None) -> bool:
     return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in names)
 
 
-def test_a_sketch_set_saves_drains_and_merges_its_sample() -> None:
+def test_a_sketch_set_saves_its_sample() -> None:
     entries = stream(3)
     whole = counted(entries)
     meta, arrays = whole.state()
     again = SketchSet.from_state(TABLES, SETTINGS, json.loads(json.dumps(meta)), arrays)
     assert same(whole.coaccess(), again.coaccess())
-    empty = whole.empty_copy(5)
-    read = empty.coaccess()
-    assert read is not None
-    assert read.samples == read.offered == 0
-    half = counted(entries[::2])
-    half.merge(counted(entries[1::2]))
-    merged = half.coaccess_sample
-    assert merged is not None
-    ours = {tuple(sorted((t, tuple(r)) for t, r in each)) for each in held(merged.read(["items", "users"]))}
-    longer = {tuple(sorted((t, tuple(r)) for t, r in each)) for each in held(again.coaccess())}
-    assert len(ours & longer) > 0.9 * min(len(ours), len(longer))
 
 
 def test_off_it_keeps_nothing_and_costs_no_memory() -> None:

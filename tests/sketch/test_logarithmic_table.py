@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 
 import numpy as np
@@ -98,21 +96,6 @@ def test_an_idle_table_decays_by_the_formula_and_levels_stay():
     below = np.flatnonzero(sketches._tables[0]._counter.levels(np.arange(ROWS - 1000)) < 7)
     assert len(below) > ROWS / 2
     assert np.allclose(sketches.query("t", below), before[below] / 2**10, rtol=1e-6)
-
-
-def test_merged_and_restored_sets_equal_one_stream():
-    a, b = (SketchSet(TABLE, 80_000, 60.0, 1e9) for _ in range(2))
-    touched = np.arange(ROWS // 2)
-    for sketches, times, when in ((a, 2, T0), (b, 3, T0 + 180)):
-        for _ in range(times):
-            sketches.ingest("t", touched, 0, when)
-    meta, arrays = b.state()
-    b = SketchSet.from_state(TABLE, b.settings, json.loads(json.dumps(meta)), arrays)
-    for first, second in ((copy.deepcopy(a), b), (copy.deepcopy(b), a)):
-        first.merge(second)
-        _mean_within(first.query("t", touched), 2 / 8 + 3)
-        assert first.profile().tables[0].weight == pytest.approx((2 / 8 + 3) * len(touched), rel=1e-3)
-        assert not first.query("t", np.arange(ROWS // 2, ROWS)).any()
 
 
 def test_counts_of_a_tap_are_right_on_average():

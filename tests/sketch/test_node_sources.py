@@ -114,18 +114,15 @@ def test_sources_of_few_or_no_accesses() -> None:
 
 @pytest.mark.parametrize(("memory", "logarithmic"), [(2**22, True), (400_000, True), (400_000, False)])
 def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic: bool) -> None:
-    """Holds for dense, logarithmic and count-min tables, after merging two halves, and after a snapshot."""
+    """Holds for dense, logarithmic and count-min tables, and after a snapshot."""
     tables = [TableSpec("t", 200_000, 4)]
     row, rank = _accesses(200_000, 200_000, 0.8)
-    whole, a, b = (SketchSet(tables, memory, 1000.0, logarithmic=logarithmic) for _ in range(3))
+    whole = SketchSet(tables, memory, 1000.0, logarithmic=logarithmic)
     assert whole.choices()[0].kind == ("dense" if memory == 2**22 else "logarithmic" if logarithmic else "count_min")
     assert whole.nbytes <= memory
     _sets(whole, row, rank)
-    _sets(a, row[::2], rank[::2])
-    _sets(b, row[1::2], rank[1::2])
-    a.merge(b)
-    meta, arrays = a.state()
-    restored = SketchSet.from_state(tables, a.settings, json.loads(json.dumps(meta)), arrays)
+    meta, arrays = whole.state()
+    restored = SketchSet.from_state(tables, whole.settings, json.loads(json.dumps(meta)), arrays)
     for sketches in (whole, restored):
         (table,) = sketches.profile(layout=LAYOUT).tables
         assert table.sources is not None

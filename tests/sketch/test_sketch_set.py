@@ -7,8 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
@@ -135,34 +133,6 @@ def test_read_only_strided_and_narrow_rows_are_counted_and_not_changed():
     sketches.ingest("small", frozen, 0, T0)
     assert rows.flags.writeable
     assert sketches.query("small", np.arange(4)).tolist() == [2, 1, 2, 1]
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.integers(0, 2**30), st.sampled_from([None, 5.0, 50.0]), st.booleans())
-def test_merge_equals_one_daemon_for_dense_and_bounds_it_for_count_min(seed, half_life, swap):
-    batches = _batches(seed)
-    both, a, b = _set(half_life), _set(half_life), _set(half_life)
-    _feed(both, batches)
-    _feed(a, batches[1::2] if swap else batches[:9])
-    _feed(b, batches[0::2] if swap else batches[9:])
-    before = b.state()[1]
-    a.merge(b)
-    assert all(np.array_equal(array, before[name]) for name, array in b.state()[1].items())
-    assert a.samples == both.samples
-    exact = _exact(batches, half_life)
-    small = a.query("small", np.arange(300))
-    assert np.allclose(small, both.query("small", np.arange(300)), rtol=1e-4, atol=1e-3)
-    if half_life is None:
-        assert np.array_equal(small, exact["small"])
-    assert (a.query("large", np.arange(LARGE.rows)) >= exact["large"] * (1 - 1e-4) - 1e-3).all()
-    large = a.profile().tables[1]
-    assert np.isin(np.argsort(-exact["large"])[:20], large.hot_rows).all()
-
-
-def test_other_settings_or_tables_are_not_merged():
-    for other in (_set(49.0), SketchSet([SMALL], MEMORY, 50.0, 1e9, 500)):
-        with pytest.raises(SketchError):
-            _set().merge(other)
 
 
 @pytest.mark.parametrize("half_life", [None, 50.0])

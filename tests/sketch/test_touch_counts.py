@@ -142,18 +142,6 @@ def test_a_training_that_starts_again_at_step_0_is_counted():
     assert touches._totals[1] == 40
 
 
-def test_merged_counts_equal_those_of_one_counter():
-    steps = correlated(60)
-    whole, first, second = table(), table(), table()
-    feed(whole, steps)
-    feed(first, steps[:30])
-    feed(second, steps[30:])
-    for each in (whole, first, second):
-        each.flush(FOREVER)
-    first.merge(second, FOREVER)
-    np.testing.assert_array_equal(counted(first, np.arange(ROWS)), counted(whole, np.arange(ROWS)))
-
-
 def test_another_layout_forgets():
     touches = table()
     feed(touches, correlated(30))
@@ -258,43 +246,6 @@ def test_a_step_waits_for_partitions_that_are_read_later_and_not_for_those_that_
             np.testing.assert_allclose(counted(touches, np.arange(ROWS)), exact(steps[:100], np.arange(ROWS)))
     # Nothing came from the second partition for more than 128 steps.
     assert len(touches._open) <= 17
-
-
-def test_open_steps_travel_in_the_state_of_counters_that_are_merged_and_damaged_ones_are_refused():
-    tables = [TableSpec("t", ROWS, 4)]
-    leader = SketchSet(tables, half_life_seconds=None)
-    leader.profile(layout=LAYOUT)
-    steps = correlated(40)
-    for first, end, daemon in ((0, 1, 0), (0, 1, 1), (1, 40, 0), (1, 40, 1)):
-        follower = leader.empty_copy(daemon)
-        for step in range(first, end):
-            for rank, rows in enumerate(steps[step]):
-                follower.ingest("t", rows[daemon::2], rank, 1.0, step=step, partition=str(daemon))
-        meta, arrays = follower.state()
-        leader.merge(SketchSet.from_state(tables, leader.settings, meta, arrays))
-        for name in ("open_step_entries", "open_step_row_gaps"):
-            array = arrays[f"0/{name}"].copy()
-            array.flat[-1] = 255
-            with pytest.raises(SketchError):
-                SketchSet.from_state(tables, leader.settings, meta, {**arrays, f"0/{name}": array})
-    leader.close_steps()
-    assert not any("open_step" in name for name in leader.state()[1])
-    found = leader.profile(layout=LAYOUT).tables[0]
-    expected = exact(steps, found.hot_rows)
-    np.testing.assert_allclose(np.stack([found.touches.per_rank, found.touches.anywhere]), expected[[0, 2]])
-
-
-def test_drained_counters_sample_as_those_before_would_have_gone_on_to():
-    touches = table()
-    touches._whole_accesses = 4000
-    for step in range(101):
-        touches.add(np.arange(40), 0, step, 0.0, FOREVER)
-    fresh = touches.empty_copy()
-    fresh._whole_accesses = 4000
-    for step in range(101, 201):
-        fresh.add(np.arange(40), 0, step, 0.0, FOREVER)
-    assert 1 <= len(fresh._open) <= 3
-    assert fresh.state()[0]["seen"] == [100 * 40, 100]
 
 
 def test_no_step_is_counted_while_a_backlog_is_read():

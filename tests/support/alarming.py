@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -45,15 +44,10 @@ _WITHOUT_END = "1-10000:raise"
 
 
 class WatchedDaemon:
-    """``flexd run`` of the tables of ``ranks_in_threads``, which may be armed and started again.
+    """``flexd run`` of the tables of ``ranks_in_threads``, which may be armed and started again."""
 
-    Args:
-        job: equal to ``name`` by default.
-    """
-
-    def __init__(self, name: str, directory: Path, sections: dict[str, Any], job: str = "") -> None:
-        self.name = name
-        self.job = job or name
+    def __init__(self, name: str, directory: Path, sections: dict[str, Any]) -> None:
+        self.name = self.job = name
         self.state = directory / name / "state"
         self.state.parent.mkdir()
         self.log = self.state.parent / "log"
@@ -83,10 +77,6 @@ class WatchedDaemon:
                 [sys.executable, "-m", "flexd", "run", "-c", str(self._file)],
                 stdout=log, stderr=log, env=child_environment(**{VARIABLE: faults}),
             )  # fmt: skip
-
-    def send_signal(self, number: int) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
 
     def ended(self) -> bool:
         return self.process is not None and self.process.poll() is not None
@@ -131,10 +121,7 @@ class Alarms:
         self._closed: list[Callable[[], object]] = []
         self.daemons: dict[str, WatchedDaemon] = {}
         self.prometheus: Prometheus
-        lease = {"lease": {"kind": "file", "path": str(directory / "lease")}, "duration_seconds": 1.5}
         often = {"interval_seconds": 0.5, "min_spacing_seconds": 0.1, "min_coverage": 0.0, "min_samples": 1_000}
-        port = free_ports(1)[0]
-        follows = {"role": "follower", "leader": f"127.0.0.1:{port}", "push_interval_seconds": 0.2}
         moving = {"pins": [{"table": "item", "tier": "NODE", "rows": list(range(480))}]}
         slow = {"chunk_rows": 16, "throttle": {"bytes_per_second": 300}}
         refused = {"source": {"kind": "kafka", "bootstrap_servers": f"127.0.0.1:{free_ports(1)[0]}"}}
@@ -150,17 +137,9 @@ class Alarms:
         self._add("missing")
         self._add("disk", stream=refused)
         self._add("restarts")
-        for number in (1, 2):
-            own = {**lease, "identity": f"leads-{number}", "renew_seconds": 0.3}
-            shared = {"dir": str(directory / "shared"), "snapshot_interval_seconds": 1.0}
-            self._add(f"leads-{number}", "leads", stream=_synthetic(1_000), high_availability=own, state=shared)
-        leader = {"role": "leader", "listen_port": port, "follower_timeout_seconds": 2.0}
-        self._add("leader", "scaled", stream=_synthetic(1_000), scale_out=leader)
-        for name in ("follower-1", "follower-2"):
-            self._add(name, "scaled", stream=_synthetic(1_000), scale_out={**follows, "name": name})
 
-    def _add(self, name: str, job: str = "", **sections: Any) -> None:
-        self.daemons[name] = WatchedDaemon(name, self._directory, sections, job)
+    def _add(self, name: str, **sections: Any) -> None:
+        self.daemons[name] = WatchedDaemon(name, self._directory, sections)
 
     def close(self) -> None:
         for daemon in self.daemons.values():
@@ -172,7 +151,7 @@ class Alarms:
         return {
             "stream": self._stream(), "idle": self._idle(), "proposes": self._proposes(), "moves": self._moves(),
             "fails": self._fails(), "churns": self._churns(), "missing": self._missing(), "disk": self._disk(),
-            "restarts": self._restarts(), "leads": self._leads(), "scale_out": self._scale_out(),
+            "restarts": self._restarts(),
         }  # fmt: skip
 
     def fired(self) -> set[tuple[str, str]]:
@@ -280,11 +259,14 @@ class Alarms:
         network = TcpCut(port, daemon.port)
         self._closed.append(network.close)
         ranks = self._train(daemon, port)
-        while True:
+        churns = self._fires("FlexdEpochsChurn", daemon.target)
+        while not churns():
             # Ranks that are cut off before they are in wait longer and longer.
             yield lambda: all(rank.agent.state.startswith("joined epoch") for rank in ranks.ranks)
             network.disconnect()
             network.mend()
+        daemon.kill()
+        yield lambda: False
 
     def _missing(self) -> Scenario:
         daemon = self.daemons["missing"]
@@ -342,36 +324,3 @@ class Alarms:
             yield self._scraped(daemon)
             yield _passed(1.0)
             daemon.kill()
-
-    def _leads(self) -> Scenario:
-        pair = [self.daemons["leads-1"], self.daemons["leads-2"]]
-        for daemon in pair:
-            daemon.start()
-        flaps = self._fires("FlexdLeadershipFlaps", "leads")
-
-        def leads(daemon: WatchedDaemon) -> Callable[[], object]:
-            return lambda: self.prometheus.query(f'flexd_leading{{instance="{daemon.target}"}} == 1')
-
-        yield lambda: leads(pair[0])() or leads(pair[1])()
-        while not flaps():
-            leader, heir = pair if leads(pair[0])() else reversed(pair)
-            leader.send_signal(signal.SIGSTOP)
-            yield leads(heir)
-            leader.send_signal(signal.SIGCONT)
-            yield _passed(2.0)
-        lease = self._directory / "lease"
-        lease.rename(self._directory / "moved-lease")
-        lease.write_text("a file")
-        yield lambda: False
-
-    def _scale_out(self) -> Scenario:
-        names = ("leader", "follower-1", "follower-2")
-        leader, first, _ = daemons = [self.daemons[name] for name in names]
-        for daemon in daemons:
-            daemon.start()
-        pushing = f'flexd_followers{{instance="{leader.target}",state="pushing"}} == 2'
-        yield lambda: self.prometheus.query(pushing)
-        first.kill()
-        yield self._fires("FlexdFollowerSilent", leader.target)
-        leader.kill()
-        yield lambda: False

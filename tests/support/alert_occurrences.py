@@ -26,14 +26,11 @@ class Elsewhere(NamedTuple):
 
 
 LIVE: dict[str, Live] = {
-    "FlexdDown": Live("scale_out", "leader", "it is killed"),
+    "FlexdDown": Live("churns", "churns", "it is killed"),
     "FlexdUnhealthy": Live("disk", "disk", "a write into the state directory does not return"),
     "FlexdNotReady": Live("missing", "missing", "one of four ranks does not register"),
     "FlexdRestarts": Live("restarts", "restarts", "it is killed again and again"),
     "FlexdThreadFails": Live("proposes", "proposes", "the drift thread raises"),
-    "FlexdNobodyLeads": Live("leads", "leads", "no daemon holds the lease, or can: its directory is gone"),
-    "FlexdLeaseFails": Live("leads", "leads-1", "the directory of the lease is gone"),
-    "FlexdLeadershipFlaps": Live("leads", "leads", "each leader is stopped for longer than its lease"),
     "FlexdMessagesLost": Live("stream", "stream", "records of the log are damaged"),
     "FlexdStreamUnreachable": Live("disk", "disk", "no broker listens"),
     "FlexdStreamSilent": Live("idle", "idle", "ranks train and nothing is published"),
@@ -62,8 +59,6 @@ LIVE: dict[str, Live] = {
     "FlexdStateQuarantined": Live("restarts", "restarts", "the newest snapshot is damaged at a start"),
     "FlexdSnapshotOld": Live("idle", "idle", "no snapshot for some seconds"),
     "FlexdDecisionsFail": Live("disk", "disk", "decisions.json cannot be written"),
-    "FlexdFollowerSilent": Live("scale_out", "leader", "a follower is killed"),
-    "FlexdLeaderUnreachable": Live("scale_out", "follower-2", "its leader is killed"),
 }
 
 ELSEWHERE: dict[str, Elsewhere] = {

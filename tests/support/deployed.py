@@ -10,8 +10,6 @@ import kubernetes_validate
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.api.leadership import LeadershipStatus
-from flexd.api.scale_out import ScaleOutStatus
 from flexd.api.slow_memory import SlowMemoryStatus
 from flexd.config.base import split_address
 from flexd.config.load import parse_config
@@ -88,9 +86,7 @@ def check_schema(document: Document) -> None:
 
 def known_metrics() -> set[str]:
     """Names of the metrics page, with all its parts; ``_sum`` and ``_count`` of each."""
-    leadership = LeadershipStatus(role="leader", identity="a", lease="here")
-    optional = {"scale_out": ScaleOutStatus(role="leader"), "leadership": leadership, "slow_memory": SlowMemoryStatus()}
-    status = STATUS.model_copy(update=optional)
+    status = STATUS.model_copy(update={"slow_memory": SlowMemoryStatus()})
     text = Metrics(FakeDaemon(shown=status)).render()[0].decode()
     known = set(re.findall(r"^# TYPE (flexd_\w+) ", text, re.MULTILINE))
     known |= {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
@@ -101,6 +97,11 @@ def probe_paths() -> set[str]:
     daemon = FakeDaemon()
     app = create_metrics_app(daemon, Metrics(daemon))
     return {app.url_path_for(name) for name in ("metrics_page", "healthz", "readyz")}
+
+
+def has_daemon(pod: Document) -> bool:
+    spec = pod["spec"]
+    return any(c["name"] == "flexd" for c in [*spec.get("initContainers", []), *spec["containers"]])
 
 
 def daemon_of(pod: Document) -> Document:
@@ -127,17 +128,15 @@ def check_daemon(pod: Document, config: Config) -> None:
     assert split_address(config.server.metrics_listen) == ("0.0.0.0", ports["metrics"])
     for name, path in (("startupProbe", "/healthz"), ("livenessProbe", "/healthz")):
         assert container[name]["httpGet"] == {"path": path, "port": "metrics"}
-    # A stand-by is never ready in the sense of /readyz, and a rollout waits for every pod.
-    ready = container.get("readinessProbe", {"httpGet": {"path": None}})["httpGet"]["path"]
-    assert ready in (["/healthz"] if config.high_availability.enabled else ["/readyz", None])
+    assert container.get("readinessProbe", {"httpGet": {"path": None}})["httpGet"]["path"] in ("/readyz", None)
     paths = {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")}
     assert paths <= probe_paths()
     mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
     assert "/tmp" in mounts
-    assert config_key(pod) in ("flexd.yaml", "follower.yaml")
+    assert config_key(pod) == "flexd.yaml"
     assert not mounts[str(config.state.dir)].get("readOnly")
-    secrets = [config.scale_out.secret_file, *([] if is_follower(config) else [config.control.secret_file])]
-    if config.control.tls.cert_file and not is_follower(config):
+    secrets = [config.control.secret_file]
+    if config.control.tls.cert_file:
         secrets += [config.control.tls.cert_file, config.control.tls.key_file, config.control.tls.ca_file]
     for file in filter(None, secrets):
         assert mounts[str(file.parent)]["readOnly"] is True
@@ -145,10 +144,8 @@ def check_daemon(pod: Document, config: Config) -> None:
     for any_container in [*spec.get("initContainers", []), *spec["containers"]]:
         assert {mount["name"] for mount in any_container.get("volumeMounts", [])} <= volumes
     assert spec["terminationGracePeriodSeconds"] > config.shutdown_seconds
-    if not is_follower(config) and split_address(f"{config.control.listen_host}:1")[0] == "0.0.0.0":
+    if split_address(f"{config.control.listen_host}:1")[0] == "0.0.0.0":
         assert ports["control"] == config.control.listen_port
-    if config.scale_out.role == "leader":
-        assert ports["scale-out"] == config.scale_out.listen_port
 
 
 def config_key(pod: Document) -> str:
@@ -159,10 +156,6 @@ def config_key(pod: Document) -> str:
     items = volume["configMap"].get("items", [{"key": "flexd.yaml", "path": "flexd.yaml"}])
     (key,) = [item["key"] for item in items if item["path"] == "flexd.yaml"]
     return key
-
-
-def is_follower(config: Config) -> bool:
-    return config.scale_out.role == "follower"
 
 
 def check_references(found: list[Document]) -> None:

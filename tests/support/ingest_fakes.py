@@ -41,6 +41,7 @@ class FakeSource:
         self.commit_failure: str | None = None
         self.problem: str | None = None
         self.lost = Losses()
+        self.read_share = 1.0
         self.closed = False
         self.drained = threading.Event()
 

@@ -88,10 +88,6 @@ def write_second_tree(directory: Path) -> Path:
     _append(directory / "flexd/control/daemon/channel_server.py", _SERVER_GREETS)
     _add_field(directory / "flexd/control/protocol/report.py", ["StepReport"], f"{ADDED}: int = 5")
     _add_field(directory / "flexd/api/status.py", ["Status"], f'{ADDED}: str = "of the status"')
-    _add_field(directory / "flexd/scaleout/push_answer.py", ["PushAnswer"], f'{ADDED}: str = "of the answer"')
-    _replace(directory / "flexd/scaleout/count_delta.py", {
-        '        "lag_messages": delta.lag_messages,\n': f'        "{ADDED}": [1, {{"a": None}}],\n',
-    })  # fmt: skip
     # The next format is read one version before it is written.
     _replace(directory / "flexd/core/tap_counts.py", {
         "OLDEST_FORMAT, NEWEST_FORMAT = 1, 1": "OLDEST_FORMAT, NEWEST_FORMAT = 1, 2",

@@ -28,7 +28,6 @@ def test_every_family_of_a_daemon_is_documented_with_its_labels():
         in text
     )
     assert "`flexd_build_info` | info | `training_job`, `version` |" in text
-    assert "`flexd_followers` | gauge | `state`" in text
     assert "flexd_api_refused_requests_total" in text
 
 

@@ -14,10 +14,9 @@ import time
 from flexd.control.agent.agent_context import AgentContext, PlacementLists
 from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import RankConnection
-from flexd.control.agent.rendezvous import Rendezvous
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
-from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
+from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line, parse_address
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
 from flexd.core.secrets import Secret
@@ -36,7 +35,7 @@ class Agent:
     Args:
         inbox: of the rank; only the agent calls its ``offer`` and ``settle``.
         identity: of the rank; fixed for the life of the process.
-        address: ``host:port`` of the daemon's control channel; several separated by commas, where several may lead.
+        address: ``host:port`` of the daemon's control channel.
         secret: the shared secret, or its file (read again when it changes); None only on loopback.
         timeout_seconds: deadline of every single wait on the network or on the running step's exchange, and the silence
             after which the daemon is given up.
@@ -61,8 +60,10 @@ class Agent:
         outbox: TapOutbox | None = None,
         tls: TlsFiles | None = None,
     ) -> None:
-        rendezvous = Rendezvous(address, ChannelCredentials(secret, tls), timeout_seconds)
-        self._context = AgentContext(inbox, identity, rendezvous, timeout_seconds, placement_lists, outbox)
+        self._context = AgentContext(
+            inbox, identity, parse_address(address), ChannelCredentials(secret, tls), timeout_seconds, placement_lists,
+            outbox,
+        )  # fmt: skip
         inbox.on_change = self._context.wake
         if outbox is not None:
             outbox.on_change = self._context.wake
@@ -119,7 +120,7 @@ class Agent:
                 if first_line(error) != self._context.last_logged:
                     logger.exception("rank %d: control agent: unexpected error", self._context.identity.rank)
                 self._record_failure("connecting", error)
-            self._context.stopping.wait(max(wait, backoff.seconds() if self._context.rendezvous.tried_all else 0.0))
+            self._context.stopping.wait(max(wait, backoff.seconds()))
         self._context.state = "stopped"
 
     def _record_failure(self, state: str, error: Exception) -> None:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.rendezvous import Rendezvous
 from flexd.control.agent.tap_outbox import TapOutbox
+from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.network import new_token
 from flexd.control.protocol.report import PendingReports, RankIdentity
 
@@ -25,6 +25,7 @@ class AgentContext:
     """State that a rank keeps from one connection to the next. Shared by the agent's callers and its thread.
 
     Attributes:
+        address: host and port of the daemon's control channel; the host is resolved at every connection.
         session: identifies this process; no two launches of a rank have the same.
         sequence: of the newest message sent, in the whole session.
         state: the present activity or problem, in words.
@@ -36,7 +37,8 @@ class AgentContext:
 
     inbox: ChunkInbox
     identity: RankIdentity
-    rendezvous: Rendezvous
+    address: tuple[str, int]
+    credentials: ChannelCredentials
     timeout_seconds: float
     lists: PlacementLists | None
     outbox: TapOutbox | None

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from flexd.control.agent.agent_context import AgentContext
+from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import cannot_prepare
 from flexd.control.agent.listing_answer import ListingAnswer
 from flexd.control.agent.tap_sender import TapSender
@@ -95,7 +96,9 @@ class RankConnection:
         """Raises channel errors, TopologyError if the daemon refuses this rank; returns when stopping."""
         context = self._context
         context.state = "connecting"
-        self._client = context.client = context.rendezvous.connect()
+        self._client = context.client = ChannelClient.connect(
+            *context.address, context.credentials, context.timeout_seconds
+        )
         try:
             self._heard_at = self._sent_at = time.monotonic()
             while not context.stopping.is_set():
@@ -203,7 +206,6 @@ class RankConnection:
         context = self._context
         if self._notice is not None:
             raise StaleMessageError("a second notice of the daemon")
-        context.rendezvous.check_term(notice)
         self._notice = notice
         self._tables = () if notice.table_digest == self._me.table_digest else table_entries(self._me.tables)
         context.count("connects")
@@ -242,7 +244,7 @@ class RankConnection:
         return (
             notice is not None
             and announcement.job == self._me.job
-            and (announcement.instance, announcement.term) == (notice.instance, notice.term)
+            and announcement.instance == notice.instance
             and announcement.attempt == self._me.attempt
             and announcement.epoch > self._last_epoch
             and announcement.nonce == self._nonce
@@ -400,4 +402,4 @@ class RankConnection:
 
     @staticmethod
     def _fence_of(message: EpochMessage | EpochAnnouncement) -> dict[str, Any]:
-        return {name: getattr(message, name) for name in ("job", "attempt", "generation", "epoch", "token", "term")}
+        return {name: getattr(message, name) for name in ("job", "attempt", "generation", "epoch", "token")}

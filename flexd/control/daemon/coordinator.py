@@ -16,7 +16,7 @@ from flexd.control.daemon.attempts import Attempt
 from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
-from flexd.control.daemon.epoch_manager import LEADERSHIP_LOST, EpochManager, Hosted, OnReport
+from flexd.control.daemon.epoch_manager import EpochManager, Hosted, OnReport
 from flexd.control.daemon.event_log import EventLog, OnEvent
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.journal_frames import JournalledMigration
@@ -61,7 +61,6 @@ class Coordinator:
         on_migration: called with every transition of a migration, and when its figures are final.
         tap: receives the accesses that the ranks have counted, if ``stream.source`` is a tap.
         throttle: bounds the chunks that are released and not applied; without one nothing is held back.
-        may_act: called before every tick and every push; False when this daemon does not lead any more.
         supervisor: of the process; records the faults of the thread.
     """
 
@@ -75,11 +74,9 @@ class Coordinator:
         tap: TapSource | None = None,
         throttle: Throttle | None = None,
         on_migration: OnMigration | None = None,
-        may_act: Callable[[], bool] = lambda: True,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._tap = tap
-        self._may_act = may_act
         self._options = options
         self._keyspace = keyspace
         self._journal = journal
@@ -88,7 +85,6 @@ class Coordinator:
         self._events = EventLog(on_event)
         self._epochs = EpochManager(
             options, keyspace, journal, self._instance, self._stopping, self._events, on_report, throttle,
-            may_act,
         )  # fmt: skip
         self._pusher = self._epochs.pusher
         self._dispatcher = MigrationEventDispatcher(self._events, on_migration)
@@ -258,9 +254,7 @@ class Coordinator:
     def _host(self) -> RankChannels:
         options, server = self._options, self._server
         assert server is not None  # noqa: S101
-        notice = DaemonNotice(
-            options.job, self._instance, self._keyspace.digest, options.term, takes_tables=options.takes_tables
-        )
+        notice = DaemonNotice(options.job, self._instance, self._keyspace.digest, takes_tables=options.takes_tables)
         channels = RankChannels(server, notice, options.timeout_seconds)
         server.start()
         self._epochs.open(Hosted(channels, TapReceiver(channels, self._tap, self._events)))
@@ -305,12 +299,7 @@ class Coordinator:
             try:
                 fault_point("thread.coordinator")
                 self._epochs.receive(received)
-                if self._may_act():
-                    self._epochs.tick(now)
-                else:
-                    self._epochs.discard_messages(now)
-                    self._epochs.end(LEADERSHIP_LOST, failed=False)
-                    channels.close_all("another daemon leads")
+                self._epochs.tick(now)
             except CHANNEL_ERRORS as error:
                 self._epochs.end(first_line(error))
             except Exception as error:

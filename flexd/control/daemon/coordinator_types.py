@@ -24,7 +24,6 @@ class ControlOptions:
         max_chunk_rows: a larger chunk fails its migration.
         tls: certificates of the daemon; ranks then need certificates of the same authority.
         tick_seconds: longest time between two ticks while ranks are registered.
-        term: the term of the daemon's lease; 0 without one.
         max_ranks: of a job; also the largest number of connections that have proven themselves.
         takes_tables: the tables are those of the ranks, not of the configuration: ranks that have others may propose
             theirs (``Coordinator.proposed_tables``).
@@ -39,7 +38,6 @@ class ControlOptions:
     window_chunks: int = 4
     max_chunk_rows: int = 2**20
     tick_seconds: float = 0.02
-    term: int = 0
     max_ranks: int = 4096
     takes_tables: bool = False
 

@@ -74,7 +74,6 @@ class Epoch:
         number: int,
         timeout_seconds: float,
         total_rows: int,
-        term: int = 0,
         exchange: str = "",
     ) -> None:
         self._channels = channels
@@ -92,7 +91,6 @@ class Epoch:
         self._deadline = time.monotonic() + timeout_seconds
         self._fence: dict[str, Any] = {
             "job": job, "attempt": topology.attempt, "generation": generation, "epoch": number, "token": new_token(),
-            "term": term,
         }  # fmt: skip
         world = topology.layout.world_size
         self._sequence = [0] * world

@@ -59,8 +59,6 @@ logger = logging.getLogger(__name__)
 
 OnReport = Callable[[int, StepReport], None]
 
-LEADERSHIP_LOST = "this daemon does not lead any more"
-
 
 class Hosted(NamedTuple):
     """The connections of the ranks, and the receiver of the accesses that they have counted."""
@@ -76,7 +74,7 @@ class EpochManager:
         instance: of this daemon, new at every start.
         stopping: set when nothing may be pushed any more.
         events: receives everything worth a log line or a metric.
-        on_report, throttle, may_act: see ``Coordinator``.
+        on_report, throttle: see ``Coordinator``.
 
     Attributes:
         live: the registered ranks; None until all ranks of an attempt have registered.
@@ -99,13 +97,11 @@ class EpochManager:
         events: EventLog,
         on_report: OnReport | None,
         throttle: Throttle | None,
-        may_act: Callable[[], bool],
     ) -> None:
         self._options = options
         self._keyspace = keyspace
         self._instance = instance
         self._stopping = stopping
-        self._may_act = may_act
         self._on_report = on_report
         self._events = events
         self.proposals = TableProposals(options.timeout_seconds) if options.takes_tables else None
@@ -203,13 +199,6 @@ class EpochManager:
     def receive(self, received: Iterable[Received | RankDisconnected]) -> None:
         """Keep what has arrived for the next ``tick``."""
         self._received.extend(received)
-
-    def discard_messages(self, now: float) -> None:
-        """Process what has arrived as a daemon that does not lead: only that connections have ended."""
-        while self._received:
-            event = self._received.popleft()
-            if isinstance(event, RankDisconnected):
-                self._disconnect(event, now)
 
     def tick(self, now: float) -> None:
         """Process what has arrived and do what is due. Raises channel errors, which end the epoch; what has arrived
@@ -336,7 +325,7 @@ class EpochManager:
         self._epochs += 1
         self.epoch = Epoch(
             self._hosting.channels, topology, self._options.job, self._instance, self._generation, self._epochs,
-            self._options.timeout_seconds, self._keyspace.total_rows, self._options.term, self.priced_exchange,
+            self._options.timeout_seconds, self._keyspace.total_rows, self.priced_exchange,
         )  # fmt: skip
         self._hosting.tap.begin_epoch(self.epoch.fence, topology, self.epoch.peers)
         self.reason = "the ranks are settling"
@@ -373,9 +362,6 @@ class EpochManager:
             chunk = self.pusher.next_chunk(self._generation)
             if chunk is None:
                 return
-            # Making a chunk takes time, and the process may have been stopped in it.
-            if not self._may_act():
-                raise ControlError(LEADERSHIP_LOST)
             epoch.push(chunk)
 
     def end(self, reason: str, failed: bool = True) -> None:

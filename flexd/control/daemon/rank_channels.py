@@ -104,11 +104,6 @@ class RankChannels:
         if peer is not None:
             self._server.close(peer, reason)
 
-    def close_all(self, reason: str) -> None:
-        """Close all connections of registered ranks."""
-        for peer in list(self._hello_of):
-            self._server.close(peer, reason)
-
     def send_heartbeats(self, now: float) -> None:
         """Send a heartbeat to all registered ranks when it is due."""
         if now < self._next_heartbeat_at:

@@ -46,7 +46,7 @@ class TableLearner:
             ChannelCredentials(options.secret, options.tls),
             supervisor,
         )
-        notice = DaemonNotice(options.job, self._instance, "", options.term, takes_tables=True)
+        notice = DaemonNotice(options.job, self._instance, "", takes_tables=True)
         self._channels = RankChannels(self._server, notice, options.timeout_seconds)
 
     @property

@@ -40,14 +40,12 @@ class DaemonNotice(Message):
     Attributes:
         instance: new for every start of the daemon.
         table_digest: of its tables; empty if it has none yet.
-        term: of its lease, 0 without one. A rank follows the highest term it has received.
         takes_tables: it takes the tables of the job from the ranks: rank 0 sends its own if their digest differs.
     """
 
     kind: ClassVar[str] = "daemon"
     instance: str
     table_digest: str
-    term: int
     takes_tables: bool = False
 
 
@@ -132,7 +130,6 @@ class EpochAnnouncement(Message):
     generation: int
     epoch: int
     token: str
-    term: int
     nonce: str
     report_seconds: float = 0.2
 
@@ -145,7 +142,6 @@ class EpochMessage(Message):
     generation: int
     epoch: int
     token: str
-    term: int
 
 
 @dataclass(frozen=True)

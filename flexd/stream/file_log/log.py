@@ -224,6 +224,8 @@ class FileLogSource:
         StreamError: ``directory`` is a file.
     """
 
+    read_share = 1.0
+
     def __init__(
         self,
         directory: Path,

@@ -63,13 +63,6 @@ class GroupPositions:
             self._next = dict(positions)
             self._lost_at, self._gaps = {}, {}
 
-    def update(self, positions: Mapping[str, int]) -> None:
-        """Replace the positions of some partitions, which another member has read meanwhile."""
-        with self._lock:
-            self._next.update(positions)
-            for key in positions:
-                self._lost_at.pop(key, None)
-
     def start(self, key: str) -> Start:
         """Return where to begin reading a partition. Any thread."""
         with self._lock:

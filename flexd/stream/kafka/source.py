@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,8 +25,8 @@ from flexd.stream.kafka.bounded_fetcher import bounded_consumer, check_client
 from flexd.stream.kafka.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, BrokerProbe
 from flexd.stream.kafka.connector import Connector
 from flexd.stream.kafka.group_positions import GroupPositions
-from flexd.stream.kafka.handover import Handover, OnPartitions, PositionOf
 from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
+from flexd.stream.kafka.partition_sample import sampled_partitions
 from flexd.stream.kafka.record_batches import BatchLimits, Item
 from flexd.stream.losses import Losses
 from flexd.stream.offsets_in_work import OffsetsInWork
@@ -36,15 +35,15 @@ from flexd.stream.types import Message, OnPositionLost, Positions, RefusedMessag
 _log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
-_CALLBACK_POLL_SECONDS = 0.01
 
 
 class KafkaSource:
     """Read a topic in a consumer group. See ``Source`` for the contract; partitions are named ``topic/number``.
 
-    The group decides which partitions this process reads, but the broker never decides the positions: a newly assigned
-    partition starts at its restored position, at the position already reached here, or at the earliest message. So a
-    lost commit or a rebalance repeats nothing.
+    The broker never decides the positions: a newly assigned partition starts at its restored position, at the position
+    already reached here, or at the earliest message. So a lost commit or a rebalance repeats nothing.
+
+    With a ``share`` below 1 only some partitions are read (``sampled_partitions``); the others are assigned and paused.
 
     A position is lost if the broker reports so (retention, truncation), or if it returns no messages while its
     high-water mark is below the position (a broker that lost its log). ``on_position_lost`` applies then. A topic that
@@ -57,8 +56,9 @@ class KafkaSource:
     Args:
         client_options: passed to kafka-python, over flexd's defaults.
         max_batch_bytes, max_batch_records, max_poll_bytes: of ``BatchLimits``.
+        share: share of the partitions to read, above 0 and at most 1.
+        job: name of the job; jobs on one topic read different samples of it.
         work: records the batch that is being read.
-        position_of, on_revoked, on_lost: rebalance callbacks of a group of daemons; see ``Handover``.
 
     Raises:
         StreamError: ``client_options`` sets an option that is reserved for flexd, or the installed kafka-python cannot
@@ -79,13 +79,15 @@ class KafkaSource:
         max_poll_bytes: int = BatchLimits.max_poll_bytes,
         max_batch_bytes: int = BatchLimits.max_batch_bytes,
         max_batch_records: int = BatchLimits.max_batch_records,
+        share: float = 1.0,
+        job: str = "",
         work: OffsetsInWork | None = None,
-        position_of: PositionOf | None = None,
-        on_revoked: OnPartitions | None = None,
-        on_lost: OnPartitions | None = None,
     ) -> None:
         check_client()
         self._topic = topic
+        self._job = job
+        self._share = self._read_share = share
+        self._unread: frozenset[TopicPartition] = frozenset()
         self._name = f"Kafka topic {topic!r} at {bootstrap_servers}"
         self._session_timeout_seconds = session_timeout_seconds
         self._max_poll_messages = max_poll_messages
@@ -117,9 +119,6 @@ class KafkaSource:
             timeout_seconds=connect_timeout_seconds,
             fatal=FATAL_ERRORS,
         )
-        # Shorter than the coordinator waits for a member to join again (kafka-python: 300 s), and short enough that one
-        # stuck member does not stop the whole group.
-        self._handover = Handover(position_of, on_revoked, on_lost, wait_seconds=max(session_timeout_seconds, 5.0))
         self._positions = GroupPositions(self._name, on_position_lost)
         self._probe: BrokerProbe = BrokerProbe((KafkaError, OSError))
         self._stale_highwater: dict[str, int | None] = {}
@@ -131,7 +130,11 @@ class KafkaSource:
 
     @property
     def problem(self) -> str | None:
-        return self._connector.problem or self._problem or self._handover.problem or self._commit_problem
+        return self._connector.problem or self._problem or self._commit_problem
+
+    @property
+    def read_share(self) -> float:
+        return self._read_share
 
     def losses(self) -> Losses:
         return self._positions.losses
@@ -141,8 +144,6 @@ class KafkaSource:
         consumer = self._connector.get(timeout_seconds)
         if consumer is None:
             return []
-        self._handover.run_callbacks()
-        self._resolve(consumer)
         self._probe_if_silent(consumer)
         try:
             records = consumer.poll(
@@ -179,12 +180,12 @@ class KafkaSource:
         return self._positions.all()
 
     def lag(self) -> int:
-        """Sum over the assigned partitions, by the high-water marks of the last fetches."""
+        """Sum over the partitions that are read, by the high-water marks of the last fetches."""
         consumer = None if self._closed else self._connector.get(0.0)
         if consumer is None:
             return 0
         total = 0
-        for partition in consumer.assignment():
+        for partition in consumer.assignment() - self._unread:
             highwater = _highwater(consumer, partition)
             if highwater is not None:
                 total += max(0, highwater - (self._positions.get(self._key(partition)) or 0))
@@ -210,12 +211,7 @@ class KafkaSource:
         return self._commit_problem
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            consumer = self._connector.client
-            if consumer is not None:
-                self._handover.add_revoked([self._key(partition) for partition in consumer.assignment()])
-            self._handover.run_callbacks()
+        self._closed = True
         self._connector.close(_CLOSE_SECONDS)
 
     def _disconnect(self, consumer: KafkaConsumer) -> None:
@@ -234,16 +230,14 @@ class KafkaSource:
 
     def _seek(self, consumer: KafkaConsumer, partitions: Iterable[TopicPartition]) -> None:
         """Seek each partition to its start. Also called on the client's thread: must not wait for the broker."""
-        partitions = list(partitions)
-        paused = self._handover.unresolved(map(self._key, partitions))
         for partition in partitions:
             key = self._key(partition)
             self._stale_highwater[key] = _highwater(consumer, partition)
             # A partition that is being revoked may come back later, through the listener.
             with contextlib.suppress(KafkaError, ValueError, KeyError):
                 start = self._positions.start(key)
-                if key in paused:
-                    # Nothing is read from here, but without a position the client would raise on every poll.
+                if partition in self._unread:
+                    # Without a position the client would raise on every poll.
                     consumer.pause(partition)
                     consumer.seek(partition, start if isinstance(start, int) else 0)
                 elif isinstance(start, int):
@@ -253,17 +247,19 @@ class KafkaSource:
                 else:
                     consumer.seek_to_beginning(partition)
 
-    def _resolve(self, consumer: KafkaConsumer) -> None:
-        """Resume the partitions whose positions are known by now."""
-        keys, positions = self._handover.resolve()
-        if not keys:
-            return
-        self._positions.update(positions)
-        mine = [partition for partition in consumer.assignment() if self._key(partition) in keys]
-        self._seek(consumer, mine)
-        for partition in mine:
+    def _choose(self, consumer: KafkaConsumer, assigned: set[TopicPartition]) -> set[TopicPartition]:
+        """Choose the partitions to read after an assignment. Return those to seek: ``assigned``, and with a share all,
+        because the choice may have changed."""
+        if self._share >= 1:
+            return assigned
+        every: set[TopicPartition] = consumer.assignment() | assigned
+        chosen = sampled_partitions(self._job, self._topic, [each.partition for each in every], self._share)
+        self._unread = frozenset(each for each in every if each.partition not in chosen)
+        self._read_share = len(chosen) / max(len(every), 1)
+        for partition in every - self._unread:
             with contextlib.suppress(KafkaError, ValueError, KeyError):
                 consumer.resume(partition)
+        return every
 
     def _accept(self, consumer: KafkaConsumer, partition: TopicPartition, items: list[Item]) -> list[Item]:
         key = self._key(partition)
@@ -298,12 +294,9 @@ class KafkaSource:
     def _check_highwater(self, consumer: KafkaConsumer) -> None:
         lost: dict[TopicPartition, int] = {}
         ends: dict[TopicPartition, int] = {}
-        assignment = consumer.assignment()
-        unresolved = self._handover.unresolved(map(self._key, assignment))
-        for partition in assignment:
+        for partition in consumer.assignment() - self._unread:
             key = self._key(partition)
-            highwater = _highwater(consumer, partition)
-            position = None if key in unresolved else self._positions.get(key)
+            highwater, position = _highwater(consumer, partition), self._positions.get(key)
             # A mark from before the last seek proves nothing about the position after it.
             if highwater is None or position is None or highwater == self._stale_highwater.get(key):
                 continue
@@ -355,37 +348,17 @@ class KafkaSource:
 
 
 class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
-    """Connect the client's rebalance events to the ``Handover``.
-
-    Runs on the client's own thread, which must go on sending heartbeats: it waits by giving the thread back. The
-    polling thread waits inside ``KafkaConsumer.poll`` meanwhile, so a third thread runs the callbacks.
-    """
+    """Sets the positions of newly assigned partitions, on the client's own thread."""
 
     def __init__(self, source: KafkaSource, consumer: KafkaConsumer) -> None:
         self._source = source
         self._consumer = consumer
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:
-        source = self._source
-        if source._closed:
-            return
-        handed_over = source._handover.add_revoked([source._key(partition) for partition in revoked])
-        if handed_over is None:
-            return
-        threading.Thread(target=source._handover.run_callbacks, name="flexd-hand-over", daemon=True).start()
-        deadline = time.monotonic() + source._handover.wait_seconds
-        while not handed_over.is_set():
-            if time.monotonic() >= deadline:
-                _log.warning("%s: partitions leave before their state was handed over", source._name)
-                return
-            await self._consumer._net.sleep(_CALLBACK_POLL_SECONDS)
-
-    async def on_partitions_lost(self, lost: set[TopicPartition]) -> None:
-        self._source._handover.add_lost([self._source._key(partition) for partition in lost])
+        pass
 
     async def on_partitions_assigned(self, assigned: set[TopicPartition]) -> None:
-        self._source._handover.add_assigned([self._source._key(partition) for partition in assigned])
-        self._source._seek(self._consumer, assigned)
+        self._source._seek(self._consumer, self._source._choose(self._consumer, assigned))
 
 
 def _last_offset(item: Item) -> int:

@@ -1,11 +1,10 @@
 {{/*
-The daemon's container and its volumes. Both take (dict "root" $ "file" FILE "leader" BOOL): the key of the ConfigMap, and whether
-the pod leads (or may).
+The daemon's container and its volumes. All take the root.
 */}}
 {{- define "flexd.container" -}}
-{{- $values := .root.Values -}}
+{{- $values := .Values -}}
 name: flexd
-image: {{ include "flexd.image" .root | quote }}
+image: {{ include "flexd.image" . | quote }}
 imagePullPolicy: {{ $values.image.pullPolicy }}
 {{- if eq $values.shape "sidecar" }}
 # A sidecar (Kubernetes 1.29 or later): it starts before the trainer, is restarted on its own, ends after it, and does
@@ -18,14 +17,8 @@ env:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 ports:
-  {{- if .leader }}
   - name: control
     containerPort: {{ $values.control.port }}
-  {{- if include "flexd.withFollowers" .root }}
-  - name: scale-out
-    containerPort: {{ $values.scaleOut.port }}
-  {{- end }}
-  {{- end }}
   - name: metrics
     containerPort: {{ $values.metrics.port }}
 # /readyz waits for the ranks, which start after the daemon: start-up and liveness ask /healthz. Five minutes, since the
@@ -46,8 +39,7 @@ livenessProbe:
 {{- if eq $values.shape "standalone" }}
 readinessProbe:
   httpGet:
-    # A stand-by is not ready for ranks, but as good as it gets: a rollout or a drain must not wait for more.
-    path: {{ ternary "/healthz" "/readyz" (eq (include "flexd.highlyAvailable" .root) "true") }}
+    path: /readyz
     port: metrics
   periodSeconds: 10
   timeoutSeconds: 5
@@ -67,19 +59,12 @@ volumeMounts:
   - name: flexd-config
     mountPath: /etc/flexd/config
     readOnly: true
-  {{- if .leader }}
   - name: flexd-control
     mountPath: /etc/flexd/control
     readOnly: true
   {{- if $values.control.tls.existingSecret }}
   - name: flexd-control-tls
     mountPath: /etc/flexd/control-tls
-    readOnly: true
-  {{- end }}
-  {{- end }}
-  {{- if include "flexd.withFollowers" .root }}
-  - name: flexd-scale-out
-    mountPath: /etc/flexd/scale-out
     readOnly: true
   {{- end }}
   - name: flexd-state
@@ -91,40 +76,36 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{- define "flexd.volumes" -}}
-{{- $values := .root.Values -}}
-- name: flexd-config
-  configMap:
-    name: {{ include "flexd.fullname" .root }}
-    items:
-      - key: {{ .file }}
-        path: flexd.yaml
+{{/* The shared secret, which the trainers mount too. Takes the root. */}}
+{{- define "flexd.controlVolume" -}}
 - name: flexd-control
   secret:
-    secretName: {{ $values.control.existingSecret }}
+    secretName: {{ .Values.control.existingSecret }}
     defaultMode: 0440
     items:
-      - key: {{ $values.control.secretKey }}
+      - key: {{ .Values.control.secretKey }}
         path: secret
-{{- if and .leader $values.control.tls.existingSecret }}
+{{- end -}}
+
+{{- define "flexd.volumes" -}}
+{{- $values := .Values -}}
+- name: flexd-config
+  configMap:
+    name: {{ include "flexd.fullname" . }}
+    items:
+      - key: flexd.yaml
+        path: flexd.yaml
+{{ include "flexd.controlVolume" . }}
+{{- if $values.control.tls.existingSecret }}
 - name: flexd-control-tls
   secret:
     secretName: {{ $values.control.tls.existingSecret }}
     defaultMode: 0440
 {{- end }}
-{{- if include "flexd.withFollowers" .root }}
-- name: flexd-scale-out
-  secret:
-    secretName: {{ $values.scaleOut.existingSecret }}
-    defaultMode: 0440
-    items:
-      - key: {{ $values.scaleOut.secretKey }}
-        path: secret
-{{- end }}
 - name: flexd-state
-  {{- if and .leader $values.state.persistent }}
+  {{- if $values.state.persistent }}
   persistentVolumeClaim:
-    claimName: {{ include "flexd.fullname" .root }}
+    claimName: {{ include "flexd.fullname" . }}
   {{- else }}
   emptyDir: {}
   {{- end }}

@@ -24,10 +24,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end -}}
 
-{{/* The pod that leads, or may lead: what the ranks and the followers find by the Service. */}}
-{{- define "flexd.leaderLabels" -}}
+{{/* The pod of the daemon, which the ranks find by the Service. */}}
+{{- define "flexd.daemonLabels" -}}
 {{ include "flexd.selectorLabels" . }}
-app.kubernetes.io/component: leader
+app.kubernetes.io/component: daemon
 {{- end -}}
 
 {{- define "flexd.image" -}}
@@ -38,14 +38,6 @@ app.kubernetes.io/component: leader
 {{ add (ceil (default 20 .Values.config.shutdown_seconds)) .Values.terminationSlackSeconds }}
 {{- end -}}
 
-{{- define "flexd.withFollowers" -}}
-{{- if and (eq .Values.shape "sidecar") (gt (int .Values.sidecar.nodes) 1) -}}true{{- end -}}
-{{- end -}}
-
-{{- define "flexd.highlyAvailable" -}}
-{{- if and (eq .Values.shape "standalone") .Values.highAvailability.enabled -}}true{{- end -}}
-{{- end -}}
-
 {{/* Pods of this release are trainers too, so the training's own traffic is theirs. */}}
 {{- define "flexd.createsJob" -}}
 {{- if and (eq .Values.shape "sidecar") (ne .Values.sidecar.workload "none") -}}true{{- end -}}
@@ -53,7 +45,6 @@ app.kubernetes.io/component: leader
 
 {{/* Rules that the schema cannot express. */}}
 {{- define "flexd.validate" -}}
-{{- $ha := .Values.highAvailability -}}
 {{- if and (eq .Values.shape "sidecar") (semverCompare "<1.29.0-0" .Capabilities.KubeVersion.Version) -}}
 {{- fail (printf "shape: sidecar needs native sidecar containers (Kubernetes 1.29 or later); this cluster is %s; use standalone" .Capabilities.KubeVersion.Version) -}}
 {{- end -}}
@@ -64,19 +55,7 @@ app.kubernetes.io/component: leader
 {{- if and (include "flexd.createsJob" .) (ne (empty $tls.existingSecret) (empty $tls.trainerSecret)) -}}
 {{- fail "control.tls.existingSecret and control.tls.trainerSecret go together: with TLS, daemon and ranks each show a certificate" -}}
 {{- end -}}
-{{- if and $ha.enabled (eq .Values.shape "sidecar") -}}
-{{- fail "highAvailability.enabled: stand-bys are for shape standalone; in the sidecar shape the job restarts its leader" -}}
-{{- end -}}
-{{- if and $ha.enabled (not .Values.state.persistent) -}}
-{{- fail "state.persistent: a stand-by goes on from the leader's state, so highAvailability needs a shared volume" -}}
-{{- end -}}
-{{- if and $ha.enabled (eq .Values.state.accessMode "ReadWriteOnce") -}}
-{{- fail "state.accessMode: ReadWriteOnce cannot be mounted by leader and stand-by; highAvailability needs ReadWriteMany" -}}
-{{- end -}}
-{{- if and $ha.enabled (gt (mulf 3.0 $ha.renewSeconds) (float64 $ha.durationSeconds)) -}}
-{{- fail "highAvailability.renewSeconds: at most a third of durationSeconds" -}}
-{{- end -}}
-{{- if and (eq .Values.shape "sidecar") (ne .Values.config.stream.source.kind "kafka") (gt (int .Values.sidecar.nodes) 1) -}}
-{{- fail "config.stream.source.kind: daemons on several nodes share a stream, so it must be kafka" -}}
+{{- if and (eq .Values.shape "sidecar") (eq .Values.config.stream.source.kind "file_log") (gt (int .Values.sidecar.nodes) 1) -}}
+{{- fail "config.stream.source.kind: a file log has the accesses of one node; with several it must be kafka or tap" -}}
 {{- end -}}
 {{- end -}}

@@ -1,15 +1,15 @@
 {{/*
-The spec of one trainer pod with its daemon. Takes (dict "root" $ "leader" BOOL "kind" KIND); the kind is jobset or pytorchjob.
+The spec of one trainer pod. Takes (dict "root" $ "first" BOOL "kind" KIND): the first pod has the daemon; the kind is jobset or
+pytorchjob.
 */}}
 {{- define "flexd.trainerTemplate" -}}
 {{- $values := .root.Values -}}
 {{- $trainer := $values.sidecar.trainer -}}
 {{- $name := ternary "pytorch" (default "trainer" $trainer.name) (eq .kind "pytorchjob") -}}
-{{- $file := ternary "flexd.yaml" "follower.yaml" .leader -}}
 metadata:
   labels:
     {{- include "flexd.labels" .root | nindent 4 }}
-    app.kubernetes.io/component: {{ ternary "leader" "follower" .leader }}
+    app.kubernetes.io/component: {{ ternary "daemon" "trainer" .first }}
     {{- with $values.podLabels }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
@@ -27,8 +27,10 @@ spec:
   affinity:
     {{- toYaml . | nindent 4 }}
   {{- end }}
+  {{- if .first }}
   initContainers:
-    - {{ include "flexd.container" (dict "root" .root "file" $file "leader" .leader) | nindent 6 | trim }}
+    - {{ include "flexd.container" .root | nindent 6 | trim }}
+  {{- end }}
   containers:
     - name: {{ $name }}
       {{- toYaml (omit $trainer "name" "env" "volumeMounts") | nindent 6 }}
@@ -72,7 +74,11 @@ spec:
         {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
-    {{- include "flexd.volumes" (dict "root" .root "file" $file "leader" .leader) | nindent 4 }}
+    {{- if .first }}
+    {{- include "flexd.volumes" .root | nindent 4 }}
+    {{- else }}
+    {{- include "flexd.controlVolume" .root | nindent 4 }}
+    {{- end }}
     {{- if $values.control.tls.trainerSecret }}
     - name: flexd-trainer-tls
       secret:

@@ -42,7 +42,7 @@ def opened() -> tuple[MessageReceiver, Epoch, Membership]:
 
 
 def connected() -> RankChannels:
-    channels = RankChannels(cast(ChannelServer, _NoServer()), DaemonNotice("job", "i", TABLES.digest, 0), 1.0)
+    channels = RankChannels(cast(ChannelServer, _NoServer()), DaemonNotice("job", "i", TABLES.digest), 1.0)
     for peer, hello in zip(PEERS, HELLOS, strict=True):
         channels.register(peer, hello)
     return channels

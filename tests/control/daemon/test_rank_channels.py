@@ -43,7 +43,7 @@ def hello(rank: int, ranks: int = RANKS, nonce: str = "") -> Hello:
 
 def channels(timeout_seconds: float = 15.0) -> tuple[RankChannels, _Server]:
     server = _Server()
-    return RankChannels(cast(ChannelServer, server), DaemonNotice("job", "i", "digest", 0), timeout_seconds), server
+    return RankChannels(cast(ChannelServer, server), DaemonNotice("job", "i", "digest"), timeout_seconds), server
 
 
 def test_a_feature_is_used_only_if_all_ranks_have_it() -> None:
@@ -78,9 +78,7 @@ def test_each_peer_receives_the_notice_and_its_end_is_reported_once() -> None:
     made, server = channels()
     server.events = [Opened(3, 1, frozenset(), "::1"), Received(3, b"x", b"")]
     assert made.receive(10, 0.0) == [Received(3, b"x", b"")]
-    assert [(peers, decode(message)) for peers, message in server.sent] == [
-        ((3,), DaemonNotice("job", "i", "digest", 0))
-    ]
+    assert [(peers, decode(message)) for peers, message in server.sent] == [((3,), DaemonNotice("job", "i", "digest"))]
     made.register(3, hello(0))
     server.events = [Closed(3, "disconnected"), Closed(4, "stalled")]
     assert made.receive(10, 0.0) == [RankDisconnected(hello(0), "disconnected")]

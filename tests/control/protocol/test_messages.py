@@ -21,9 +21,9 @@ from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import step_report
 
 PHASES = (PhaseReport("ids", 0.5, inter_bytes=7), PhaseReport("rows", exposed_seconds=0.25, inter_collectives=2))
-FENCE = ("job", "a1", 2, 7, "token", 3)
+FENCE = ("job", "a1", 2, 7, "token")
 EVERY_KIND: list[m.Message] = [
-    m.DaemonNotice("job", "instance", "digest", 3),
+    m.DaemonNotice("job", "instance", "digest", True),
     m.Hello(
         "job",
         "i",
@@ -48,7 +48,7 @@ EVERY_KIND: list[m.Message] = [
     m.TableList("job", "i", "0123456789abcdef"),
     m.HelloRefused("job", "i", "n", "reason", "remedy"),
     m.Heartbeat("job"),
-    m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", 3, "n0", 0.5),
+    m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", "n0", 0.5),
     m.EpochGo(*FENCE),
     m.FrameWeights(*FENCE, (0.5, 3.0)),
     m.EpochEnd(*FENCE),
@@ -89,7 +89,7 @@ def test_rubbish_is_refused(data: bytes) -> None:
         m.decode(data)
 
 
-GOOD = {"kind": "daemon", "job": "j", "instance": "i", "table_digest": "d", "term": 0}
+GOOD = {"kind": "daemon", "job": "j", "instance": "i", "table_digest": "d"}
 SETTLED = json.loads(m.encode(m.Settled(*FENCE, 1, 9, 4, 12345, 3)))
 PROGRESS = json.loads(m.encode(m.Progress(*FENCE, 1, 9, 4, 3, step_report(8, Placement.empty()))))
 
@@ -174,7 +174,7 @@ def test_a_message_too_long_is_refused_on_both_sides() -> None:
 
 
 def test_a_message_of_the_longest_length_passes_and_one_byte_more_does_not() -> None:
-    notice = m.DaemonNotice("", "i", "d", 0)
+    notice = m.DaemonNotice("", "i", "d")
     longest = replace(notice, job="x" * (m.MAX_MESSAGE_BYTES - len(m.encode(notice))))
     data = m.encode(longest)
     assert len(data) == m.MAX_MESSAGE_BYTES

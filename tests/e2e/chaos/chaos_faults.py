@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flexd.core.fault_points import POINTS_OF_A_JOB
 from tests.e2e.chaos.chaos_messages import Vandal
 from tests.e2e.chaos.chaos_rollback import kill_in_a_rollback
 from tests.e2e.chaos.chaos_training import WORLD
@@ -129,23 +128,6 @@ def kill_broker(world: ChaosWorld, chance: random.Random) -> str:
     return f"with its log; all ranks publish again after {time.monotonic() - began:.1f} s"
 
 
-def kill_follower(world: ChaosWorld, chance: random.Random) -> str:
-    assert world.follower is not None
-    world.follower.kill()
-    world.steps_on(STEPS_DURING)
-    world.start_follower()
-    return ""
-
-
-def stop_follower(world: ChaosWorld, chance: random.Random) -> str:
-    assert world.follower is not None
-    seconds = chance.uniform(0.5, 4.0)
-    world.follower.signal(signal.SIGSTOP)
-    train_for(world, seconds)
-    world.follower.signal(signal.SIGCONT)
-    return f"for {seconds:.1f} s"
-
-
 def jump_clock(world: ChaosWorld, chance: random.Random) -> str:
     seconds = chance.choice([-1.0, 1.0]) * 10 ** chance.uniform(1, 6)
     world.clock.jump(seconds)
@@ -234,12 +216,7 @@ def _messages(how: str) -> Injection:
 AT_A_POINT = {"daemon killed at a point": kill_at, "daemon stopped at a point": stop_at}
 
 
-def points(*, scale_out: bool) -> list[str]:
-    """The fault points that a daemon of such a world passes: a leader that reads nothing passes fewer."""
-    return [point for point in POINTS_OF_A_JOB if not (scale_out and point == "snapshot.committed")]
-
-
-def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:
+def kinds(*, disk: bool) -> dict[str, list[Injection]]:
     """Every fault there is in such a world, by kind; ``kill_broker`` apart, after which counts mean nothing, and those
     of ``AT_A_POINT``, of which there is one a point.
     """
@@ -262,8 +239,6 @@ def kinds(*, scale_out: bool, disk: bool) -> dict[str, list[Injection]]:
     }
     if disk:
         found["disk full"] = [fill_disk]
-    if scale_out:
-        found |= {"follower killed": [kill_follower], "follower stopped": [stop_follower]}
     return found
 
 
@@ -319,6 +294,6 @@ def train_for(world: ChaosWorld, seconds: float) -> None:
 
 def _newest(world: ChaosWorld, what: str) -> Path | None:
     pattern = "snapshots/snapshot-*.flexd" if what == "snapshot" else "placement/placement.journal"
-    found = sorted(path for path in world.kept.glob(pattern) if path.stat().st_size > 0)
+    found = sorted(path for path in world.state.glob(pattern) if path.stat().st_size > 0)
     # A daemon whose only snapshot is damaged does not start, which is another test's subject.
     return found[-1] if len(found) > (what == "snapshot") else None

@@ -58,7 +58,7 @@ class Checker:
         copy = world.directory / "journal-copy"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
-        original = world.kept / "placement" / "placement.journal"
+        original = world.state / "placement" / "placement.journal"
         if not original.exists():
             return []
         shutil.copy(original, copy / original.name)
@@ -93,7 +93,7 @@ class Checker:
             nonlocal found, positions
             # Files come and go beside this reader.
             try:
-                loaded = SnapshotStore.load_newest(_ReadOnly(world.kept / "snapshots"))
+                loaded = SnapshotStore.load_newest(_ReadOnly(world.state / "snapshots"))
             except SnapshotError:
                 return False
             if loaded is None:
@@ -109,7 +109,7 @@ class Checker:
         wrong = []
         if found.samples != published:
             wrong.append(f"{found.samples} accesses counted, {published} published")
-        if not world.scale_out and sum(positions.values()) != logged.messages:
+        if sum(positions.values()) != logged.messages:
             wrong.append(f"positions of {sum(positions.values())} messages, there are {logged.messages}")
         for name, (rows, _, _) in TABLES.items():
             got, expected, accesses = found.query(name, np.arange(rows)), logged.weights[name], logged.accesses[name]

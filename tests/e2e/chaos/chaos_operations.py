@@ -53,11 +53,7 @@ def add_table(world: ChaosWorld, chance: random.Random) -> str:
     return f"as table {at + 1}, the daemon {how} before"
 
 
-def kinds(*, scale_out: bool) -> dict[str, list[Injection]]:
-    found: dict[str, list[Injection]] = {"secret rotated": [rotate_secret]}
-    if not scale_out:
-        found["table added, then removed"] = [add_table]
-    return found
+KINDS: dict[str, list[Injection]] = {"secret rotated": [rotate_secret], "table added, then removed": [add_table]}
 
 
 def _counts(world: ChaosWorld) -> bool:

@@ -77,12 +77,9 @@ class ResourceSampler:
 
     def _processes(self) -> None:
         world = self._world
-        for child in (world.daemon, world.standby, world.follower):
-            if child is not None and (used := _used(child.pid)) is not None:
-                memory, threads, descriptors = used
-                self.maxima.raise_to(
-                    daemon_bytes=memory, daemon_threads=threads, daemon_descriptors=descriptors
-                )  # fmt: skip
+        if world.daemon is not None and (used := _used(world.daemon.pid)) is not None:
+            memory, threads, descriptors = used
+            self.maxima.raise_to(daemon_bytes=memory, daemon_threads=threads, daemon_descriptors=descriptors)
         for child in world.job.children if world.attempts else ():
             if (used := _used(child.pid)) is not None:
                 memory, threads, descriptors = used

@@ -1,4 +1,4 @@
-"""Upgrades back and forth under training: daemon, ranks and followers change to the other version and back."""
+"""Upgrades back and forth under training: daemon and ranks change to the other version and back."""
 
 from __future__ import annotations
 
@@ -40,38 +40,7 @@ def upgrade_ranks(world: ChaosWorld, chance: random.Random) -> str:
     return ", ".join(_name(world, server) for server in world.rank_servers)
 
 
-def upgrade_follower(world: ChaosWorld, chance: random.Random) -> str:
-    assert world.follower is not None
-    world.follower.kill()
-    world.follower_server = _other(world, world.follower_server)
-    world.steps_on(STEPS_DURING)
-    world.start_follower()
-    return _name(world, world.follower_server)
-
-
-def upgrade_pair(world: ChaosWorld, chance: random.Random) -> str:
-    """The stand-by first, then the leader hands over to it and comes back as the stand-by."""
-    until(lambda: world.role() == "leader", _SECONDS, world.where)
-    if world.standby is not None and world.standby.alive:
-        world.standby.kill()
-    world.daemon_server = _other(world, world.daemon_server)
-    world.start_standby()
-    until(lambda: world.role(1) == "standby", _SECONDS, world.where)
-    world.stop_daemon()
-    world.hand_over()
-    world.steps_on(STEPS_DURING)
-    world.start_standby()
-    return _name(world, world.daemon_server)
-
-
-def kinds(*, scale_out: bool, standby: bool) -> dict[str, list[Injection]]:
-    """Every upgrade that there is in such a world."""
-    if standby:
-        return {"leader and stand-by upgraded": [upgrade_pair]}
-    found: dict[str, list[Injection]] = {"daemon upgraded": [upgrade_daemon], "ranks upgraded": [upgrade_ranks]}
-    if scale_out:
-        found["follower upgraded"] = [upgrade_follower]
-    return found
+KINDS: dict[str, list[Injection]] = {"daemon upgraded": [upgrade_daemon], "ranks upgraded": [upgrade_ranks]}
 
 
 def _other(world: ChaosWorld, server: ProcessServer) -> ProcessServer:

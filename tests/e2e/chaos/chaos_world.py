@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ TOPIC = "accesses"
 PARTITIONS = 2
 CONTROL_SECONDS = 3.0
 """Deadline of every wait on the control channel."""
-LEASE_SECONDS = 4.0
 MAX_MESSAGE_BYTES = 2**18
 """Of the stream; a rank's messages have a few kilobytes."""
 STATE_BYTES = "8m"
@@ -48,56 +46,38 @@ BALLAST = "ballast"
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
-@dataclass(frozen=True)
-class Seat:
-    """Where a daemon runs: its configuration and ports. With a stand-by there are two."""
-
-    name: str
-    config_file: Path
-    control_port: int
-    url: str
-
-
 class ChaosWorld:
     """A context manager. Ranks reach the daemon through ``link``.
 
     Args:
-        scale_out: the daemon is a leader that reads nothing, and a follower reads the stream.
-        standby: two daemons share a lease and the state directory; ``daemon`` is the one that should lead.
         next_server: starts processes of the next version; by default there is none.
         step_seconds: a training step takes at least so long.
 
     Attributes:
-        daemon_server, follower_server, rank_servers: version of the daemon, follower and ranks that start next.
+        daemon_server, rank_servers: version of the daemon and of the ranks that start next.
+        config_file, control_port, url: of the daemon; the last is its admin API.
     """
 
     def __init__(
-        self, directory: Path, seed: int, server: ProcessServer, *, scale_out: bool = False, standby: bool = False,
+        self, directory: Path, seed: int, server: ProcessServer, *,
         next_server: ProcessServer | None = None, step_seconds: float = 0.02,
     ) -> None:  # fmt: skip
         self.directory = directory
         self.seed = seed
-        self.server = self.daemon_server = self.follower_server = server
+        self.server = self.daemon_server = server
         self.next_server = next_server
         self.rank_servers = [server] * WORLD
-        self.scale_out = scale_out
-        self.has_standby = standby
         self.attempts: list[Attempt] = []
         self.lives = 0
         self.daemon: Child | None = None
-        self.follower: Child | None = None
-        self.standby: Child | None = None
         self._step_seconds = step_seconds
-        first, second, first_http, second_http, self.link_port, self._scale_port, self._follower_http = free_ports(7)
-        self._seats = [
-            Seat("one", directory / "flexd.yaml", first, f"http://127.0.0.1:{first_http}"),
-            Seat("two", directory / "flexd-two.yaml", second, f"http://127.0.0.1:{second_http}"),
-        ]
-        """The first is the leading daemon's."""
+        self.control_port, self._http_port, self.link_port = free_ports(3)
+        self.config_file = directory / "flexd.yaml"
+        self.url = f"http://127.0.0.1:{self._http_port}"
         self.state = directory / "state"
         self.clock = Clock(directory / "clock")
         self.broker = TansuBroker(topics={TOPIC: PARTITIONS})
-        self.link = TcpCut(self.link_port, first)
+        self.link = TcpCut(self.link_port, self.control_port)
         self._mounted = False
         self._write_files()
 
@@ -106,11 +86,6 @@ class ChaosWorld:
             self._mount()
             self.broker.start()
             self.start_daemon()
-            if self.has_standby:
-                until(lambda: self.role() == "leader", 60.0, self.where)
-                self.start_standby()
-            if self.scale_out:
-                self.start_follower()
             self.launch()
         except BaseException:
             self.__exit__()
@@ -119,7 +94,7 @@ class ChaosWorld:
 
     def __exit__(self, *_: object) -> None:
         ranks = (child for attempt in self.attempts for child in attempt.children)
-        for child in (self.daemon, self.follower, self.standby, *ranks):
+        for child in (self.daemon, *ranks):
             if child is not None and child.alive:
                 child.kill()
         self.link.close()
@@ -137,33 +112,14 @@ class ChaosWorld:
         return load_config(self.config_file, {})
 
     @property
-    def config_file(self) -> Path:
-        return self._seats[0].config_file
-
-    @property
-    def url(self) -> str:
-        """Address of the admin API of the daemon that should lead."""
-        return self._seats[0].url
-
-    @property
-    def control_port(self) -> int:
-        return self._seats[0].control_port
-
-    @property
-    def kept(self) -> Path:
-        """Where the leading daemon has its state; with a stand-by every term has a directory."""
-        terms = sorted(self.state.glob("term-*")) if self.has_standby else []
-        return terms[-1] if terms else self.state
-
-    @property
     def job(self) -> Attempt:
         return self.attempts[-1]
 
-    def status(self, seat: int = 0) -> dict[str, Any]:
-        """Return the status of the leader, or with ``seat`` 1 of the standby; empty while it does not respond."""
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's status; empty while it does not respond."""
         try:
             # Plain HTTP on loopback: to read the certificates of authorities would take 30 ms of every look.
-            answer = httpx.get(f"{self._seats[seat].url}/v1/status", timeout=1.0, verify=False)
+            answer = httpx.get(f"{self.url}/v1/status", timeout=1.0, verify=False)
             status: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         except (httpx.HTTPError, ValueError):
             return {}
@@ -172,29 +128,17 @@ class ChaosWorld:
     def ready(self) -> bool:
         return bool(self.status().get("ready"))
 
-    def role(self, seat: int = 0) -> str:
-        return str((self.status(seat).get("leadership") or {}).get("role", ""))
-
     def start_daemon(self, fault_points: str = "", **overrides: str) -> Child:
         """Start the daemon again; it may end at once if a fault point is armed."""
-        self.daemon = self._start(self._seats[0], {VARIABLE: fault_points, **overrides})
-        return self.daemon
-
-    def start_standby(self) -> None:
-        self.standby = self._start(self._seats[1], {})
-
-    def hand_over(self) -> None:
-        """From now on the stand-by is the one that should lead."""
-        self._seats.reverse()
-        self.daemon, self.standby = self.standby, self.daemon
-
-    def start_follower(self) -> None:
         self.lives += 1
-        environ = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"follower-{self.lives}"}
-        self.follower = self.follower_server.start(
-            "tests.e2e.chaos.chaos_processes:daemon", self.directory / "follower.log", environ,
-            config_file=str(self.directory / "follower.yaml"), clock_file=str(self.clock.path),
+        # The broker would make the next life wait for the dead member of the last one; positions are the snapshot's.
+        group = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"daemon-{self.lives}"}
+        self.daemon = self.daemon_server.start(
+            "tests.e2e.chaos.chaos_processes:daemon", self.directory / "daemon.log",
+            {**group, VARIABLE: fault_points, **overrides},
+            config_file=str(self.config_file), clock_file=str(self.clock.path),
         )  # fmt: skip
+        return self.daemon
 
     def launch(self) -> Attempt:
         """Starts the ranks, from the newest checkpoint if there is one."""
@@ -206,7 +150,7 @@ class ChaosWorld:
             self.rank_servers[rank].start(
                 "tests.e2e.chaos.chaos_training:rank", self.directory / f"{name}-{rank}.log",
                 directory=str(self.directory), rank=rank, attempt=name, store_port=store_port,
-                control=self._addresses(), secret_file=str(self.directory / "secret-of-ranks"),
+                control=f"127.0.0.1:{self.link_port}", secret_file=str(self.directory / "secret-of-ranks"),
                 bootstrap=self.broker.bootstrap_servers, topic=TOPIC,
                 checkpoint=str(self.directory / f"checkpoint-{first}") if first else None, seed=self.seed,
                 step_seconds=self._step_seconds,
@@ -310,15 +254,6 @@ class ChaosWorld:
         self.daemon.wait(25.0)
         assert self.daemon.exit_code == 0, self.daemon.tail()
 
-    def _start(self, seat: Seat, environ: dict[str, str]) -> Child:
-        self.lives += 1
-        # The broker would make the next life wait for the dead member of the last one; positions are the snapshot's.
-        group = {"FLEXD__STREAM__SOURCE__GROUP_ID": f"daemon-{self.lives}"}
-        return self.daemon_server.start(
-            "tests.e2e.chaos.chaos_processes:daemon", self.directory / "daemon.log", {**group, **environ},
-            config_file=str(seat.config_file), clock_file=str(self.clock.path),
-        )  # fmt: skip
-
     def _mount(self) -> None:
         self.state.mkdir(mode=0o700)
         if os.geteuid() == 0:
@@ -357,31 +292,5 @@ class ChaosWorld:
             "state": {"dir": str(self.state), "snapshot_interval_seconds": 0.3},
             "shutdown_seconds": 10.0,
         }  # fmt: skip
-        if self.scale_out:
-            shared = {"secret_file": str(self.directory / "secret")}
-            leader = {**shared, "role": "leader", "listen_port": self._scale_port, "read_partitions": False}
-            follower = {
-                **shared, "role": "follower", "leader": f"127.0.0.1:{self._scale_port}", "name": "one",
-                "push_interval_seconds": 0.2,
-            }  # fmt: skip
-            state = {**config["state"], "dir": str(self.directory / "follower")}
-            other = {**config, "scale_out": follower, "state": state, "server": {"port": self._follower_http}}
-            (self.directory / "follower.yaml").write_text(yaml.safe_dump(other, sort_keys=False))
-            config["scale_out"] = leader
-        for seat in self._seats[: 1 + self.has_standby]:
-            if self.has_standby:
-                config["high_availability"] = {
-                    "lease": {"kind": "file"}, "identity": seat.name, "duration_seconds": LEASE_SECONDS,
-                    "renew_seconds": 0.5,
-                }  # fmt: skip
-            config["control"]["listen_port"], config["server"] = seat.control_port, {"port": _port(seat)}
-            seat.config_file.write_text(yaml.safe_dump(config, sort_keys=False))
-
-    def _addresses(self) -> str:
-        """Where ranks look for a daemon."""
-        other = f",127.0.0.1:{next(seat.control_port for seat in self._seats if seat.name == 'two')}"
-        return f"127.0.0.1:{self.link_port}{other if self.has_standby else ''}"
-
-
-def _port(seat: Seat) -> int:
-    return int(seat.url.rpartition(":")[2])
+        config["control"]["listen_port"], config["server"] = self.control_port, {"port": self._http_port}
+        self.config_file.write_text(yaml.safe_dump(config, sort_keys=False))

@@ -25,11 +25,10 @@ from typing import Any
 
 from flexd.core.fault_points import POINTS_OF_A_JOB as POINTS
 from tests.e2e.chaos import chaos_hostile, chaos_operations, chaos_poison, chaos_upgrades
-from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds, points
+from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_resources import LIMITS, Maxima, ResourceSampler, is_within_limit, resource_table
 from tests.e2e.chaos.chaos_run import ChaosRun, Outcome, as_json, figures, table
-from tests.e2e.chaos.chaos_standby import KINDS as STANDBY_KINDS
 from tests.e2e.chaos.chaos_world import ChaosWorld
 from tests.support.second_tree import write_second_tree
 from tools.bench.harness import check, last_line
@@ -40,7 +39,6 @@ _POINTS_A_TURN = 6
 """Faults of each kind of ``AT_A_POINT`` while every other kind strikes once."""
 _QUICK_A_TURN = 3
 """The same for hostile clients and poison, which take a second each."""
-_WORLDS: tuple[dict[str, bool], ...] = ({}, {"scale_out": True}, {"standby": True})
 _LONG_MINUTES = 5.0
 """Runs shorter than this have no time for faults of a minute."""
 
@@ -62,34 +60,28 @@ class Turns:
     def of_world(self, world: ChaosWorld) -> Iterator[tuple[str, str, Injection]]:
         """(kind, point or nothing, injection) without end; none if no kind is wanted."""
         chance, every = self._chance, self._kinds(world)
-        passed = points(scale_out=world.scale_out)
         chosen = [kind for kind in every if self._only in kind]
         chosen += [kind for kind in chosen if kind.startswith(("hostile", "poison"))] * (_QUICK_A_TURN - 1)
-        if not world.has_standby:
-            chosen += [kind for kind in AT_A_POINT if self._only in kind] * _POINTS_A_TURN
-            # Once a soak, in a world where they can be.
-            chosen += [kind for kind in self._long if self._only in kind]
+        chosen += [kind for kind in AT_A_POINT if self._only in kind] * _POINTS_A_TURN
+        # Once a soak.
+        chosen += [kind for kind in self._long if self._only in kind]
         while chosen:
             for kind in chance.sample(chosen, len(chosen)):
                 if kind in self._long:
                     chosen.remove(kind)
                     yield kind, "", self._long.pop(kind)
                 elif kind in AT_A_POINT:
-                    times = {point: sum(self.struck[way, point] for way in AT_A_POINT) for point in passed}
-                    point = chance.choice([point for point in passed if times[point] == min(times.values())])
+                    times = {point: sum(self.struck[way, point] for way in AT_A_POINT) for point in POINTS}
+                    point = chance.choice([point for point in POINTS if times[point] == min(times.values())])
                     yield kind, point, AT_A_POINT[kind](point, chance.choice((1, 2)))
                 else:
                     yield kind, "", chance.choice(every[kind])
 
     def _kinds(self, world: ChaosWorld) -> dict[str, list[Injection]]:
         """Every kind of fault but those at a point."""
-        scale_out, standby = world.scale_out, world.has_standby
-        every = dict(STANDBY_KINDS) if standby else kinds(scale_out=scale_out, disk=world.has_disk)
+        every = kinds(disk=world.has_disk)
         if self._hostile:
-            every |= chaos_upgrades.kinds(scale_out=scale_out, standby=standby) | chaos_poison.kinds()
-            every |= chaos_hostile.kinds()
-            if not standby:
-                every |= chaos_operations.kinds(scale_out=scale_out)
+            every |= chaos_upgrades.KINDS | chaos_poison.kinds() | chaos_hostile.kinds() | chaos_operations.KINDS
         return every
 
 
@@ -132,7 +124,7 @@ class Soak:
         self.largest_loss_difference = max(self.largest_loss_difference, run.largest_loss_difference)
 
     def _strike(self, run: ChaosRun, turns: Turns, end: float, faults: int, *, lose_broker: bool) -> None:
-        most = min(2 * len(STANDBY_KINDS) if run.world.has_standby else _FAULTS_A_WORLD, faults - len(self.outcomes))
+        most = min(_FAULTS_A_WORLD, faults - len(self.outcomes))
         for number, (kind, point, injection) in enumerate(turns.of_world(run.world), 1):
             print(f"{kind} {point}...", file=sys.stderr, flush=True)
             outcome = run.strike(kind, injection)
@@ -214,9 +206,7 @@ def main() -> int:
         seeds = [arguments.seed if at == 0 else chance.randrange(2**31) for at in range(arguments.jobs)]
         end = time.monotonic() + 60 * minutes
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            for done in pool.map(
-                lambda job: _job(job, seeds[job], arguments, end, (this, following)), range(len(seeds))
-            ):
+            for done in pool.map(lambda seed: _job(seed, arguments, end, (this, following)), seeds):
                 soak.add(done)
     print(soak.report())
     for line in soak.broken:
@@ -230,16 +220,15 @@ def main() -> int:
 
 
 def _job(
-    number: int, seed: int, arguments: argparse.Namespace, end: float,
+    seed: int, arguments: argparse.Namespace, end: float,
     versions: tuple[ProcessServer, ProcessServer | None],
 ) -> Soak:  # fmt: skip
-    """Run one world after the other, from another kind of world on than the job before; the seed selects the faults."""
+    """Run one world after the other; the seed selects the faults."""
     soak, chance = Soak(seed), random.Random(seed)
     turns = Turns(chance, arguments.only, (end - time.monotonic()) / 60, arguments.hostile)
     while time.monotonic() < end and len(soak.outcomes) < arguments.faults:
         directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
-        options: dict[str, Any] = {"next_server": versions[1], **_WORLDS[(number + soak.worlds) % len(_WORLDS)]}
-        run = ChaosRun(directory, chance.randrange(2**31), versions[0], **options)
+        run = ChaosRun(directory, chance.randrange(2**31), versions[0], next_server=versions[1])
         soak.run_world(run, turns, end, arguments.faults, lose_broker=arguments.only in "broker killed")
     return soak
 

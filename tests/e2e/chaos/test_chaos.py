@@ -18,7 +18,6 @@ from tests.e2e.chaos.chaos_invariants import Checker
 from tests.e2e.chaos.chaos_operations import rotate_secret
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_run import ChaosRun, figures, table
-from tests.e2e.chaos.chaos_standby import kill_leader, stop_leader
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(400)]
 
@@ -58,7 +57,7 @@ def test_a_job_outlives_a_daemon_that_dies_and_stops_inside_a_chunk(tmp_path: Pa
 def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServer) -> None:
     chance = random.Random(SEED)
     with ChaosRun(tmp_path, SEED, server) as run:
-        every = kinds(scale_out=False, disk=run.world.has_disk)
+        every = kinds(disk=run.world.has_disk)
         faults = [(kind, chance.choice(ways)) for kind, ways in every.items()]
         faults += POINTS
         faults += [(kind, ways[0]) for kind, ways in (hostile.kinds() | poison.kinds()).items()]
@@ -69,23 +68,6 @@ def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServe
         assert run.checker.versions_checked > 0
         assert_violations_are_seen(run)
     print(table(figures(run.outcomes)))
-
-
-@pytest.mark.long
-def test_followers_come_and_go(tmp_path: Path, server: ProcessServer) -> None:
-    with ChaosRun(tmp_path, SEED + 1, server, scale_out=True) as run:
-        every = kinds(scale_out=True, disk=run.world.has_disk)
-        names = ("follower killed", "follower stopped", "daemon killed")
-        strike_all(run, [(kind, every[kind][0]) for kind in names])
-        assert run.finish() == []
-
-
-@pytest.mark.long
-def test_a_standby_takes_over_from_a_leader_that_is_killed_or_stopped(tmp_path: Path, server: ProcessServer) -> None:
-    with ChaosRun(tmp_path, SEED + 2, server, standby=True) as run:
-        strike_all(run, [("leader killed", kill_leader), ("leader stopped", stop_leader)])
-        assert run.finish() == []
-        assert run.checker.versions_checked > 0
 
 
 def assert_violations_are_seen(run: ChaosRun) -> None:

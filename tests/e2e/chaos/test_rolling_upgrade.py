@@ -17,7 +17,7 @@ from tests.e2e.chaos.chaos_faults import kinds as fault_kinds
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_run import ChaosRun
 from tests.e2e.chaos.chaos_training import WORLD
-from tests.e2e.chaos.chaos_upgrades import kinds as upgrade_kinds
+from tests.e2e.chaos.chaos_upgrades import KINDS as UPGRADES
 from tests.support.repository import ROOT, child_environment
 from tests.support.second_tree import ADDED, write_second_tree
 from tests.support.until import until
@@ -47,8 +47,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Versions]:
 def strike_all(run: ChaosRun, *names: str) -> None:
     """Let faults and upgrades strike; losses, placements and replicas must be as without them."""
     world = run.world
-    every = fault_kinds(scale_out=world.scale_out, disk=False) if not world.has_standby else {}
-    every |= upgrade_kinds(scale_out=world.scale_out, standby=world.has_standby)
+    every = fault_kinds(disk=False) | UPGRADES
     for kind in names:
         outcome = run.strike(kind, every[kind][0])
         assert outcome.violations == (), (kind, outcome.detail)
@@ -87,24 +86,6 @@ def test_a_job_of_two_versions_outlives_faults_and_upgrades(
         assert commands_agree(run, versions)
         assert run.finish() == []
         assert run.checker.versions_checked > 0
-
-
-@pytest.mark.long
-def test_leader_and_followers_of_two_versions_count_each_access_once(tmp_path: Path, versions: Versions) -> None:
-    with ChaosRun(tmp_path, SEED + 2, versions.this, scale_out=True, next_server=versions.next) as run:
-        for _ in range(2):
-            strike_all(run, "follower upgraded")
-            assert run.count() == []
-            strike_all(run, "daemon upgraded")
-            assert run.count() == []
-        assert run.finish() == []
-
-
-@pytest.mark.long
-def test_a_standby_of_another_version_takes_over_and_hands_back(tmp_path: Path, versions: Versions) -> None:
-    with ChaosRun(tmp_path, SEED + 3, versions.this, standby=True, next_server=versions.next) as run:
-        strike_all(run, "leader and stand-by upgraded", "leader and stand-by upgraded")
-        assert run.finish() == []
 
 
 def commands_agree(run: ChaosRun, versions: Versions) -> bool:

@@ -7,11 +7,13 @@ import threading
 import uuid
 
 import pytest
+from kafka import KafkaProducer
 from kafka.errors import KafkaTimeoutError, LogTruncationError, OffsetOutOfRangeError
 from kafka.structs import TopicPartition
 
 from flexd.core.errors import PositionLostError, StreamError
 from flexd.stream.kafka import source as kafka_source
+from flexd.stream.kafka.partition_sample import sampled_partitions
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import Message
@@ -286,6 +288,54 @@ def test_a_rebalance_repeats_and_loses_nothing(tansu):
     everything = [(m.partition, m.offset) for m in got + from_second + rest]
     assert len(set(everything)) == len(everything) == 16
     assert handed_over.keys() <= first.positions().keys()
+
+
+def test_a_share_of_the_partitions_is_read_and_it_is_the_same_at_every_start(tansu):
+    topic = topic_on(tansu, 8)
+    producer = KafkaProducer(bootstrap_servers=tansu.bootstrap_servers)
+
+    def produce_everywhere() -> None:
+        for n in range(80):
+            producer.send(topic, b"%d" % n, partition=n % 8)
+        producer.flush(10.0)
+
+    produce_everywhere()
+    chosen = {f"{topic}/{number}" for number in sampled_partitions("job", topic, range(8), 0.4)}
+    first = open_source(tansu, topic, share=0.4, job="job")
+    assert first.read_share == 0.4, "of the configuration, until the partitions are known"
+    got = poll_until(first, lambda got: len(got) == 30 and first.lag() == 0)
+    assert first.read_share == 3 / 8
+    assert first.positions() == dict.fromkeys(chosen, 10)
+    assert first.commit(first.positions()) is None
+    first.close()
+    produce_everywhere()
+    again = open_source(tansu, topic, share=0.4, job="job")
+    again.restore(first.positions())
+    got += poll_until(again, lambda more: len(more) == 30 and again.lag() == 0)
+    assert again.poll(0.5) == []
+    assert {(m.partition, m.offset) for m in got} == {(name, offset) for name in chosen for offset in range(20)}
+    again.close()
+    # A larger share reads on where that ended, and the others from their first message.
+    whole = open_source(tansu, topic, share=1.0, job="job")
+    whole.restore(again.positions())
+    more = poll_until(whole, lambda more: len(more) == 5 * 20)
+    assert not {m.partition for m in more} & chosen
+    assert whole.read_share == 1.0
+    whole.close()
+    producer.close()
+
+
+def test_jobs_on_one_topic_read_samples_of_their_own():
+    assert len({sampled_partitions(f"job{n}", "t", range(8), 0.5) for n in range(8)}) > 4
+
+
+def test_an_added_partition_changes_the_sample_by_one_at_most():
+    for count in range(1, 40):
+        before, after = (sampled_partitions("job", "t", range(n), 0.3) for n in (count, count + 1))
+        assert len(after) == max(1, round(0.3 * (count + 1)))
+        assert len(before - after) <= 1
+    assert sampled_partitions("job", "t", range(3), 0.01)
+    assert sampled_partitions("job", "t", range(3), 1.0) == {0, 1, 2}
 
 
 def test_a_failed_commit_is_counted_and_harmless(own_tansu):
