@@ -19,7 +19,6 @@ def replace_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     Raises:
         SnapshotError: the file cannot be written; it is unchanged, and no partial file stays.
     """
-    # flexd.ha.term_directories does not copy files of this suffix.
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
