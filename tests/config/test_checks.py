@@ -112,8 +112,6 @@ def test_what_is_right_passes() -> None:
     check_config(parse_config(_document(**_kafka(client_options={"api_version": "3.0", "security_protocol": "SSL"}))))
 
 
-
-
 def test_a_reload_checks_the_tables_alone() -> None:
     config = parse_config(_document(topology={"file": "/nowhere"}))
     check_tables(config)
