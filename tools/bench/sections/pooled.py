@@ -84,7 +84,7 @@ def compare(tables: Sequence[ListedTable], layout: RankLayout, preset: str, eval
     began = time.process_time()
     placed = place_tables(options, layout, RANK_MEMORY_BYTES, evaluations=evaluations)
     found["flexd"] = row_of(options, layout, placed.pieces, time.process_time() - began) | {"gap": placed.gap}
-    chosen = np.bincount(placed.option_of_tables(), minlength=len(OPTIONS))
+    chosen = np.bincount(placed.pieces.option, minlength=len(OPTIONS))
     found["chosen"] = {option.name: int(count) for option, count in zip(OPTIONS, chosen, strict=True)}
     return found
 
