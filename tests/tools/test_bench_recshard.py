@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables, TraceTables
+from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
 from tools.bench.planning import made_up_tables
 from tools.bench.sections.recshard import (
     DIVIDED,
@@ -16,7 +14,6 @@ from tools.bench.sections.recshard import (
     Static,
     beside_paper,
     checks_of,
-    checks_of_trace,
     divided_by_access,
     replay,
     strategies,
@@ -86,37 +83,3 @@ def test_strategies_are_counted_on_the_same_batches_within_the_memory() -> None:
     for name in ("recshard", FLEXD, DIVIDED):
         assert beside_paper(answer)[name]["fewer slow accesses"] > 1
     assert len(checks_of(answer)) == 6
-
-
-def moving_trace(directory: Path) -> TraceTables:
-    """Two tables whose popularity is another one in the last quarter."""
-    generator = np.random.default_rng(4)
-    popular = 1.0 / np.arange(1, 801)
-    drawn = generator.choice(800, 32_000, p=popular / popular.sum())
-    path = directory / "some.npz"
-    np.savez(
-        path, ts=np.arange(32_000.0), row=np.where(np.arange(32_000) < 24_000, drawn, 799 - drawn),
-        table=generator.integers(0, 2, 32_000), table_names=["a", "b"], table_rows=[800, 900],
-    )  # fmt: skip
-    return TraceTables.of(path, 800)
-
-
-def test_a_trace_is_planned_from_its_first_quarter(tmp_path: Path) -> None:
-    tables = moving_trace(tmp_path)
-    assert (np.diff(tables.counts[:800]) <= 0).all(), "rows are numbered by frequency"
-    assert tables.counts.sum() == 8_000
-    assert [profile.distinct_rows for profile in tables.profile().tables] == [
-        np.count_nonzero(tables.counts[:800]), np.count_nonzero(tables.counts[800:]),
-    ]  # fmt: skip
-    assert tables.shares()[:800].sum() == pytest.approx(1)
-    assert [period for period, _ in tables.periods()] == [""] * 10 + [PLANNED] * 10 + [""] * 10 + [MOVED] * 10
-
-
-@pytest.mark.long
-def test_frames_follow_a_trace_whose_popularity_moves(tmp_path: Path) -> None:
-    tables = moving_trace(tmp_path)
-    memory = 0.25 * float(np.diff(tables.first) @ tables.stored_bytes) / LAYOUT.world_size
-    answer = replay(tables, strategies(tables, memory), tables.periods())
-    assert answer["recshard"][MOVED]["slow accesses"] > 1.3 * answer["recshard"][PLANNED]["slow accesses"]
-    assert answer[DIVIDED][MOVED]["rows read"] < 1.3 * answer[DIVIDED][PLANNED]["rows read"]
-    assert [entry["ok"] for entry in checks_of_trace("some", answer)][1]

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.table_list import ListedTable
-from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -123,18 +122,3 @@ def batches_of(setting: Setting, rank: int) -> list[Batch]:
         dense = rng.normal(size=(setting.samples, DENSE)).astype(np.float32)
         found.append(Batch(values, lengths, dense, rng.integers(0, 2, setting.samples).astype(np.float32)))
     return found
-
-
-def given_cluster(setting: Setting, rate_mbit: float) -> Cluster:
-    """Prices of both planners of flexd: the rate is given and shared by the ranks of a node; without latencies."""
-
-    def link(bytes_per_second: float) -> LinkModel:
-        curve = CollectiveCurve(0.0, ((1.0, bytes_per_second),))
-        return LinkModel(bytes_per_second, curve, curve, curve)
-
-    return Cluster("emulated", f"given: {rate_mbit} Mbit/s a node", link(INTRA_BYTES_PER_SECOND),
-                   link(rate_mbit * 1e6 / 8 / setting.local_ranks))  # fmt: skip
-
-
-INTRA_BYTES_PER_SECOND = 1e9
-"""Of the order that processes on one machine exchange."""

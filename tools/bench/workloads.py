@@ -136,16 +136,22 @@ def bounds(setting: Setting) -> Bounds:
     return Bounds(setting.row_bytes * volume / steps, setting.row_bytes * between / steps)
 
 
-def given_cluster(setting: Setting, rate_mbit: float) -> Cluster:
-    """Prices for the planner: the rate is given, not probed, and shared by the ranks of a node. Latencies and the speed
-    inside a node are of the order that four processes on two processors show."""
+INTRA_BYTES_PER_SECOND = 1e9
+"""Of the order that processes on one machine exchange."""
+
+
+def given_cluster(local_ranks: int, rate_mbit: float) -> Cluster:
+    """Prices for the planner: the rate is given, not probed, and shared by the ranks of a node. Latencies are of the
+    order that four processes on two processors show."""
 
     def link(bytes_per_second: float, latency_seconds: float) -> LinkModel:
         curve = CollectiveCurve(latency_seconds, ((1.0, bytes_per_second),))
         return LinkModel(bytes_per_second, curve, curve, curve)
 
-    inter = rate_mbit * 1e6 / 8 / setting.local_ranks
-    return Cluster("emulated", f"given: {rate_mbit} Mbit/s a node", link(1e9, 3e-4), link(inter, 1e-3))
+    inter = rate_mbit * 1e6 / 8 / local_ranks
+    return Cluster(
+        "emulated", f"given: {rate_mbit} Mbit/s a node", link(INTRA_BYTES_PER_SECOND, 3e-4), link(inter, 1e-3)
+    )
 
 
 def exact_profile(setting: Setting) -> Profile:
@@ -159,18 +165,8 @@ def exact_profile(setting: Setting) -> Profile:
         hot = np.argsort(-exact, kind="stable")
         tables.append(
             TableProfile(
-                f"t{table}",
-                len(mine),
-                1e9,
-                accesses * float(mine.sum()),
-                hot,
-                exact[hot],
-                exact[hot],
-                exact[hot],
-                nothing,
-                nothing,
-                float(len(mine)),
-                1.0,
+                f"t{table}", len(mine), 1e9, accesses * float(mine.sum()), hot, *(exact[hot],) * 3, nothing, nothing,
+                float(len(mine)), 1.0,
             )
-        )
+        )  # fmt: skip
     return Profile(tuple(tables))

@@ -31,7 +31,7 @@ class Traffic:
     """Running totals of one rank: payload bytes sent to other ranks, by link class, and lookups by tier.
 
     An all-reduce of n bytes over m ranks is counted as the 2 n (m-1)/m bytes each rank sends in it and an all-gather
-    as the n (m-1) it forwards; gloo's wire counters agree (``tools/check_collective_bytes.py``).
+    as the n (m-1) it forwards; gloo's wire counters agree (``tools.bench cluster``).
     """
 
     all_to_all_intra_bytes: int = 0

@@ -59,7 +59,7 @@ def predict(
     computing_seconds: float | None = None,
 ) -> Advice:  # fmt: skip
     return advise(
-        BatchAccesses(setting), setting.layout, given_cluster(setting, rate_mbit),
+        BatchAccesses(setting), setting.layout, given_cluster(setting.local_ranks, rate_mbit),
         SimulationSettings(replica_fraction=0.0), step_seconds=step_seconds,
         computing_seconds=computing_seconds, row_work_seconds=row_work_seconds, now=NOW["dedup"],
     )  # fmt: skip

@@ -11,8 +11,7 @@ simulated: what crosses is counted, nothing is exchanged. Homes are learnt on up
 of the samples and judged on up to 8 after it. A sample of a trace is a bag (array ``sample``), a user's next 32 events
 (``user``), or 32 events of the stream; none overlaps another. Made up: 64 groups of 100 rows, 16 rows of a sample of
 which 95 % are of its group; uniform traffic over 100,000 rows; large batches of a catalogue of 200 rows. A row that
-crosses is 64 float32, its gradient and ids: 520 bytes. ``by user``: rows that cross with all samples of a user in her
-node, with homes by rule and with rows moved. Where affinity does not pay (below
+crosses is 64 float32, its gradient and ids: 520 bytes. Where affinity does not pay (below
 ``MIN_SAVING``) the chain goes on as it is.
 ``planted_rows`` are what the planted homes send.
 """
@@ -23,7 +22,6 @@ import pickle
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
-from flexd.core.node_map import NodeMap
 from flexd.planner.affinity.partition import NodeHomes, learn_homes
 from flexd.planner.affinity.sample_rows import SampleRows
-from flexd.planner.affinity.traffic import MIN_SAVING, WireBytes, crossing_rows, rule_nodes, traffic
-from flexd.planner.affinity.users import assign_users
+from flexd.planner.affinity.traffic import MIN_SAVING, WireBytes, rule_nodes, traffic
 from tools.bench.harness import Outcome, at_most, check
 from tools.bench.programs.affinity import WAYS, Job, Work
 from tools.bench.ranks import training_ranks
 
 Int64Array = npt.NDArray[np.int64]
-Made = dict[str, tuple[SampleRows, Int64Array | None, Int64Array | None]]
-"""Samples, the group of each key and the user of each sample, by workload."""
+Made = dict[str, tuple[SampleRows, Int64Array | None]]
+"""Samples, and the group of each key, by workload."""
 LOCAL_RANKS, WINDOW, JUDGED, LENGTH = 8, 40, 8, 32
 PER_RANK = 32
 GROUPS, GROUP_ROWS = 64, 100
@@ -59,21 +55,12 @@ def arguments(parser: ArgumentParser) -> None:
 
 def trace_samples(path: Path) -> SampleRows:
     """Return the samples of a trace in order of time (of their last event); they do not overlap."""
-    return _pieces(path)[0]
-
-
-def trace_users(path: Path) -> Int64Array | None:
-    """Return the user of each of ``trace_samples``; None of a trace without users, or of bags."""
-    return _pieces(path)[1]
-
-
-def _pieces(path: Path) -> tuple[SampleRows, Int64Array | None]:
     with np.load(path) as file:
         arrays = {name: file[name] for name in file.files}
     first = np.concatenate([[0], np.cumsum(arrays["table_rows"].astype(np.int64))])
     keys = arrays["row"].astype(np.int64) + first[arrays.get("table", 0)]
     if "sample" in arrays:
-        return SampleRows.of(np.unique(arrays["sample"], return_inverse=True)[1].reshape(-1), keys), None
+        return SampleRows.of(np.unique(arrays["sample"], return_inverse=True)[1].reshape(-1), keys)
     user = arrays["user"] if "user" in arrays else np.zeros(len(keys), dtype=np.int64)
     order = np.argsort(user, kind="stable")
     starts = np.flatnonzero(np.concatenate([[True], np.diff(user[order]) != 0]))
@@ -82,8 +69,7 @@ def _pieces(path: Path) -> tuple[SampleRows, Int64Array | None]:
     full = position < np.repeat(sizes // LENGTH * LENGTH, sizes)
     pieces = order[full].reshape(-1, LENGTH)
     pieces = pieces[np.argsort(pieces[:, -1], kind="stable")]
-    samples = SampleRows.of(np.repeat(np.arange(len(pieces)), LENGTH), keys[pieces.reshape(-1)])
-    return samples, user[pieces[:, 0]] if "user" in arrays else None
+    return SampleRows.of(np.repeat(np.arange(len(pieces)), LENGTH), keys[pieces.reshape(-1)])
 
 
 def planted(samples: int) -> tuple[SampleRows, Int64Array]:
@@ -112,22 +98,7 @@ def planted_homes(window: SampleRows, batches: int, group_of_key: Int64Array, no
     return NodeHomes(window.keys, home, np.exp(-each).astype(np.float32), 0.0, 0)
 
 
-def by_user(
-    window: SampleRows, known: Int64Array, judged: SampleRows, user: Int64Array, batch: Int64Array, homes: NodeHomes,
-    layout: RankLayout,
-) -> float:  # fmt: skip
-    """Return rows that cross with each user's samples in the node that the window says, over the chain's."""
-    nodes = layout.nodes
-    users = NodeMap(*assign_users(window, known, homes, rule_nodes(window.keys, layout)), nodes)
-    rule = rule_nodes(judged.keys, layout)
-    sent = crossing_rows(judged, batch, users.node_of(user), homes.home_of(judged.keys, rule), nodes)
-    return sent / max(1.0, crossing_rows(judged, batch, np.arange(len(judged)) % nodes, rule, nodes))
-
-
-def measure(
-    samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64Array | None = None,
-    user: Int64Array | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def measure(samples: SampleRows, nodes: int, per_node: int, group_of_key: Int64Array | None = None) -> dict[str, Any]:
     """Return the figures of one setting, or nothing if there are fewer than eight global batches."""
     size, layout = nodes * per_node, RankLayout(nodes, LOCAL_RANKS)
     batches = len(samples) // size
@@ -148,12 +119,6 @@ def measure(
         "learn_us_a_sample": learnt / len(before) * 1e6, "rows_learnt": len(window.keys),
         "rows_moved": learnt_homes.moved,
     }  # fmt: skip
-    if user is not None:
-        at_rule = replace(learnt_homes, home=rule_nodes(window.keys, layout))
-        figures["by_user_moved"], figures["by_user"] = (
-            by_user(window, user[before], judged, user[after], after // size - half, homes, layout)
-            for homes in (learnt_homes, at_rule)
-        )
     if group_of_key is not None:
         best = planted_homes(samples, batches, group_of_key, nodes)
         figures["planted_rows"] = traffic(judged, after // size - half, best, layout, WIRE).loader_ratio
@@ -162,11 +127,11 @@ def measure(
 
 def workloads(options: Namespace) -> Made:
     groups, group_of_key = planted(60_000)
-    made: Made = {path.stem: (trace_samples(path), None, trace_users(path)) for path in options.trace}
+    made: Made = {path.stem: (trace_samples(path), None) for path in options.trace}
     return made | {
-        "planted": (groups, group_of_key, None),
-        "uniform": (uniform_samples(100_000, 60_000, 16), None, None),
-        "catalogue": (uniform_samples(200, 60_000, 32), None, None),
+        "planted": (groups, group_of_key),
+        "uniform": (uniform_samples(100_000, 60_000, 16), None),
+        "catalogue": (uniform_samples(200, 60_000, 32), None),
     }
 
 
@@ -191,9 +156,9 @@ def simulated(options: Namespace) -> Outcome:
     settings = [(2, 64)] if options.quick else [(nodes, each) for nodes in (2, 4, 8) for each in (64, 512)]
     figures = {
         f"{workload}, {nodes} nodes of {each}": found
-        for workload, (samples, groups, users) in workloads(options).items()
+        for workload, (samples, groups) in workloads(options).items()
         for nodes, each in settings
-        if (found := measure(samples, nodes, each, groups, users))
+        if (found := measure(samples, nodes, each, groups))
     }
     return Outcome(figures, checks_of(figures))
 
@@ -202,7 +167,7 @@ def exchanged(options: Namespace) -> Outcome:
     few, layout = 8 if options.quick else 24, RankLayout(2, 2)
     works = {
         name: Work.of(samples, layout, PER_RANK, 24 if name == "catalogue" else few, WINDOW)
-        for name, (samples, _, _) in workloads(options).items()
+        for name, (samples, _) in workloads(options).items()
     }
     figures: dict[str, Any] = {}
     checks: list[dict[str, Any]] = []

@@ -11,6 +11,8 @@ steps.
 The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
 and does not home once a step (rows only, no ids, no headers).
 
+wire: bytes of gloo's collectives on the wire over those that flexd counts (``sections.wire``).
+
 Needs root, ip, tc and setpriv; says so and ends well without. Without TorchRec (``make torchrec``) its rows are
 missing. ``--quick`` trains an eighth of the batch for two steps: bytes and losses alone are checked.
 """
@@ -28,6 +30,7 @@ from tools.bench import strategies
 from tools.bench.cluster import ClusterError
 from tools.bench.harness import Outcome, at_least, at_most, of_runs
 from tools.bench.ranks import training_ranks
+from tools.bench.sections import wire
 from tools.bench.strategies import SPREAD_OF, STEP_SECONDS, Bench, Effort
 from tools.bench.workloads import Setting, bounds
 
@@ -135,4 +138,4 @@ def run(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {"strategies": run}
+SECTIONS = {"strategies": run, "wire": wire.section}

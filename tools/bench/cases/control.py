@@ -1,4 +1,4 @@
-"""The cost of the control plane over a long life, with many ranks and with one, and of the daemon as a process.
+"""The cost of the control plane over a long life, with many ranks, and of the daemon as a process.
 
 replans: a coordinator in this process makes plan after plan from a profile that drifts, and migrates four gloo ranks
 (2 x 2) that train meanwhile; each plan is committed before the next. At the hundredth re-plan and at the end: resident
@@ -8,9 +8,6 @@ use after a last migration that demotes everything.
 
 ranks: agents and inboxes without training, many in a process, take a delta of many rows from one coordinator: the time
 until all have acknowledged it, and the bytes. The processes agree on versions as training ranks do, once a turn.
-
-one_rank: a rank that does not train, then one that makes 50 steps a second, for so many seconds each: its messages, the
-bytes that the daemon receives and sends, and the processor time of its agent's thread, each a second.
 
 daemon: its start, idle load and memory (``sections.daemon``).
 """
@@ -50,7 +47,6 @@ from tools.bench.programs.control import (
     LAYOUT,
     Footprint,
     big_keyspace,
-    lone_rank,
     simulated_ranks,
     training_rank,
 )
@@ -64,10 +60,6 @@ _PLAN_CHUNK_ROWS = 128
 _MESSAGES_BYTES = 2**14
 """On their way at any moment: a few reports and heartbeats."""
 _DEADLINE_SECONDS = 120.0
-_JOINED_SECONDS = 2.0
-"""Until the messages of joining are over."""
-_MOST_MESSAGES = {"idle": 4.0, "training": 15.0}
-"""Sent and received in a second: a heartbeat each, and five reports."""
 _SETTLED_MEMORY_BYTES = 24 * 2**20
 """Growth of a process that is no leak: arenas of allocators that have not come to rest."""
 
@@ -262,33 +254,6 @@ def bench_ranks(ranks: int, rows: int) -> Outcome:
     return Outcome(figures, checks)
 
 
-def bench_one_rank(seconds: float) -> Outcome:
-    figures: dict[str, Any] = {"seconds": seconds}
-    checks = []
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        hosted(Path(directory), big_keyspace(1000), timeout_seconds=15.0) as coordinator,
-        children(1, lone_rank, coordinator.port) as pipes,
-    ):
-        until_ready(coordinator)
-        time.sleep(_JOINED_SECONDS)
-        for name, idle in (("idle", True), ("training", False)):
-            before = coordinator.channel_counters()
-            pipes[0].send((idle, seconds))
-            (sent, received, used) = receive_all(pipes)[0]
-            after = coordinator.channel_counters()
-            figures[name] = {
-                "messages_sent_per_second": sent / seconds, "messages_received_per_second": received / seconds,
-                "bytes_sent_per_second": (after.bytes_in - before.bytes_in) / seconds,
-                "bytes_received_per_second": (after.bytes_out - before.bytes_out) / seconds,
-                "processor_milliseconds_per_second": 1e3 * used / seconds,
-            }  # fmt: skip
-            messages = (sent + received) / seconds
-            checks.append(at_most(f"one rank, {name}: messages a second", messages, _MOST_MESSAGES[name]))
-        pipes[0].send("stop")
-    return Outcome(figures, checks)
-
-
 def replans_section(options: Namespace) -> Outcome:
     return bench_replans(60 if options.quick else options.replans)
 
@@ -297,20 +262,14 @@ def ranks_section(options: Namespace) -> Outcome:
     return bench_ranks(*((16, 50_000) if options.quick else (options.ranks, options.rows)))
 
 
-def one_rank_section(options: Namespace) -> Outcome:
-    return bench_one_rank(5.0 if options.quick else options.one_rank)
-
-
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--replans", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=128, help="a multiple of 8")
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the delta")
-    parser.add_argument("--one-rank", type=float, default=20.0, help="seconds")
 
 
 SECTIONS = {
     "replans": replans_section,
     "ranks": ranks_section,
-    "one_rank": one_rank_section,
     "daemon": daemon.section,
 }

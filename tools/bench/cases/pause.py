@@ -6,9 +6,6 @@ the control channel is left out. Stretches with and without migration take turns
 not looked up: so steps differ by the migration alone. Two figures of a step: wall time (the slowest rank's), and
 processor seconds of all ranks together, which other work on the machine disturbs less.
 
-A second table accounts for the time of a chunk at the default cap: what a step that applies chunks spends in each part,
-on the slowest rank (wall time) and on all ranks together (processor time of the threads that do it).
-
 Memory is the growth of each rank's peak resident size over the stretches with migrations, against what the collection
 states (``EmbeddingCollection.memory``).
 """
@@ -20,7 +17,6 @@ import statistics
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -29,10 +25,6 @@ import numpy as np
 
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.migration.migrator import Migrator
-from flexd.embedding.replicas.touched_rows import SyncLists
-from flexd.embedding.store.directory import Directory
 from tools.bench.harness import Outcome, at_most, peak_resident_bytes, reset_peak, resident_bytes
 from tools.bench.ranks import on_ranks
 
@@ -45,18 +37,6 @@ CHUNK_ROWS, WINDOW_CHUNKS = 4096, 8
 DEFAULT_CAP = int(signature(EmbeddingCollection).parameters["max_migration_bytes_per_step"].default)
 ALLOCATOR_SLACK_BYTES = 32 * 2**20
 """Of a process: arenas, gloo's buffers, and the batch, none of which the collection states."""
-
-
-PARTS: dict[str, tuple[Any, str]] = {
-    "apply": (Migrator, "apply"),
-    "directory change": (Directory, "change"),
-    "of which pools grow": (Directory, "_make_room"),
-    "copy of rows, both hops": (Migrator, "_copy"),
-    "of which collectives": (Peers, "all_gather"),
-    "lists of synchronised rows": (SyncLists, "of"),
-    "preparing (agent's thread)": (Migrator, "prepare"),
-}
-"""Parts of the cost of a chunk and the methods that they are spent in."""
 
 
 @dataclass(frozen=True)
@@ -89,35 +69,7 @@ def _offer(collection: EmbeddingCollection, first_version: int, chunks: list[Del
     return thread
 
 
-class Account:
-    """Seconds that this process spends in some methods while they are replaced by measured ones."""
-
-    def __init__(self) -> None:
-        self.wall = dict.fromkeys(PARTS, 0.0)
-        self.processor = dict.fromkeys(PARTS, 0.0)
-
-    def measure(self) -> None:
-        """Measure the methods of ``PARTS`` from now on."""
-        for part, (owner, name) in PARTS.items():
-            setattr(owner, name, self._measured(part, getattr(owner, name)))
-
-    def _measured(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            wall, processor = time.perf_counter(), time.thread_time()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.wall[part] += time.perf_counter() - wall
-                self.processor[part] += time.thread_time() - processor
-
-        return run
-
-    def taken(self) -> dict[str, tuple[float, float]]:
-        """Return wall and processor seconds of each part so far."""
-        return {part: (self.wall[part], self.processor[part]) for part in PARTS}
-
-
-def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
+def _case(case: Case) -> dict[str, Any]:
     """Measure one rank: per stretch (kind, [wall seconds of each step], CPU seconds a step, apply seconds)."""
     import torch
 
@@ -129,7 +81,7 @@ def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
         layout=flexd.RankLayout(NODES, LOCAL_RANKS), replica_slots=[case.moving_rows],
         max_migration_bytes_per_step=case.cap_bytes,
     )  # fmt: skip
-    rng = np.random.default_rng([7, rank])
+    rng = np.random.default_rng([7, int(os.environ["RANK"])])
     ranked = np.cumsum(1 / np.arange(1, HOT_ROWS + 1) ** 1.05)
     batches = [torch.from_numpy(np.searchsorted(ranked, rng.random(case.ids) * ranked[-1])) for _ in range(8)]
     moving = np.arange(HOT_ROWS, rows, dtype=np.int64)
@@ -141,8 +93,7 @@ def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
     def train(kind: str, until_version: int, steps: int) -> None:
         nonlocal step
         walls: list[float] = []
-        cpu, applied, parts = time.process_time(), collection.engine.apply_seconds, account.taken()
-        applies = collection.engine.stores[0].directory.version
+        cpu, applied = time.process_time(), collection.engine.apply_seconds
         begun = time.perf_counter()
         while len(walls) < steps or collection.placement_version < until_version:
             started = time.perf_counter()
@@ -157,11 +108,6 @@ def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
                 "kind": kind, "walls": walls, "seconds": time.perf_counter() - begun,
                 "cpu": (time.process_time() - cpu) / len(walls),
                 "apply": (collection.engine.apply_seconds - applied) / len(walls),
-                "parts": {
-                    part: (now[0] - before[0], now[1] - before[1])
-                    for (part, now), before in zip(account.taken().items(), parts.values(), strict=True)
-                },
-                "chunks": collection.engine.stores[0].directory.version - applies,
             }
         )  # fmt: skip
 
@@ -185,12 +131,6 @@ def _case(rank: int, case: Case, account: Account) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _measured(case: Case) -> dict[str, Any]:
-    account = Account()
-    account.measure()
-    return _case(int(os.environ["RANK"]), case, account)
-
-
 def ratio(by_kind: dict[str, list[float]]) -> float:
     """While rows are promoted against still: the mean of before and after, because the replicas that are there already
     cost each step their synchronisation, migrations or not."""
@@ -204,7 +144,6 @@ def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     cpu: dict[str, list[float]] = {kind: [] for kind in walls}
     p99: dict[str, list[float]] = {kind: [] for kind in walls}
     apply, seconds, steps = [], [], []
-    parts: dict[str, list[tuple[float, float]]] = {part: [] for part in PARTS}
     for stretch in zip(*(rank["stretches"] for rank in of_ranks), strict=True):
         kind = stretch[0]["kind"]
         slowest = np.max([part["walls"] for part in stretch], axis=0) * 1e3
@@ -212,9 +151,6 @@ def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         p99[kind].append(float(np.percentile(slowest, 99)))
         cpu[kind].append(sum(part["cpu"] for part in stretch) * 1e3)
         if kind == "promote":
-            for part in PARTS:
-                spent = np.array([of_rank["parts"][part] for of_rank in stretch]) * 1e3 / stretch[0]["chunks"]
-                parts[part].append((float(spent[:, 0].max()), float(spent[:, 1].sum())))
             apply.append(max(part["apply"] for part in stretch) * 1e3)
             seconds.append(stretch[0]["seconds"])
             steps.append(len(stretch[0]["walls"]))
@@ -228,10 +164,6 @@ def figures(case: Case, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         "step_p99_of_stretches_ms": {kind: statistics.median(values) for kind, values in p99.items()},
         "step_cpu_ms": {kind: statistics.median(values) for kind, values in cpu.items()},
         "apply_ms": statistics.median(apply),
-        "chunk_ms": {
-            part: dict(zip(("wall", "processor"), map(statistics.median, zip(*each, strict=True)), strict=True))
-            for part, each in parts.items()
-        },
         "p99_ratio": ratio(p99),
         "median_ratio": ratio({kind: [statistics.median(values)] for kind, values in walls.items()}),
         "cpu_ratio": ratio(cpu),
@@ -251,7 +183,7 @@ def section(options: Namespace) -> Outcome:
     table = {}
     for cap in sorted(set(caps)):
         case = Case(cap, rows, 2 if cap == DEFAULT_CAP else 1, still, ids, 64)
-        table[f"cap {cap / 2**20:g} MiB"] = figures(case, on_ranks(_measured, NODES, LOCAL_RANKS, case, seconds=900))
+        table[f"cap {cap / 2**20:g} MiB"] = figures(case, on_ranks(_case, NODES, LOCAL_RANKS, case, seconds=900))
     default = table[f"cap {DEFAULT_CAP / 2**20:g} MiB"]
     grown = max(line["peak_growth_mib"] - line["stated_growth_mib"] for line in table.values())
     checks = [

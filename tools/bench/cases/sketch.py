@@ -73,37 +73,6 @@ def _zipf(rows: int, count: int, exponent: float) -> npt.NDArray[np.int64]:
     return random.permutation(rows)[ranks].astype(np.int64)
 
 
-def _loaded(work: Callable[[], object], sketches: SketchSet) -> Callable[[], object]:
-    """Set the counters to their state after an hour of 10^8 accesses a second, 5 % of them to one row."""
-    table: Any = sketches._tables[0]
-    weight = 3600e8 / np.log(2) / sketches._decay.unit_weight(table.exponent)
-    if isinstance(table._counter, DenseCounter):
-        rows = table.spec.rows
-        share = 1 / np.arange(1, rows + 1) ** 1.05
-        share *= 0.95 / share.sum()
-        share[0] += 0.05
-        units = np.random.default_rng(1).permutation((share * weight).astype(np.int64))
-        table._counter.add_units(np.arange(rows), units)
-    else:
-        width = 1 << table._counter.log2_width
-        cells = np.random.default_rng(1).pareto(1.05, (4, width)) + 1
-        cells *= 0.95 * weight / cells.sum(axis=1, keepdims=True)
-        cells[:, 0] += 0.05 * weight
-        table._counter.load(_words(cells.astype(np.uint64)), int(weight))
-    return work
-
-
-def _words(cells: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint32]:
-    """Encode uint64[4, 2^k] cells as the words of a conservative count-min (``countmin_kernels``)."""
-    pairs = cells.reshape(-1, 2)
-    largest = pairs.max(axis=1)
-    joined = largest >= 2**31
-    words = pairs.astype(np.uint32)
-    words[joined, 0] = largest[joined] & np.uint64(2**31 - 1) | np.uint64(2**31)
-    words[joined, 1] = largest[joined] >> np.uint64(31) | np.uint64(2**31)
-    return words.reshape(-1)
-
-
 def _count_min(rows: npt.NDArray[Any], table_rows: int, conservative: bool) -> Callable[[], object]:
     counter = CountMin(table_rows, 20, conservative=conservative)
     registers = np.zeros(4096, dtype=np.uint8)
@@ -116,7 +85,6 @@ def _sketch_set(
     rows: int,
     memory: int,
     half_life: float | None,
-    loaded: bool = False,
     kind: str = "dense",
 ) -> Callable[[], object]:
     sketches = SketchSet([TableSpec("t", rows, 64)], memory, half_life, logarithmic=kind == "logarithmic")
@@ -128,9 +96,6 @@ def _sketch_set(
         for i in range(0, len(ids), MESSAGE_IDS):
             sketches.ingest("t", ids[i : i + MESSAGE_IDS], 0, now + i / len(ids))
 
-    if loaded:
-        work()
-        return _loaded(work, sketches)
     return work
 
 
@@ -154,9 +119,7 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
     million_ids: dict[str, tuple[Callable[[], object], int]] = {
         "random_access_probe": (lambda: _random_add(ids, probe), count),
         "random_access_probe_count_min": (lambda: _random_add_4(positions, probe_cells), count),
-        "numpy_add_at": (lambda: np.add.at(numpy_counters, few, 1), len(few)),
         "numpy_sort_and_count": (lambda: _sort_and_count(ids, numpy_counters), count),
-        "bincount": (lambda: np.bincount(ids, minlength=rows), count),
         "datasketches_count_min_per_item": (per_item, len(few)),
         "dense_int64": (lambda: dense.add(ids, 1), count),
         "dense_int32": (lambda: dense32.add(ids32, 1), count),
@@ -164,13 +127,8 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
         "count_min_plain": (_count_min(ids, rows, False), count),
         "set_dense": (_sketch_set(ids, rows, 2**30, None), count),
         "set_dense_decayed": (_sketch_set(ids, rows, 2**30, 3600.0), count),
-        "set_dense_decayed_loaded": (_sketch_set(ids, rows, 2**30, 3600.0, loaded=True), count),
         "set_count_min": (_sketch_set(ids, rows, 3 * rows, None, kind="count_min"), count),
         "set_count_min_decayed": (_sketch_set(ids, rows, 3 * rows, 3600.0, kind="count_min"), count),
-        "set_count_min_decayed_loaded": (
-            _sketch_set(ids, rows, 3 * rows, 3600.0, loaded=True, kind="count_min"),
-            count,
-        ),
         "set_logarithmic_3_bits": (_sketch_set(ids, rows, 2 * rows // 5, None, kind="logarithmic"), count),
         "set_logarithmic_3_bits_decayed": (_sketch_set(ids, rows, 2 * rows // 5, 3600.0, kind="logarithmic"), count),
         "set_logarithmic_8_bits": (_sketch_set(ids, rows, 2 * rows, None, kind="logarithmic"), count),

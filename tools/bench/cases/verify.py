@@ -10,8 +10,6 @@ Jobs:
   winning    4 micro-batches a step, rows of 256 numbers, 50 Mbit/s: copies win, at most 0.90
   misled     told of 4 micro-batches where there is one, and of links without latency: its plans lose and must be rolled
              back, at most 1.02
-  shaken     winning and misled again, while the link changes between its rate and 60 % of it and another process takes
-             a processor now and then: the verdict must agree with the comparison afterwards
 
 Needs root, ip, tc and setpriv; says so and ends well without. ``--quick``: one small job, of which only is checked that
 it trains.
@@ -22,14 +20,13 @@ Switchback: rates of wrong decisions in simulated verifications (``sections.swit
 from __future__ import annotations
 
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,11 +42,10 @@ from tools.bench.ranks import Ranks, training_ranks
 from tools.bench.sections import switchback
 from tools.bench.workloads import Setting, given_cluster
 
-KINDS = ("ordinary", "winning", "misled", "shaken")
+KINDS = ("ordinary", "winning", "misled")
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
 TURN_STEPS = 10
-SHAKEN_TURNS = 6
 NEVER_SLOWER, WINS = 1.02, 0.90
 IN_FLIGHT = ("PENDING", "PUSHING", "APPLYING", "ABORTING")
 
@@ -61,7 +57,6 @@ class Job:
     Attributes:
         probed: prices are measured; False: given, without latencies.
         told_micro_batches: what the daemon is told instead of ``micro_batches``.
-        shaken: the load changes while the daemon measures.
         most: the largest allowed ratio of the steps.
     """
 
@@ -72,7 +67,6 @@ class Job:
     micro_batches: int = 1
     probed: bool = True
     told_micro_batches: int | None = None
-    shaken: bool = False
     most: float = NEVER_SLOWER
 
 
@@ -96,8 +90,7 @@ def jobs(seeds: Sequence[int], wanted: Sequence[str]) -> list[Job]:
         for dense in (False, True)
         for seed in seeds
     ]
-    shaken = [replace(job, name=f"shaken, {job.name}", shaken=True) for job in (winning, misled)]
-    return [job for job in (*ordinary, winning, misled, *shaken) if job.name.split(",")[0] in wanted]
+    return [job for job in (*ordinary, winning, misled) if job.name.split(",")[0] in wanted]
 
 
 class Bench:
@@ -140,7 +133,7 @@ class Bench:
     def _topology(self, job: Job) -> Path:
         if not job.probed:
             file = self._directory / "given.yaml"
-            write_cluster(given_cluster(job.setting, job.rate_mbit).bandwidth_only(), file)
+            write_cluster(given_cluster(job.setting.local_ranks, job.rate_mbit).bandwidth_only(), file)
             return file
         if job.rate_mbit not in self._probed:
             file = self._directory / f"probed-{job.rate_mbit:g}.yaml"
@@ -193,25 +186,21 @@ class Bench:
         before = self.train("daemon", job, TURN_STEPS)
         seconds: list[float] = []
         status: dict[str, Any] = {}
-        with _Shaking(self._cluster, job) as shaking:
-            while time.monotonic() < deadline:
-                seconds += self.train("daemon", job, TURN_STEPS)
-                shaking.change()
-                status = self.ask(STEP_SECONDS, "status")[0] or status
-                if has_settled(status):
-                    break
+        while time.monotonic() < deadline:
+            seconds += self.train("daemon", job, TURN_STEPS)
+            status = self.ask(STEP_SECONDS, "status")[0] or status
+            if has_settled(status):
+                break
         verification = status["planning"]["verification"]["newest"]
-        return (
-            {
-                "decided": has_settled(status),
-                "verdict": "nothing to move" if verification is None else verification["state"],
-                "rolled_back": verification is not None and verification["rolled_back"],
-                "steps_until_decided": len(seconds),
-                "plans": dict(status["planning"]["plans"]),
-                # Of the steps until the decision, moves of rows and blocks without copies included.
-            }
-            | ({} if job.shaken else {"deciding_over_before": float(np.mean(seconds) / np.mean(before[1:]))})
-        )
+        return {
+            "decided": has_settled(status),
+            "verdict": "nothing to move" if verification is None else verification["state"],
+            "rolled_back": verification is not None and verification["rolled_back"],
+            "steps_until_decided": len(seconds),
+            "plans": dict(status["planning"]["plans"]),
+            # Of the steps until the decision, moves of rows and blocks without copies included.
+            "deciding_over_before": float(np.mean(seconds) / np.mean(before[1:])),
+        }
 
     def _compare(self, job: Job, rounds: int) -> dict[str, float]:
         """In turns, so that what else the machine does falls on both alike; the first step of a turn is left out."""
@@ -227,37 +216,6 @@ class Bench:
             names.reverse()
         low, high = interval(ratios)
         return {"ratio": median(ratios), "ratio_low": low, "ratio_high": high, "chain_seconds": median(taken)}
-
-
-class _Shaking:
-    """Changes the load of a shaken job at every ``SHAKEN_TURNS``-th call of ``change``; a context manager."""
-
-    def __init__(self, cluster: Cluster, job: Job) -> None:
-        self._cluster, self._job = cluster, job
-        self._rng = np.random.default_rng(7)
-        self._burner: subprocess.Popen[bytes] | None = None
-        self._turns = 0
-
-    def __enter__(self) -> _Shaking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
-    def change(self) -> None:
-        self._turns += 1
-        if not self._job.shaken or self._turns % SHAKEN_TURNS:
-            return
-        self._cluster.limit(self._job.rate_mbit * float(self._rng.choice([0.6, 1.0])))
-        self._stop()
-        if self._rng.random() < 0.5:
-            self._burner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-
-    def _stop(self) -> None:
-        if self._burner is not None:
-            self._burner.kill()
-            self._burner.wait(10)
-            self._burner = None
 
 
 def has_settled(status: dict[str, Any]) -> bool:

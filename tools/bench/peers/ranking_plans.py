@@ -14,13 +14,19 @@ from flexd.planner.baselines.whole_tables import place_greedily
 from flexd.planner.tables.home_rules import plan_rules
 from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
 from flexd.planner.tables.table_list import ListedTable
-from flexd.topology.cluster import Exposed, StepCosts
-from tools.bench.ranking_tables import INTRA_BYTES_PER_SECOND, POOLED, SEQUENCES, Setting, given_cluster
+from flexd.topology.cluster import Cluster, Exposed, StepCosts
+from tools.bench.ranking_tables import POOLED, SEQUENCES, Setting
+from tools.bench.workloads import INTRA_BYTES_PER_SECOND, given_cluster
 
 Document = dict[str, Any]
 
 MEMORY_BYTES = 2e9
 """Of a rank, far more than the tables take: what is compared is traffic."""
+
+
+def prices(setting: Setting, rate_mbit: float) -> Cluster:
+    """Return the prices of both planners of flexd, without latencies."""
+    return given_cluster(setting.local_ranks, rate_mbit).bandwidth_only()
 
 
 def torchrec_model(setting: Setting, device: str = "meta") -> torch.nn.Module:
@@ -122,7 +128,7 @@ def greedy_best(setting: Setting, rate_mbit: float) -> tuple[str, Document]:
 
 
 def priced(tables: Sequence[ListedTable], layout: RankLayout, setting: Setting, rate_mbit: float) -> float:
-    seconds = listed_seconds(tables, layout, given_cluster(setting, rate_mbit), TableStatistics(setting.zipf))
+    seconds = listed_seconds(tables, layout, prices(setting, rate_mbit), TableStatistics(setting.zipf))
     assert seconds is not None
     return seconds
 
@@ -130,14 +136,12 @@ def priced(tables: Sequence[ListedTable], layout: RankLayout, setting: Setting, 
 def flexds_for_torchrec(setting: Setting, rate_mbit: float) -> Document:
     """As ``flexd shard``."""
     return shard_tables(
-        setting.listed(), setting.layout, given_cluster(setting, rate_mbit), MEMORY_BYTES, TableStatistics(setting.zipf)
+        setting.listed(), setting.layout, prices(setting, rate_mbit), MEMORY_BYTES, TableStatistics(setting.zipf)
     ).document()
 
 
 def flexds(setting: Setting, rate_mbit: float, costs: StepCosts, *, run_ahead: bool) -> Document:
     """As ``flexd shard --for flexd`` with the step costs that ``flexd probe`` writes; ``run_ahead``: rows are fetched
     during the step before."""
-    cluster = replace(
-        given_cluster(setting, rate_mbit), step_costs=costs, exposed=Exposed(forward=0.0 if run_ahead else 1.0)
-    )
+    cluster = replace(prices(setting, rate_mbit), step_costs=costs, exposed=Exposed(forward=0.0 if run_ahead else 1.0))
     return plan_rules(setting.listed(), setting.layout, cluster, MEMORY_BYTES, TableStatistics(setting.zipf)).document()

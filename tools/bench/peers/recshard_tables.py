@@ -1,10 +1,9 @@
-"""Tables for bench_recshard: of a list, with a popularity that is drawn, and of a trace, with its own."""
+"""Tables of a list for ``sections.recshard``, with a popularity that is drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +11,8 @@ import numpy.typing as npt
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.table_list import ListedTable
-from flexd.sketch.profile import Profile, TableProfile
+from flexd.sketch.profile import Profile
 from flexd.sketch.zipf_profile import zipf_table
-from flexd.stream.trace import load_trace
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -23,8 +21,6 @@ LAYOUT = RankLayout(2, 8)
 """RecShard's experiments have 16 GPUs."""
 EXPONENTS = (0.7, 1.4)
 PLANNED, MOVED = "as planned", "moved"
-DIM = 64
-"""Of the tables of a trace."""
 
 
 @dataclass(frozen=True)
@@ -104,79 +100,3 @@ class Tables:
                     drawn = order[table][drawn]
                 accesses.append(self.first[table] + drawn)
             yield np.concatenate(accesses)
-
-
-@dataclass(frozen=True)
-class TraceTables:
-    """Tables of a trace, planned from the first quarter of its accesses, as ``Tables`` otherwise.
-
-    Rows of a table are numbered by their frequency in that quarter.
-
-    Attributes:
-        keys: int64[n], rows of all accesses in their order, numbered over all tables.
-        counts: int64[rows], accesses of each row in the first quarter.
-        batch: accesses of a step.
-    """
-
-    keyspace: KeySpace
-    row_bytes: Float64Array
-    stored_bytes: Float64Array
-    first: Int64Array
-    keys: Int64Array
-    counts: Int64Array
-    batch: int
-
-    @classmethod
-    def of(cls, path: Path, batch: int) -> TraceTables:
-        trace = load_trace(path)
-        first: Int64Array = np.concatenate([[0], np.cumsum(trace.table_rows)])
-        keys = first[trace.table] + trace.row
-        counts = np.bincount(keys[: len(keys) // 4], minlength=int(first[-1]))
-        table = np.repeat(np.arange(len(first) - 1), np.diff(first))
-        order = np.lexsort((-counts, table))
-        number = np.empty_like(order)
-        number[order] = np.arange(len(order))
-        specs = [
-            TableSpec(name, int(rows), DIM, "float16", "rowwise_adagrad")
-            for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
-        ]
-        return cls(
-            KeySpace(specs),
-            np.array([float(spec.row_bytes) for spec in specs]),
-            np.array([float(spec.row_bytes + spec.state_bytes) for spec in specs]),
-            first, number[keys], counts[order], batch,
-        )  # fmt: skip
-
-    @property
-    def accesses(self) -> Float64Array:
-        by_table: Float64Array = np.add.reduceat(self.counts, self.first[:-1]) / self.counts.sum() * self.batch
-        return by_table
-
-    def shares(self) -> Float64Array:
-        """Return float64[rows]: the share of a row in the accesses of its table."""
-        by_table = np.add.reduceat(self.counts, self.first[:-1])
-        shares: Float64Array = self.counts / np.repeat(np.maximum(by_table, 1), np.diff(self.first))
-        return shares
-
-    def profile(self) -> Profile:
-        """Return the exact frequencies of the first quarter."""
-        tables, shares = [], self.shares()
-        for table, (spec, accesses) in enumerate(zip(self.keyspace.tables, self.accesses, strict=True)):
-            share = shares[self.first[table] : self.first[table + 1]]
-            seen = int(np.count_nonzero(share))
-            unseen = [float(spec.rows - seen)] if seen < spec.rows else []
-            tables.append(
-                TableProfile(
-                    spec.name, spec.rows, float(seen), float(accesses), np.arange(seen), *(share[:seen],) * 3,
-                    np.zeros(len(unseen)), np.array(unseen), float(seen), 1.0,
-                )
-            )  # fmt: skip
-        return Profile(tuple(tables), generation=1, samples=int(self.counts.sum()))
-
-    def periods(self) -> Iterator[tuple[str, Int64Array]]:
-        """Yield the period of each step ("" is not counted) and the rows that it accesses: the second quarter counts as
-        planned, the last one as moved."""
-        steps = len(self.keys) // self.batch
-        for step in range(steps):
-            quarter = step * 4 // steps
-            yield ("", PLANNED, "", MOVED)[quarter], self.keys[step * self.batch : (step + 1) * self.batch]

@@ -263,7 +263,7 @@ class Rank:
         )
         return make_plan(
             data.exact_profile(setting), keyspace, setting.layout,
-            data.given_cluster(setting, rate_mbit).bandwidth_only(),
+            data.given_cluster(setting.local_ranks, rate_mbit).bandwidth_only(),
             [int(setting.replica_fraction * setting.rows)], Placement.empty(), plan_id="bench", parent_id="",
             topology_generation=1, horizon_steps=1e9, now_unix_seconds=0.0, reason="bench",
         ).target  # fmt: skip

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from flexd.control.agent.agent import Agent
-from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.protocol.frames import Body, Frame
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -123,50 +121,6 @@ def simulated_ranks(
     pipe.send((versions, digest, chunks, Footprint.of_this_process()))
     for agent in agents:
         agent.stop(5.0)
-
-
-def lone_rank(number: int, pipe: Connection, control_port: int) -> None:
-    """The agent of a job of one rank; answers (idle, seconds) with (messages sent, received, processor seconds).
-
-    Processor time is that of the agent's thread. A rank that is not idle makes 50 steps a second.
-    """
-    counts = {"sent": 0, "received": 0}
-    send, receive = ChannelClient.send, ChannelClient.receive
-
-    def counted_send(self: ChannelClient, message: bytes, body: Body = b"") -> None:
-        counts["sent"] += 1
-        send(self, message, body)
-
-    def counted_receive(self: ChannelClient, timeout_seconds: float) -> Frame | None:
-        frame = receive(self, timeout_seconds)
-        counts["received"] += frame is not None
-        return frame
-
-    ChannelClient.send, ChannelClient.receive = counted_send, counted_receive  # type: ignore[method-assign]
-    keyspace = big_keyspace(1000)
-    inbox = ChunkInbox(Homes(keyspace, RankLayout(1, 1)), number, (1000,))
-    own = RankIdentity(JOB, ATTEMPT, number, 1, 1, 1, (1000,), keyspace.digest)
-    agent = Agent(inbox, own, f"127.0.0.1:{control_port}", timeout_seconds=15.0)
-    agent.start()
-    thread = next(each for each in threading.enumerate() if each.name == f"flexd-agent-{number}")
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
-    step = 0
-    while (asked := pipe.recv()) != "stop":
-        idle, seconds = asked
-        end = time.monotonic() + seconds
-        before, used = dict(counts), time.clock_gettime(clock)
-        while (left := end - time.monotonic()) > 0:
-            if idle:
-                time.sleep(left)
-                continue
-            inbox.end_exchange(inbox.begin_exchange())
-            step += 1
-            agent.report(StepReport(step, 1, 0, 0, 0.02, 0.0, (1, 0, 0), 0, 0, 0, 0, 0, 0))
-            time.sleep(0.02)
-        used = time.clock_gettime(clock) - used
-        pipe.send((counts["sent"] - before["sent"], counts["received"] - before["received"], used))
-    agent.stop(5.0)
 
 
 def big_keyspace(rows: int) -> KeySpace:

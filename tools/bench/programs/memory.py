@@ -93,64 +93,6 @@ class Tensors:
         pass
 
 
-class RocksDb:
-    """Rows with their state in RocksDB, read and written in batches."""
-
-    def __init__(self, setting: dict[str, Any], directory: Path) -> None:
-        import rocksdict
-
-        from flexd.embedding.row_optimizers import RowWiseAdagrad
-
-        self._rocksdict, self._dim = rocksdict, setting["dim"]
-        options = rocksdict.Options(raw_mode=True)
-        options.create_if_missing(True)
-        table = rocksdict.BlockBasedOptions()
-        table.set_block_cache(rocksdict.Cache(setting["fast_bytes"]))
-        table.set_bloom_filter(10, False)
-        table.set_cache_index_and_filter_blocks(True)
-        options.set_block_based_table_factory(table)
-        options.set_use_direct_reads(True)
-        options.set_use_direct_io_for_flush_and_compaction(True)
-        options.set_compression_type(rocksdict.DBCompressionType.none())
-        options.increase_parallelism(4)
-        row, files = np.ones(self._dim + 1, dtype=np.float32).tobytes(), []
-        for first in range(0, setting["rows"], 2_000_000):
-            path = directory / f"{first}.sst"
-            writer = rocksdict.SstFileWriter(options=options)
-            writer.open(str(path))
-            last = min(first + 2_000_000, setting["rows"])
-            keys = np.arange(first, last, dtype=">u8").tobytes()
-            for at in range(0, 8 * (last - first), 8):
-                writer[keys[at : at + 8]] = row
-            writer.finish()
-            files.append(str(path))
-        self._db = rocksdict.Rdict(str(directory / "rocks"), options)
-        self._db.ingest_external_file(files)
-        self._optimizer, self._steps = RowWiseAdagrad(lr=LEARNING_RATE), 0
-
-    def step(self, ids: torch.Tensor, dense_seconds: float = 0.0) -> None:
-        self._steps += 1
-        distinct, places, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-        packed = distinct.numpy().astype(">u8").tobytes()
-        keys = [packed[at : at + 8] for at in range(0, len(packed), 8)]
-        found = np.frombuffer(b"".join(self._db[keys]), dtype=np.float32).reshape(len(keys), self._dim + 1)
-        rows, state = torch.tensor(found[:, :-1]), torch.tensor(found[:, -1:])
-        _ = rows.index_select(0, places)
-        time.sleep(dense_seconds)
-        self._optimizer.update(rows, state, torch.arange(len(keys)), rows * counts[:, None], self._steps)
-        changed = torch.cat([rows, state], dim=1).numpy()
-        batch = self._rocksdict.WriteBatch(raw_mode=True)
-        for key, row in zip(keys, changed, strict=True):
-            batch[key] = row.tobytes()
-        self._db.write(batch)
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def close(self) -> None:
-        self._db.close()
-
-
 class Flexd:
     """A collection of one rank.
 
@@ -260,8 +202,6 @@ def made(way: str, setting: dict[str, Any], directory: Path) -> Way:
         return Tensors(setting, None)
     if way == "memory map":
         return Tensors(setting, directory)
-    if way == "RocksDB":
-        return RocksDb(setting, directory)
     return Flexd(setting, directory)
 
 

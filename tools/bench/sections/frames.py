@@ -5,19 +5,14 @@ quarters of the steps, fast memory holds a share of the rows that are ever used.
 the present one; with all of them it is Belady's choice, which nothing beats.
 
 misses: batches of Zipf's law, with the popularity as it is and moved. traces (``--trace``): batches of consecutive
-accesses. Static: the most frequent rows of the first quarter. libcachesim (PyPI) replays the same rows with policies
-that people use: of each batch first those that it holds, then the others, as a step does. Without it its columns are
-missing. A frame is taken while its row is in use; a policy that sees one row after another may drop a row of the batch
-for the next one, so its Belady misses less than a step can. Ours is trusted because on single rows, where the two are
-the same, LRU and Belady must agree with libcachesim's.
+accesses. Static: the most frequent rows of the first quarter.
 
-Checks: fewer misses than LRU everywhere; with four batches known at most 1.25 times Belady's, of traces libcachesim's
-at 5 % of the rows; LRU and Belady on single rows within 1 % of libcachesim's.
+Checks: fewer misses than LRU everywhere; with four batches known at most 1.25 times Belady's, of traces at 5 % of the
+rows.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from argparse import Namespace
@@ -45,8 +40,6 @@ before that every policy misses alike."""
 SHARE = 0.05
 """Of the rows, in frames."""
 AHEAD = 4
-SINGLE_SHARE = 0.1
-PEERS = ("S3FIFO", "ARC", "WTinyLFU")
 
 
 @dataclass(frozen=True)
@@ -135,59 +128,20 @@ def missed_by_static(steps: Steps, frames: int) -> float:
     return float((~fixed[steps.rows[steps.starts[steps.first_counted] :]]).mean())
 
 
-def missed_by_library(steps: Steps, frames: int, policy: str) -> float:
-    """Misses of libcachesim's policy: of each step the rows that it holds first."""
-    import libcachesim
-
-    cache = getattr(libcachesim, policy)(cache_size=frames)
-    request = libcachesim.Request()
-    request.obj_size = 1
-    counted, missed, clock = steps.first_counted, 0, 0
-    for step in range(len(steps)):
-        mine = slice(int(steps.starts[step]), int(steps.starts[step + 1]))
-        present, absent = [], []
-        for row, later in zip(steps.rows[mine].tolist(), steps.next_step[mine].tolist(), strict=True):
-            request.obj_id = row + 1
-            (absent if cache.find(request, update_cache=False) is None else present).append((row + 1, later))
-        for row, later in (*present, *absent):
-            clock += 1
-            request.obj_id, request.clock_time = row, clock
-            # Steps that are never reached are infinitely far; equal distances within a step do not matter.
-            request.next_access_vtime = later * steps.distinct if later <= len(steps) else 2**62
-            cache.get(request)
-        missed += len(absent) * (step >= counted)
-    return missed / int(steps.starts[-1] - steps.starts[counted])
-
-
-def agreement(keys: Int64Array, share: float) -> dict[str, float]:
-    """Misses of single rows, ours over libcachesim's."""
-    steps = Steps.of(keys, 1)
-    frames = max(2, int(steps.distinct * share))
-    return {
-        "LRU": missed_by_frames(steps, frames, 0.0, 0)[0] / missed_by_library(steps, frames, "LRU"),
-        "Belady": missed_by_frames(steps, frames, 20.0, len(steps) + 1)[0]
-        / missed_by_library(steps, frames, "Belady"),
-    }  # fmt: skip
-
-
-def of_trace(path: Path, batch: int, shares: Sequence[float], single: int, library: bool) -> dict[str, Any]:
-    """Return misses a distinct row by share of the rows in frames and policy, of flexd and of libcachesim."""
-    keys = keys_of(load_trace(path))
-    steps = Steps.of(keys, batch)
-    answer: dict[str, Any] = {}
-    if library:
-        answer["single"] = agreement(keys[:single], SINGLE_SHARE)
+def of_trace(path: Path, batch: int, shares: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Return misses a distinct row by share of the rows in frames and policy."""
+    steps = Steps.of(keys_of(load_trace(path)), batch)
+    answer: dict[str, dict[str, float]] = {}
     for share in shares:
         frames = max(int(np.diff(steps.starts).max()) + 1, int(steps.distinct * share))
-        ours: dict[str, float] = {"static": missed_by_static(steps, frames)}
+        ours = {"frames": float(frames), "static": missed_by_static(steps, frames)}
         ours["LRU"], _ = missed_by_frames(steps, frames, 0.0, 0)
         for ahead in AHEADS:
             ours[f"ahead {ahead}"], ours[f"ahead {ahead}, microseconds a row"] = missed_by_frames(
                 steps, frames, None, ahead
             )
         ours["Belady"], _ = missed_by_frames(steps, frames, 20.0, len(steps) + 1)
-        theirs = {name: missed_by_library(steps, frames, name) for name in ("LRU", "Belady", *PEERS)} if library else {}
-        answer[f"{share:g}"] = {"frames": frames, "flexd": ours, "libcachesim": theirs}
+        answer[f"{share:g}"] = ours
     return answer
 
 
@@ -197,19 +151,14 @@ def keys_of(trace: Trace) -> Int64Array:
     return first[trace.table] + trace.row
 
 
-def checks_of_trace(name: str, answer: dict[str, Any]) -> list[dict[str, Any]]:
+def checks_of_trace(name: str, answer: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     checks = []
-    for share, figures in answer.items():
-        if share == "single":
-            checks += [at_most(f"{name}: {of} beside libcachesim", abs(r - 1), 0.01) for of, r in figures.items()]
-            continue
-        ours, theirs, label = figures["flexd"], figures["libcachesim"], f"{name}, {share}"
+    for share, ours in answer.items():
         for ahead in AHEADS:
             ratio = ours[f"ahead {ahead}"] / ours["LRU"]
-            checks.append(check(f"{label}: ahead {ahead} / LRU", ratio, "< 1", ratio < 1))
+            checks.append(check(f"{name}, {share}: ahead {ahead} / LRU", ratio, "< 1", ratio < 1))
         if share == "0.05":
-            ratio = ours["ahead 4"] / theirs.get("Belady", ours["Belady"])
-            checks.append(at_most(f"{label}: ahead 4 / Belady", ratio, 1.25))
+            checks.append(at_most(f"{name}, {share}: ahead 4 / Belady", ours["ahead 4"] / ours["Belady"], 1.25))
     return checks
 
 
@@ -271,12 +220,8 @@ def traces_section(options: Namespace) -> Outcome:
     if not options.trace:
         raise Skipped("needs --trace FILE.npz")
     torch.set_num_threads(1)
-    library = importlib.util.find_spec("libcachesim") is not None
-    if not library:
-        print("libcachesim is not installed (pip install libcachesim): its columns are missing")
     figures, checks = {}, []
-    shares, single = (QUICK_SHARES, 20_000) if options.quick else (SHARES, 200_000)
     for path in options.trace:
-        figures[path.stem] = of_trace(path, options.batch, shares, single, library)
+        figures[path.stem] = of_trace(path, options.batch, QUICK_SHARES if options.quick else SHARES)
         checks += checks_of_trace(path.stem, figures[path.stem])
     return Outcome(figures, checks)

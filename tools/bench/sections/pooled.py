@@ -1,9 +1,8 @@
-"""Pooled tables before the start: flexd's sharding of a list beside AutoShard's greedy placements and TorchRec's plan.
+"""Pooled tables before the start: flexd's sharding of a list beside AutoShard's greedy placements.
 
-One rank's busiest phase decides a step; all are priced by the same model (docs/cost-model.md). In flexd's exchange:
-every table by rows, every table by the better of rows and sums, AutoShard's four greedy placements of whole tables
-(arXiv 2208.06399) answering by sums, and flexd's choice of home rule and answer. In TorchRec's: all row-wise, its own
-planner's plan if it is installed, and that of ``flexd shard``.
+All are priced by the same model of flexd's exchange (docs/cost-model.md): every table by rows, every table by the
+better of rows and sums, AutoShard's four greedy placements of whole tables (arXiv 2208.06399) that answer by sums, and
+flexd's choice of home rule and answer. The busiest rank decides a step.
 """
 
 from __future__ import annotations
@@ -21,13 +20,11 @@ from flexd.planner.model.workload import ACCESSES
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
 from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
-from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
 from flexd.planner.tables.solve import EVALUATIONS, place_tables
 from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.planner.tables.table_work import TableWork
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, at_most
-from tools.bench.peers import torchrec_collection, torchrec_planner
 from tools.bench.planning import made_up_tables, problem_of
 
 Figures = dict[str, Any]
@@ -89,23 +86,6 @@ def compare(tables: Sequence[ListedTable], layout: RankLayout, preset: str, eval
     return found
 
 
-def compare_in_torchrec(tables: Sequence[ListedTable], layout: RankLayout, preset: str) -> Figures:
-    cluster, statistics = load_preset(preset), TableStatistics(SKEW, dtype="float16")
-    began = time.process_time()
-    mine = shard_tables(tables, layout, cluster, RANK_MEMORY_BYTES, statistics)
-    seconds = time.process_time() - began
-    found = {
-        "row-wise": {"milliseconds": mine.placement.spread_seconds * 1e3},
-        "flexd shard": {"milliseconds": mine.placement.seconds * 1e3, "plan_seconds": seconds},
-    }
-    if torchrec_collection.missing() is None:
-        own, seconds = torchrec_planner.planned(tables, layout, RANK_MEMORY_BYTES)
-        priced = listed_seconds(own, layout, cluster, statistics)
-        assert priced is not None
-        found["TorchRec's planner"] = {"milliseconds": priced * 1e3, "plan_seconds": seconds}
-    return found
-
-
 def over_best(found: Figures, mine: str) -> float:
     peers = [row["milliseconds"] for name, row in found.items() if name != mine and "milliseconds" in row]
     return float(found[mine]["milliseconds"]) / min(peers)
@@ -120,9 +100,6 @@ def section(options: Namespace) -> Outcome:
         name = f"{count} pooled tables, drawn"
         figures[name] = compare(drawn, layout, options.preset)
         checks.append(at_most(f"{name}: flexd over the best peer", over_best(figures[name], "flexd"), 1.0))
-        if count == 50 or not options.quick:
-            figures[f"{name}, TorchRec's exchange"] = found = compare_in_torchrec(drawn, layout, options.preset)
-            checks.append(at_most(f"{name}: flexd shard over the best peer", over_best(found, "flexd shard"), 1.0))
     if not options.quick:
         figures["the whole list"] = found = compare(listed, RankLayout(12, 8), options.preset)
         checks.append(at_most("the whole list: flexd over the best peer", over_best(found, "flexd"), 1.0))

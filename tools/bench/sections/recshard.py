@@ -9,8 +9,7 @@ reads a row once a step, however many samples use it. flexd's are those of the f
 replayed.
 
 Half way the popularity of the rows in half of the tables moves. Counting begins when the frames are warm, and again
-right after the move. With ``--trace`` the popularity moves as it did: planned from a trace's first quarter, counted in
-its second and in its last.
+right after the move.
 
 Balance: the slow accesses of the busiest rank over the mean. Reading: of the slowest rank, 1,555 GB/s and 32 GB/s.
 
@@ -47,7 +46,7 @@ from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.tables.table_list import read_tables
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, check
-from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables, TraceTables
+from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
 from tools.bench.planning import made_up_tables
 
 Float64Array = npt.NDArray[np.float64]
@@ -63,7 +62,7 @@ FLEXD, DIVIDED = "flexd", "flexd, divided by access"
 class Static:
     """Whole tables on ranks, some rows of each in fast memory for good."""
 
-    def __init__(self, tables: Tables | TraceTables, rank: Int64Array, fast_rows: Float64Array) -> None:
+    def __init__(self, tables: Tables, rank: Int64Array, fast_rows: Float64Array) -> None:
         number = np.diff(tables.first)
         within = np.arange(tables.first[-1]) - np.repeat(tables.first[:-1], number)
         self._slow = within >= np.repeat(np.floor(fast_rows), number)
@@ -78,7 +77,7 @@ class Static:
 class Frames:
     """Rows at homes by number, frames in fast memory, as collections have them."""
 
-    def __init__(self, tables: Tables | TraceTables, frames: Sequence[int]) -> None:
+    def __init__(self, tables: Tables, frames: Sequence[int]) -> None:
         keyspace, world = tables.keyspace, LAYOUT.world_size
         number = np.diff(tables.first)
         group = np.zeros(len(number), dtype=np.int64)
@@ -131,7 +130,7 @@ class Frames:
         return missed
 
 
-def divided_by_access(tables: Tables | TraceTables, memory_bytes: float) -> list[int]:
+def divided_by_access(tables: Tables, memory_bytes: float) -> list[int]:
     """Return the frames of each dim-group on a rank: those of the rows most likely used in a step, by byte."""
     number = np.diff(tables.first)
     used = -np.expm1(-np.repeat(tables.accesses, number) * tables.shares())
@@ -143,7 +142,7 @@ def divided_by_access(tables: Tables | TraceTables, memory_bytes: float) -> list
     return [max(1, int(taken[list(group.tables)].sum()) // LAYOUT.world_size) for group in tables.keyspace.groups]
 
 
-def strategies(tables: Tables | TraceTables, memory_bytes: float) -> dict[str, Static | Frames]:
+def strategies(tables: Tables, memory_bytes: float) -> dict[str, Static | Frames]:
     specs, world = tables.keyspace.tables, LAYOUT.world_size
     shape = TrainingShape(bags_per_step={spec.name: 1.0 for spec in specs})
     slots = (0,) * len(tables.keyspace.groups)
@@ -170,7 +169,7 @@ def strategies(tables: Tables | TraceTables, memory_bytes: float) -> dict[str, S
 
 
 def replay(
-    tables: Tables | TraceTables, held: dict[str, Static | Frames], batches: Iterable[tuple[str, Int64Array]]
+    tables: Tables, held: dict[str, Static | Frames], batches: Iterable[tuple[str, Int64Array]]
 ) -> dict[str, dict[str, Figures]]:
     """Return figures a step by strategy and period, of batches with their periods; "" is not counted."""
     bandwidths, world = Bandwidths(), LAYOUT.world_size
@@ -239,24 +238,8 @@ def checks_of(answer: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
     return checks
 
 
-def checks_of_trace(name: str, answer: dict[str, dict[str, Figures]]) -> list[dict[str, Any]]:
-    """Return the checks of a trace: real popularity moves in the second quarter already, so the whole is checked."""
-    checks = []
-    for period in (PLANNED, MOVED):
-        ratio = answer[DIVIDED][period]["rows read"] / max(answer["recshard"][period]["rows read"], 1e-300)
-        checks.append(check(f"{name}, {period}: rows read / RecShard's, each once a step", ratio, "< 1", ratio < 1))
-    return checks
-
-
 def section(options: Namespace) -> Outcome:
     torch.set_num_threads(1)
-    if options.trace:
-        found, checks = {}, []
-        for path in options.trace:
-            tables: Tables | TraceTables = TraceTables.of(path, options.batch)
-            found[path.stem] = replay(tables, strategies(tables, memory_of(tables)), tables.periods())
-            checks += checks_of_trace(path.stem, found[path.stem])
-        return Outcome(found, checks)
     number, steps, scale = (40, 10, 10_000.0) if options.quick else (400, 40, 1_000.0)
     pooled = [table for table in (read_tables(options.tables) if options.tables else made_up_tables()) if table.bags]
     tables = Tables.of([replace(table, batch=pooled[0].batch) for table in pooled[:number]], scale)
@@ -265,6 +248,6 @@ def section(options: Namespace) -> Outcome:
     return Outcome({"strategies": answer, "beside the paper": paper}, checks_of(answer))
 
 
-def memory_of(tables: Tables | TraceTables) -> float:
+def memory_of(tables: Tables) -> float:
     """Return the fast memory of a rank in bytes."""
     return FAST_SHARE * float(np.diff(tables.first) @ tables.stored_bytes) / LAYOUT.world_size

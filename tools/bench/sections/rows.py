@@ -18,8 +18,6 @@ import torch
 import flexd
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
-from flexd.embedding import devices
-from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
 from flexd.embedding.store.directory import Directory
 from tools.bench.harness import Outcome, at_most, timed
 
@@ -84,13 +82,6 @@ def steps(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> di
     return found
 
 
-def distinct_ids(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, float]:
-    finder = Dedup(0, rows, device, devices.Numbers(device))
-    ours = median_seconds(lambda: finder.unique(ids), device, repeat)
-    theirs = median_seconds(lambda: torch.unique(ids, return_inverse=True), device, repeat)
-    return {"flexd": len(ids) / ours / 1e6, "torch.unique": len(ids) / theirs / 1e6, "times": theirs / ours}
-
-
 def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
     """Return the bytes of a directory of ``hot_rows`` among ten times as many rows, million ids found a second, and the
     time of a chunk that unlists 4,096 rows and lists as many others.
@@ -153,11 +144,7 @@ def section(options: Namespace) -> Outcome:
     figures: dict[str, Any] = {"rows": rows, "dim": DIM, "zipf": SKEW}
     for count in sizes:
         ids = zipf_ids(rows, count, device)
-        figures[f"{count} ids"] = {
-            "step": steps(rows, ids, device, repeat), "distinct": distinct_ids(rows, ids, device, repeat)
-        }  # fmt: skip
-    ids = torch.randint(0, MAX_TABLE_ROWS + 1, (sizes[-1],), device=device)
-    figures["distinct beyond the table"] = distinct_ids(MAX_TABLE_ROWS + 1, ids, device, repeat)
+        figures[f"{count} ids"] = steps(rows, ids, device, repeat)
     listed = figures["directory"] = directory(100_000 if options.quick else 10_000_000, device, min(repeat, 7))
     checks = [
         at_most(f"directory, {name}: {what}", part[what], most)
