@@ -1,23 +1,20 @@
 """Check flexd on the GPUs of this machine, and print a report to paste.
 
-    python -m tools.gpu_check [--quick] [--only exactness step rows updates] [--device cuda]
+    python -m tools.gpu_check [--quick] [--only exactness peers rows updates] [--device cuda]
 
 Parts, on one GPU as one NCCL rank and on two as two:
 
 - exactness: training on the device against plain training on the CPU, to 1e-5: exchanges, copies of rows, run-ahead,
   bags, a collection made on meta, and a saved and loaded state
-- step: a step against ``nn.Embedding``, TorchRec's fused kernel if it is installed, and the time of its bytes at the
-  rate of a copy; with and without a tap; by phase
+- peers, rows, updates: ``python -m tools.bench step``
 
-and on the first GPU rows and updates of ``tools.bench step`` (look-up, update, FBGEMM's kernels, the rate of copying
-memory). Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the parts run over gloo, which tests the
-command and measures nothing of a GPU. A part that fails is named at the end, and the exit status is 1.
+Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the parts run over gloo, which tests the command
+and measures nothing of a GPU. A part that fails is named at the end, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import subprocess
 import sys
@@ -29,20 +26,17 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.demo.ports import free_ports
-from tools import gpu_step
+from tools.bench.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-5
 COPIED_ROWS = 100
 _TABLES = {"items": (5_000, 64), "users": (3_000, 32)}
-_SIZES = {"full": gpu_step.FULL, "quick": gpu_step.QUICK, "tiny": gpu_step.TINY}
-PARTS = ("exactness", "step", "rows", "updates")
+PARTS = ("exactness", "peers", "rows", "updates")
 
 
 @dataclass(frozen=True)
@@ -109,52 +103,36 @@ def _features(step: int, rank: int, device: str) -> dict[str, flexd.Jagged]:
     return features
 
 
-def check_exactness(rank: int, ranks: int, device: str) -> None:
+def check_exactness(kind: str) -> list[str]:
     """Collective. Train in every mode on the device, and without copies and run-ahead by the chain on the CPU.
+
+    Returns:
+        A line by mode.
 
     Raises:
         RuntimeError: tables differ by more than ``TOLERANCE``.
     """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     expected = {pooled: train(rank, ranks, "cpu", Mode("chain", pooled=pooled)) for pooled in (False, True)}
+    lines = []
     for mode in MODES:
-        on_device, on_cpu = train(rank, ranks, device, mode), expected[mode.pooled]
+        on_device, on_cpu = train(rank, ranks, kind, mode), expected[mode.pooled]
         worst = max(float((on_device[name] - on_cpu[name]).abs().max()) for name in _TABLES)
-        if rank == 0:
-            print(f"{ranks} rank(s), {mode.name}: largest difference from the CPU {worst:.1e}", flush=True)
+        lines.append(f"{ranks} rank(s), {mode.name}: largest difference from the CPU {worst:.1e}")
         if not worst <= TOLERANCE:
             raise RuntimeError(f"{mode.name}: tables differ from those of the CPU by {worst:.1e}")
+    return lines
 
 
-def measure_step(rank: int, ranks: int, device: str, size: str) -> None:
-    """Collective. Print the report of ``gpu_step``."""
-    lines = gpu_step.measure(rank, RankLayout(1, ranks), torch.device(device), _SIZES[size])
-    if rank == 0:
-        print("\n".join(lines), flush=True)
+def _benchmark(part: str, kind: str, devices: int, quick: bool) -> None:
+    command = [sys.executable, "-m", "tools.bench", "step", "--only", part, "--device", kind]
+    command += ["--ranks", *map(str, range(1, min(devices, 2) + 1)), *(["--quick"] if quick else [])]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
-def _rank(rank: int, ranks: int, port: int, kind: str, part: str, size: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(ranks)}
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-        device, backend = f"cuda:{rank}", "cpu:gloo,cuda:nccl"
-    else:
-        torch.set_num_threads(1)
-        device, backend = "cpu", "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=ranks)
-    if part == "exactness":
-        check_exactness(rank, ranks, device)
-    else:
-        measure_step(rank, ranks, device, size)
-    dist.destroy_process_group()
-
-
-def _spawn(ranks: int, kind: str, part: str, size: str) -> None:
-    mp.spawn(_rank, (ranks, free_ports(1)[0], kind, part, size), nprocs=ranks)
-
-
-def _benchmark(name: str, kind: str, size: str) -> None:
-    command = [sys.executable, "-m", "tools.bench", "step", "--only", name, "--device", kind]
-    subprocess.run([*command, *([] if size == "full" else ["--quick"])], cwd=ROOT, check=True)
+def _exactness(ranks: int, kind: str) -> None:
+    for line in on_ranks(check_exactness, 1, ranks, kind, cuda=kind == "cuda")[0]:
+        print(line, flush=True)
 
 
 def failures(runs: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:
@@ -173,11 +151,10 @@ def failures(runs: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short benchmarks")
-    parser.add_argument("--tiny", action="store_true", help="a step of a few rows, to test the command")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
-    kind, size = options.device, "tiny" if options.tiny else "quick" if options.quick else "full"
+    kind = options.device
     print(f"flexd with --device {kind}: Python {platform.python_version()}, torch {torch.__version__}")
     devices = 2
     if kind == "cuda":
@@ -187,16 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         for gpu in range(devices):
             print(f"GPU {gpu}: {torch.cuda.get_device_name(gpu)}")
-    runs = []
+    runs: list[tuple[str, Callable[[], None]]] = []
     for part in options.only:
-        if part in ("rows", "updates"):
-            runs.append((f"bench step, {part}", partial(_benchmark, part, kind, size)))
-            continue
-        for ranks in (1, 2):
-            if ranks > devices:
-                print(f"{part}, {ranks} ranks: skipped, {devices} GPU")
-            else:
-                runs.append((f"{part}, {ranks} rank(s)", partial(_spawn, ranks, kind, part, size)))
+        if part == "exactness":
+            runs += [(f"{part}, {n} rank(s)", partial(_exactness, n, kind)) for n in (1, 2) if n <= devices]
+        else:
+            runs.append((part, partial(_benchmark, part, kind, devices, options.quick)))
     failed = failures(runs)
     print(f"\nfailed: {', '.join(failed) or 'nothing'}")
     return 1 if failed else 0

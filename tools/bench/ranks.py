@@ -128,13 +128,15 @@ def answer_questions(handle: Callable[[dict[str, Any]], Any]) -> None:
             answers.flush()
 
 
-def join_group(seconds: float = TIMEOUT.total_seconds()) -> None:
-    """Start gloo with one thread of torch, as the environment says."""
+def join_group(cuda: bool = False) -> None:
+    """Start gloo with one thread of torch, as the environment says; of ``cuda`` also NCCL, on the rank's own GPU."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
 
 
 def serve(handler: Callable[[], object]) -> None:
@@ -145,7 +147,12 @@ def serve(handler: Callable[[], object]) -> None:
 
 
 def on_ranks(
-    function: Callable[..., Any], nodes: int, local_ranks: int, *arguments: Any, seconds: float = 600.0
+    function: Callable[..., Any],
+    nodes: int,
+    local_ranks: int,
+    *arguments: Any,
+    seconds: float = 600.0,
+    cuda: bool = False,
 ) -> list[Any]:
     """Call a module's function on every rank of a gloo group over loopback; return the results by rank.
 
@@ -164,7 +171,7 @@ def on_ranks(
             "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         here, there = context.Pipe(duplex=False)
-        process = context.Process(target=_one_rank, args=(there, variables, function, arguments), daemon=True)
+        process = context.Process(target=_one_rank, args=(there, variables, function, arguments, cuda), daemon=True)
         process.start()
         there.close()
         pipes.append(here)
@@ -196,11 +203,12 @@ def _results(pipes: Sequence[Connection], deadline: float) -> list[Any]:
 
 
 def _one_rank(
-    pipe: Connection, variables: Mapping[str, object], function: Callable[..., Any], arguments: Sequence[Any]
-) -> None:
+    pipe: Connection, variables: Mapping[str, object], function: Callable[..., Any], arguments: Sequence[Any],
+    cuda: bool,
+) -> None:  # fmt: skip
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
-        join_group()
+        join_group(cuda)
         pipe.send((function(*arguments), None))
     except Exception:
         pipe.send((None, traceback.format_exc()))

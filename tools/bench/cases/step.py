@@ -1,100 +1,147 @@
-"""A training step: beside TorchRec's on real ranks, what it launches, and its parts on one rank.
+"""A training step: beside its peers on real ranks, what it launches, and its parts on one rank.
 
-torchrec: flexd beside TorchRec's row-wise sharded EmbeddingCollection (fused FBGEMM kernel), in turns on the same ranks
-and batches over loopback; ``make torchrec``. dispatch: launches and host waits (``sections.dispatch``). rows: look-ups
-on one rank beside ``nn.Embedding`` (``sections.rows``). updates: updates by each optimizer beside torch's and FBGEMM's
-(``sections.updates``).
+peers: flexd with and without a tap, TorchRec's row-wise sharded EmbeddingCollection (FBGEMM's fused kernel; ``make
+torchrec``) and ``nn.Embedding`` on each rank alone, in turns on the same ranks and batches over loopback; beside them
+the time of the fewest bytes of a step at the rate of a copy on the device, and flexd's step by phase. dispatch:
+launches and host waits (``sections.dispatch``). rows: look-ups on one rank beside ``nn.Embedding``
+(``sections.rows``). updates: updates by each optimizer beside torch's and FBGEMM's (``sections.updates``).
 """
 
 from __future__ import annotations
 
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import flexd
+from flexd.control.protocol.report import StepPhase
 from flexd.core.layout import RankLayout
-from tools.bench.harness import Outcome, Skipped, at_most, in_turns
+from tools.bench.harness import Outcome, at_most, in_turns
 from tools.bench.peers import torchrec_collection
 from tools.bench.ranks import on_ranks
 from tools.bench.sections import dispatch, rows, updates
-from tools.bench.sections.rows import zipf_ids
+from tools.bench.sections.rows import device_seconds, zipf_ids
 
-ROWS, DIM, IDS = 200_000, 64, 25_600
+DIM, WARM_UP = 64, 6
+ROWS, IDS = {"cpu": 200_000, "cuda": 5_000_000}, {"cpu": 25_600, "cuda": 204_800}
 TARGET = 1.3
 Step = Callable[[torch.Tensor], None]
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="beside TorchRec")
-    parser.add_argument("--device", default="cpu", help="of rows and updates")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of peers; of cuda at most the GPUs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all but dispatch")
 
 
-def flexd_step(table: flexd.EmbeddingTable, world_size: int) -> Step:
-    collection = flexd.EmbeddingCollection([table], layout=RankLayout(world_size, 1), optimizer=flexd.RowWiseAdagrad())
+def flexd_steps(table: flexd.EmbeddingTable, lengths: torch.Tensor) -> tuple[Any, dict[str, Step]]:
+    """Collective. Return a collection, and its step without and with a tap."""
+    collection = flexd.EmbeddingCollection(
+        [table], layout=RankLayout(1, dist.get_world_size()), optimizer=flexd.RowWiseAdagrad(), device=lengths.device
+    )
+    flexd.Tap(collection, interval_seconds=1e9)
 
-    def step(ids: torch.Tensor) -> None:
-        values = collection({"item": flexd.Jagged(ids, torch.tensor([IDS]))})["item"].values
+    def step(ids: torch.Tensor, hook: Any) -> None:
+        collection.after_lookup = hook
+        values = collection({"item": flexd.Jagged(ids, lengths)})["item"].values
         values.backward(values.detach())
         collection.optimizer.step()
 
-    return step
+    counted = collection.after_lookup
+    return collection, {"flexd": lambda ids: step(ids, None), "flexd with a tap": lambda ids: step(ids, counted)}
 
 
-def torchrec_step(table: flexd.EmbeddingTable, world_size: int) -> Step:
+def torchrec_step(table: flexd.EmbeddingTable, lengths: torch.Tensor) -> Step:
+    """Collective. Return the step of a row-wise sharded table with FBGEMM's fused row-wise Adagrad."""
     from torchrec import KeyedJaggedTensor
 
     module = torchrec_collection.sharded_collection(
-        [table], sharding="row_wise", local_ranks=world_size, learning_rate=0.01, eps=1e-8
-    )
+        [table], sharding="row_wise", local_ranks=dist.get_world_size(), learning_rate=0.01, eps=1e-8,
+        device=lengths.device,
+    )  # fmt: skip
 
     def step(ids: torch.Tensor) -> None:
-        values = module(KeyedJaggedTensor(keys=["item"], values=ids, lengths=torch.tensor([IDS])))["item"].values()
+        values = module(KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths))["item"].values()
         values.backward(values.detach())
 
     return step
 
 
-def rank_medians(steps: int) -> dict[str, float]:
-    """Return the median seconds of a step on this rank, of flexd and of TorchRec."""
-    world_size = dist.get_world_size()
-    ids = [zipf_ids(ROWS, IDS, torch.device("cpu"), [1, dist.get_rank(), number]) for number in range(6)]
-    table = flexd.EmbeddingTable("item", ROWS, DIM)
+def embedding_step(table: flexd.EmbeddingTable, device: torch.device) -> Step:
+    plain = torch.nn.Embedding(table.rows, table.dim, sparse=True, device=device)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+
+    def step(ids: torch.Tensor) -> None:
+        values = plain(ids)
+        values.backward(values.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def limit_seconds(ids: torch.Tensor) -> float:
+    """Return the time of the fewest bytes of a step at the rate of a copy on the device.
+
+    Rows are read and written for each id, their gradients read; each distinct row is read and written once more.
+    """
+    source = torch.empty(2**24, device=ids.device)
+    target = torch.empty_like(source)
+    seconds = min(device_seconds(lambda: target.copy_(source), ids.device) for _ in range(5))
+    return (3 * len(ids) + 2 * len(ids.unique())) * 4 * DIM * seconds / (2 * source.nbytes)
+
+
+def measured_on_rank(kind: str, steps: int) -> dict[str, Any]:
+    """Return the median milliseconds of a step on this rank, by what runs it, and flexd's by phase."""
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    ids = [zipf_ids(ROWS[kind], IDS[kind], device, [1, dist.get_rank(), number]) for number in range(6)]
+    table, lengths = flexd.EmbeddingTable("item", ROWS[kind], DIM), torch.tensor([IDS[kind]], device=device)
+    collection, found = flexd_steps(table, lengths)
+    found["nn.Embedding, sparse SGD, this rank alone"] = embedding_step(table, device)
+    if torchrec_collection.missing() is None:
+        try:
+            peer = torchrec_step(table, lengths)
+            peer(ids[0])
+            found["torchrec"] = peer
+        except NotImplementedError as error:  # its CPU build has no CUDA kernels
+            print(f"not run: TorchRec: {error}")
 
     def timed(step: Step) -> Callable[[], float]:
         numbers = iter(range(10**9))
 
         def run() -> float:
             dist.barrier()
-            started = time.perf_counter()
-            step(ids[next(numbers) % len(ids)])
-            return time.perf_counter() - started
+            return device_seconds(lambda: step(ids[next(numbers) % len(ids)]), device)
 
         return run
 
-    both = {"flexd": timed(flexd_step(table, world_size)), "torchrec": timed(torchrec_step(table, world_size))}
-    return {name: float(np.median(seconds)) for name, seconds in in_turns(both, steps, warm_up=6).items()}
+    turns = in_turns({name: timed(step) for name, step in found.items()}, steps, warm_up=WARM_UP)
+    figures: dict[str, Any] = {f"{name}_ms": 1e3 * float(np.median(seconds)) for name, seconds in turns.items()}
+    of_flexd = 2 * (steps + WARM_UP)
+    figures["phase_ms"] = {
+        str(phase.phase): 1e3 * phase.computed_seconds / of_flexd
+        for phase in collection.phases.drain()[0]
+        if phase.phase != StepPhase.DENSE  # the others' steps are in it
+    }
+    figures["bytes at the rate of a copy_ms"] = 1e3 * limit_seconds(ids[0])
+    return figures
 
 
-def beside_torchrec(options: Namespace) -> Outcome:
-    if (reason := torchrec_collection.missing()) is not None:
-        raise Skipped(reason)
+def peers(options: Namespace) -> Outcome:
     figures, checks = {}, []
-    for world_size in options.ranks:
-        medians = on_ranks(rank_medians, world_size, 1, 20 if options.quick else 100)[0]
-        ratio = medians["flexd"] / medians["torchrec"]
-        figures[f"{world_size} ranks"] = {f"{name}_ms": 1e3 * of for name, of in medians.items()} | {"ratio": ratio}
-        checks.append(at_most(f"{world_size} ranks: step over TorchRec's", ratio, TARGET))
+    if (reason := torchrec_collection.missing()) is not None:
+        print(f"not run: TorchRec: {reason}")
+    for ranks in options.ranks:
+        steps = 20 if options.quick else 100
+        found = on_ranks(measured_on_rank, 1, ranks, options.device, steps, cuda=options.device == "cuda")[0]
+        figures[f"{ranks} ranks"] = found
+        if "torchrec_ms" in found:
+            found["ratio"] = found["flexd_ms"] / found["torchrec_ms"]
+            checks.append(at_most(f"{ranks} ranks: step over TorchRec's", found["ratio"], TARGET))
     return Outcome(figures, checks)
 
 
-SECTIONS = {
-    "torchrec": beside_torchrec,
-    "dispatch": dispatch.section,
-    "rows": rows.section,
-    "updates": updates.section,
-}
+SECTIONS = {"peers": peers, "dispatch": dispatch.section, "rows": rows.section, "updates": updates.section}

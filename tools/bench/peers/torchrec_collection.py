@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.store.initial_values import initial_rows
 
@@ -36,8 +35,9 @@ def sharded_collection(
     eps: float,
     seed: int = 0,
     half_precision: bool = False,
+    device: torch.device | None = None,
 ) -> torch.nn.Module:
-    """Collective. A TorchRec ``ShardedEmbeddingCollection`` on CPU over the default process group.
+    """Collective. A TorchRec ``ShardedEmbeddingCollection`` over the default process group.
 
     FBGEMM's fused row-wise Adagrad (EXACT_ROWWISE_ADAGRAD); gradients of all ranks are summed, not averaged.
 
@@ -45,6 +45,7 @@ def sharded_collection(
         sharding: "row_wise", or "table_wise" (table t on rank t modulo ranks).
         half_precision: rows and gradients travel as float16 (TorchRec's quantised communication; on gloo it does not
             do bfloat16).
+        device: default: the CPU.
     """
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -55,6 +56,7 @@ def sharded_collection(
     from torchrec.distributed.types import ShardingEnv
 
     set_gradient_division(False)
+    device = device or torch.device("cpu")
     module = EmbeddingCollection(
         [
             EmbeddingConfig(
@@ -82,9 +84,9 @@ def sharded_collection(
         sharder=sharder,
         local_size=local_ranks,
         world_size=world,
-        device_type="cpu",
+        device_type=device.type,
     )
-    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
+    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), device)
     by_name = {t.name: t for t in tables}
     for name, parameter in sharded.state_dict().items():
         table = by_name[name.split(".")[-2]]
@@ -101,56 +103,6 @@ def sharded_collection(
                 )
             )
     return sharded
-
-
-def sharded_bags(tables: Sequence[EmbeddingTable], *, sharding: str, layout: RankLayout) -> torch.nn.Module:
-    """Collective. A TorchRec ``ShardedEmbeddingBagCollection`` on CPU over the default process group, with SGD fused
-    and rows of any values: for counts of what it sends.
-
-    Args:
-        sharding: "table-wise" (table t on rank t modulo ranks), "row-wise", "column-wise" (over all ranks) or
-            "table-row-wise" (table t on node t modulo nodes).
-    """
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-    from torchrec.distributed.comm_ops import set_gradient_division
-    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-    from torchrec.distributed.sharding_plan import (
-        column_wise,
-        construct_module_sharding_plan,
-        row_wise,
-        table_row_wise,
-        table_wise,
-    )
-    from torchrec.distributed.types import ShardingEnv
-
-    set_gradient_division(False)
-    world = layout.world_size
-    of_table: Mapping[str, Callable[[int], Any]] = {
-        "table-wise": lambda table: table_wise(rank=table % world, compute_kernel="fused"),
-        "row-wise": lambda _: row_wise(compute_kernel="fused"),
-        "column-wise": lambda _: column_wise(ranks=list(range(world)), compute_kernel="fused"),
-        "table-row-wise": lambda table: table_row_wise(host_index=table % layout.nodes),
-    }
-    module = EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=t.name, num_embeddings=t.rows, embedding_dim=t.dim, feature_names=list(t.feature_names)
-            )
-            for t in tables
-        ],
-        device=torch.device("meta"),
-    )
-    sharder = EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.0})
-    plan = construct_module_sharding_plan(
-        module,
-        {t.name: of_table[sharding](number) for number, t in enumerate(tables)},
-        sharder=sharder,
-        local_size=layout.local_ranks,
-        world_size=world,
-        device_type="cpu",
-    )
-    return sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), torch.device("cpu"))
 
 
 def sharded_by_document(
