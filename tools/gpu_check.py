@@ -1,12 +1,12 @@
 """Check flexd on the GPUs of this machine, and print a report to paste.
 
-    python -m tools.gpu_check [--quick] [--only exactness peers rows updates] [--device cuda]
+    python -m tools.gpu_check [--quick] [--only exactness peers updates] [--device cuda]
 
 Parts, on one GPU as one NCCL rank and on two as two:
 
 - exactness: training on the device against plain training on the CPU, to 1e-5: exchanges, copies of rows, run-ahead,
   bags, a collection made on meta, and a saved and loaded state
-- peers, rows, updates: ``python -m tools.bench step``
+- peers, updates: ``python -m tools.bench step``
 
 Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the parts run over gloo, which tests the command
 and measures nothing of a GPU. A part that fails is named at the end, and the exit status is 1.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-5
 COPIED_ROWS = 100
 _TABLES = {"items": (5_000, 64), "users": (3_000, 32)}
-PARTS = ("exactness", "peers", "rows", "updates")
+PARTS = ("exactness", "peers", "updates")
 
 
 @dataclass(frozen=True)

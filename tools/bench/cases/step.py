@@ -3,8 +3,8 @@
 peers: flexd with and without a tap, TorchRec's row-wise sharded EmbeddingCollection (FBGEMM's fused kernel; ``make
 torchrec``) and ``nn.Embedding`` on each rank alone, in turns on the same ranks and batches over loopback; beside them
 the time of the fewest bytes of a step at the rate of a copy on the device, and flexd's step by phase. dispatch:
-launches and host waits (``sections.dispatch``). rows: look-ups on one rank beside ``nn.Embedding``
-(``sections.rows``). updates: updates by each optimizer beside torch's and FBGEMM's (``sections.updates``).
+launches and host waits (``sections.dispatch``). directory: of listed rows
+(``sections.directory``). updates: updates by each optimizer beside torch's and FBGEMM's (``sections.updates``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from flexd.core.layout import RankLayout
 from tools.bench.harness import Outcome, at_most, in_turns
 from tools.bench.peers import torchrec_collection
 from tools.bench.ranks import on_ranks
-from tools.bench.sections import dispatch, rows, updates
-from tools.bench.sections.rows import device_seconds, zipf_ids
+from tools.bench.sections import directory, dispatch, updates
+from tools.bench.sections.directory import device_seconds, zipf_ids
 
 DIM, WARM_UP = 64, 6
 ROWS, IDS = {"cpu": 200_000, "cuda": 5_000_000}, {"cpu": 25_600, "cuda": 204_800}
@@ -144,4 +144,4 @@ def peers(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {"peers": peers, "dispatch": dispatch.section, "rows": rows.section, "updates": updates.section}
+SECTIONS = {"peers": peers, "dispatch": dispatch.section, "directory": directory.section, "updates": updates.section}

@@ -21,7 +21,7 @@ import torch
 import flexd
 from flexd.core.keyspace import state_columns
 from tools.bench.harness import Outcome, at_least, in_turns
-from tools.bench.sections.rows import device_seconds
+from tools.bench.sections.directory import device_seconds
 
 ROWS, DIM = 12_800, 64
 """Of an update."""

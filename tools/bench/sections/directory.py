@@ -1,8 +1,4 @@
-"""Measure look-up and update on one rank without a network against ``torch.nn.Embedding``, and the parts of a look-up.
-
-A step is look-up, backward of a sum, update; ``nn.Embedding`` has sparse gradients and torch's own optimizer, so both
-touch only the looked-up rows. Figures are medians.
-"""
+"""The directory of listed rows: bytes a row, look-ups a second, and the time of a chunk that changes it."""
 
 from __future__ import annotations
 
@@ -15,18 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-import flexd
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
 from flexd.embedding.store.directory import Directory
 from tools.bench.harness import Outcome, at_most, timed
 
 DIM, SKEW = 64, 1.05
-PEERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
-    "sgd": (flexd.SGD(lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01)),
-    "adagrad": (flexd.Adagrad(lr=0.01), lambda p: torch.optim.Adagrad(p, lr=0.01)),
-    "adam": (flexd.Adam(lr=0.01), lambda p: torch.optim.SparseAdam(p, lr=0.01)),
-}
 CHUNK_ROWS = 4096
 
 
@@ -55,31 +45,6 @@ def zipf_ids(rows: int, count: int, device: torch.device, seed: int | list[int] 
     rng = np.random.default_rng(seed)
     at = np.searchsorted(np.cumsum(share / share.sum()), rng.random(count)).clip(max=rows - 1)
     return torch.from_numpy(np.random.default_rng(1).permutation(rows)[at]).to(device)
-
-
-def steps(rows: int, ids: torch.Tensor, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
-    """Return million looked-up ids a second, by optimizer."""
-    found = {}
-    for name, (ours, theirs) in PEERS.items():
-        table = flexd.EmbeddingTable("item", rows, DIM)
-        collection = flexd.EmbeddingCollection([table], optimizer=ours, layout=RankLayout(1, 1), device=device)
-        batch = {"item": flexd.Jagged(ids, torch.tensor([len(ids)], device=device))}
-        plain = torch.nn.Embedding(rows, DIM, sparse=True, device=device)
-        peer = theirs(plain.parameters())
-
-        def flexd_step(collection: flexd.EmbeddingCollection = collection, batch: Any = batch) -> None:
-            collection(batch)["item"].values.sum().backward()
-            collection.optimizer.step()
-
-        def plain_step(plain: torch.nn.Embedding = plain, peer: torch.optim.Optimizer = peer) -> None:
-            plain(ids).sum().backward()
-            peer.step()
-            peer.zero_grad()
-
-        # In turns, so that both have the same load of the machine.
-        a, b = median_seconds(flexd_step, device, repeat), median_seconds(plain_step, device, repeat)
-        found[name] = {"flexd": len(ids) / a / 1e6, "nn.Embedding": len(ids) / b / 1e6, "times": b / a}
-    return found
 
 
 def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dict[str, float]]:
@@ -137,18 +102,12 @@ def directory(hot_rows: int, device: torch.device, repeat: int) -> dict[str, dic
 
 
 def section(options: Namespace) -> Outcome:
-    device = torch.device(options.device)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    repeat, rows, sizes = (7, 200_000, [25_600]) if options.quick else (31, 1_000_000, [25_600, 204_800])
-    figures: dict[str, Any] = {"rows": rows, "dim": DIM, "zipf": SKEW}
-    for count in sizes:
-        ids = zipf_ids(rows, count, device)
-        figures[f"{count} ids"] = steps(rows, ids, device, repeat)
-    listed = figures["directory"] = directory(100_000 if options.quick else 10_000_000, device, min(repeat, 7))
+    rows, repeat = (100_000, 7) if options.quick else (10_000_000, 7)
+    figures = directory(rows, torch.device(options.device), repeat)
     checks = [
         at_most(f"directory, {name}: {what}", part[what], most)
-        for name, part in listed.items()
+        for name, part in figures.items()
         for what, most in (("bytes per row", 18), ("chunk milliseconds", 3))
     ]
     return Outcome(figures, checks)
