@@ -1,4 +1,4 @@
-"""FlexShard's placement for the replay: the tiers of ``flexd.planner.baselines.flexshard_tiers`` as listed rows."""
+"""FlexShard's placement for the replay: the tiers of ``flexd.simulate.flexshard_tiers`` as listed rows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.baselines.flexshard_tiers import flexshard_tiers
 from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
+from flexd.simulate.flexshard_tiers import flexshard_tiers
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from flexd.core.layout import RankLayout
-from flexd.planner.baselines import PlanningProblem
-from flexd.planner.baselines.flexshard import FLEXSHARD_SLOTS
 from flexd.planner.model.cost import joint_cost
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.accesses import RowFormat, ZipfAccesses
@@ -15,6 +13,8 @@ from flexd.simulate.flexshard_placement import flexshard_placement
 from flexd.simulate.simulation import SimulationSettings
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
+from tools.bench.peers.problem import PlanningProblem
+from tools.bench.peers.row_peers import FLEXSHARD_SLOTS
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)

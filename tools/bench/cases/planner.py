@@ -23,8 +23,6 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.drift import MAX_DUTY_CYCLE
-from flexd.planner.baselines import BaselineResult, PlanningProblem
-from flexd.planner.baselines.all_baselines import ROW_BASELINES
 from flexd.planner.drift import placement_communication
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Phase, TrafficLink
@@ -34,6 +32,8 @@ from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, check, peak_resident_bytes, reset_peak
+from tools.bench.peers.problem import BaselineResult, PlanningProblem
+from tools.bench.peers.row_peers import ROW_PEERS
 from tools.bench.planning import made_up_tables, problem_of
 from tools.bench.sections import pooled, simulate
 
@@ -97,7 +97,7 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
         profile, keyspace, LAYOUT, load_preset(preset), RANK_MEMORY_BYTES,
         tuple(int(REPLICA_SHARE * group.rows) for group in keyspace.groups), shape,
     )  # fmt: skip
-    outcomes: dict[str, BaselineResult] = {peer.name: peer.evaluate(case) for peer in ROW_BASELINES}
+    outcomes: dict[str, BaselineResult] = {peer.name: peer.evaluate(case) for peer in ROW_PEERS}
     rows = [
         row_of(name, o.cost, o.memory_bytes, o.peak_memory_bytes, o.not_applicable, **o.figures)
         for name, o in outcomes.items()

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from flexd.core.layout import RankLayout
-from flexd.planner.baselines.whole_tables import place_greedily
 from flexd.planner.tables.home_rules import plan_rules
 from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
 from flexd.planner.tables.table_list import ListedTable
 from flexd.topology.cluster import Cluster, Exposed, StepCosts
+from tools.bench.peers.whole_tables import place_greedily
 from tools.bench.ranking_tables import POOLED, SEQUENCES, Setting
 from tools.bench.workloads import INTRA_BYTES_PER_SECOND, given_cluster
 

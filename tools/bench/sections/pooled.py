@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from flexd.core.layout import RankLayout
-from flexd.planner.baselines.whole_tables import place_greedily
 from flexd.planner.model.workload import ACCESSES
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
 from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
@@ -25,6 +24,7 @@ from flexd.planner.tables.table_list import ListedTable, read_tables
 from flexd.planner.tables.table_work import TableWork
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, at_most
+from tools.bench.peers.whole_tables import place_greedily
 from tools.bench.planning import made_up_tables, problem_of
 
 Figures = dict[str, Any]

@@ -32,21 +32,15 @@ from flexd.core.fast_memory import FRAME_BYTES
 from flexd.embedding.store.slow.frame_table import FrameTable
 from flexd.embedding.store.slow.half_life import HalfLife
 from flexd.embedding.store.slow.two_memories import TwoMemories
-from flexd.planner.baselines import PlanningProblem
-from flexd.planner.baselines.recshard import RECSHARD
-from flexd.planner.baselines.two_memories import TwoMemories as Bandwidths
-from flexd.planner.baselines.whole_tables import (
-    TABLE_WISE_LOOKUP_HOST,
-    TABLE_WISE_SIZE_HOST,
-    fast_tables,
-    make_shards,
-    place_greedily,
-)
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.tables.table_list import read_tables
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, check
+from tools.bench.peers.problem import PlanningProblem
+from tools.bench.peers.recshard import RECSHARD
+from tools.bench.peers.recshard import TwoMemories as Bandwidths
 from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
+from tools.bench.peers.whole_tables import fast_tables, make_shards, place_greedily
 from tools.bench.planning import made_up_tables
 
 Float64Array = npt.NDArray[np.float64]
@@ -151,13 +145,12 @@ def strategies(tables: Tables, memory_bytes: float) -> dict[str, Static | Frames
     )
     shards = make_shards(case)
     answer: dict[str, Static | Frames] = {}
-    for peer in (TABLE_WISE_SIZE_HOST, TABLE_WISE_LOOKUP_HOST):
-        cost, host = peer.cost(shards), Bandwidths().host_bytes
-        rank = place_greedily(cost, shards.bytes, world, memory_bytes + host)
+    for name, cost in (("size", shards.dim * shards.rows), ("lookup", shards.dim * shards.accesses)):
+        rank = place_greedily(cost, shards.bytes, world, memory_bytes + Bandwidths().host_bytes)
         if rank is None:
             raise AssertionError("host memory holds all tables")
         fast = fast_tables(cost, shards.bytes, rank, world, memory_bytes)
-        answer[peer.name] = Static(tables, rank, fast * shards.rows)
+        answer[f"table_wise_{name}_host"] = Static(tables, rank, fast * shards.rows)
     placed = RECSHARD.place(case)
     if placed is None:
         raise AssertionError("a split with all rows in host memory fits")

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
 
-from flexd.planner.baselines.problem import BaselineResult, PlanningProblem
-from flexd.planner.baselines.recshard_greedy import place_and_split
-from flexd.planner.baselines.two_memories import TwoMemories
-from flexd.planner.baselines.whole_tables import make_shards, shard_cost
 from flexd.planner.model.workload import ACCESSES
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
+from tools.bench.peers.problem import PlanningProblem
+from tools.bench.peers.recshard_greedy import place_and_split
+from tools.bench.peers.whole_tables import make_shards
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
 _MAX_VARIABLES = 300_000
+
+
+@dataclass(frozen=True)
+class TwoMemories:
+    """Memories of a rank.
+
+    Attributes:
+        fast_bytes_per_second: A100 40 GB data sheet, 1,555 GB/s.
+        slow_bytes_per_second: PCIe 4.0 x16, one direction, 32 GB/s by its specification.
+        host_bytes: host memory of each rank for rows.
+    """
+
+    fast_bytes_per_second: float = 1.555e12
+    slow_bytes_per_second: float = 32e9
+    host_bytes: float = 128e9
+
+    def reading_seconds(self, read_bytes: Float64Array, fast_share: Float64Array) -> Float64Array:
+        """Return the time to read these bytes, of which ``fast_share`` are in fast memory."""
+        seconds: Float64Array = read_bytes * (
+            fast_share / self.fast_bytes_per_second + (1 - fast_share) / self.slow_bytes_per_second
+        )
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,6 @@ class RecShard:
     A table is placed on one rank; of its rows the hottest are in fast memory (HBM), the others in host memory (UVM).
     The split is one of ``steps`` points of the inverse of the cumulative distribution of its accesses.
     Minimised is the slowest rank's time to read its rows: accesses x row bytes over the bandwidth of the memory.
-    The paper does not price the network; here the rows then travel as with any table-wise placement.
 
     Attributes:
         steps: points of the inverse CDF, both ends included (the paper: 100).
@@ -60,34 +78,6 @@ class RecShard:
     solver_stride: int = 10
     memories: TwoMemories = field(default_factory=TwoMemories)
     time_limit_seconds: float = 10.0
-    name: str = "recshard"
-    source: str = "arXiv 2201.10095, MILP: row split by inverse CDF over fast and slow memory (HiGHS, or a greedy)"
-
-    def evaluate(self, case: PlanningProblem) -> BaselineResult:
-        shards, world = make_shards(case), case.layout.world_size
-        placed = self.place(case)
-        if placed is None:
-            reason = (
-                f"no placement within {case.memory_bytes / 1e9:.1f} GB of fast and "
-                f"{self.memories.host_bytes / 1e9:.1f} GB of host memory a rank was found in "
-                f"{self.time_limit_seconds:g} s"
-            )
-            return BaselineResult(self.name, self.source, reason)
-        row = shards.bytes / shards.rows
-        seconds = self.memories.reading_seconds(shards.read_bytes(world), placed.fast_share)
-
-        def by_rank(values: Float64Array) -> Float64Array:
-            return np.bincount(placed.rank, weights=values, minlength=world).astype(np.float64)
-
-        accessed = float((placed.fast_share * shards.accesses).sum())
-        figures = {
-            "solver_gap": placed.gap,
-            "reading_seconds": float(by_rank(seconds).max()),
-            "host_bytes": float(by_rank((shards.rows - placed.fast_rows) * row).max()),
-            "accesses_in_fast_memory": accessed / max(float(shards.accesses.sum()), 1e-300),
-        }
-        memory = by_rank(placed.fast_rows * row)
-        return BaselineResult(self.name, self.source, "", shard_cost(case, shards, placed.rank), memory, figures)
 
     def place(self, case: PlanningProblem) -> SplitTables | None:
         """Return where tables and their rows are; None if none was found within the time that fits."""
@@ -142,10 +132,6 @@ class RecShard:
     ) -> tuple[tuple[Int64Array, Int64Array] | None, float]:
         """((rank of each table, its split), lower bound of the slowest rank's seconds). Variables: x[table, rank,
         split] binary, and the makespan."""
-        # Imported on first use: the daemon imports this module and never solves it.
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_matrix
-
         tables, steps = seconds.shape
         variables = tables * world * steps
         if variables > _MAX_VARIABLES:

@@ -1,4 +1,4 @@
-"""Properties that every baseline strategy must have."""
+"""Properties that every strategy by row must have, and RecShard's split."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.planner.baselines import Baseline, PlanningProblem
-from flexd.planner.baselines.all_baselines import ALL_BASELINES, HOST_BASELINES
 from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.topology.cluster import CollectiveCurve, WorldModel
 from tests.support.planner_cases import cluster, profile
+from tools.bench.peers.problem import PlanningProblem
+from tools.bench.peers.recshard import RECSHARD
+from tools.bench.peers.row_peers import ROW_PEERS, FlexShard, RowWise
 
 KEYSPACE = KeySpace(
     [
@@ -42,8 +43,8 @@ def test_peers_are_priced_with_the_curves_of_the_layout() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.nodes}x{layout.local_ranks}")
-@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
-def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
+@pytest.mark.parametrize("peer", ROW_PEERS, ids=lambda peer: peer.name)
+def test_an_outcome_is_whole(peer: FlexShard | RowWise, layout: RankLayout) -> None:
     problem = case(layout)
     outcome = peer.evaluate(problem)
     assert outcome.name == peer.name
@@ -62,25 +63,22 @@ def test_an_outcome_is_whole(peer: Baseline, layout: RankLayout) -> None:
         assert cost.bytes[..., TrafficLink.INTRA_NODE].sum() == pytest.approx(0, abs=1e-9)
     assert len(outcome.memory_bytes) == layout.world_size
     assert outcome.memory_bytes.max() <= problem.memory_bytes
-    held = outcome.memory_bytes.sum() + outcome.figures.get("host_bytes", 0.0) * layout.world_size
+    held = outcome.memory_bytes.sum()
     assert held >= problem.table_bytes.sum() * (1 - 1e-9), "every row is somewhere"
     again = peer.evaluate(problem)
     assert again.predicted_seconds == outcome.predicted_seconds
 
 
-@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
-def test_what_does_not_fit_is_an_outcome_with_a_reason(peer: Baseline) -> None:
+@pytest.mark.parametrize("peer", ROW_PEERS, ids=lambda peer: peer.name)
+def test_what_does_not_fit_is_an_outcome_with_a_reason(peer: FlexShard | RowWise) -> None:
     outcome = peer.evaluate(case(memory_bytes=1e3))
-    if peer in HOST_BASELINES:
-        assert outcome.figures["host_bytes"] > 0
-        return
     assert outcome.cost is None
     assert "GB" in outcome.not_applicable
     assert np.isnan(outcome.predicted_seconds)
 
 
-@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
-def test_frozen_tables_cost_less_and_send_nothing_back(peer: Baseline) -> None:
+@pytest.mark.parametrize("peer", ROW_PEERS, ids=lambda peer: peer.name)
+def test_frozen_tables_cost_less_and_send_nothing_back(peer: FlexShard | RowWise) -> None:
     frozen = TrainingShape(frozen_tables=frozenset(KEYSPACE.index))
     trained, read_only = peer.evaluate(case()).cost, peer.evaluate(case(shape=frozen)).cost
     assert trained is not None
@@ -89,8 +87,8 @@ def test_frozen_tables_cost_less_and_send_nothing_back(peer: Baseline) -> None:
     assert read_only.exposed_seconds < trained.exposed_seconds
 
 
-@pytest.mark.parametrize("peer", ALL_BASELINES, ids=lambda peer: peer.name)
-def test_halves_on_the_wire(peer: Baseline) -> None:
+@pytest.mark.parametrize("peer", ROW_PEERS, ids=lambda peer: peer.name)
+def test_halves_on_the_wire(peer: FlexShard | RowWise) -> None:
     full = peer.evaluate(case()).cost
     half = peer.evaluate(case(shape=TrainingShape(comm_dtype="float16"))).cost
     assert full is not None
@@ -101,26 +99,12 @@ def test_halves_on_the_wire(peer: Baseline) -> None:
 
 
 def test_names_and_sources_are_told_apart() -> None:
-    assert len({peer.name for peer in ALL_BASELINES}) == len(ALL_BASELINES) >= 11
-    assert all(peer.source for peer in ALL_BASELINES)
-
-
-def test_table_wise_loads_single_ranks_and_pooling_saves_rows() -> None:
-    outcomes = {peer.name: peer.evaluate(case()) for peer in ALL_BASELINES}
-    assert outcomes["table_wise_size"].balance > outcomes["row_wise_dedup"].balance
-    pooled = TrainingShape(bags_per_step=dict.fromkeys(KEYSPACE.index, 20.0))
-    for peer in ALL_BASELINES:
-        if peer.name.startswith(("table_wise", "row_wise")) and "dedup" not in peer.name:
-            rows = peer.evaluate(case(shape=pooled)).cost
-            before = outcomes[peer.name].cost
-            assert rows is not None
-            assert before is not None
-            assert rows.bytes[:, Phase.FORWARD_ROWS, 1:].sum() < before.bytes[:, Phase.FORWARD_ROWS, 1:].sum()
-            assert rows.bytes[:, Phase.FORWARD_IDS].sum() == pytest.approx(before.bytes[:, Phase.FORWARD_IDS].sum())
+    assert len({peer.name for peer in ROW_PEERS}) == len(ROW_PEERS)
+    assert all(peer.source for peer in ROW_PEERS)
 
 
 def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_its_caps() -> None:
-    outcomes = {peer.name: peer.evaluate(case(RankLayout(3, 2))) for peer in ALL_BASELINES}
+    outcomes = {peer.name: peer.evaluate(case(RankLayout(3, 2))) for peer in ROW_PEERS}
     whole, slots = outcomes["flexshard"], outcomes["flexshard_slots"]
     assert whole.predicted_seconds < slots.predicted_seconds < outcomes["row_wise"].predicted_seconds
     assert whole.figures["memory_cap_bytes"] == case().memory_bytes
@@ -130,7 +114,7 @@ def test_flexshard_is_between_row_wise_and_what_dedup_can_do_and_keeps_its_caps(
 
 
 def test_a_pipeline_hides_the_requests_and_nothing_else() -> None:
-    outcomes = {peer.name: peer.evaluate(case()) for peer in ALL_BASELINES}
+    outcomes = {peer.name: peer.evaluate(case()) for peer in ROW_PEERS}
     plain, pipelined = outcomes["row_wise_dedup"].cost, outcomes["row_wise_dedup_pipelined"].cost
     assert plain is not None
     assert pipelined is not None
@@ -141,13 +125,14 @@ def test_a_pipeline_hides_the_requests_and_nothing_else() -> None:
 
 
 def test_recshard_keeps_hot_rows_in_fast_memory() -> None:
-    peer = next(peer for peer in ALL_BASELINES if peer.name == "recshard")
-    roomy, tight = peer.evaluate(case()), peer.evaluate(case(memory_bytes=1e5))
-    assert roomy.figures["accesses_in_fast_memory"] == pytest.approx(1.0)
-    assert 0.3 < tight.figures["accesses_in_fast_memory"] < 1.0
-    assert tight.figures["reading_seconds"] > roomy.figures["reading_seconds"]
-    assert tight.memory_bytes.max() <= 1e5
-    assert tight.figures["solver_gap"] <= 1e-2
+    roomy, tight = (RECSHARD.place(case(memory_bytes=memory)) for memory in (1e9, 1e5))
+    assert roomy is not None
+    assert tight is not None
+    assert roomy.fast_share == pytest.approx(1.0)
+    assert 0.3 < float(tight.fast_share.mean()) < 1.0
+    row = case().table_bytes / np.array([spec.rows for spec in KEYSPACE.tables])
+    assert np.bincount(tight.rank, weights=tight.fast_rows * row).max() <= 1e5
+    assert tight.gap <= 1e-2
 
 
 @pytest.mark.parametrize("changes", [{"memory_bytes": 0.0}, {"memory_bytes": float("nan")}, {"replica_slots": (1,)}])

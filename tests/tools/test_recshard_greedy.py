@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from flexd.planner.baselines.recshard_greedy import place_and_split
+from tools.bench.peers.recshard_greedy import place_and_split
 
 ROWS = np.array([0.0, 1.0, 4.0, 16.0])
 """Fast bytes by split: convex, as the inverse of a CDF is."""
@@ -51,7 +51,7 @@ def test_moves_make_the_slowest_rank_faster(monkeypatch: pytest.MonkeyPatch) -> 
         return float(np.bincount(found[0], weights=seconds[np.arange(40), found[1]], minlength=4).max())
 
     moved = slowest()
-    monkeypatch.setattr("flexd.planner.baselines.recshard_greedy._MOVES", 0)
+    monkeypatch.setattr("tools.bench.peers.recshard_greedy._MOVES", 0)
     assert moved < slowest()
 
 

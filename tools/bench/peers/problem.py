@@ -1,4 +1,4 @@
-"""Input and result of every baseline strategy."""
+"""Input and result of every strategy that flexd's plans are compared with."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.baselines.flexshard_tiers import FlexShardTiers, _Cuts, _Problem, _Rows, flexshard_tiers
 from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.workload import GroupLoad
+from flexd.simulate.flexshard_tiers import FlexShardTiers, _Cuts, _Problem, _Rows, flexshard_tiers
 from flexd.topology.cluster import Cluster, CollectiveCurve, WorldModel
 from tests.support.planner_cases import cluster, load, zipf
 

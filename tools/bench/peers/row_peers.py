@@ -1,14 +1,16 @@
-"""FlexShard as published: rows in tiers by their probability, under a memory cap, no dedup."""
+"""Strategies that divide tables by row: exchanges of rows at HOME, and FlexShard as published."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from flexd.core.layout import Tier
-from flexd.planner.baselines.flexshard_tiers import flexshard_tiers
-from flexd.planner.baselines.problem import BaselineResult, PlanningProblem, over_memory
+from flexd.planner.baselines import ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, ExchangeBaseline
+from flexd.planner.model.row_bytes import Phase
+from flexd.simulate.flexshard_tiers import flexshard_tiers
+from tools.bench.peers.problem import BaselineResult, PlanningProblem, over_memory
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,43 @@ class FlexShard:
         return BaselineResult(self.name, self.source, "", found.cost, memory + found.replica_bytes, figures)
 
 
+@dataclass(frozen=True)
+class RowWise:
+    """Every row at HOME under one exchange.
+
+    Attributes:
+        hidden_ids: requests of the next batch travel during this one, at no cost.
+    """
+
+    exchange: ExchangeBaseline
+    hidden_ids: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.exchange.name}{'_pipelined' if self.hidden_ids else ''}"
+
+    @property
+    def source(self) -> str:
+        pipelined = ", and the next batch's input exchange during this step (TorchRec: TrainPipelineSparseDist)"
+        return f"{self.exchange.source}{pipelined if self.hidden_ids else ''}"
+
+    def evaluate(self, case: PlanningProblem) -> BaselineResult:
+        memory = case.home_memory()
+        if reason := over_memory(memory, case):
+            return BaselineResult(self.name, self.source, reason)
+        cost = self.exchange.price(case.sums, case.cluster)
+        if self.hidden_ids:
+            shown = np.where(np.arange(len(Phase)) == Phase.FORWARD_IDS, 0, cost.exposed_share)
+            cost = replace(cost, exposed_share=shown)
+        return BaselineResult(self.name, self.source, "", cost, memory)
+
+
 FLEXSHARD = FlexShard()
 FLEXSHARD_SLOTS = FlexShard(
     "flexshard_slots", "arXiv 2301.02959, as flexshard, with the memory of flexd's replica slots", whole_memory=False
 )
+ROW_PEERS = (
+    RowWise(ROW_WISE), RowWise(ROW_WISE_DEDUP), RowWise(ROW_WISE_DEDUP, hidden_ids=True), RowWise(TWO_HOP), FLEXSHARD,
+    FLEXSHARD_SLOTS,
+)  # fmt: skip
+"""Those that divide every table by row, for few large tables of any kind."""
