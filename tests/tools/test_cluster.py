@@ -119,14 +119,14 @@ class TestNetwork:
             "import os,json;print(json.dumps([os.environ[k] for k in "
             "('RANK','LOCAL_RANK','WORLD_SIZE','LOCAL_WORLD_SIZE','MASTER_ADDR','GLOO_SOCKET_IFNAME')]))"
         )
-        with Cluster(2, 2, adapters=2) as cluster:
+        with Cluster(2, 2) as cluster:
             ranks = cluster.start([sys.executable, "-c", say], stdout=subprocess.PIPE)
             said = [json.loads(rank.communicate(timeout=20)[0]) for rank in ranks]
         assert said == [
             ["0", "0", "4", "2", "10.77.0.1", "eth0"],
-            ["1", "1", "4", "2", "10.77.0.1", "eth1"],
+            ["1", "1", "4", "2", "10.77.0.1", "eth0"],
             ["2", "0", "4", "2", "10.77.0.1", "eth0"],
-            ["3", "1", "4", "2", "10.77.0.1", "eth1"],
+            ["3", "1", "4", "2", "10.77.0.1", "eth0"],
         ]
 
 

@@ -1,10 +1,9 @@
 """An emulated cluster on one machine: network namespaces as nodes, rate-limited links between them, ranks as processes.
 
-Each node is a namespace with ``adapters`` network interfaces ``eth0``, ``eth1``, ...; interfaces of equal number are
-joined by a bridge in a namespace of its own, the switch. ``tc tbf`` limits each interface in both directions, with a
-queue that drops nothing, as the lossless networks of training clusters do. Ranks of a node talk over its loopback
-interface, so interface counters tell bytes by link class. Processors and memory are shared: only the network is
-emulated.
+Each node is a namespace with a network interface ``eth0``; they are joined by a bridge in a namespace of its own, the
+switch. ``tc tbf`` limits each interface in both directions, with a queue that drops nothing, as the lossless networks
+of training clusters do. Ranks of a node talk over its loopback interface, so interface counters tell bytes by link
+class. Processors and memory are shared: only the network is emulated.
 
 Needs root, ``ip`` and ``tc`` (iproute2) and ``setpriv`` (util-linux). Names carry the process id and start time of the
 run: namespaces of a run that was killed are removed by the next one.
@@ -74,8 +73,6 @@ class Cluster:
     Args:
         nodes: 1 to 250.
         ranks: of each node.
-        adapters: interfaces of each node; local rank i uses number ``i % adapters``. One: the ranks of a node share a
-            link. As many as ranks: each has its own.
         rate_mbit: 10^6 bits a second of each interface, in each direction, headers included; None: no limit.
         burst_kib: what an idle interface may send above the rate. Small beside the messages that are measured, not
             smaller than ``mtu``; segments above it are cut up, which costs processor time.
@@ -90,16 +87,15 @@ class Cluster:
         nodes: int,
         ranks: int,
         *,
-        adapters: int = 1,
         rate_mbit: float | None = None,
         burst_kib: int = 16,
         mtu: int = 1500,
     ) -> None:
-        if not (1 <= nodes <= 250 and ranks >= 1 and 1 <= adapters <= ranks and mtu <= burst_kib * 1024):
-            raise ClusterError(f"{nodes} nodes x {ranks} ranks, {adapters} adapters, mtu {mtu}, burst {burst_kib} KiB")
+        if not (1 <= nodes <= 250 and ranks >= 1 and mtu <= burst_kib * 1024):
+            raise ClusterError(f"{nodes} nodes x {ranks} ranks, mtu {mtu}, burst {burst_kib} KiB")
         if (reason := why_not()) is not None:
             raise ClusterError(f"cannot emulate a cluster: {reason}")
-        self.nodes, self.ranks, self.adapters = nodes, ranks, adapters
+        self.nodes, self.ranks = nodes, ranks
         self.mtu, self.burst_kib = mtu, burst_kib
         self._rate_mbit = rate_mbit
         self._limited = False
@@ -125,18 +121,15 @@ class Cluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._remove()
 
-    def address(self, node: int, adapter: int = 0) -> str:
-        return f"10.77.{adapter}.{node + 1}"
+    def address(self, node: int) -> str:
+        return f"10.77.0.{node + 1}"
 
     def limit(self, rate_mbit: float | None) -> None:
         """Changes the rate of all interfaces, both directions; None: no limit. Raises ClusterError."""
-        devices = [(name, f"eth{adapter}") for name in self.namespaces for adapter in range(self.adapters)]
-        devices += [
-            (self._switch, f"p{adapter}n{node}") for adapter in range(self.adapters) for node in range(self.nodes)
-        ]
-        for namespace in dict.fromkeys(name for name, _ in devices):
+        ports = [f"p{node}" for node in range(self.nodes)]
+        for namespace, devices in [*((name, ["eth0"]) for name in self.namespaces), (self._switch, ports)]:
             lines = []
-            for device in (device for name, device in devices if name == namespace):
+            for device in devices:
                 if rate_mbit is not None:
                     tbf = f"tbf rate {rate_mbit}mbit burst {self.burst_kib}kb limit 64mb"
                     lines.append(f"qdisc replace dev {device} root {tbf}")
@@ -160,15 +153,14 @@ class Cluster:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables that torchrun would set for this rank, and the interface for gloo."""
-        local = rank % self.ranks
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(local),
+            "LOCAL_RANK": str(rank % self.ranks),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(MASTER_PORT),
-            "GLOO_SOCKET_IFNAME": f"eth{local % self.adapters}",
+            "GLOO_SOCKET_IFNAME": "eth0",
         }
 
     def start(
@@ -196,21 +188,13 @@ class Cluster:
 
     def _build(self) -> None:
         _run("ip", "netns", "add", self._switch)
-        bridges = [f"link add br{adapter} mtu {self.mtu} type bridge" for adapter in range(self.adapters)]
-        _batch(self._switch, bridges + [f"link set br{adapter} up" for adapter in range(self.adapters)])
+        _batch(self._switch, [f"link add br0 mtu {self.mtu} type bridge", "link set br0 up"])
         for node, name in enumerate(self.namespaces):
             _run("ip", "netns", "add", name)
-            inside, outside = ["link set lo up"], []
-            for adapter in range(self.adapters):
-                here, port = f"eth{adapter}", f"p{adapter}n{node}"
-                inside += [
-                    f"link add {here} mtu {self.mtu} type veth peer name {port} mtu {self.mtu} netns {self._switch}",
-                    f"addr add {self.address(node, adapter)}/24 dev {here}",
-                    f"link set {here} up",
-                ]
-                outside += [f"link set {port} master br{adapter}", f"link set {port} up"]
-            _batch(name, inside)
-            _batch(self._switch, outside)
+            peer = f"peer name p{node} mtu {self.mtu} netns {self._switch}"
+            inside = ["link set lo up", f"link add eth0 mtu {self.mtu} type veth {peer}"]
+            _batch(name, [*inside, f"addr add {self.address(node)}/24 dev eth0", "link set eth0 up"])
+            _batch(self._switch, [f"link set p{node} master br0", f"link set p{node} up"])
             _run("ip", "netns", "exec", name, "sh", "-c", _TCP)
 
     def _remove(self) -> None:
@@ -317,7 +301,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2, help="of each node")
-    parser.add_argument("--adapters", type=int, default=1, help="interfaces of each node, shared by its ranks")
     parser.add_argument("--rate-mbit", type=float, help="of each interface, each direction; default: no limit")
     parser.add_argument("--burst-kib", type=int, default=16)
     parser.add_argument("--mtu", type=int, default=1500)
@@ -330,13 +313,9 @@ def main() -> int:
     exit_on_sigterm()
     try:
         with Cluster(
-            arguments.nodes,
-            arguments.ranks,
-            adapters=arguments.adapters,
-            rate_mbit=arguments.rate_mbit,
-            burst_kib=arguments.burst_kib,
+            arguments.nodes, arguments.ranks, rate_mbit=arguments.rate_mbit, burst_kib=arguments.burst_kib,
             mtu=arguments.mtu,
-        ) as cluster:
+        ) as cluster:  # fmt: skip
             wait(cluster.start(arguments.command), arguments.deadline_seconds)
     except ClusterError as error:
         print(f"failed: {error}", file=sys.stderr)
