@@ -42,7 +42,7 @@ def refused(hosted: Any, kind: str) -> int:
 
 
 OF_ANOTHER: tuple[dict[str, Any], ...] = (
-    {"epoch": 99}, {"token": "other"}, {"attempt": "other"}, {"generation": 9}, {"term": 9}, {"job": "other"},
+    {"epoch": 99}, {"token": "other"}, {"attempt": "other"}, {"generation": 9}, {"job": "other"},
 )  # fmt: skip
 KINDS = ("chunk out of order", "end", "list", "tap state")
 

@@ -13,7 +13,7 @@ from flexd.control.agent.tap_sender import PIECE_BYTES, TapSender
 from flexd.control.protocol.messages import Message, TapOffer, TapPiece, TapState
 from flexd.core.errors import StaleMessageError
 
-FENCE: dict[str, Any] = {"job": "job", "attempt": "a1", "generation": 1, "epoch": 5, "token": "token", "term": 3}
+FENCE: dict[str, Any] = {"job": "job", "attempt": "a1", "generation": 1, "epoch": 5, "token": "token"}
 RANK, SESSION = 3, "session"
 
 
@@ -124,7 +124,7 @@ def test_the_outbox_shows_why_the_daemon_accepts_nothing() -> None:
     assert channel.outbox.problem == ""
 
 
-@pytest.mark.parametrize("changes", [{"job": "b"}, {"attempt": "a0"}, {"epoch": 4}, {"term": 2}, {"rank": 2}])
+@pytest.mark.parametrize("changes", [{"job": "b"}, {"attempt": "a0"}, {"epoch": 4}, {"rank": 2}])
 def test_a_state_of_another_fence_or_rank_is_an_error(changes: dict[str, Any]) -> None:
     channel = Channel()
     channel.outbox.put(b"payload")

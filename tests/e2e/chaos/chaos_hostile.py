@@ -144,7 +144,7 @@ def _flood(peer: RawPeer, chance: random.Random) -> Iterator[bytes]:
 def _nonsense(peer: RawPeer, chance: random.Random) -> Iterator[bytes]:
     """Authentic messages that mean nothing, or claim to be of the job."""
     claims = {
-        "job": JOB, "attempt": "a1", "generation": 1, "epoch": 1, "token": "0" * 32, "term": 0, "rank": 0,
+        "job": JOB, "attempt": "a1", "generation": 1, "epoch": 1, "token": "0" * 32, "rank": 0,
         "sequence": 2**62, "session": "s", "nonce": "n", "instance": "i", "world_size": 1, "nodes": 1,
         "local_ranks": 1, "replica_slots": [1], "table_digest": "d", "agreed_version": 2**60, "agreed_digest": 1,
         "applied_version": 2**60, "version": 5, "rows": 2**40, "sha256": "", "reason": "no", "number": 0,
