@@ -61,7 +61,7 @@ class StreamStatus(Model):
     rejected_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses not counted inside good messages, by reason."""
     adjusted_accesses: dict[str, int] = Field(default_factory=dict)
-    """Accesses counted by rule: ``late`` (older than the newest event by 60 s, at their own time),
+    """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
     ``future_clamped`` (dated too far ahead, at their arrival)."""
     messages_lost: dict[str, int] = Field(default_factory=dict)
     """Messages that existed and the source could not deliver, by reason."""
