@@ -49,7 +49,7 @@ class MistakeStatus(Model):
     """A kind of mistake that the ranks' trainers made."""
 
     kind: str
-    """``row_counts``, ``copied_ids``, ``lone_save`` (``state_dict()`` on some ranks only), ``differing_seeds``,
+    """``row_counts``, ``changed_ids``, ``lone_save`` (``state_dict()`` on some ranks only), ``differing_seeds``,
     ``clipped_by_torch`` (``torch.nn.utils.clip_grad_norm_`` of rows) or ``numpy`` (one that pyarrow refuses);
     ``other`` from a newer flexd."""
     count: int
@@ -120,7 +120,7 @@ class TrainingStatus(Model):
         yield gauge("flexd_training_step", "The newest step that any rank reported.", self.newest_step)
         yield counter(
             "flexd_training_unused_prefetches",
-            "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop copied their ids.",
+            "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop changed their ids.",
             self.unused_prefetches,
         )
         yield counter(

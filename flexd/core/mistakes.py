@@ -20,8 +20,8 @@ class MistakeKind(StrEnum):
 
     ROW_COUNTS = "row_counts"
     """Tables or loaded values have other row counts than on another rank, or than the table."""
-    COPIED_IDS = "copied_ids"
-    """The loop copied the ids that ``flexd.prefetch`` had located, so that they were located again."""
+    CHANGED_IDS = "changed_ids"
+    """The loop changed ids that ``flexd.prefetch`` had located, so that they were located again."""
     LONE_SAVE = "lone_save"
     """``state_dict()`` was called on some ranks only."""
     DIFFERING_SEEDS = "differing_seeds"

@@ -28,9 +28,11 @@ from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.lookup_function import LookupFunction
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
+from flexd.embedding.prefetch.announced_input import InputValues
 from flexd.embedding.routed_input import JoinedTables, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.same_settings import Setting, check_same_settings, rows_of_tables, seed_of_tables
+from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory
 from flexd.embedding.store.slow.two_memories import TwoMemories
@@ -309,7 +311,8 @@ class EmbeddingCollection(TableAccess):
                 feature. No row was looked up; the step may be repeated with other input.
         """
         routed = self._route(features)
-        return self._features.split(routed.features, self._rows(routed))
+        rows = self._rows(routed)  # may replace the features
+        return self._features.split(routed.features, rows)
 
     def as_features(self, given: Any) -> dict[str, Jagged]:
         """Convert the input of ``forward`` to ids by feature. Local; adapters for other input types override it.
@@ -342,10 +345,14 @@ class EmbeddingCollection(TableAccess):
             if part is not None:
                 return part
         located = self.engine.hooks.claim(given, usable=keys is None)
-        if located is not None:
-            self._check_agreed(located.forward_pass.route, located.error, located.resolved)
-            resolved_features, resolved_order = located.resolved
-            return RoutedInput(resolved_features, resolved_order, located.forward_pass)
+        if located is None:
+            return self._locate(given, keys)
+        self._check_agreed(located.forward_pass.route, None, None)
+        return RoutedInput(located.values.features, located.order, located.forward_pass, ahead=given)
+
+    @in_phase(StepPhase.IDS)
+    def _locate(self, given: Any, keys: Callable[[Mapping[str, Jagged]], FeatureKeys] | None) -> RoutedInput:
+        """Collective. As ``_route``, for an input that was not located before."""
         self.engine.prepare()
         features: dict[str, Jagged] = {}
         found = self._features.no_features()
@@ -389,6 +396,23 @@ class EmbeddingCollection(TableAccess):
         found = self._keys_of(given, features)
         return (features, found.order), found
 
+    def read(self, given: Any) -> InputValues:
+        """Local. Return what of the input of a forward pass its look-up needs.
+
+        Raises:
+            EmbeddingError: the input cannot be looked up.
+        """
+        factors = self.factors_of(given)
+        return InputValues(self.as_features(given), factors, self._features.summed(factors))
+
+    def keys_of(self, values: InputValues) -> FeatureKeys:
+        """Local. Return the keys of an input.
+
+        Raises:
+            EmbeddingError: the input cannot be looked up.
+        """
+        return self._features.keys(values.features, values.factors)
+
     def _keys_of(self, given: Any, features: Mapping[str, Jagged]) -> FeatureKeys:
         return self._features.keys(features, self.factors_of(given))
 
@@ -401,14 +425,26 @@ class EmbeddingCollection(TableAccess):
         """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""
         if routed.part is not None:
             return routed.part.rows(expand=expand)
-        forward_pass = routed.forward_pass
-        if not self._trains():
-            return self.engine.fetch(forward_pass, expand=expand)
+        rows = self._fetch(routed.forward_pass, expand=expand)
+        check = None if routed.ahead is None else self.engine.hooks.changed_input()
+        if check is not None:
+            self.engine.drop_pass(routed.forward_pass)
+            routed.replace_by(self._locate(routed.ahead, partial(self._checked_again, routed.ahead, check)))
+            rows = self._fetch(routed.forward_pass, expand=expand)
         joined: JoinedTables | None = self.__dict__["_joined"]
         observe = self.after_lookup if joined is None else joined.observer_of(self)
-        if observe is not None:
-            with self.engine.guard.publishing():  # the other ranks are in the exchange of the rows already
+        if observe is not None and self._trains():
+            with self.engine.guard.publishing():  # the other ranks may be in the next exchange already
                 observe(routed.features)
+        return rows
+
+    def _checked_again(self, given: Any, check: Callable[[], None], features: Mapping[str, Jagged]) -> FeatureKeys:
+        check()
+        return self._keys_of(given, features)
+
+    def _fetch(self, forward_pass: ForwardPass, *, expand: bool) -> Sequence[torch.Tensor]:
+        if not self._trains():
+            return self.engine.fetch(forward_pass, expand=expand)
         self.engine.open_pass(forward_pass)
         rows: tuple[torch.Tensor, ...] = LookupFunction.apply(  # type: ignore[no-untyped-call]
             self.__dict__["_anchor"], self.engine, forward_pass, expand

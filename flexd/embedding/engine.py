@@ -263,6 +263,10 @@ class RowEngine:
         self.guard.begin_step()
         self.passes.append(forward_pass)
 
+    def drop_pass(self, forward_pass: ForwardPass) -> None:
+        """Forget a pass whose rows no backward pass will use. On all ranks."""
+        self.passes[:] = [one for one in self.passes if one is not forward_pass]
+
     def fetch(self, forward_pass: ForwardPass, *, expand: bool = True) -> list[torch.Tensor]:
         """Collective. Return per dim-group [requests of this rank, dim]; without ``expand`` the distinct rows of the
         route's first station, [rows, dim], and after them, if some features are answered by sums, [bags, dim]."""

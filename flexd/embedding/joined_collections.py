@@ -14,7 +14,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.features import FeatureMap
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.prefetch.run_ahead_job import is_same_input
+from flexd.embedding.prefetch.announced_input import may_be_input
 from flexd.embedding.routed_input import RoutedInput
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.serving.export import table_blocks
@@ -160,9 +160,9 @@ class JoinedCollections(EmbeddingCollection):
         if shared is None or not shared.serves(number, given, mode):
             if not isinstance(announced, tuple | list) or len(announced) != len(self.members):
                 return None
-            if not is_same_input(given, announced[number]):
+            if not may_be_input(given, announced[number], by_value=self.engine.hooks.by_value):
                 return None
-            shared = self._begin(announced, member.training)
+            shared = self._begin((*announced[:number], given, *announced[number + 1 :]), member.training)
         part = shared.share_of(number)
         if shared.all_taken:
             self._shared = None
@@ -204,6 +204,8 @@ class JoinedCollections(EmbeddingCollection):
         mode = (torch.is_grad_enabled(), training, self.steps)
         routed = self._route(inputs)
         self._shared = SharedLookUp(self, self._features, self._names, tuple(inputs), mode, routed)
+        if routed.ahead is not None:  # with their rows the ranks learn whether these are those of the inputs
+            self._shared.rows()
         return self._shared
 
 

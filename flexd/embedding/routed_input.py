@@ -12,7 +12,7 @@ from flexd.embedding.jagged import Jagged
 from flexd.embedding.step_hooks import ForwardPass
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoutedInput:
     """Checked input of a forward pass whose rows are located on all ranks.
 
@@ -20,12 +20,20 @@ class RoutedInput:
         order: names of the features, dim-group by dim-group.
         part: what holds the rows if they are part of a look-up for several collections; None: ``forward_pass`` is for
             these features alone.
+        ahead: the input of the forward pass if its rows were located before it: until they are fetched they may turn
+            out to be those of another input, and then everything here is replaced.
     """
 
     features: Mapping[str, Jagged]
     order: list[str]
     forward_pass: ForwardPass
     part: PartOfLookUp | None = None
+    ahead: Any = None
+
+    def replace_by(self, other: RoutedInput) -> None:
+        """Replace what was located before the forward pass."""
+        self.features, self.order, self.forward_pass = other.features, other.order, other.forward_pass
+        self.ahead = None
 
     def places(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return int64 [ids] for each dim-group: the place in its distinct ``rows`` of each id of ``order``.

@@ -10,7 +10,7 @@ import torch
 
 from flexd.core.keyspace import KeySpace
 from flexd.embedding.features import FeatureMap
-from flexd.embedding.prefetch.run_ahead_job import is_same_input
+from flexd.embedding.prefetch.announced_input import may_be_input
 from flexd.embedding.routed_input import RoutedInput
 
 Mode = tuple[bool, bool, int]
@@ -57,7 +57,7 @@ class SharedLookUp:
 
     def serves(self, number: int, given: Any, mode: Mode) -> bool:
         """Return whether a collection may take its part for this input."""
-        return number not in self._taken and mode == self._mode and is_same_input(given, self._inputs[number])
+        return number not in self._taken and mode == self._mode and may_be_input(given, self._inputs[number])
 
     def share_of(self, number: int) -> RoutedInput:
         """Local. Return the part of one collection."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,11 +54,12 @@ class LocatedInput:
     """An input whose rows were located before its forward pass.
 
     Attributes:
-        resolved: the input as the collection resolved it; None if that raised ``error``.
+        values: the ``InputValues`` of the look-up; those of the announcement if the two have different forms.
+        order: see ``FeatureKeys.order``.
     """
 
-    resolved: Any
-    error: Exception | None
+    values: Any
+    order: list[str]
     forward_pass: ForwardPass
 
 
@@ -98,10 +99,12 @@ class StepHooks:
     """Further routers, with their groups, that use the exchange of the engine."""
     announced: object = None
     """Input of the next forward pass, if its rows were located or are being located."""
+    by_value = False
+    """Whether the next forward pass is that of the announced input if it has the same features, in other objects."""
     prefetched_batches = 0
     """Batches given to be located ahead, those counted below included."""
     unused_batches = 0
-    """Batches located ahead that were trained on without it: their rows were located twice."""
+    """Batches whose rows were located twice: what was announced was not what was looked up."""
 
     def settle(self) -> None:
         """Push gradients that an earlier step deferred."""
@@ -115,6 +118,11 @@ class StepHooks:
     def claim(self, given: object, *, usable: bool) -> LocatedInput | None:
         """Return the input of a forward pass if it was located before; not if it is not ``usable``."""
         del given, usable
+        return None
+
+    def changed_input(self) -> Callable[[], None] | None:
+        """Run after ``fetch`` of a claimed pass. None: every rank's input is the one that was located. Else all ranks
+        look their inputs up again; the function raises an error if this rank's is lost. Local."""
         return None
 
     def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:

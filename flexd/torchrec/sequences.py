@@ -68,7 +68,8 @@ class FlexEmbeddingCollection(EmbeddingCollection, EmbeddingCollectionInterface)
             EmbeddingError: on every rank, if the input of any rank lacks a feature or has a row out of range.
         """
         routed = self._route(features)
-        looked_up = self._features.split(routed.features, self._rows(routed))
+        rows = self._rows(routed)  # may replace the features
+        looked_up = self._features.split(routed.features, rows)
         return {
             name: jagged_tensor(ids, looked_up[name].values, self._need_indices)
             for name, ids in routed.features.items()

@@ -95,6 +95,7 @@ EXAMPLES = int(os.environ.get("FLEXD_EXACTNESS_EXAMPLES", "8"))
     accelerator=st.booleans(),
     depth=st.sampled_from([1, 1, 2, 3, 4]),
     restarts=st.booleans(),
+    changes=st.sampled_from(["", "any"]),
 )
 def test_any_training_equals_one_process(
     ranks: Ranks,
@@ -105,8 +106,10 @@ def test_any_training_equals_one_process(
     accelerator: bool,
     depth: int,
     restarts: bool,
+    changes: str,
 ) -> None:
-    """``accelerator``: with the kernels for tensors that are not in host memory."""
+    """``accelerator``: with the kernels for tensors that are not in host memory. ``changes``: batches are changed after
+    they were announced, on each rank in ways of its own."""
     if scenario.exchange == "direct_no_dedup":
         scenario = replace(scenario, switch_every=0)
     kinds = {KINDS.get(name, name) for name in (scenario.optimizer, scenario.second_optimizer)}
@@ -118,7 +121,7 @@ def test_any_training_equals_one_process(
     restarts = restarts and not scenario.joined  # joined collections are loaded each by itself
     loop = Loop(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
-        restarts=restarts,
+        restarts=restarts, changes=changes,
     )  # fmt: skip
     job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)

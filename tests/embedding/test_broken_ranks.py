@@ -143,12 +143,12 @@ def test_an_error_between_two_exchanges_is_named_on_every_rank(
             assert "restart the job" in text
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_copied_ids_in_a_prefetched_loop_are_counted_and_one_warning_is_logged(ranks: Ranks, copies: bool) -> None:
-    for unused, prefetched, messages in ranks(2).run("fault_jobs:copied_ids", RankLayout(2, 1), copies):
-        assert (unused, prefetched) == (5 if copies else 0, 5)
-        assert len(messages) == copies
-        assert all("pass the same objects" in message for message in messages)
+@pytest.mark.parametrize("what", ["same", "copies", "others"])
+def test_changed_ids_in_a_prefetched_loop_are_counted_and_one_warning_is_logged(ranks: Ranks, what: str) -> None:
+    for unused, prefetched, messages in ranks(2).run("fault_jobs:changed_ids", RankLayout(2, 1), what):
+        assert (unused, prefetched) == (5 if what == "others" else 0, 5)
+        assert len(messages) == (what == "others")
+        assert all("mask or move them in the loader" in message for message in messages)
 
 
 def test_a_second_thread_in_a_step_is_refused() -> None:

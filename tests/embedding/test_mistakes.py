@@ -28,7 +28,7 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
         ControlOptions("job", timeout_seconds=5.0), KeySpace(specs), PlacementJournal(tmp_path), on_report=monitor.add
     )
     coordinator.start()
-    kinds = {"row_counts", "differing_seeds", "lone_save", "copied_ids"}
+    kinds = {"row_counts", "differing_seeds", "lone_save", "changed_ids"}
     try:
         said, other = ranks(2).run("mistake_jobs:make_mistakes", coordinator.port)
         deadline = time.monotonic() + 20
@@ -41,7 +41,7 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     assert "62" in said["row_counts"]
     assert "ranks [1] gave other values than rank 0" in said["differing_seeds"]
     assert "state_dict() was called on rank 0 and not on ranks [1]" in said["lone_save"]
-    assert "copied or moved" in said["copied_ids"]
+    assert "changed or moved" in said["changed_ids"]
     status = training_status(monitor.totals(), monitor.ranks(), monitor.phases(), monitor.mistakes.totals())
     assert {each.kind: each.text for each in status.mistakes} == said
     shown = " ".join(text_of(status_blocks(HEALTHY.model_copy(update={"training": status}))).split())

@@ -25,12 +25,12 @@ def test_a_log_counts_by_kind_keeps_the_newest_text_and_tells_its_listeners() ->
 def test_a_repeated_report_counts_once_and_a_new_process_counts_anew() -> None:
     clock = iter(range(100, 200))
     totals = MistakeTotals(lambda: float(next(clock)))
-    first = MistakeReport("copied_ids", 2, "a", 10.0)
+    first = MistakeReport("changed_ids", 2, "a", 10.0)
     totals.add(0, [first])
     totals.add(0, [first])
-    totals.add(0, [MistakeReport("copied_ids", 5, "b", 10.0)])
-    totals.add(1, [MistakeReport("copied_ids", 1, "c", 11.0)])
-    totals.add(0, [MistakeReport("copied_ids", 1, "d", 50.0)])  # it began again
+    totals.add(0, [MistakeReport("changed_ids", 5, "b", 10.0)])
+    totals.add(1, [MistakeReport("changed_ids", 1, "c", 11.0)])
+    totals.add(0, [MistakeReport("changed_ids", 1, "d", 50.0)])  # it began again
     totals.add(0, [MistakeReport("of a newer flexd", 3, "e", 50.0)])
     newest, copied = totals.totals()
     assert (newest.kind, newest.count) == (OTHER, 3)

@@ -195,8 +195,8 @@ def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: 
     return "no error", collection.steps
 
 
-def copied_ids(rank: int, layout: RankLayout, copies: bool) -> tuple[int, int, list[str]]:
-    """Train on copies of the prefetched ids, or on themselves. Return batches located twice, all, and warnings."""
+def changed_ids(rank: int, layout: RankLayout, what: str) -> tuple[int, int, list[str]]:
+    """Train on the prefetched ids, copies of them, or other ones. Return batches located twice, all, and warnings."""
     messages: list[str] = []
 
     class Lines(logging.Handler):
@@ -211,7 +211,9 @@ def copied_ids(rank: int, layout: RankLayout, copies: bool) -> tuple[int, int, l
         for ids in prefetch(batches, collection):
             with torch.no_grad():
                 collection(IDS)
-            used = {"item": Jagged(ids["item"].values.clone(), ids["item"].lengths)} if copies else ids
+            values = ids["item"].values
+            other = {"same": values, "copies": values.clone(), "others": values.flip(0)}[what]
+            used = ids if what == "same" else {"item": Jagged(other, ids["item"].lengths)}
             collection(used)["item"].values.sum().backward()
             collection.optimizer.step()
     finally:

@@ -20,6 +20,7 @@ from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.store.slow.frame_division import divide_frames
+from tests.support import changed_inputs
 from tests.support.collection_jobs import some
 from tests.support.exactness import (
     Scenario,
@@ -51,6 +52,8 @@ class Loop:
         loops: number of loops that share the batches.
         restarts: between two loops the job ends, as by a kill, and a new collection goes on from what was saved.
         break_at: index of a batch after whose step the loop ends; the rest is trained on without run-ahead.
+        changes: "any": what is announced is drawn batch by batch on each rank, and changed before it is looked up; or
+            the one way of ``changed_inputs.WAYS`` in which the first rank changes each batch; "": nothing is changed.
         one_thread, depth: as in ``flexd.prefetch``.
     """
 
@@ -66,6 +69,7 @@ class Loop:
     loops: int = 1
     restarts: bool = False
     break_at: int = -1
+    changes: str = ""
     one_thread: bool | None = None
     depth: int = 1
 
@@ -103,12 +107,14 @@ def given_to(collection: EmbeddingCollection, features: dict[str, Jagged]) -> An
     return tuple({n: ids for n, ids in features.items() if (n == "shop") == shop} for shop in (False, True))
 
 
-def look_up(collection: EmbeddingCollection, features: dict[str, Jagged]) -> dict[str, torch.Tensor]:
-    """Look up in one call, or member by member in any order."""
+def look_up(
+    collection: EmbeddingCollection, features: dict[str, Jagged], *, at_once: bool = False
+) -> dict[str, torch.Tensor]:
+    """Look up in one call, or member by member in any order unless ``at_once``."""
     given = given_to(collection, features)
     if not isinstance(collection, flexd.JoinedCollections):
         return values_of(collection(given))
-    way = collection.steps % 3
+    way = 0 if at_once else collection.steps % 3
     if way == 0:
         outputs = collection(given)
     else:
@@ -119,8 +125,8 @@ def look_up(collection: EmbeddingCollection, features: dict[str, Jagged]) -> dic
     return {name: rows[name] for name in features}
 
 
-def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
-    loss = loss_of(look_up(collection, features))
+def backward(collection: EmbeddingCollection, features: dict[str, Jagged], *, at_once: bool = False) -> float:
+    loss = loss_of(look_up(collection, features, at_once=at_once))
     if loss.requires_grad:
         loss.backward()
     return float(loss.detach())
@@ -141,6 +147,12 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
     every = [(index, batch(scenario, index, rank)) for index in range(scenario.steps * scenario.passes)]
     if loop.bad_at >= 0 and rank == scenario.layout.world_size - 1:
         every[loop.bad_at][1]["history"] = Jagged(torch.tensor([-1]), torch.tensor([1]))
+    ways = {index: way_of(loop, scenario.seed, index, rank) for index, _ in every}
+    changed = {index: features for index, features in every if ways[index]}
+    every = [
+        (index, changed_inputs.announced_as(features, ways[index]) if index in changed else features)
+        for index, features in every
+    ]
     built = collection.traffic.totals()
     drawn = np.random.default_rng([scenario.seed, 11, rank])
 
@@ -178,6 +190,8 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         nonlocal unequal, deferred, most_moved
         for index, features in batches:
             step, number = divmod(index, scenario.passes)
+            if index in changed:
+                features = changed_inputs.change(features, changed[index], ways[index])
             due = scenario.due(step, len(chunks))
             every_nth = scenario.switch_every
             proposes = every_nth > 0 and number == 0 and step % every_nth == 1 % every_nth
@@ -187,7 +201,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             while number == 0 and inbox._received_version < due and rng.random() < 0.7:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
             try:
-                losses.append(backward(collection, features))
+                losses.append(backward(collection, features, at_once=bool(loop.changes)))
                 trained.append(losses[-1])
             except EmbeddingError as error:
                 errors.append(str(error))
@@ -248,7 +262,15 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         "traffic": {name: totals[name] - built[name] for name in totals},
         "overlapped": {} if overlapped is None else overlapped.totals(),
         "digest": collection.engine.migrator.digest, "threads": threads(), "most_moved": most_moved,
+        "unused": collection.engine.hooks.unused_batches,
     }  # fmt: skip
+
+
+def way_of(loop: Loop, seed: int, index: int, rank: int) -> str:
+    """Return how a batch is changed after it was announced; "" if it is not."""
+    if loop.changes == "any":
+        return changed_inputs.drawn_way(seed, index, rank)
+    return loop.changes if rank == 0 else ""
 
 
 def threads() -> list[str]:
@@ -335,3 +357,39 @@ def failing_loader(
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
     return steps, text, threads()
+
+
+def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
+    """Train while the loader of the last rank fills one buffer for every batch. Return the error."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
+    buffer = torch.zeros(3, dtype=torch.int64)
+
+    def loader() -> Iterator[dict[str, Jagged]]:
+        for index in range(6):
+            buffer.copy_(torch.arange(3) + index)
+            yield {"item": Jagged(buffer if rank == 1 else buffer.clone(), torch.tensor([3]))}
+
+    try:
+        for features in flexd.prefetch(loader(), collection, one_thread=one_thread, depth=depth):
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+    except EmbeddingError as error:
+        return str(error)
+    return ""
+
+
+def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
+    """Train; the loop of the last rank masks an id that no row has. Without run-ahead if ``one_thread`` is None."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
+    loader: Any = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(4)]
+    if one_thread is not None:
+        loader = flexd.prefetch(loader, collection, one_thread=one_thread)
+    try:
+        for index, features in enumerate(loader):
+            if index == 2 and rank == 1:
+                features["item"].values[1] = bad
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+    except EmbeddingError as error:
+        return str(error)
+    return ""

@@ -120,3 +120,44 @@ def refused(rank: int, layout: RankLayout, faulty: int) -> list[str]:
 def initial(rank: int, layout: RankLayout) -> dict[str, torch.Tensor]:
     collection = make(False, layout)
     return {name: collection.gather_table(name) for name in ROWS}
+
+
+def train_changed(rank: int, layout: RankLayout, what: str, one_thread: bool | None) -> tuple[list[float], int]:
+    """Train weighted bags, of which one table is pooled at its owner; the loop of rank 0 changes part of each input.
+    Without run-ahead if ``one_thread`` is None. Return losses and the batches located twice."""
+    tables = [
+        EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=8, feature_names=[name])
+        for name, rows in ROWS.items()
+    ]
+    collection = FlexEmbeddingBagCollection(
+        tables, is_weighted=True, optimizer=flexd.SGD(0.1), layout=layout, answers={"item": "sums"}
+    )
+    inputs: Any = [
+        KeyedJaggedTensor.from_lengths_sync(
+            keys=list(ROWS), values=torch.arange(8) + step, lengths=torch.tensor([1, 3, 2, 2]),
+            weights=torch.linspace(0.5, 1.5, 8) * (1 + rank),
+        )
+        for step in range(STEPS)
+    ]  # fmt: skip
+    if one_thread is not None:
+        inputs = flexd.prefetch(inputs, collection, one_thread=one_thread)
+    losses = []
+    for given in inputs:
+        kjt = given
+        if rank == 0 and what == "ids":
+            kjt.values()[1] = 7
+        elif rank == 0 and what == "lengths":
+            kjt.lengths().copy_(torch.tensor([3, 1, 2, 2]))
+        elif rank == 0 and what == "weights":
+            kjt.weights()[2] = -4.0
+        elif rank == 0 and what == "weights of rows":
+            kjt.weights()[6] = -4.0
+        elif rank == 0 and what == "object":
+            kjt = KeyedJaggedTensor.from_lengths_sync(
+                keys=list(ROWS), values=given.values() + 1, lengths=given.lengths(), weights=given.weights()
+            )
+        loss = loss_of(collection(kjt))
+        loss.backward()
+        collection.optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, collection.engine.hooks.unused_batches

@@ -9,7 +9,9 @@ torchrec = pytest.importorskip("torchrec")
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType  # noqa: E402
 
 from flexd.core.errors import EmbeddingError  # noqa: E402
+from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection  # noqa: E402
+from tests.support.rank_pool import RankPool  # noqa: E402
 
 
 @pytest.mark.parametrize("answer", ["rows", "sums"])
@@ -55,3 +57,15 @@ def test_batch_sizes_may_differ_by_key() -> None:
     for bad in ([[0, 1, 2, 0], [2, 0, 1, 1]], [[0, 1, 1, 0], [2, 0, 1, -1]]):
         with pytest.raises(EmbeddingError, match="inverse_indices are missing or outside"):
             bags(by_key(bad))
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("what", ["ids", "lengths", "weights", "object", "weights of rows"])
+def test_inputs_that_change_after_they_were_announced_train_equally(
+    pair: RankPool, what: str, one_thread: bool
+) -> None:
+    """Weights count where the owner of a table pools; the requester multiplies rows by those of the look-up anyway."""
+    job = ("torchrec_jobs:train_changed", RankLayout(2, 1), what)
+    for (losses, unused), (plain, _) in zip(pair.run(*job, one_thread), pair.run(*job, None), strict=True):
+        assert losses == pytest.approx(plain, rel=1e-6)
+        assert unused == (0 if what == "weights of rows" else len(losses))

@@ -213,7 +213,7 @@ class StepReport:
         all_to_all_intra_bytes, all_to_all_inter_bytes: sent by this rank in the exchange (ids and rows).
         sync_intra_bytes, sync_inter_bytes: sent by this rank in replica synchronisation.
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
-        unused_prefetches: batches that were located ahead and located again, because the loop copied their ids.
+        unused_prefetches: batches that were located ahead and located again, because the loop changed their ids.
         prefetches: batches that were given to be located ahead, those included.
         exchange: used after the newest step.
         exchange_reason: value of ``ExchangeReason``; empty on ranks that follow the one which decides.

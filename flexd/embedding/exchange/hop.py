@@ -30,6 +30,8 @@ _PASSES = 128
 _BEGINS_LOOP = _PASSES - 1
 """In place of the number of passes: the call is no look-up, but begins a loop of ``flexd.prefetch``."""
 SETTINGS_BITS = 24
+_CHANGED = 2 ** (_RANK_BITS + 2)
+"""Added to ``Agreement.fault`` of a rank whose input has changed."""
 AGREEMENT_NUMBERS = 3
 """Numbers of an agreement in a message of sizes."""
 
@@ -82,6 +84,7 @@ class Agreement:
         settings: lowest and highest digest (``SETTINGS_BITS``) of the optimizer settings of the last update, or of
             the settings of a loop that begins.
         exchange: ``ExchangeChoice.proposed``; combined by maximum.
+        changed: a rank's last input is not the one that was located ahead for it; true if it is so on any rank.
     """
 
     version: int
@@ -90,6 +93,7 @@ class Agreement:
     last: CallSignature
     settings: tuple[int, int] = (0, 0)
     exchange: int = 0
+    changed: bool = False
 
     @property
     def diverged(self) -> bool:
@@ -116,7 +120,7 @@ class Agreement:
         lowest, highest = self.settings
         return [
             self.version << bits | self.first.pack(),
-            self.fault << bits | self.last.pack(),
+            self.fault + _CHANGED * self.changed << bits | self.last.pack(),
             (self.exchange << SETTINGS_BITS | lowest) << SETTINGS_BITS | highest,
         ]
 
@@ -128,9 +132,10 @@ class Agreement:
         versions, faults, all_settings = zip(*words, strict=True)
         # Packed signatures have the order of signatures. Ranks mostly have equal settings.
         settings = set(all_settings)
+        changed = [fault >> bits >= _CHANGED // 2 for fault in faults]
         return Agreement(
             min(versions) >> bits,
-            max(faults) >> bits,
+            max([(fault >> bits) - _CHANGED * one for fault, one in zip(faults, changed, strict=True)]),
             CallSignature.unpack(min([version & signature for version in versions])),
             CallSignature.unpack(max([fault & signature for fault in faults])),
             (
@@ -138,6 +143,7 @@ class Agreement:
                 max(both % 2**SETTINGS_BITS for both in settings),
             ),
             max(settings) >> 2 * SETTINGS_BITS,
+            any(changed),
         )
 
 
@@ -182,24 +188,32 @@ class Hop:
         agreement: Agreement,
         faulty: torch.Tensor | None = None,
         local: torch.Tensor | None = None,
+        changed: torch.Tensor | None = None,
     ) -> tuple[Counts, Counts, Agreement, npt.NDArray[np.int64]]:
         """Exchange int64 [peers, groups] numbers of rows requested from each peer.
 
         Args:
             faulty: bool [] on the device: true adds the fault of this rank to an agreement without any.
             local: int64 [n] numbers of this rank, read with the others.
+            changed: bool [] on the device: true makes ``Agreement.changed`` true.
 
         Returns:
             (rows requested from each peer, rows requested by each peer, combined agreement of the peers, ``local``).
         """
         size, groups = sizes.shape
-        packed = agreement.pack()
-        if faulty is None or agreement.fault:
-            extra = devices.uploaded(packed, sizes.device)
+        faulty = None if agreement.fault else faulty
+        variants = [agreement, replace(agreement, fault=self.peers.rank + 1)][: 1 + (faulty is not None)]
+        if changed is not None:
+            variants += [replace(each, changed=True) for each in variants]
+        packed = [each.pack() for each in variants]
+        words = devices.uploaded(packed if len(packed) > 1 else packed[0], sizes.device)
+        if changed is not None:
+            unchanged, with_change = words.chunk(2)
+            words = torch.where(changed, with_change, unchanged)
+        if faulty is None:
+            extra = words if changed is None else words[0]
         else:
-            with_fault = replace(agreement, fault=self.peers.rank + 1).pack()
-            both = devices.uploaded([packed, with_fault], sizes.device)
-            extra = torch.where(faulty, both[1], both[0])
+            extra = torch.where(faulty, words[1], words[0])
         sent = torch.cat([sizes, extra.expand(size, AGREEMENT_NUMBERS)], dim=1).view(-1)
         width = groups + AGREEMENT_NUMBERS
         received = self.peers.all_to_all(sent, [width] * size, [width] * size)

@@ -176,6 +176,7 @@ class Router:
         faulty: torch.Tensor | None = None,
         numbers: Sequence[int] | None = None,
         bags: BagIds | None = None,
+        changed: torch.Tensor | None = None,
     ) -> Route:
         """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
 
@@ -187,6 +188,7 @@ class Router:
             faulty: bool [] on the device: this rank reports a fault, which the host has not read.
             numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
             bags: of a ``SummingRouter`` alone.
+            changed: bool [] on the device, see ``Agreement.changed``.
         """
         lookup = self._lookup
         ids, numbers = lookup.by_group(keys) if numbers is None else (keys, list(numbers))
@@ -198,7 +200,8 @@ class Router:
             if piggyback is not None:
                 piggyback.add(located.entries)
             if hop is None:
-                flags = [] if self.hops or faulty is None else [faulty.to(ids.dtype).view(1)]
+                given = () if self.hops else (faulty, changed)
+                flags = [flag.to(ids.dtype).view(1) for flag in given if flag is not None]
                 own = host_numbers(torch.cat([located.sections, *by_tier, *flags]))
                 sizes, rest = own[: len(located.sections)], own[len(located.sections) :]
                 accesses = rest[: len(rest) - len(flags)]
@@ -208,16 +211,19 @@ class Router:
                 all_keys.append(
                     lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(list(numbers))
                 )
-                if rest[len(accesses) :].any():
-                    agreement = replace(agreement, fault=1)
+                read = iter(rest[len(accesses) :].tolist())
+                fault, differs = (0 if flag is None else next(read) for flag in given) if given else (0, 0)
+                if fault or differs:
+                    agreement = replace(agreement, fault=fault or agreement.fault, changed=differs > 0)
                 break
             peers = hop.peers.size
             away_sizes = lookup.away_sizes(located, hop)
             if agreement.diverged:
                 away_sizes = torch.zeros_like(away_sizes)
             sent, received, agreement, sizes = hop.exchange_sizes(
-                away_sizes, agreement, faulty if station == 0 else None, located.sections
-            )
+                away_sizes, agreement, faulty if station == 0 else None, located.sections,
+                changed if station == 0 else None,
+            )  # fmt: skip
             stations.append(lookup.stations(located, sizes, peers, numbers))
             all_keys.append(
                 lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(list(numbers))

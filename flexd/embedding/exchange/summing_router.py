@@ -60,6 +60,7 @@ class SummingRouter(Router):
         faulty: torch.Tensor | None = None,
         numbers: Sequence[int] | None = None,
         bags: BagIds | None = None,
+        changed: torch.Tensor | None = None,
     ) -> Route:
         """As ``Router.find``; the requests of each dim-group are its keys, then the ids of bags that arrived."""
         arrived, route = self.bags.send(bags)
@@ -68,7 +69,7 @@ class SummingRouter(Router):
         pairs = zip(keys.split_with_sizes(list(numbers)), arrived.split_with_sizes(list(route.numbers)), strict=True)
         both = torch.cat([part for pair in pairs for part in pair])
         totals = [own + of_bags for own, of_bags in zip(numbers, route.numbers, strict=True)]
-        return replace(super().find(both, agreement, piggyback, faulty, totals), bags=route)
+        return replace(super().find(both, agreement, piggyback, faulty, totals, changed=changed), bags=route)
 
     def sums(self, route: Route, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return per dim-group [bags, dim] sums of this rank's bags, in the dtype of the tables.

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.prefetch.announced_input import AnnouncedInput
 from flexd.embedding.prefetch.batch_mover import BatchMover
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.prefetch.run_ahead_job import NextBatch
@@ -90,13 +91,16 @@ class Prefetch(Generic[Batch]):
             run_ahead.announce(ahead[0].announced, [one.announced for one in ahead])
             while True:
                 run_ahead.start_announced()
-                batch = ahead.pop(0).batch
+                now = ahead.pop(0)
+                batch = now.batch
                 if isinstance(batch, LoaderFailure):
                     raise batch.error
                 if batch is END:
                     run_ahead.finish()
                     return
                 ahead.append(self._ahead(next(queue)))
+                for earlier in (now, *ahead[:-1]):
+                    earlier.announced.check_overwritten(ahead[-1].announced)
                 run_ahead.announce(ahead[0].announced, [ahead[-1].announced])
                 yield batch
         finally:
@@ -123,7 +127,8 @@ class Prefetch(Generic[Batch]):
     def _next_batch(self, batch: Any) -> NextBatch:
         if batch is END or isinstance(batch, LoaderFailure):
             return NextBatch(None, None, failed=batch is not END)
-        return NextBatch.of(self._features(batch), self._collection.resolve)
+        collection = self._collection
+        return NextBatch.of(AnnouncedInput(self._features(batch), collection.read), collection.keys_of)
 
 
 def prefetch(
@@ -152,8 +157,8 @@ def prefetch(
     Args:
         loader: batches whose ids are on the device of the tables, or anywhere with ``to_device``. ``depth`` batches
             more than usual are held.
-        features: returns the part of a batch that the collection is called with: the same object, or a mapping of the
-            same ones, each time. Default: the batch itself.
+        features: returns the part of a batch that the collection is called with. Default: the batch itself. If its ids
+            or lengths are others when it is looked up, on any rank, all ranks look the batch up again.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
             than this training is still exact, but less of the exchange overlaps.
         timeout_seconds: deadline of each collective of run-ahead, and of each wait for it; with ``one_thread`` that of

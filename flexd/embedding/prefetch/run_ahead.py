@@ -24,7 +24,11 @@ all ranks have, so ranks cannot diverge. ``RunAhead`` implements ``StepHooks``; 
                           |-> split_gradients -> after_update   by ``optimizer.step``; deferred: to the next start
 
 A pass after the start of the job, an unexpected step, or rows loaded from a checkpoint only cause the rows to
-be fetched again. Chunks are applied between two jobs: where one is due the next batch is not looked up by the job.
+be fetched again. Inputs are announced by value (``AnnouncedInput``). A forward pass compares on the device; the ranks
+learn in the sizes of the next job, or with two threads beside the rows that they fetch late, whether any rank's input
+is another one: then all of them locate and fetch that batch again.
+
+Chunks are applied between two jobs: where one is due the next batch is not looked up by the job.
 With an optimizer that moves all rows a job does 2 alone.
 
 Memory: one batch of ids, its route, and its rows beyond what a step needs, the gradients of one step, and one byte for
@@ -47,6 +51,7 @@ from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, may_be_input
 from flexd.embedding.prefetch.home_slots import HomeSlots
 from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, NextBatch, RunAheadJob, RunAheadResult
 from flexd.embedding.prefetch.worker_thread import WorkerThread
@@ -103,7 +108,12 @@ class RunAhead(StepHooks):
         self.deferred: DeferredGradients | None = None
         self._looping = False
         self._claimed = False
-        self._trained_otherwise = False
+        self._claimed_input: AnnouncedInput | None = None
+        self._changed: torch.Tensor | None = None
+        """Whether the claimed input is another one than the announced; None: it cannot be."""
+        self._changed_anywhere = False
+        self._announced_with_grad = False
+        self._trained_otherwise = self._warned = False
         self._failure: BaseException | None = None
 
     @staticmethod
@@ -164,6 +174,7 @@ class RunAhead(StepHooks):
             farther: batches that have become known, ``batch`` among the first; equally many on all ranks.
         """
         self._announced, self._farther = batch, farther
+        self._announced_with_grad = torch.is_grad_enabled()
 
     def _submit(self, job: Callable[[], RunAheadResult | None]) -> None:
         def guarded() -> RunAheadResult | None:
@@ -175,18 +186,24 @@ class RunAhead(StepHooks):
         if not self._overlaps:
             self._engine.phases.skip()
 
-    def start_announced(self) -> None:
-        """Collective. Start the job of the announced batch unless a forward pass has."""
+    def start_announced(self, changed: torch.Tensor | None = None) -> None:
+        """Collective. Start the job of the announced batch unless a forward pass has.
+
+        Args:
+            changed: as in ``RunAheadJob.run``.
+        """
         self._check_failure()
         if self._announced is None:
             return
         self.wait()
-        self._count_unused()
+        if self._started is not None and self._started.input is not None and self._trained_otherwise:
+            self._count_unused()
+        self._trained_otherwise = False
         self._result = None
         batch, self._announced = self._announced, None
         farther, self._farther = self._farther, ()
         self._started = batch
-        self.prefetched_batches += batch.given is not None
+        self.prefetched_batches += batch.input is not None
         deferred, self.deferred = self.deferred, None
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
         # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
@@ -200,7 +217,7 @@ class RunAhead(StepHooks):
             return self._job.run(
                 batch, deferred, passes,
                 step_expected=step_expected, locate=locate, fetch=self.fetches_rows, settings_digest=digest,
-                farther=farther, passes_kept=self.passes_per_step,
+                farther=farther, passes_kept=self.passes_per_step, changed=changed,
             )  # fmt: skip
 
         self._submit(job)
@@ -246,7 +263,12 @@ class RunAhead(StepHooks):
     @property
     def announced(self) -> object:  # type: ignore[override]
         started = self._started if self._announced is not None else None
-        return None if started is None else started.given
+        return None if started is None or started.input is None else started.input.given
+
+    @property
+    def by_value(self) -> bool:  # type: ignore[override]
+        # Evaluation in a training loop, with inputs of the same features, is not for the announced batch.
+        return torch.is_grad_enabled() == self._announced_with_grad
 
     @property
     def held(self) -> object:  # type: ignore[override]
@@ -303,8 +325,10 @@ class RunAhead(StepHooks):
         # The loop yields a batch only after announcing the next one. Before that ``given`` is another input, even if
         # it equals the batch (without any feature on this rank).
         started = self._started if self._announced is not None else None
-        self._claimed = started is not None and started.is_input(given)
-        if not self._claimed:
+        announced = None if started is None else started.input
+        self._changed, self._changed_anywhere = None, False
+        self._claimed = announced is not None and may_be_input(given, announced.given, by_value=self.by_value)
+        if announced is None or not self._claimed:
             self._trained_otherwise |= started is not None and torch.is_grad_enabled()
             return None
         self.wait()
@@ -316,30 +340,71 @@ class RunAhead(StepHooks):
         if result is None or result.forward_pass is None or not usable:
             self._result = None
             return None
-        if result.forward_pass.route.agreement.fault:
-            self._result = None
-        return LocatedInput(result.resolved, result.error, result.forward_pass)
+        agreement = result.forward_pass.route.agreement
+        if agreement.fault and not agreement.diverged and not agreement.settings_differ:
+            self._result = None  # what was announced cannot be looked up; what is given now may be
+            return None
+        values, differs = announced.compare(given)
+        if differs is not False:
+            self._changed = torch.as_tensor(differs, device=self._device)
+        self._claimed_input = announced
+        return LocatedInput(values, result.order, result.forward_pass)
+
+    def changed_input(self) -> Callable[[], None] | None:
+        announced, self._claimed_input = self._claimed_input, None
+        if not self._changed_anywhere:
+            return None
+        here = announced if self._changed is not None and bool(self._changed) else None
+        self._count_unused(here=here is not None)
+
+        def check() -> None:
+            if here is not None and here.overwritten:
+                raise EmbeddingError(
+                    f"rank {self._rank}: the loader has written a later batch to the memory of this one",
+                    remedy="let it make new tensors for each batch; flexd.prefetch reads batches ahead, so that one "
+                    "buffer cannot hold them",
+                )
+
+        return check
 
     def fetch(self, forward_pass: ForwardPass, *, expand: bool) -> list[torch.Tensor] | None:
         result = self._result
         if result is None or result.forward_pass is not forward_pass:
             return None
         self._result = None
+        router, notice = self._engine.router, self._notice()
         if result.rows is None:
+            if notice is None:
+                return None
+            found = router.fetch(forward_pass.route, forward_pass.touched, expand=expand, chunk=notice)
+        else:
+            if result.split is not None:
+                late = router.fetch(result.split.marked, expand=False, chunk=notice)
+                for rows, at, part in zip(result.rows, result.split.marked_rows, late, strict=True):
+                    rows.index_copy_(0, at, part)
+            elif notice is not None:
+                notice.exchange(router.hops)
+            found = [
+                rows.index_select(0, first.expand) if expand and first.expand is not None else rows
+                for rows, first in zip(result.rows, forward_pass.route.stations[0], strict=True)
+            ]
+        self._changed_anywhere = notice is not None and notice.changed
+        return found
+
+    def _notice(self) -> ChangeNotice | None:
+        """Return what tells the other ranks of a changed input; None if the next job does, which waits anyway."""
+        if self.one_thread:
             return None
-        if result.split is not None:
-            late = self._engine.router.fetch(result.split.marked, expand=False)
-            for rows, at, part in zip(result.rows, result.split.marked_rows, late, strict=True):
-                rows.index_copy_(0, at, part)
-        return [
-            rows.index_select(0, first.expand) if expand and first.expand is not None else rows
-            for rows, first in zip(result.rows, forward_pass.route.stations[0], strict=True)
-        ]
+        same = torch.zeros((), dtype=torch.bool, device=self._device)
+        return ChangeNotice(same if self._changed is None else self._changed)
 
     def after_fetch(self) -> None:
-        if self._claimed:
-            self._claimed = False
-            self.start_announced()
+        if not self._claimed:
+            return
+        self._claimed = self._job.input_changed = False
+        self.start_announced(self._changed if self.one_thread else None)
+        if self.one_thread:
+            self._changed_anywhere = self._job.input_changed
 
     def split_gradients(self, *, defer: bool) -> DeferredGradients | None:
         self._splitting = None
@@ -375,21 +440,20 @@ class RunAhead(StepHooks):
         deferred.update_by(update)
         self.deferred = deferred
 
-    def _count_unused(self) -> None:
-        """Count the batch before this one if it was trained on as other objects than those announced; warn once."""
-        unused = self._started is not None and self._started.given is not None and self._trained_otherwise
-        self._trained_otherwise = False
-        if not unused:
-            return
+    def _count_unused(self, *, here: bool = True) -> None:
+        """Count a batch that was looked up with another input than announced; note and warn ``here``, once."""
         self.unused_batches += 1
+        if not here:
+            return
         MISTAKES.note(
-            MistakeKind.COPIED_IDS, "ids were copied or moved after features= of flexd.prefetch returned them"
+            MistakeKind.CHANGED_IDS, "ids were changed or moved after features= of flexd.prefetch returned them"
         )
-        if self.unused_batches == 1:
+        if not self._warned:
+            self._warned = True
             logger.warning(
-                "rank %d: the rows of a prefetched batch were located twice: the forward pass got other objects than "
-                "features= of flexd.prefetch returned; pass the same objects: copy or move ids in the loader, not in "
-                "the loop",
+                "rank %d: the rows of a prefetched batch were located twice: the forward pass got other ids, lengths "
+                "or weights than features= of flexd.prefetch returned; mask or move them in the loader, not in the "
+                "loop",
                 self._rank,
             )
 

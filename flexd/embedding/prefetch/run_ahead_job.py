@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from flexd.embedding.exchange.hop import Agreement, CallSignature
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.features import FeatureKeys
-from flexd.embedding.jagged import Jagged
+from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
 from flexd.embedding.prefetch.home_slots import HomeSlots
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
@@ -36,41 +35,24 @@ class NextBatch:
     """The batch after the one that the training loop has.
 
     Attributes:
-        given: the input of its forward pass. None: there is no further batch on this rank.
-        resolve: returns (resolved input, its keys); raises an error that the forward pass will raise.
+        input: of its forward pass. None: there is no further batch on this rank.
+        resolve: returns the keys of the announced input; raises an error if it cannot be looked up.
         failed: there is no further batch because the loader raised an error.
     """
 
-    given: object
-    resolve: Callable[[], tuple[Any, FeatureKeys]] | None
+    input: AnnouncedInput | None
+    resolve: Callable[[], FeatureKeys] | None
     failed: bool = False
 
     @staticmethod
-    def of(given: object, resolve: Callable[[object], tuple[Any, FeatureKeys]]) -> NextBatch:
+    def of(announced: AnnouncedInput, keys: Callable[[InputValues], FeatureKeys]) -> NextBatch:
         """Make one that is resolved once: a batch is, first, one of those farther ahead."""
-        return NextBatch(given, cache(lambda: resolve(given)))
+        return NextBatch(announced, cache(lambda: keys(announced.values())))
 
-    def is_input(self, given: object) -> bool:
-        """Return whether this is the announced input. A new mapping counts if it holds the same objects or ids."""
-        return is_same_input(given, self.given)
-
-
-def is_same_input(given: object, announced: object) -> bool:
-    """Return whether two inputs of a forward pass are the same object, or mappings of the same objects or ids, or
-    (inputs of joined collections) tuples of such inputs."""
-    if given is announced:
-        return True
-    if isinstance(given, tuple | list) and isinstance(announced, tuple | list):
-        return len(given) == len(announced) and all(map(is_same_input, given, announced))
-    if not isinstance(given, Mapping) or not isinstance(announced, Mapping) or given.keys() != announced.keys():
-        return False
-    return all(
-        value is announced[name]
-        or (
-            isinstance(value, Jagged) and isinstance(announced[name], Jagged) and value.values is announced[name].values
-        )
-        for name, value in given.items()
-    )
+    def check_overwritten(self, later: NextBatch) -> None:
+        """Note whether the loader has written a later batch to the memory of this one."""
+        if self.input is not None and later.input is not None:
+            self.input.check_overwritten(later.input)
 
 
 @dataclass(frozen=True)
@@ -78,7 +60,7 @@ class RunAheadResult:
     """Result of a job.
 
     Attributes:
-        resolved: resolved input of the next batch; None if resolving it raised ``error``.
+        order: features of the next batch, see ``FeatureKeys.order``.
         forward_pass: pass of the next batch; None if it is not looked up ahead.
         ended_rank: a rank that has no further batch while another has; -1 if there is none.
         loader_failed: its loader raised an error.
@@ -89,8 +71,7 @@ class RunAheadResult:
         touched: replicated rows that each of ``passes``, and then the next batch, touches on any rank; None: none.
     """
 
-    resolved: Any
-    error: Exception | None
+    order: list[str]
     forward_pass: ForwardPass | None
     ended_rank: int
     rows: list[torch.Tensor] | None
@@ -173,6 +154,8 @@ class RunAheadJob:
         self._exchange = exchange
         self._rank = rank
         self._device = stores[0].rows.device
+        self.input_changed = False
+        """Whether any rank's ``changed`` was true in the last job, as soon as the ranks have agreed."""
         self.home_slots: HomeSlots | None = None
         """If batches farther ahead are announced to the homes; set on all ranks or on none."""
         self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in stores]
@@ -195,6 +178,7 @@ class RunAheadJob:
         settings_digest: int = 0,
         farther: Sequence[NextBatch] = (),
         passes_kept: int = 1,
+        changed: torch.Tensor | None = None,
     ) -> RunAheadResult:
         """Collective.
 
@@ -207,28 +191,29 @@ class RunAheadJob:
             settings_digest: of the optimizer settings of the last update.
             farther: batches that have become known, this one among the first; equally many on all ranks.
             passes_kept: batches before this one whose rows an update still needs.
+            changed: bool [] on the device: the last input is not the one that was located ahead for it.
         """
         if deferred is not None:
             deferred.push(self._sync)
-        resolved: Any = None
         error: Exception | None = None
         no_keys = torch.empty(0, dtype=torch.int64, device=self._device)
         found = FeatureKeys([], no_keys, None, [0] * len(self._stores))
-        if batch.given is not None and locate:
-            assert batch.resolve is not None  # noqa: S101
+        if batch.resolve is not None and locate:
             try:
-                resolved, found = batch.resolve()
+                found = batch.resolve()
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         touched = self._sync.new_touched()
         route = self._router.find(
-            found.keys, self._agreement(batch, error, settings_digest), touched, found.faulty, found.numbers, found.bags
-        )
+            found.keys, self._agreement(batch, error, settings_digest), touched, found.faulty, found.numbers,
+            found.bags, changed,
+        )  # fmt: skip
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
+        self.input_changed = agreement.changed
         self._inbox.end_exchange(max(agreement.version, 0))
         self._exchange.agreed(agreement.exchange)
-        result = RunAheadResult(resolved, error, None, -1, None, None, passes, (), ())
+        result = RunAheadResult(found.order, None, -1, None, None, passes, (), ())
         if agreement.version < 0:
             failed, rank = divmod(-1 - agreement.version, _MAX_RANKS)
             if agreement.fault < 0 and not failed:
@@ -252,7 +237,7 @@ class RunAheadJob:
                 found = None
                 if batch.resolve is not None:
                     try:
-                        _, found = batch.resolve()
+                        found = batch.resolve()
                     except Exception:  # its own look-up raises it
                         logger.debug("rank %d: a batch ahead cannot be resolved", self._rank, exc_info=True)
                 for store, slots in zip(self._stores, home_slots.exchange(found), strict=True):
@@ -270,7 +255,7 @@ class RunAheadJob:
         """
         version = self._inbox.begin_exchange()
         call = CallSignature.of(self._rank, trains=True, passes=0, steps=0)
-        if batch.given is None:
+        if batch.input is None:
             below_all = -1 - self._rank - (_MAX_RANKS if batch.failed else 0)
             return Agreement(below_all, -1, call, call, (settings_digest,) * 2, self._exchange.proposed)
         fault = 0 if error is None else 1 + self._rank

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from tests.support import changed_inputs
 from tests.support.ddp_jobs import ddp_alone
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
@@ -34,7 +35,8 @@ def check(
     pool = ranks(scenario.layout.world_size)
     job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
     results = pool.run(*job, scenario, loop)
-    if replace(loop, announced_passes=0, loops=1, break_at=-1) == Loop():
+    same = {"announced_passes": 0, "loops": 1, "break_at": -1, "changes": "", "one_thread": None, "depth": 1}
+    if replace(loop, **same) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
@@ -47,6 +49,7 @@ def check(
         assert result["digest"] == results[0]["digest"]
         assert result["deferred"] == results[0]["deferred"]
         assert result["threads"] == []
+        assert result["unused"] == results[0]["unused"]
         np.testing.assert_allclose(result["losses"], losses, rtol=0, atol=tolerance)
         for name, table in tables.items():
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
@@ -106,6 +109,43 @@ def test_other_work_in_the_loop_changes_nothing(ranks: Ranks, loop: Loop) -> Non
     if loop.bad_at >= 0:
         assert "row -1 of table 'item'" in results[-1]["errors"][0]
         assert all("rank 3 has input" in result["errors"][0] for result in results[:-1])
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("way", changed_inputs.WAYS)
+@pytest.mark.parametrize("answers", [None, ("sums", "rows")])
+def test_inputs_that_change_after_they_were_announced_train_equally(
+    ranks: Ranks, way: str, answers: tuple[str, str] | None, one_thread: bool
+) -> None:
+    """On the first rank alone. All ranks locate such a batch again, and count it."""
+    scenario = Scenario(2, 2, "rowwise_adagrad", steps=6, seed=6, answered_by=answers)
+    results = check(scenario, ranks, Loop(changes=way, one_thread=one_thread))
+    assert results[0]["unused"] > 0
+
+
+@pytest.mark.parametrize("loop", [Loop(evaluate_every=2), Loop(depth=3), Loop(announced_passes=1), Loop(loops=2)])
+def test_changed_inputs_train_equally_with_other_work_in_the_loop(ranks: Ranks, loop: Loop) -> None:
+    scenario = Scenario(2, 1, "rowwise_adagrad", passes=3, steps=8, seed=7, fast_memory_bytes=1_500)
+    for one_thread in (False, True):
+        assert check(scenario, ranks, replace(loop, changes="any", one_thread=one_thread))[0]["unused"] > 0
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread: bool, depth: int) -> None:
+    """On the last rank alone; the buffers of the other are new."""
+    own, other = (found for found in reversed(ranks(2).run("run_ahead_jobs:one_buffer", one_thread, depth)))
+    assert "rank 1: the loader has written a later batch to the memory of this one" in own
+    assert "rank 1 has input that cannot be looked up" in other
+
+
+@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize("bad", [-1, 50])
+def test_ids_masked_out_of_range_raise_as_without_run_ahead(ranks: Ranks, one_thread: bool, bad: int) -> None:
+    plain, ahead = (ranks(2).run("run_ahead_jobs:masked_badly", each, bad) for each in (None, one_thread))
+    assert plain == ahead
+    assert f"row {bad} of table 'item' is outside 0..49" in plain[1]
+    assert "rank 1 has input" in plain[0]
 
 
 def test_a_rank_without_input_trains_equally(ranks: Ranks) -> None:

@@ -1,0 +1,217 @@
+"""The input of a look-up as it was when it was announced, and what it is compared with when it is looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from flexd.embedding import devices
+from flexd.embedding.exchange.collectives import TrafficKind
+from flexd.embedding.exchange.column import Column, ReceivedRows
+from flexd.embedding.exchange.hop import Hop
+from flexd.embedding.jagged import Jagged, JaggedByOffsets
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as a factor: NaN is another number than itself, but has the same bits."""
+Flag = bool | torch.Tensor
+"""A bool of the host, or a bool [] on the device."""
+
+
+@dataclass(frozen=True)
+class InputValues:
+    """Features of an input, and what of its factors is sent with them.
+
+    Attributes:
+        factors: a factor for each id of some features.
+        summed: the features that are answered by sums: the exchange needs their factors.
+        joined: of a copy, all ``numbers`` of each dtype.
+    """
+
+    features: Mapping[str, Jagged]
+    factors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    summed: frozenset[str] = frozenset()
+    joined: Mapping[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """Ids, lengths and first offsets of the features."""
+        features = self.features.values()
+        firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)]
+        return [*(one.values for one in features), *(one.lengths for one in features), *firsts]
+
+    @torch.no_grad()
+    def copy(self) -> InputValues:
+        """Copy all numbers, and the factors without gradients, with one kernel for each dtype."""
+        names = [name for name, factors in self.factors.items() if not factors.requires_grad]
+        factors, _ = _copied([self.factors[name] for name in names])
+        numbers, joined = _copied(self.numbers)
+        copies = iter(numbers)
+        values = [next(copies) for _ in self.features]
+        lengths = [next(copies) for _ in self.features]
+        features: dict[str, Jagged] = {}
+        for (name, one), ids, of_samples in zip(self.features.items(), values, lengths, strict=True):
+            by_offsets = isinstance(one, JaggedByOffsets)
+            features[name] = (
+                JaggedByOffsets(ids, of_samples, next(copies)) if by_offsets else Jagged.checked(ids, of_samples)
+            )
+        factors_of = {**self.factors, **dict(zip(names, factors, strict=True))}
+        return replace(self, features=features, factors=factors_of, joined=joined)
+
+    def like(self, other: InputValues) -> InputValues:
+        """Return this input with its features in the order of another one, if that has the same."""
+        if self.features.keys() != other.features.keys():
+            return self
+        return replace(self, features={name: self.features[name] for name in other.features})
+
+
+def may_be_input(given: object, announced: object, *, by_value: bool = False) -> bool:
+    """Return whether two inputs of a forward pass are the same object, or mappings of the same objects or ids, or
+    (inputs of joined collections) tuples of such inputs.
+
+    Args:
+        by_value: the objects may be others: mappings of the same features, or one type.
+    """
+    if given is announced:
+        return True
+    if isinstance(given, tuple | list) and isinstance(announced, tuple | list):
+        pairs = zip(given, announced, strict=False)
+        return len(given) == len(announced) and all(may_be_input(*pair, by_value=by_value) for pair in pairs)
+    if not isinstance(given, Mapping) or not isinstance(announced, Mapping):
+        return by_value and type(given) is type(announced)
+    return given.keys() == announced.keys() and (
+        by_value or all(_is_same(value, announced[name]) for name, value in given.items())
+    )
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other or (isinstance(one, Jagged) and isinstance(other, Jagged) and one.values is other.values)
+
+
+class AnnouncedInput:
+    """An input of ``flexd.prefetch``, kept by value: the trainer may write to its objects at any time.
+
+    Args:
+        read: converts an input; raises an error if it cannot be looked up.
+    """
+
+    def __init__(self, given: Any, read: Callable[[Any], InputValues]) -> None:
+        self.given = given
+        self._read = read
+        self._error: Exception | None = None
+        self._overwritten: list[Flag] = []
+        self._at: frozenset[int] = frozenset()
+        try:
+            self._live = read(given)  # kept: the address of a temporary tensor would be used again
+            self._kept = self._live.copy()
+            self._at = frozenset(part.data_ptr() for part in self._live.numbers if part.numel())
+        except Exception as error:  # the look-up raises it
+            self._error = error
+
+    def values(self) -> InputValues:
+        """Return the input as it was announced, in memory that nobody else writes to.
+
+        Raises:
+            Exception: the input could not be read.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._kept
+
+    def compare(self, given: Any) -> tuple[InputValues, Flag]:
+        """Compare with the input of a look-up, by value and without waiting for the device.
+
+        Returns:
+            (the input of the look-up, or the announced one if it has another form; whether they differ).
+        """
+        kept = self.values()
+        try:
+            now = self._read(given).like(kept)
+        except Exception:  # its own look-up raises it
+            return kept, True
+        differs = _differ(now, kept)
+        return (kept if differs is True else now), differs
+
+    def check_overwritten(self, later: AnnouncedInput) -> None:
+        """Note whether the loader has written a later batch to the memory of this one."""
+        if self._error is None and not self._at.isdisjoint(later._at):
+            differs = _differ(self._live.like(self._kept), self._kept)
+            self._overwritten.append(differs)
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the loader has written a later batch to its memory. Waits for the device."""
+        return any(map(bool, self._overwritten))
+
+
+class ChangeNotice:
+    """Tells all ranks beside the rows of a look-up whether any rank's input has changed. A ``RowPiggyback``."""
+
+    def __init__(self, changed: torch.Tensor) -> None:
+        self._changed = changed.to(torch.int64).view(1, 1)
+
+    @property
+    def changed(self) -> bool:
+        """Whether it has on any rank, once every hop has exchanged its columns. Waits for the device."""
+        return bool(self._changed)
+
+    def columns(self, hop: Hop) -> list[Column]:
+        once = [1] * hop.peers.size
+        words = self._changed.expand(hop.peers.size, 1).contiguous()
+        return [Column(words, None, once, once, torch.int64, TrafficKind.SYNC)]
+
+    def receive(self, hop: Hop, arrived: Sequence[ReceivedRows]) -> None:
+        del hop
+        self._changed = arrived[0].whole(torch.int64).amax().view(1, 1)
+
+    def exchange(self, hops: Sequence[Hop]) -> None:
+        """Collective. Exchange it where there are no rows to go with."""
+        for hop in reversed(hops):
+            self.receive(hop, hop.exchange(self.columns(hop)))
+
+
+def _form(values: InputValues, summed: Collection[str]) -> tuple[object, ...]:
+    """Return what the host knows of an input."""
+    numbers = values.numbers
+    factors = [values.factors[name] for name in values.factors if name in summed]
+    kinds = [(name, type(one) is JaggedByOffsets) for name, one in values.features.items()]
+    return (
+        kinds, [part.numel() for part in (*numbers, *factors)], [part.dtype for part in (*numbers, *factors)],
+        {name: factor.requires_grad for name, factor in values.factors.items()},
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _differ(now: InputValues, kept: InputValues) -> Flag:
+    """Compare an input with a copy. Where the host sees that they differ it returns True."""
+    if _form(now, now.summed) != _form(kept, now.summed):
+        return True
+    pairs = [(torch.cat(parts), kept.joined[dtype]) for dtype, parts in _by_dtype(now.numbers).items()]
+    names = [name for name in now.factors if name in now.summed and not now.factors[name].requires_grad]
+    factors = _by_dtype([now.factors[name] for name in names]), _by_dtype([kept.factors[name] for name in names])
+    for dtype, parts in factors[0].items():
+        bits = _BITS[dtype.itemsize]
+        pairs.append((torch.cat(parts).view(bits), torch.cat(factors[1][dtype]).view(bits)))
+    if all(devices.in_host_memory(one) for one, _ in pairs):
+        return not all(torch.equal(*pair) for pair in pairs)
+    flags = [torch.ne(*pair).any() for pair in pairs]
+    return torch.stack(flags).any() if len(flags) > 1 else flags[0] if flags else False
+
+
+def _by_dtype(parts: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for part in parts:
+        found.setdefault(part.dtype, []).append(part)
+    return found
+
+
+def _copied(parts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[torch.dtype, torch.Tensor]]:
+    """Return copies of 1-d tensors, and what they are views of."""
+    some = _by_dtype(parts)
+    joined = {dtype: torch.cat(alike) for dtype, alike in some.items()}
+    copies = {
+        dtype: iter(joined[dtype].split_with_sizes([part.numel() for part in alike])) for dtype, alike in some.items()
+    }
+    return [next(copies[part.dtype]) for part in parts], joined

@@ -1,0 +1,132 @@
+"""Inputs of ``flexd.prefetch`` are kept and compared by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexd.core.errors import EmbeddingError
+from flexd.embedding import devices
+from flexd.embedding.jagged import Jagged, as_jagged
+from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues, may_be_input
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that reach a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def read(given: Mapping[str, Any]) -> InputValues:
+    factors = {"bag": given["factors"]} if "factors" in given else {}
+    features = {name: as_jagged(ids, name, defer_check=True) for name, ids in given.items() if name != "factors"}
+    return InputValues(features, factors, frozenset({"bag"}))
+
+
+def some() -> dict[str, Any]:
+    return {
+        "bag": Jagged(torch.arange(5), torch.tensor([2, 3])),
+        "dense": torch.arange(6, dtype=torch.int32).view(2, 3),
+        "offsets": (torch.arange(4), torch.tensor([0, 1, 4])),
+        "factors": torch.tensor([1.0, float("nan"), 2.0, 3.0, 4.0]),
+    }
+
+
+@pytest.fixture(params=[False, True], ids=["host", "device"])
+def on_device(request: pytest.FixtureRequest) -> Any:
+    with mock.patch.object(devices, "in_host_memory", return_value=not request.param):
+        yield request.param
+
+
+def test_equal_values_in_other_objects_and_another_order_are_the_same_input(on_device: bool) -> None:
+    announced = AnnouncedInput(some(), read)
+    values, differs = announced.compare(dict(reversed(some().items())))
+    assert not bool(differs), "NaN has the bits that it had"
+    assert list(values.features) == ["bag", "dense", "offsets"]
+    assert isinstance(differs, torch.Tensor) == on_device
+
+
+@pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        lambda given: given["bag"].values.__setitem__(4, 3),
+        lambda given: given["bag"].lengths.copy_(torch.tensor([3, 2])),
+        lambda given: given["bag"].values.resize_(4),
+        lambda given: given["dense"].numpy().__setitem__((1, 1), 7),
+        lambda given: given["dense"].set_(torch.zeros(3, 2, dtype=torch.int32)),
+        lambda given: given["offsets"][1].copy_(torch.tensor([1, 1, 4])),
+        lambda given: given["factors"].__setitem__(0, 0.5),
+        lambda given: given["factors"].requires_grad_(),
+        lambda given: given.pop("dense"),
+        lambda given: given.update(more=torch.arange(3)),
+        lambda given: given.update(dense=given["dense"].long()),
+        lambda given: given.update(bag="no ids"),
+    ],
+)
+def test_any_change_after_the_announcement_is_seen(changes: Any) -> None:
+    given = some()
+    announced = AnnouncedInput(given, read)
+    before = [part.clone() for part in announced.values().numbers]
+    changes(given)
+    values, differs = announced.compare(given)
+    assert bool(differs)
+    assert all(map(torch.equal, announced.values().numbers, before)), "what is located stays what was announced"
+    form = [part.numel() for part in values.numbers]
+    assert form == [part.numel() for part in before], "rows of the announced input are split by its sizes"
+
+
+def test_factors_of_what_is_answered_by_rows_do_not_count() -> None:
+    given = some()
+    announced = AnnouncedInput(given, lambda one: InputValues(read(one).features, read(one).factors))
+    given["factors"][0] = 9.0
+    assert not bool(announced.compare(given)[1])
+
+
+def test_an_input_that_cannot_be_read_raises_its_error_when_it_is_located() -> None:
+    with pytest.raises(EmbeddingError, match="instead of a Jagged"):
+        AnnouncedInput({"bag": "no ids"}, read).values()
+
+
+def test_a_buffer_that_is_filled_again_is_noted() -> None:
+    buffer = torch.arange(4)
+    first, same, other = (AnnouncedInput({"bag": (buffer, torch.tensor([0, 4]))}, read) for _ in range(3))
+    first.check_overwritten(same)
+    assert not first.overwritten
+    buffer += 1
+    first.check_overwritten(AnnouncedInput({"bag": (buffer.clone(), torch.tensor([0, 4]))}, read))
+    assert not first.overwritten, "by a batch of its own memory"
+    first.check_overwritten(other)
+    assert first.overwritten
+
+
+@pytest.mark.usefixtures("on_device")
+def test_launches_do_not_grow_with_features() -> None:
+    counts = []
+    for features in (2, 200):
+        given = {str(name): Jagged(torch.arange(3), torch.tensor([1, 2])) for name in range(features)}
+        with Launches() as launches:
+            AnnouncedInput(given, read).compare(given)
+        counts.append(launches.count)
+    assert counts[0] == counts[1] <= 6
+
+
+def test_other_objects_are_the_input_only_by_value() -> None:
+    given = some()
+    assert may_be_input(dict(given), given)
+    assert not may_be_input(some(), given)
+    assert may_be_input(some(), given, by_value=True)
+    assert may_be_input((some(), {}), (given, {}), by_value=True)
+    assert not may_be_input({"bag": given["bag"]}, given, by_value=True)
+    assert not may_be_input((given,), given, by_value=True)
