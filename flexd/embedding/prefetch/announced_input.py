@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class InputValues:
     summed: frozenset[str] = frozenset()
     joined: Mapping[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def numbers(self) -> list[torch.Tensor]:
         """Ids, lengths and first offsets of the features."""
         features = self.features.values()
@@ -62,7 +63,7 @@ class InputValues:
 
     def like(self, other: InputValues) -> InputValues:
         """Return this input with its features in the order of another one, if that has the same."""
-        if self.features.keys() != other.features.keys():
+        if list(self.features) == list(other.features) or self.features.keys() != other.features.keys():
             return self
         return replace(self, features={name: self.features[name] for name in other.features})
 
