@@ -53,7 +53,7 @@ class Components:
 
     Attributes:
         settings: the effective configuration; replaced by a reload.
-        snapshots: of this daemon, and those that were quarantined.
+        snapshots: of this daemon.
     """
 
     settings: Config
@@ -106,7 +106,7 @@ class Components:
                 "planning": planning_status(planning, self.auto),
                 "throttle": throttle_status(self.pacing.snapshot()),
                 "snapshot": snapshot_status(ingest, self.snapshots),
-                "state": state_status(self.ingestor, self.snapshots),
+                "state": state_status(self.ingestor),
             }
         )
 

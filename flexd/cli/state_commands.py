@@ -1,4 +1,4 @@
-"""``state``: look at the saved state of a daemon, back it up, move it, or start without it."""
+"""``state``: show the saved state of a daemon, or start without it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,22 @@ import typer
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.interactive import DryRunOption, YesOption, confirm
-from flexd.cli.options import ConfigOption, OutputOption, check_file
+from flexd.cli.options import ConfigOption, OutputOption
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
-from flexd.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.daemon.state_admin import StateReport
-    from flexd.daemon.state_archive import Manifest
     from flexd.sketch.table_outcome import TableOutcome
     from flexd.stream.offsets_in_work import PoisonOffset
 
 app = typer.Typer(
-    help="Show, export, import or reset the saved state of a daemon.\n\n"
+    help="Show or reset the saved state of a daemon.\n\n"
     "These commands read the files in state.dir of FILE, not a running daemon.\n\n"
     "Example: flexd state show -c configs/laptop.yaml",
     no_args_is_help=True,
 )
-NamesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[NAME]...", help="Snapshots that were quarantined.")
-]
 
 
 def _load(config: Path) -> Config:
@@ -68,10 +63,10 @@ def reset(
     dry_run: DryRunOption = False,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Quarantine all snapshots, so that the next start counts from empty.
+    """Remove the snapshots, so that the next start counts from empty.
 
-    By default the next start reads all that the stream still holds. Files of a newer flexd are quarantined too. Exit
-    status 6 if a daemon uses the directory.
+    The newest is kept under a name that ends in .unusable; renamed back, it is used again. By default the next start
+    reads all that the stream still holds. Exit status 6 if a daemon uses the directory.
 
     Example: flexd state reset -c configs/laptop.yaml --yes
     """
@@ -81,7 +76,7 @@ def reset(
     report = state_admin.report(loaded)
     accesses = report.snapshots[0].accesses if report.snapshots else 0
     words = (
-        f"This quarantines {units.plural(len(report.snapshots), 'snapshot')} with {units.count(accesses)} accesses in "
+        f"This removes {units.plural(len(report.snapshots), 'snapshot')} with {units.count(accesses)} accesses in "
         f"{report.directory}."
     )
     if dry_run:
@@ -89,105 +84,7 @@ def reset(
         return
     confirm(f"{words} Reset?", yes)
     directory, moved = state_admin.reset(loaded, keep_positions=keep_positions)
-    emit({"directory": str(directory), "quarantined": moved}, [_named("quarantined", moved)], output)
-
-
-@app.command("restore")
-def restore(
-    config: ConfigOption,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A snapshot that was quarantined.")],
-    yes: YesOption = False,
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
-    """Make a snapshot that was quarantined the newest one.
-
-    The next start continues from its counters and stream positions. Exit status 6 if a daemon uses the directory.
-
-    Example: flexd state restore -c configs/laptop.yaml snapshot-000000000012-emptied.flexd --yes
-    """
-    loaded = _load(config)
-    from flexd.daemon import state_admin
-
-    confirm(f"The next start continues from {name}. Restore?", yes)
-    path = state_admin.restore(loaded, name)
-    emit({"snapshot": str(path)}, [Facts("", (("newest snapshot", str(path)),))], output)
-
-
-@app.command("discard")
-def discard(
-    config: ConfigOption,
-    names: NamesArgument = None,
-    everything: Annotated[bool, typer.Option("--all", help="Delete all quarantined snapshots.")] = False,
-    yes: YesOption = False,
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
-    """Delete quarantined snapshots. May run beside the daemon.
-
-    Example: flexd state discard -c configs/laptop.yaml --all --yes
-    """
-    if bool(names) == everything:
-        raise ConfigError("give names of snapshots, or --all", remedy="`flexd state show` lists them")
-    loaded = _load(config)
-    from flexd.daemon import state_admin
-
-    confirm(f"Delete {'all quarantined snapshots' if everything else ', '.join(names or [])}?", yes)
-    deleted = state_admin.discard(loaded, names or [])
-    emit({"deleted": deleted}, [_named("deleted", deleted)], output)
-
-
-@app.command("export")
-def export(
-    config: ConfigOption,
-    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="File to write.")],
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
-    """Write the newest snapshot, the journal, the history, the decisions and the deadly offsets to one file.
-
-    May run beside the daemon.
-
-    Example: flexd state export -c configs/laptop.yaml backup.flexd-state
-    """
-    loaded = _load(config)
-    check_file("ARCHIVE", archive)
-    from flexd.daemon import state_archive
-
-    _emit_manifest(state_archive.export_state(loaded, archive), archive, output)
-
-
-@app.command("import")
-def import_(
-    config: ConfigOption,
-    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="File that `flexd state export` wrote.")],
-    replace: Annotated[bool, typer.Option("--replace", help="Quarantine the state that state.dir has.")] = False,
-    yes: YesOption = False,
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
-    """Make the state of an archive that of state.dir.
-
-    Refused if a daemon uses the directory (exit status 6), if it has state and --replace is not given, or if a daemon
-    with FILE could not continue from the archive (exit status 9). Interrupted, it can be run again.
-
-    Example: flexd state import -c configs/laptop.yaml backup.flexd-state --replace --yes
-    """
-    loaded = _load(config)
-    from flexd.daemon import state_archive
-
-    confirm(f"Import {archive} into {loaded.state.dir}?", yes)
-    _emit_manifest(state_archive.import_state(loaded, archive, replace=replace), archive, output)
-
-
-def _emit_manifest(manifest: Manifest, archive: Path, output: OutputFormat) -> None:
-    rows = tuple((name, units.size(size), digest[:16]) for name, (size, digest) in sorted(manifest.files.items()))
-    facts = Facts(
-        "",
-        (
-            ("archive", str(archive)),
-            ("job", manifest.job),
-            ("written by", f"flexd {manifest.version}, {units.when(manifest.unix_seconds)}"),
-        ),
-    )
-    files = Table("files", ("file", "size", "SHA-256"), rows, frozenset(("size",)))
-    emit({"archive": str(archive), **dataclasses.asdict(manifest)}, [facts, files], output)
+    emit({"directory": str(directory), "removed": moved}, [_named("removed", moved)], output)
 
 
 def _document(report: StateReport) -> dict[str, Any]:
@@ -198,10 +95,6 @@ def _document(report: StateReport) -> dict[str, Any]:
         "restored_from": None if report.preview.path is None else report.preview.path.name,
         "tables": [dataclasses.asdict(outcome) for outcome in report.preview.outcomes],
         "snapshots": [dataclasses.asdict(saved) for saved in report.snapshots],
-        "quarantined": [
-            {"name": kept.path.name, "reason": kept.reason, "bytes": kept.bytes, "unix_seconds": kept.unix_seconds}
-            for kept in report.quarantined
-        ],
         "deadly_offsets": [dataclasses.asdict(offset) for offset in report.deadly_offsets],
     }
 
@@ -226,12 +119,6 @@ def _blocks(report: StateReport) -> list[Block]:
     if report.preview.outcomes:
         rows = tuple(_outcome(outcome) for outcome in report.preview.outcomes)
         blocks.append(Table("tables", ("table", "outcome", "accesses", "detail"), rows, frozenset(("accesses",))))
-    if report.quarantined:
-        kept = tuple(
-            (kept.path.name, kept.reason, units.when(kept.unix_seconds), units.size(kept.bytes))
-            for kept in report.quarantined
-        )
-        blocks.append(Table("quarantined", ("snapshot", "reason", "written", "size"), kept, frozenset(("size",))))
     if report.deadly_offsets:
         rows = tuple(_deadly(offset) for offset in report.deadly_offsets)
         columns = ("partition", "first", "last", "deaths", "last death", "next start")

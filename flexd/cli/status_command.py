@@ -144,7 +144,7 @@ def _sketch(status: Status) -> Facts:
     if snapshot.problem:
         facts.append(("problem", snapshot.problem))
     facts += _restored(status.state)
-    return Facts("sketch", tuple(facts), PROBLEM | {"not restored", "quarantined"})
+    return Facts("sketch", tuple(facts), PROBLEM | {"not restored"})
 
 
 def _restored(state: StateStatus) -> list[tuple[str, str]]:
@@ -158,15 +158,6 @@ def _restored(state: StateStatus) -> list[tuple[str, str]]:
         named = ", ".join(f"{table.table} ({table.detail})" for table in lost[:MAX_LOST_TABLES])
         more = f" and {len(lost) - MAX_LOST_TABLES} more" if len(lost) > MAX_LOST_TABLES else ""
         facts.append(("not restored", f"{units.count(state.lost_accesses)} accesses of {named}{more}"))
-    if state.quarantined:
-        newest = state.quarantined[0]
-        facts.append(
-            (
-                "quarantined",
-                f"{units.plural(len(state.quarantined), 'snapshot')}, the newest {newest.reason} ({newest.name}); "
-                "see flexd state show",
-            )
-        )
     return facts
 
 

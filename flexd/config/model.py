@@ -72,9 +72,9 @@ class StateConfig(Section):
     keep_snapshots: Annotated[Int, Field(ge=1, le=1000)] = 3
     """Number of snapshots to keep; older ones are deleted."""
     on_unusable: Literal["exit", "wait", "reset"] = "exit"
-    """Reaction of a start to saved state that it cannot continue from (of a newer flexd, damaged, or without a table
-    that fits). ``exit``: end with exit status 9. ``wait``: count nothing, serve the API, say why on ``/readyz``, and
-    start once an operator has run ``flexd state reset``. ``reset``: quarantine it and start empty."""
+    """Reaction of a start to saved state that it cannot continue from (of a newer flexd, damaged, or of other
+    tables). ``exit``: end with exit status 9. ``wait``: count nothing, serve the API, say why on ``/readyz``, and
+    start once an operator has run ``flexd state reset``. ``reset``: rename it and start empty."""
     keep_migrations: Annotated[Int, Field(ge=1, le=1_000_000)] = 1000
     """Number of migrations in the history (``migrations.sqlite``, some 2 kB each); older ones are deleted."""
 

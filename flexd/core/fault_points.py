@@ -23,12 +23,11 @@ POINTS = (
     "journal.append", "journal.appended", "chunk.announce", "chunk.announced", "chunk.half_sent", "chunk.sent",
     "chunk.agreed", "chunk.applied", "migration.finished", "snapshot.begin", "snapshot.copied", "snapshot.written",
     "snapshot.renamed", "snapshot.committed",
-    "quarantine.linked", "reset.saved", "reset.moved", "export.written", "import.extracted", "import.moving",
-    "import.moved",
+    "reset.saved", "reset.moved",
 )  # fmt: skip
-"""In the order in which a daemon first passes them, except for snapshots. Those from ``quarantine.linked`` on are
-passed by a start with changed state, and by ``flexd state``."""
-POINTS_OF_A_JOB = POINTS[: POINTS.index("quarantine.linked")]
+"""In the order in which a daemon first passes them, except for snapshots. Those from ``reset.saved`` on are
+passed by ``flexd state reset``."""
+POINTS_OF_A_JOB = POINTS[: POINTS.index("reset.saved")]
 """The points that the daemon of a training job passes again and again."""
 
 THREAD_POINTS = (

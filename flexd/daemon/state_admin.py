@@ -1,27 +1,23 @@
-"""Commands of an operator on the state of a daemon: look, reset, restore and discard snapshots.
+"""Commands of an operator on the state of a daemon: show and reset.
 
-Everything that changes state takes the lock of the directory, so a running daemon is never disturbed.
+A reset takes the lock of the directory, so a running daemon is never disturbed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexd.config.model import Config
-from flexd.core.durable import sync_directory
 from flexd.core.errors import SketchError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
-from flexd.daemon.state_files import IMPORTING, check_import_ended, newer_files, quarantine_state_file
+from flexd.daemon.state_files import newer_files, set_aside
 from flexd.daemon.state_lock import StateLock
 from flexd.daemon.state_owner import check_owner
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
 from flexd.sketch import snapshot
-from flexd.sketch.quarantine import QuarantinedSnapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.offsets_in_work import RECORD_NAME, PoisonOffset, read_record
@@ -61,7 +57,6 @@ class StateReport:
 
     directory: Path
     snapshots: tuple[SavedSnapshot, ...]
-    quarantined: tuple[QuarantinedSnapshot, ...]
     preview: RestorePreview
     problems: tuple[str, ...]
     deadly_offsets: tuple[PoisonOffset, ...] = ()
@@ -95,17 +90,15 @@ def report(config: Config) -> StateReport:
     problems = list(newer_files(directory).values())
     try:
         check_owner(directory, config.job)
-        check_import_ended(directory)
     except SnapshotError as error:
         problems.append(error.message)
     deadly: tuple[PoisonOffset, ...] = ()
-    # Of a newer flexd it is among the problems; a damaged one is quarantined by the next start.
+    # Of a newer flexd it is among the problems; a damaged one is set aside by the next start.
     with contextlib.suppress(SnapshotError):
         deadly = read_record(directory / RECORD_NAME)
     return StateReport(
         directory,
         tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
-        tuple(store.quarantine.list()),
         preview(store, config.keyspace().tables, factory.sketch_settings(config)),
         tuple(problems),
         deadly,
@@ -113,13 +106,15 @@ def report(config: Config) -> StateReport:
 
 
 def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
-    """Quarantine all snapshots, and files of a newer format, so that the next start is empty.
+    """Set the newest snapshot aside and delete the others, so that the next start is empty.
+
+    Files of a newer format are set aside too.
 
     Args:
         keep_positions: count from the positions of the newest snapshot on, instead of all that the stream still holds.
 
     Returns:
-        (the directory, the names of what was quarantined).
+        (the directory, the names of what left).
 
     Raises:
         StateLockedError: a daemon uses the directory.
@@ -127,55 +122,16 @@ def reset(config: Config, *, keep_positions: bool) -> tuple[Path, list[str]]:
         SnapshotError: something cannot be moved or written, or there are no positions to keep.
     """
     directory = directory_of(config)
-    with locked(directory):
-        check_owner(directory, config.job)
-        return directory, _reset(config, directory, keep_positions)
-
-
-def restore(config: Config, name: str) -> Path:
-    """Make a snapshot that was quarantined the newest one, so that the next start continues from it.
-
-    Returns:
-        its new path.
-
-    Raises:
-        StateLockedError: a daemon uses the directory.
-        SnapshotError: there is none of that name, or it is damaged or of a newer format.
-    """
-    directory = directory_of(config)
-    with locked(directory):
-        check_owner(directory, config.job)
-        return _restore(config, directory, name)
-
-
-def discard(config: Config, names: list[str]) -> list[str]:
-    """Delete quarantined snapshots; may run beside the daemon. Returns their names.
-
-    Args:
-        names: none: all of them.
-
-    Raises:
-        SnapshotError: there is none of a name, or it cannot be deleted.
-    """
-    quarantine = _reader(directory_of(config)).quarantine
-    chosen = names or [kept.path.name for kept in quarantine.list()]
-    for name in chosen:
-        quarantine.discard(name)
-    return chosen
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a state directory. Raises StateLockedError if a daemon uses it for ``LOCK_WAIT_SECONDS``."""
     lock = StateLock(directory, LOCK_WAIT_SECONDS)
     try:
-        yield
+        check_owner(directory, config.job)
+        return directory, _reset(config, directory, keep_positions)
     finally:
         lock.release()
 
 
 def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
-    # A rotation that removes nothing: all snapshots are quarantined.
+    # A rotation that removes nothing.
     store = SnapshotStore(directory / "snapshots", 2**31)
     old = store.paths()
     if keep_positions:
@@ -184,14 +140,12 @@ def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
     moved = []
     # The oldest first: interrupted, the directory means what it meant before.
     for path in reversed(old):
-        moved.append(store.quarantine.add(path, "reset", move=True).name)
+        store.set_aside(path)
+        moved.append(path.name)
         fault_point("reset.moved")
     for file in newer_files(directory):
-        quarantine_state_file(directory, file)
+        set_aside(directory, file)
         moved.append(file.name)
-    with contextlib.suppress(FileNotFoundError):
-        (directory / IMPORTING).unlink()
-    sync_directory(directory)
     return moved
 
 
@@ -216,23 +170,6 @@ def _save_empty(config: Config, store: SnapshotStore, old: list[Path]) -> None:
         f"{store.directory}: no snapshot with stream positions: {'; '.join(problems) or 'there is none'}",
         remedy="reset without --keep-positions",
     )
-
-
-def _restore(config: Config, directory: Path, name: str) -> Path:
-    store = SnapshotStore(directory / "snapshots", config.state.keep_snapshots)
-    for kept in store.quarantine.list():
-        if kept.path.name == name:
-            snapshot.read(kept.path)
-            newest = max((snapshot.number_of(path) for path in store.paths()), default=0)
-            target = store.directory / f"snapshot-{newest + 1:012d}.flexd"
-            try:
-                os.replace(kept.path, target)
-                sync_directory(store.directory)
-                sync_directory(store.quarantine.directory)
-            except OSError as error:
-                raise SnapshotError(f"{kept.path}: {error.strerror}", remedy="check its permissions") from error
-            return target
-    raise SnapshotError(f"no snapshot {name!r} was quarantined", remedy="list them with `flexd state show`")
 
 
 def _describe(path: Path) -> SavedSnapshot | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flexd.config import tables_file
 from flexd.control.daemon import journal
-from flexd.core.durable import sync_directory
+from flexd.core.durable import UNUSABLE, sync_directory
 from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
 from flexd.ingest.restore import UNUSABLE_REMEDY
 from flexd.operations import decisions, plan_log
@@ -22,11 +22,6 @@ from flexd.operations.history import store as history
 from flexd.stream import offsets_in_work
 
 logger = logging.getLogger("flexd")
-
-NEWER = ".newer"
-"""Suffix of a file of a newer format that was quarantined."""
-IMPORTING = "import-unfinished"
-"""A file that exists while an import replaces the state."""
 
 
 @dataclass(frozen=True)
@@ -72,31 +67,21 @@ def check_files(state_dir: Path, *, start_empty: bool) -> None:
     """Check the formats of the state's files.
 
     Args:
-        start_empty: quarantine files of a newer format and start without them.
+        start_empty: set files of a newer format aside and start without them.
 
     Raises:
-        UnusableStateError: some are of a newer format, or an import did not end; nothing has changed.
+        UnusableStateError: some are of a newer format; nothing has changed.
     """
-    check_import_ended(state_dir)
     found = newer_files(state_dir)
     if found and not start_empty:
         raise UnusableStateError("; ".join(found.values()), remedy=UNUSABLE_REMEDY)
     for file, problem in found.items():
-        logger.error("%s: it is kept as %s%s", problem, file.name, NEWER)
-        quarantine_state_file(state_dir, file)
+        logger.error("%s: it is now %s%s", problem, file.name, UNUSABLE)
+        set_aside(state_dir, file)
 
 
-def check_import_ended(state_dir: Path) -> None:
-    """Raises UnusableStateError if an import was interrupted."""
-    if (state_dir / IMPORTING).exists():
-        raise UnusableStateError(
-            f"state.dir: {state_dir} holds a part of an import that did not end",
-            remedy="run `flexd state import` again",
-        )
-
-
-def quarantine_state_file(state_dir: Path, file: StateFile, suffix: str = NEWER) -> None:
-    """Rename a file and what belongs to it.
+def set_aside(state_dir: Path, file: StateFile) -> None:
+    """Rename a file and what belongs to it, so that a start does without it.
 
     Raises:
         SnapshotError: it cannot be renamed.
@@ -106,7 +91,7 @@ def quarantine_state_file(state_dir: Path, file: StateFile, suffix: str = NEWER)
         # The side files first: SQLite would apply a log that stays to the next file of that name.
         for side in (*file.side_files, ""):
             with contextlib.suppress(FileNotFoundError):
-                Path(f"{path}{side}").replace(f"{path}{suffix}{side}")
+                Path(f"{path}{side}").replace(f"{path}{UNUSABLE}{side}")
         sync_directory(path.parent)
     except OSError as error:
         raise SnapshotError(f"{path} cannot be renamed: {error.strerror}", remedy="check its permissions") from error

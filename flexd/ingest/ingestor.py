@@ -72,7 +72,7 @@ class Ingestor:
         clock: Unix seconds; accesses dated later than this, beyond the allowance, are counted at their arrival.
         save_in_background: snapshots are written while ingest continues; False stops ingest until they are on disk.
         supervisor: of the process; records the faults of the thread.
-        start_empty: quarantine saved state that cannot be used and start without it.
+        start_empty: set saved state aside that cannot be used, and start without it.
 
     Raises:
         UnusableStateError: there is saved state, and none of it can be used.

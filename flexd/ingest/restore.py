@@ -1,9 +1,9 @@
 """Loads the state that ingest starts from: the newest usable snapshot, or empty sketches.
 
-Stream positions stay with the counts. A table that starts empty, because it is new or cannot be converted, counts from
-the restored positions on: the accesses before them are in the counters of the other tables already, and one position
-serves all tables, so they are not read again for one. Where no table's counts can be continued the daemon does not
-start, unless it may start empty: then it has no positions either, and counts what the stream still holds.
+Stream positions stay with the counts. A table that starts empty, because it is new or its counters are others now,
+counts from the restored positions on: the accesses before them are in the counters of the other tables already, and one
+position serves all tables, so they are not read again for one. Where no saved table is configured any more the daemon
+does not start, unless it may start empty: then it has no positions either, and counts what the stream still holds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 from flexd.core.errors import SketchError, SnapshotError, StateVersionError, UnusableStateError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import saved_state, table_migration
-from flexd.sketch.quarantine import Reason
+from flexd.sketch import snapshot, table_restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_outcome import TableOutcome
@@ -102,11 +101,10 @@ def restore(
 ) -> RestoredState:
     """Load the newest usable snapshot, table by table, into the configured tables and settings.
 
-    A damaged snapshot is quarantined, and the one before it is used. Of a snapshot from which tables start empty or are
-    converted, the file is quarantined too, so that it can be imported again.
+    A damaged snapshot is set aside, and the one before it is used.
 
     Args:
-        start_empty: quarantine unusable state and start without it.
+        start_empty: set unusable state aside and start without it.
 
     Raises:
         UnusableStateError: there are snapshots, and none can be used; nothing has changed.
@@ -115,35 +113,39 @@ def restore(
     state = RestoredState(SketchSet.of(tables, settings))
     if snapshots is None:
         return state
-    refused: list[tuple[Path, Reason, str]] = []
+    refused: list[tuple[Path, bool, str]] = []  # (path, whether it is damaged, the problem)
     for path in snapshots.paths():
         try:
-            _load(state, snapshots, path, tables, settings)
+            _load(state, path, tables, settings)
             break
         except StateVersionError as error:
             # An older snapshot would do, but nobody has said that what the newer flexd counted may go.
-            refused.append((path, "newer", f"{path.name}: {error.message}"))
+            refused.append((path, False, f"{path.name}: {error.message}"))
             if not start_empty:
                 break
         except UnusableStateError as error:
-            refused.append((path, "unusable", error.message))
+            refused.append((path, False, error.message))
             if not start_empty:
                 break
         except (SnapshotError, SketchError) as error:
-            refused.append((path, "damaged", f"{path} is not used: {error.message}"))
-    usable = state.path is not None and all(reason == "damaged" for _, reason, _ in refused)
+            refused.append((path, True, f"{path} is not used: {error.message}"))
+    usable = state.path is not None and all(damaged for _, damaged, _ in refused)
     if refused and not usable and not start_empty:
         raise UnusableStateError(
             f"{snapshots.directory}: the saved counters cannot be continued: "
             + "; ".join(problem for _, _, problem in refused)[:2_000],
             remedy=UNUSABLE_REMEDY,
         )
-    for path, reason, problem in refused:
+    # The newest last: it is the one that stays.
+    for path, _, problem in reversed(refused):
         state.report(problem)
-        _quarantine(state, snapshots, path, reason, move=True)
+        try:
+            _log.warning("ingest: %s is now %s", path.name, snapshots.set_aside(path).name)
+        except SnapshotError as error:
+            state.report(str(error))
     if refused and state.path is None:
         state.report("the sketches start empty, and the stream at its earliest message")
-    _report_outcomes(state, snapshots)
+    _report_outcomes(state.outcomes)
     return state
 
 
@@ -157,7 +159,7 @@ def read_newest(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings:
     state = RestoredState(SketchSet.of(tables, settings))
     for path in snapshots.paths():
         try:
-            _load(state, snapshots, path, tables, settings)
+            _load(state, path, tables, settings)
         except (SnapshotError, SketchError) as error:
             state.problems.append(f"{path.name}: {error.message}")
         else:
@@ -195,7 +197,7 @@ def preview(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: Ske
     refused: list[str] = []
     for path in snapshots.paths():
         try:
-            _, outcomes = _outcomes(path, snapshots.read(path)[0], tables, settings)
+            _, outcomes = _outcomes(path, snapshot.read(path)[0], tables, settings)
         except (StateVersionError, UnusableStateError) as error:
             refused.append(error.message)
             return RestorePreview(None, (), tuple(refused), starts=False)
@@ -209,52 +211,35 @@ def preview(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: Ske
 def _outcomes(
     path: Path, meta: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings
 ) -> tuple[SnapshotMeta, tuple[TableOutcome, ...]]:
-    """Raises UnusableStateError if no counts at all could be continued, and not because another share is read now."""
+    """Raises UnusableStateError if the state is of other tables: those of another job, or of a wrong configuration."""
     saved = SnapshotMeta.of(meta)
-    outcomes = table_migration.outcomes_of(saved.sketches, tables, settings)
-    counted = sum(outcome.accesses for outcome in outcomes)
-    same_share = saved_state.settings_of(saved.sketches.get("settings", {})).share == settings.share
-    if same_share and counted and counted == sum(outcome.lost for outcome in outcomes):
-        reasons = dict.fromkeys(f"{outcome.table}: {outcome.detail}" for outcome in outcomes if outcome.lost)
+    outcomes = table_restore.outcomes_of(saved.sketches, tables, settings)
+    removed = [outcome.table for outcome in outcomes if outcome.outcome == "removed"]
+    if removed and len(outcomes) == len(removed) + sum(outcome.outcome == "new" for outcome in outcomes):
         raise UnusableStateError(
-            f"{path.name}: no table's counts can be continued ({'; '.join(reasons)[:500]})", remedy=UNUSABLE_REMEDY
+            f"{path.name}: none of its tables is configured ({', '.join(removed)[:500]})", remedy=UNUSABLE_REMEDY
         )
     return saved, outcomes
 
 
-def _load(
-    state: RestoredState, snapshots: SnapshotStore, path: Path, tables: Sequence[TableSpec], settings: SketchSettings
-) -> None:
+def _load(state: RestoredState, path: Path, tables: Sequence[TableSpec], settings: SketchSettings) -> None:
     """Load one snapshot into ``state``: as a whole or not at all."""
-    meta, arrays = snapshots.read(path)
+    meta, arrays = snapshot.read(path)
     saved, _ = _outcomes(path, meta, tables, settings)
-    sketches, outcomes = table_migration.restore(saved.sketches, arrays, tables, settings)
+    sketches, outcomes = table_restore.restore(saved.sketches, arrays, tables, settings)
     state.sketches, state.outcomes, state.path = sketches, outcomes, path
     state.positions, state.generation = saved.positions, saved.generation + GENERATION_RESERVE
     state.extra = saved.extra
 
 
-def _report_outcomes(state: RestoredState, snapshots: SnapshotStore) -> None:
-    for outcome in state.outcomes:
-        if outcome.lost:
+def _report_outcomes(outcomes: Sequence[TableOutcome]) -> None:
+    for outcome in outcomes:
+        if outcome.outcome == "removed":
+            _log.warning("ingest: table %s is removed: %d accesses are not continued", outcome.table, outcome.lost)
+        elif outcome.outcome == "emptied":
             _log.warning(
-                "ingest: table %s %s: %d accesses are not continued (%s)", outcome.table,
-                "is removed" if outcome.outcome == "removed" else "starts empty", outcome.lost, outcome.detail,
+                "ingest: table %s starts empty: its counters changed (%s), %d accesses are not continued",
+                outcome.table, outcome.detail, outcome.lost,
             )  # fmt: skip
-        elif outcome.outcome in ("converted", "new"):
-            _log.info("ingest: table %s is %s %s", outcome.table, outcome.outcome, outcome.detail)
-    if state.path is None:
-        return
-    if any(outcome.lost for outcome in state.outcomes):
-        _quarantine(state, snapshots, state.path, "emptied", move=False)
-    elif any(outcome.outcome == "converted" and outcome.accesses for outcome in state.outcomes):
-        _quarantine(state, snapshots, state.path, "converted", move=False)
-
-
-def _quarantine(state: RestoredState, snapshots: SnapshotStore, path: Path, reason: Reason, *, move: bool) -> None:
-    try:
-        kept = snapshots.quarantine.add(path, reason, move=move)
-    except SnapshotError as error:
-        state.report(str(error))
-    else:
-        _log.warning("ingest: %s is kept as %s", path.name, kept)
+        elif outcome.outcome == "new":
+            _log.info("ingest: table %s is new", outcome.table)

@@ -2,8 +2,8 @@
 
 A sample is kept if ``Exp(1) / weight`` is small, with the draw taken from a hash of the sample (priority sampling with
 forward decay: Efraimidis and Spirakis, IPL 2006; Cormode et al., ICDE 2009, section 4; coordinated by the hash as in
-Cohen, *Sampling big data for distributed analytics*, 2014). So all rows of a sample are kept or none, whichever table,
-message or daemon they come from, and the samples of several daemons merge into that of all their messages.
+Cohen, *Sampling big data for distributed analytics*, 2014). So all rows of a sample are kept or none, whichever
+table or message they come from.
 """
 
 from __future__ import annotations
@@ -164,32 +164,9 @@ class CoAccessSample:
             if at < len(lengths):
                 self._trim(self._words)
 
-    def merge(self, other: CoAccessSample) -> None:
-        """Become a sample of both; the other is not changed.
-
-        Raises:
-            SketchError: the other has other tables or another half-life.
-        """
-        if other._table_rows != self._table_rows or other._weight_per_second != self._weight_per_second:
-            raise SketchError(
-                "co-access samples of other tables or half-lives cannot be merged",
-                remedy="give all daemons of a job the same tables and sketch settings",
-            )
-        self._limit = min(self._limit, other._limit)
-        both = np.concatenate([self._words[: self._used], other._words[: other._used]])
-        self._load_words(both)
-        self._counts += other._counts
-        self.offered += other.offered
-
     def copy(self) -> CoAccessSample:
         twin = copy.copy(self)
         twin._words, twin._counts = self._words.copy(), self._counts.copy()
-        return twin
-
-    def empty_copy(self) -> CoAccessSample:
-        twin = copy.copy(self)
-        twin._words, twin._counts = np.zeros_like(self._words), np.zeros_like(self._counts)
-        twin._used, twin._limit, twin.offered = 0, math.inf, 0
         return twin
 
     def read(self, tables: Sequence[str]) -> CoAccess:
@@ -233,15 +210,11 @@ class CoAccessSample:
         meta = {"limit": self._limit.hex(), "offered": self.offered, "counts": self._counts.tolist()}
         return meta, {_ARRAY: self._words[: self._used].copy()}
 
-    def load(
-        self, meta: dict[str, Any], arrays: Arrays, tables: Sequence[int] | None = None, same_decay: bool = True
-    ) -> None:
+    def load(self, meta: dict[str, Any], arrays: Arrays, tables: Sequence[int] | None = None) -> None:
         """Replace everything by what ``state`` returned, of this or another memory or list of tables.
 
         Args:
             tables: index here of each of the saved tables, -1 for those that are no more; None: they are the same.
-            same_decay: False if it was saved with another half-life: the samples with the lowest priorities are kept
-                then as if they were all that had been offered.
 
         Raises:
             SketchError: it is damaged.
@@ -266,8 +239,7 @@ class CoAccessSample:
         words[places + 6] = np.maximum(now, 0).astype(np.uint32)
         if not fits.all():
             words = words[np.repeat(fits, sizes + HEADER)]
-        self._limit = limit if same_decay else math.inf
-        self._counts, self.offered = counts, int(meta["offered"])
+        self._limit, self._counts, self.offered = limit, counts, int(meta["offered"])
         self._load_words(words)
 
     def _rows_fit(

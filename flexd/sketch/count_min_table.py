@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -51,22 +50,6 @@ class CountMinTable(TableSketch):
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
         weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
         return weight
-
-    def add_row_units(self, rows: Int64Array, units: Int64Array) -> None:
-        """Add its own units to each of int64[n] rows without repeats: for counters that are converted."""
-        self._count_times(rows, units, 1)
-
-    def fill_from(self, other: CountMinTable, factor: float) -> None:
-        """Fill these empty counters from those of another width, hot set, number of rows or unit.
-
-        Args:
-            factor: new units for one of the other's.
-        """
-        self._counter.fill_from(other._counter, factor)
-        self._distinct = other._distinct
-        self._hot.threshold = math.ceil(other._hot.threshold * factor)
-        other._hot.threshold = self._hot.threshold
-        self._hot.merge(other._hot, self._counter.query)
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         total = float(self._counter.total_units)
@@ -149,17 +132,11 @@ class CountMinTable(TableSketch):
         self._counter.rescale(bits)
         self._hot.rescale(bits)
 
-    def _merge_counts(self, other: CountMinTable) -> None:
-        self._counter.merge(other._counter)
-        self._hot.merge(other._hot, self._counter.query)
-        self._distinct.merge(other._distinct)
-
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         hot_meta, hot = self._hot.state()
         meta = {
             "kind": "count_min",
             "log2_width": self._counter.log2_width,
-            "error_log2_width": self._counter.error_log2_width,
             "total_units": self._counter.total_units,
             **hot_meta,
         }
@@ -167,6 +144,6 @@ class CountMinTable(TableSketch):
         return meta, {**cells, **hot}
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        self._counter.load(arrays["cells"], int(meta["total_units"]), int(meta.get("error_log2_width", 0)))
+        self._counter.load(arrays["cells"], int(meta["total_units"]))
         self._distinct.load(arrays["registers"])
         self._hot.load(meta, arrays, self.spec.rows)

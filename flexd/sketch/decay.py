@@ -44,8 +44,8 @@ class ForwardDecay:
     An access at event time t has the constant forward weight ``2^(t/H)``; its weight *now* is that divided by
     ``2^(now/H)``, where *now* is the newest event time. Nothing stored changes as time passes, so the order of arrival
     does not matter, late accesses are weighted like punctual ones, and idle tables decay by themselves. Counters hold
-    the forward weight in whole units of ``2^unit_exponent``; an exponent is an integer, so two counters with the same
-    half-life merge after a shift.
+    the forward weight in whole units of ``2^unit_exponent``; an exponent is an integer, so a coarser unit is a
+    shift.
 
     An event time is believed up to ``max_future_seconds`` after the arrival of its message, whatever the clock shows
     and however many messages agree. So the clock never runs ahead of arrival by more than that in total, and no set of
@@ -113,7 +113,7 @@ class ForwardDecay:
     def limit(self, now_seconds: float) -> None:
         """Set the clock back if it is further ahead of ``now_seconds`` than events may be dated.
 
-        It can be after a merge, after a restart with a saved clock, and after the machine's clock was set back.
+        It can be after a restart with a saved clock, and after the machine's clock was set back.
         """
         latest = now_seconds + self.max_future_seconds
         if self._newest > latest:
@@ -160,27 +160,6 @@ class ForwardDecay:
     def log_weight(self, event_time_seconds: float) -> float:
         """Return the natural logarithm of the forward weight ``2^(t/H)``; 0 without decay."""
         return 0.0 if self.half_life_seconds is None else event_time_seconds / self.half_life_seconds * math.log(2.0)
-
-    def copy_times(self, other: ForwardDecay) -> None:
-        """Read the same times as the other clock, which may have another half-life."""
-        self._newest, self._oldest = other._newest, other._oldest
-
-    def merge(self, other: ForwardDecay) -> None:
-        """Merge the other clock's window into this one.
-
-        Raises:
-            SketchError: another half-life.
-        """
-        if other.half_life_seconds != self.half_life_seconds:
-            raise SketchError(
-                f"half-lives {self.half_life_seconds} and {other.half_life_seconds} s cannot be merged",
-                remedy="give all daemons of a job the same sketch settings",
-            )
-        if math.isnan(other._newest):
-            return
-        first = math.isnan(self._newest)
-        self._newest = other._newest if first else max(self._newest, other._newest)
-        self._oldest = other._oldest if first else min(self._oldest, other._oldest)
 
     def state(self) -> dict[str, Any]:
         """Return JSON-able values; floats are hexadecimal text, which restores every bit and NaN."""

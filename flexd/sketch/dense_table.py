@@ -40,21 +40,6 @@ class DenseTable(TableSketch):
         weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
         return weight
 
-    def row_units(self, rows: Int64Array) -> Float64Array:
-        """Return the units of int64[n] rows as float64[n]."""
-        units: Float64Array = self._counter.query(rows).astype(np.float64)
-        return units
-
-    @property
-    def total_units(self) -> float:
-        """Units of all rows together."""
-        low, _, high = self._counter.low_and_high()
-        return float(low.sum(dtype=np.float64)) + float(high.sum(dtype=np.float64))
-
-    def add_row_units(self, rows: Int64Array, units: Int64Array) -> None:
-        """Add its own units to each of int64[n] rows without repeats: for counters that are converted."""
-        self._counter.add_units(rows, units)
-
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         read = curve.enumerate_rows(*self._counter.low_and_high(), max_hot_rows)
         if read.total_units == 0:
@@ -93,9 +78,6 @@ class DenseTable(TableSketch):
 
     def _rescale(self, bits: int) -> None:
         self._counter.rescale(bits)
-
-    def _merge_counts(self, other: DenseTable) -> None:
-        self._counter.merge(other._counter)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         return {"kind": "dense"}, self._counter.state()

@@ -45,9 +45,6 @@ class DistinctRows:
         z += m * _sigma(counts[0] / m)
         return m * m / (2 * math.log(2)) / z
 
-    def merge(self, other: DistinctRows) -> None:
-        np.maximum(self.registers, other.registers, out=self.registers)
-
     def copy(self) -> DistinctRows:
         twin = DistinctRows()
         twin.registers = self.registers.copy()

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.counters.logarithmic import TOP_SHARE, LogCounter, level_values
+from flexd.sketch.counters.logarithmic import LogCounter
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import Arrays, RowArray, TableSketch
@@ -60,7 +60,6 @@ class LogTable(TableSketch):
 
     unit_bits = UNIT_BITS
     coarsest_units = 1
-    top_share = TOP_SHARE
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
@@ -71,31 +70,6 @@ class LogTable(TableSketch):
         result: Float64Array = self.row_units(rows) * self._unit_weight(decay)
         return result
 
-    @property
-    def bits(self) -> int:
-        """Bits of one counter."""
-        return self._counter.bits
-
-    @property
-    def step(self) -> float:
-        """Units of the first level."""
-        return self._counter.step
-
-    @property
-    def top_value(self) -> float:
-        """Value of the top level in steps."""
-        return float(level_values(self._counter.bits)[-1])
-
-    @property
-    def total_units(self) -> float:
-        """Units of all rows together."""
-        return float(self._counter.total_units)
-
-    def level_units(self, rows: Int64Array) -> Float64Array:
-        """Return the units of the levels of int64[n] rows as float64[n]."""
-        units: Float64Array = self._counter.values[self._counter.levels(rows)]
-        return units
-
     def row_units(self, rows: Int64Array) -> Float64Array:
         """Return the estimated units of int64[n] rows as float64[n]: unbiased up to the top level."""
         counter = self._counter
@@ -105,14 +79,6 @@ class LogTable(TableSketch):
         if len(at_top):
             units[at_top] += self._excess(counter.histogram()).of(rows[at_top])[0]
         return units
-
-    def begin_fill(self, step: float, total_units: int) -> None:
-        """Set the step and the total of empty counters that are filled by ``add_row_units``."""
-        self._counter.step, self._counter.total_units = step, total_units
-
-    def add_row_units(self, rows: Int64Array, units: Float64Array) -> None:
-        """Add its own units to each of int64[n] rows without repeats; the total stays."""
-        self._counter.add_weights(rows, units, 0)
 
     def _excess(self, histogram: Int64Array) -> _Excess:
         """Divide the units beyond the top level among its rows.
@@ -209,9 +175,6 @@ class LogTable(TableSketch):
 
     def _rescale(self, bits: int) -> None:
         self._counter.rescale(bits)
-
-    def _merge_counts(self, other: LogTable) -> None:
-        self._counter.merge(other._counter)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         meta, arrays = self._counter.state()

@@ -72,9 +72,6 @@ class KllQuantiles:
             return np.empty(0, dtype=np.float64)
         return np.array(self._sketch.get_quantiles(list(ranks), True), dtype=np.float64)
 
-    def merge(self, other: KllQuantiles) -> None:
-        self._sketch.merge(other._sketch)
-
     def serialized(self) -> npt.NDArray[np.uint8]:
         """Return the sketch in the DataSketches format, uint8[bytes]."""
         return np.frombuffer(self._sketch.serialize(), dtype=np.uint8).copy()

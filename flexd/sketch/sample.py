@@ -85,7 +85,7 @@ class AccessSample:
     A share p estimated from a sample of n has a standard error of ``sqrt(p (1 - p) / n)``, at most 0.2 % for 65,536.
     Keys are logarithms, so they need no rescaling. Only accesses that enter cost time: the weight that passes until the
     next one enters is exponential and drawn in advance (the "exponential jumps" of the same paper), so most messages
-    cost one comparison. Two samples merge into a sample of both streams.
+    cost one comparison.
 
     Args:
         capacity: accesses kept (up to twice as many between two trims).
@@ -164,38 +164,6 @@ class AccessSample:
         """Return the source rank of each of ``rows``, int32[n]; -1 if it was no rank."""
         return self._ranks[: self._count].copy()
 
-    def merge(self, other: AccessSample) -> None:
-        """Become a sample of both streams; the other is not changed."""
-        limit = min(self._limit, other._limit)
-        rows, ranks, keys = (
-            np.concatenate([mine[: self._count], theirs[: other._count]])
-            for mine, theirs in (
-                (self._rows, other._rows), (self._ranks, other._ranks), (self._keys, other._keys),
-            )
-        )  # fmt: skip
-        best = np.flatnonzero(keys <= limit)
-        if len(best) > 2 * self.capacity:
-            best = np.sort(best[np.argpartition(keys[best], self.capacity - 1)[: self.capacity]])
-            limit = float(keys[best].max())
-        self._limit, self._count = limit, 0
-        self._append(rows[best], ranks[best], keys[best])
-
-    def fill_from(self, other: AccessSample, table_rows: int, log_weight_change: float) -> None:
-        """Become the other's sample, of another capacity, without the rows from ``table_rows`` on.
-
-        Args:
-            log_weight_change: added to the logarithm of every weight.
-        """
-        inside = np.flatnonzero(other._rows[: other._count] < table_rows)
-        rows, ranks, keys = other._rows[inside], other._ranks[inside], other._keys[inside] - log_weight_change
-        limit = other._limit - log_weight_change
-        if len(inside) > 2 * self.capacity:
-            best = np.sort(np.argpartition(keys, self.capacity - 1)[: self.capacity])
-            rows, ranks, keys = rows[best], ranks[best], keys[best]
-            limit = float(keys.max())
-        self._limit, self._count = limit, 0
-        self._append(rows, ranks, keys)
-
     def copy(self) -> AccessSample:
         twin = AccessSample(self.capacity, 0)
         twin._random = self._random.copy()
@@ -222,10 +190,10 @@ class AccessSample:
         return meta, arrays
 
     def load(self, meta: dict[str, Any], arrays: dict[str, npt.NDArray[Any]], table_rows: int) -> None:
-        """Replace everything by what ``state`` returned.
+        """Replace everything by what ``state`` returned, of a sample of any capacity.
 
         Raises:
-            SketchError: it does not fit this sample.
+            SketchError: it is of other rows, or malformed.
         """
         rows, ranks, keys = arrays["sample_rows"], arrays["sample_ranks"], arrays["sample_keys"]
         gap = float.fromhex(meta["sample_gap"])
@@ -234,14 +202,18 @@ class AccessSample:
             and ranks.dtype == np.int32
             and keys.dtype == np.float64
             and rows.shape == ranks.shape == keys.shape == (len(rows),)
-            and len(rows) <= 2 * self.capacity
             and (len(rows) == 0 or (int(rows.min()) >= 0 and int(rows.max()) < table_rows and int(ranks.min()) >= -1))
             and 0 <= gap < math.inf
         )
         if not fits:
-            raise SketchError(f"saved sample does not fit {self.capacity} accesses", remedy="start from empty counters")
+            raise SketchError(f"saved sample does not fit {table_rows} rows", remedy="start from empty counters")
+        limit = float.fromhex(meta["sample_limit"])
+        if len(rows) > 2 * self.capacity:
+            best = np.sort(np.argpartition(keys, self.capacity - 1)[: self.capacity])
+            rows, ranks, keys = rows[best], ranks[best], keys[best]
+            limit = float(keys.max())
         self._random = np.array([int(meta["sample_random"], 16) % 2**64], dtype=np.uint64)
-        self._limit, self._gap, self._count = float.fromhex(meta["sample_limit"]), gap, 0
+        self._limit, self._gap, self._count = limit, gap, 0
         self._append(rows, ranks, keys)
 
     def _trim(self) -> None:

@@ -6,20 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexd.core.errors import SketchError
-from flexd.core.keyspace import TableSpec
-from flexd.sketch import saved_state
 from flexd.sketch.coaccess import CoAccessSample
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.quantiles import KllQuantiles
-from flexd.sketch.saved_state import SavedState, SavedTable
+from flexd.sketch.saved_state import SavedTable
 from flexd.sketch.table_sketch import Arrays, TableSketch
 from flexd.sketch.touch_counts import TableTouches
-from flexd.sketch.types import SketchSettings
 
 _DAMAGED = (KeyError, TypeError, ValueError, AttributeError)
 _LENGTHS = "sequence_lengths"
 _TOUCHES = "touches"
-"""Optional in the description of a table: states written before touches were counted have none."""
+"""Only in the description of a table whose touches were counted."""
 
 
 def arrays_of(
@@ -40,21 +37,6 @@ def arrays_of(
             metas[index][_TOUCHES] = meta
             arrays.update({f"{index}/{name}": array for name, array in parts.items()})
     return metas, arrays
-
-
-def parse_same(meta: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings) -> SavedState:
-    """Return the description of a state of the same tables and settings.
-
-    Raises:
-        SketchError: it is of others, of another format, or damaged.
-    """
-    saved = saved_state.parse(meta, tables)
-    if tuple(table.spec for table in saved.tables) != tuple(tables) or saved.settings != settings:
-        raise SketchError(
-            "saved sketches are of other tables or sketch settings",
-            remedy="restore the old configuration, or let table_migration convert them",
-        )
-    return saved
 
 
 def load_clock(clock: ForwardDecay, saved: Mapping[str, Any]) -> None:
@@ -95,11 +77,9 @@ def load_touches(touches: TableTouches, saved: SavedTable, arrays: Arrays) -> No
         raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error
 
 
-def load_coaccess(
-    sample: CoAccessSample, saved: Mapping[str, Any], arrays: Arrays, tables: Sequence[int], *, same_decay: bool
-) -> None:
+def load_coaccess(sample: CoAccessSample, saved: Mapping[str, Any], arrays: Arrays, tables: Sequence[int]) -> None:
     """Load a saved sample of rows that occur together, as ``CoAccessSample.load``. Raises SketchError if damaged."""
     try:
-        sample.load(dict(saved), arrays, tables, same_decay)
+        sample.load(dict(saved), arrays, tables)
     except _DAMAGED as error:
         raise SketchError(f"saved co-access sample is damaged: {error!r}", remedy="use an earlier snapshot") from error

@@ -1,32 +1,20 @@
-"""The description of saved sketches: every format that this flexd reads, brought to the newest one.
-
-Format 4 (first written before 2026-11-22) has a digest of the table list and no names; format 5 has the list, and how
-each table was counted. A newer flexd raises ``STATE_FORMAT`` and adds the step from the format before.
-"""
+"""The description of saved sketches: settings, clock, the list of tables, and how each was counted."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from flexd.core.errors import SketchError, StateVersionError
-from flexd.core.home_rules import SPREAD
-from flexd.core.keyspace import TableSpec, digest_of
-from flexd.sketch import budget
+from flexd.core.keyspace import TableSpec
 from flexd.sketch.budget import Kind, TableChoice
 from flexd.sketch.types import SketchSettings
 
 STATE_FORMAT = 5
-OLDEST_FORMAT = 4
 COACCESS = "coaccess"
-"""Optional: a flexd that does not know it reads the rest."""
-
-_SEARCHED_TABLES = 5_000_000
-"""Tables hashed at most to find the table list of a state that has only its digest: a few seconds."""
+"""Only in states with a sample of rows that occur together."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +46,7 @@ class SavedState:
         settings: with which they were counted.
         decay: state of the event-time clock.
         tables: in the order of their list.
-        coaccess: of the sample of rows that occur together; None in states without one, and in those written before
-            there was one.
+        coaccess: of the sample of rows that occur together; None in states without one.
     """
 
     settings: SketchSettings
@@ -72,13 +59,12 @@ def describe(
     specs: Sequence[TableSpec], choices: Sequence[TableChoice], settings: SketchSettings, decay: Mapping[str, Any],
     sketches: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the description of sketches in the newest format, as JSON-able values."""
+    """Return the description of sketches as JSON-able values."""
     return {
         "format": STATE_FORMAT,
-        "tables": digest_of(specs),
         "settings": dataclasses.asdict(settings),
         "decay": dict(decay),
-        "table_list": [_spec_fields(spec) for spec in specs],
+        "table_list": [dataclasses.asdict(spec) for spec in specs],
         "sketches": [
             {**sketch, "choice": {name: getattr(choice, name) for name in _CHOICE}}
             for choice, sketch in zip(choices, sketches, strict=True)
@@ -86,37 +72,23 @@ def describe(
     }
 
 
-def _spec_fields(spec: TableSpec) -> dict[str, Any]:
-    """Return the fields of a table, as releases without home rules know them where it is spread."""
-    fields = dataclasses.asdict(spec)
-    if spec.homes == SPREAD:
-        del fields["homes"]
-    return fields
-
-
-def parse(meta: Mapping[str, Any], tables: Sequence[TableSpec]) -> SavedState:
-    """Return the description of saved sketches of any format that this flexd reads.
-
-    Args:
-        tables: the configured tables, among which those of a state of format 4 are searched.
+def parse(meta: Mapping[str, Any]) -> SavedState:
+    """Return the description of saved sketches.
 
     Raises:
         StateVersionError: the state is of a newer flexd.
-        SketchError: it is older than ``OLDEST_FORMAT``, damaged, or its table list cannot be found.
+        SketchError: it is of an older format, or damaged.
     """
     check_format(meta)
     try:
-        current = dict(meta)
-        for number in range(int(meta["format"]), STATE_FORMAT):
-            current = _STEPS[number](current, tables)
         return SavedState(
-            settings_of(current["settings"]),
-            dict(current["decay"]),
+            settings_of(meta["settings"]),
+            dict(meta["decay"]),
             tuple(
                 SavedTable(index, TableSpec(**spec), _choice(str(spec["name"]), sketch), dict(sketch))
-                for index, (spec, sketch) in enumerate(zip(current["table_list"], current["sketches"], strict=True))
+                for index, (spec, sketch) in enumerate(zip(meta["table_list"], meta["sketches"], strict=True))
             ),
-            dict(current[COACCESS]) if COACCESS in current else None,
+            dict(meta[COACCESS]) if COACCESS in meta else None,
         )
     except SketchError:
         raise
@@ -125,19 +97,18 @@ def parse(meta: Mapping[str, Any], tables: Sequence[TableSpec]) -> SavedState:
 
 
 def check_format(meta: Mapping[str, Any]) -> None:
-    """Raises: StateVersionError: a newer format. SketchError: no format, or one that is too old."""
+    """Raises: StateVersionError: a newer format. SketchError: no format, or an older one."""
     number = meta.get("format")
     if not isinstance(number, int) or isinstance(number, bool):
         raise SketchError(f"sketch state of format {str(number)[:40]!r}", remedy="use an earlier snapshot")
     if number > STATE_FORMAT:
         raise StateVersionError(
-            f"sketch state of format {number} is of a newer flexd; this one reads {OLDEST_FORMAT} to {STATE_FORMAT}",
+            f"sketch state of format {number} is of a newer flexd; this one reads {STATE_FORMAT}",
             remedy="run the flexd that wrote it, or a newer one",
         )
-    if number < OLDEST_FORMAT:
+    if number < STATE_FORMAT:
         raise SketchError(
-            f"sketch state of format {number}; this flexd reads {OLDEST_FORMAT} to {STATE_FORMAT}",
-            remedy="start an older flexd once, which brings it to its own format",
+            f"sketch state of format {number}, this flexd reads {STATE_FORMAT}", remedy="start without it"
         )
 
 
@@ -157,35 +128,3 @@ def _choice(table: str, sketch: Mapping[str, Any]) -> TableChoice:
         raise SketchError(f"table {table!r}: counters of kind {str(kind)[:40]!r}", remedy="use an earlier snapshot")
     width, hot, sampled, bits = (int(saved[name]) for name in _CHOICE[1:])
     return TableChoice(table, kind, 0, 0.0, 0.0, width, hot, sampled, bits)
-
-
-def _with_table_list(meta: dict[str, Any], tables: Sequence[TableSpec]) -> dict[str, Any]:
-    """Format 4 to 5: find the table list by its digest, and repeat the choice of the counters."""
-    saved = _find_tables(str(meta["tables"]), len(meta["sketches"]), tables)
-    settings = settings_of(meta["settings"])
-    choices = budget.choose(
-        saved, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic
-    )  # fmt: skip
-    return describe(saved, choices, settings, meta["decay"], meta["sketches"])
-
-
-_STEPS: dict[int, Callable[[dict[str, Any], Sequence[TableSpec]], dict[str, Any]]] = {4: _with_table_list}
-"""From each older format to the next."""
-
-
-def _find_tables(digest: str, count: int, tables: Sequence[TableSpec]) -> Sequence[TableSpec]:
-    """Return the ``count`` tables of that digest: the given ones, or those without the ones that were added."""
-    if digest_of(tables) == digest:
-        return tables
-    candidates: Iterable[tuple[TableSpec, ...]] = ()
-    if count < len(tables) and math.comb(len(tables), count) * len(tables) <= _SEARCHED_TABLES:
-        candidates = itertools.combinations(tables, count)
-    elif count == len(tables) and math.factorial(min(count, 12)) * count <= _SEARCHED_TABLES:
-        candidates = itertools.permutations(tables)
-    for candidate in candidates:
-        if digest_of(candidate) == digest:
-            return candidate
-    raise SketchError(
-        f"the state is of format 4, which does not name its {count} tables, and they are not among the configured ones",
-        remedy="start this flexd once with the configuration that wrote it, then change the tables",
-    )

@@ -6,40 +6,21 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 
-from flexd.core.durable import sync_directory
-from flexd.core.errors import SnapshotError, StateVersionError
+from flexd.core.durable import UNUSABLE, sync_directory
+from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.sketch import frame
 from flexd.sketch.frame import Arrays
-from flexd.sketch.quarantine import Quarantine
 
 _REMEDY = "the previous one is used"
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
 _TEMPORARY = re.compile(r"^\.snapshot-\d{12}\.tmp$")
 _WRITE_BYTES = 16 * 2**20
-
-
-@dataclass(frozen=True)
-class LoadedSnapshot:
-    """A snapshot read from disk, and the newer files that could not be used.
-
-    Attributes:
-        meta: the argument of ``save``.
-        arrays: by name; writable copies.
-        path: the file it came from.
-        problems: one line for each newer file that is damaged or of another format.
-    """
-
-    meta: dict[str, Any]
-    arrays: Arrays
-    path: Path
-    problems: list[str]
 
 
 class SnapshotStore:
@@ -61,9 +42,6 @@ class SnapshotStore:
             raise SnapshotError(f"keep {keep} snapshots", remedy="keep at least one")
         self.directory = directory
         self.keep = keep
-        self.quarantine = Quarantine(directory)
-        """The snapshots that a daemon could not continue from."""
-        self._damaged: set[Path] = set()
         if read_only:
             return
         try:
@@ -122,44 +100,25 @@ class SnapshotStore:
         self._prune([path, *present])
         return path
 
-    def load_newest(self) -> LoadedSnapshot | None:
-        """Return the newest undamaged snapshot; None if there are no files.
+    def set_aside(self, path: Path) -> Path:
+        """Take a snapshot out of the rotation: rename it, and delete the one that was set aside before.
 
         Raises:
-            StateVersionError: a newer flexd wrote a snapshot that is newer than the newest undamaged one.
-            SnapshotError: the directory cannot be listed, or there are snapshots and all are unusable.
+            SnapshotError: it cannot be renamed; it is where it was.
         """
-        problems: list[str] = []
-        for path in self.paths():
-            try:
-                meta, arrays = self.read(path)
-            except StateVersionError:
-                raise
-            except SnapshotError as error:
-                problems.append(str(error))
-                continue
-            return LoadedSnapshot(meta, arrays, path, problems)
-        if problems:
-            raise SnapshotError("; ".join(problems), remedy="move the files away to start from empty sketches")
-        return None
-
-    def read(self, path: Path) -> tuple[dict[str, Any], Arrays]:
-        """Read one snapshot file: (meta, arrays). One that is damaged displaces no other from now on.
-
-        Raises:
-            StateVersionError: a newer flexd wrote it.
-            SnapshotError: it cannot be read, or any byte of it is missing or changed.
-        """
+        target = path.with_name(path.name + UNUSABLE)
         try:
-            return read(path)
-        except SnapshotError:
-            self._damaged.add(path)
-            raise
+            path.rename(target)
+            sync_directory(self.directory)
+            for before in self.directory.glob(f"*{UNUSABLE}"):
+                if before != target:
+                    before.unlink(missing_ok=True)
+        except OSError as error:
+            raise SnapshotError(f"{path}: {error.strerror or error}", remedy="check its permissions") from error
+        return target
 
     def _prune(self, newest_first: list[Path]) -> None:
-        # Damaged ones are quarantined at the next start, and not deleted here.
-        whole = [path for path in newest_first if path not in self._damaged]
-        for path in whole[self.keep :]:
+        for path in newest_first[self.keep :]:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from flexd.core.errors import SketchError
@@ -137,7 +137,7 @@ class TableCounters:
             touches.flush(self._decay)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
-        """Return a copy of everything for ``from_state``: (JSON-able description, arrays by name)."""
+        """Return a copy of everything for ``table_restore``: (JSON-able description, arrays by name)."""
         metas, arrays = saved_counters.arrays_of(self._tables, self._lengths, self._touches)
         meta = saved_state.describe(self._specs, self._choices, self.settings, self._decay.state(), metas)
         if self._coaccess is not None:
@@ -145,69 +145,36 @@ class TableCounters:
             arrays.update(words)
         return meta, arrays
 
-    @classmethod
-    def from_state(
-        cls, key_tables: Sequence[TableSpec], settings: SketchSettings, meta: Mapping[str, Any], arrays: Arrays
-    ) -> Self:
-        """Return the set that ``state`` described, in any format that this flexd reads.
-
-        Raises:
-            SketchError: the state is of other tables or settings, of another format, or damaged.
-        """
-        saved = saved_counters.parse_same(meta, key_tables, settings)
-        fresh = cls.of(key_tables, settings)
-        fresh.load_clock(saved.decay)
-        for index, table in enumerate(saved.tables):
-            fresh.load_table(index, table, arrays)
-        fresh.load_coaccess(saved, arrays)
-        return fresh
-
     def load_coaccess(self, saved: SavedState, arrays: Arrays) -> None:
-        """Load the saved sample of rows that occur together, where both have one; tables are found by their names.
+        """Load the saved sample of rows that occur together, where both have one and the half-life is the same.
+
+        Tables are found by their names.
 
         Raises:
             SketchError: it is damaged.
         """
-        if self._coaccess is not None and saved.coaccess is not None:
-            same = saved.settings.half_life_seconds == self.settings.half_life_seconds
+        same_decay = saved.settings.half_life_seconds == self.settings.half_life_seconds
+        if self._coaccess is not None and saved.coaccess is not None and same_decay:
             names = [self._index.get(table.spec.name, -1) for table in saved.tables]
-            saved_counters.load_coaccess(self._coaccess, saved.coaccess, arrays, names, same_decay=same)
+            saved_counters.load_coaccess(self._coaccess, saved.coaccess, arrays, names)
 
     def load_clock(self, decay: Mapping[str, Any]) -> None:
         """Replace the clock by a saved one. Raises SketchError if it is malformed."""
         saved_counters.load_clock(self._decay, decay)
 
-    def load_table(
-        self, index: int, saved: SavedTable, arrays: Arrays, replace: Callable[[TableSketch], None] | None = None
-    ) -> None:
+    def load_table(self, index: int, saved: SavedTable, arrays: Arrays) -> None:
         """Load the saved counters of one table.
 
         Args:
             index: of the table in this set.
-            replace: receives the loaded counters instead of this set, for a conversion into ``sketch(index)``.
 
         Raises:
             SketchError: they are damaged, or do not fit.
         """
-        sketch = self._tables[index]
-        if replace is not None:
-            sketch = kinds.make_table(saved.spec, saved.choice, index, self.settings.conservative)
-        lengths = saved_counters.load_table(sketch, saved, arrays)
-        if replace is not None:
-            replace(sketch)
-        else:
-            saved_counters.load_touches(self._touches[index], saved, arrays)
+        lengths = saved_counters.load_table(self._tables[index], saved, arrays)
+        saved_counters.load_touches(self._touches[index], saved, arrays)
         if lengths is not None:
             self._lengths[index] = lengths
-
-    def sketch(self, index: int) -> TableSketch:
-        """Return the counters of one table, for a conversion."""
-        return self._tables[index]
-
-    @property
-    def event_clock(self) -> ForwardDecay:
-        """The event-time clock, for a conversion."""
-        return self._decay
 
     def _index_of(self, table: str) -> int:
         index = self._index.get(table)

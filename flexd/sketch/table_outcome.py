@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["kept", "converted", "emptied", "new", "removed"]
-OUTCOMES: tuple[Outcome, ...] = ("kept", "converted", "emptied", "new", "removed")
+Outcome = Literal["kept", "emptied", "new", "removed"]
+OUTCOMES: tuple[Outcome, ...] = ("kept", "emptied", "new", "removed")
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class TableOutcome:
 
     Attributes:
         table: name.
-        outcome: ``kept`` as it was, ``converted`` to other counters, ``emptied`` because that is not possible, ``new``
-            (not in the saved state) or ``removed`` (not configured any more).
+        outcome: ``kept`` as it was, ``emptied`` because its counters are others now, ``new`` (not in the saved state)
+            or ``removed`` (not configured any more).
         accesses: accesses counted in the saved state.
         detail: what changed, or why the table starts empty; "" if nothing did.
     """

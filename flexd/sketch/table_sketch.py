@@ -1,4 +1,4 @@
-"""The common part of the sketches of one table: unit, sample of accesses, state, merging."""
+"""The common part of the sketches of one table: unit, sample of accesses, state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.budget import TableChoice
@@ -111,29 +110,6 @@ class TableSketch(ABC):
         """Return the weight of one access of this time in the present unit."""
         return 0 if self.exponent is None else decay.units(time, self.exponent, up=self.rounds_up)
 
-    def merge(self, other: TableSketch) -> None:
-        """Add the other's accesses to these; the other is not changed.
-
-        Raises:
-            SketchError: the other is of another table, kind or width.
-        """
-        if type(other) is not type(self) or other.spec.rows != self.spec.rows:
-            raise SketchError(
-                f"table {self.spec.name!r}: sketches of different kind or rows cannot be merged",
-                remedy="give all daemons of a job the same tables and sketch settings",
-            )
-        if other.exponent is None:
-            return
-        exponent = other.exponent if self.exponent is None else max(self.exponent, other.exponent)
-        if other.exponent < exponent:
-            other = other.copy()
-            other._raise_exponent(exponent)
-        self._raise_exponent(exponent)
-        self.exponent = exponent
-        self._merge_counts(other)
-        self._sample.merge(other._sample)
-        self.samples += other.samples
-
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything: (JSON-able values, arrays)."""
         meta, arrays = self._state()
@@ -151,10 +127,6 @@ class TableSketch(ABC):
         self._sample.load(meta, arrays, self.spec.rows)
         self.exponent = None if meta["exponent"] is None else int(meta["exponent"])
         self.samples = int(meta["samples"])
-
-    def fill_sample_from(self, other: TableSketch, log_weight_change: float) -> None:
-        """Take over the sample of other counters of this table: see ``AccessSample.fill_from``."""
-        self._sample.fill_from(other._sample, self.spec.rows, log_weight_change)
 
     def coarsen_if_crowded(self, time: float, decay: ForwardDecay) -> None:
         """Make the unit coarser while too many counters exceed their word and present accesses stay precise."""
@@ -220,9 +192,6 @@ class TableSketch(ABC):
 
     @abstractmethod
     def _rescale(self, bits: int) -> None: ...
-
-    @abstractmethod
-    def _merge_counts(self, other: Any) -> None: ...
 
     @abstractmethod
     def _state(self) -> tuple[dict[str, Any], Arrays]: ...

@@ -15,7 +15,6 @@ import typer
 from flexd.cli.main import app
 from flexd.config.load import load_config
 from flexd.daemon.factory import sketch_settings
-from flexd.daemon.state_archive import export_state
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.repository import ROOT as REPOSITORY
@@ -86,10 +85,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     meta, arrays = sketches.state()
     store = SnapshotStore(tmp_path / config.state.dir / "snapshots", 20)
     saved = {"format": 1, "sketches": meta, "positions": {"p0": 1}, "generation": 1, "saved": {}}
-    newest = store.save(saved, arrays)
-    newest = newest.rename(newest.with_name("snapshot-000000000012.flexd"))
-    store.quarantine.add(newest, "emptied", move=False)
-    export_state(config, tmp_path / "backup.flexd-state")
+    store.save(saved, arrays)
     return tmp_path
 
 

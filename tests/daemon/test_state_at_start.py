@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from flexd.cli.exit_codes import ExitCode
 from flexd.daemon import state_admin
+from flexd.sketch import snapshot
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.flexd_processes import RunningDaemon, flexd
 from tests.support.until import until
@@ -36,7 +38,7 @@ def changed(daemon: RunningDaemon, **changes: Any) -> None:
 def make_newer(daemon: RunningDaemon) -> Path:
     """Give the newest snapshot a format that this flexd does not know."""
     store = SnapshotStore(daemon.config.state.dir / "snapshots", 9)
-    meta, arrays = store.read(store.paths()[0])
+    meta, arrays = snapshot.read(store.paths()[0])
     meta["format"] = 99
     return store.save(meta, arrays)
 
@@ -67,10 +69,8 @@ def test_a_changed_table_list_and_then_a_newer_snapshot(stopped: RunningDaemon) 
         state = stopped.status()["state"]
         assert state["outcomes"] == {"kept": 1, "new": 1, "removed": 1}
         assert 0 < state["lost_accesses"] < saved
-        assert [kept["reason"] for kept in state["quarantined"]] == ["emptied"]
         metrics = stopped.metrics()
         assert metrics["flexd_state_tables{removed}"] == 1
-        assert metrics["flexd_state_quarantined_snapshots{emptied}"] == 1
         assert metrics["flexd_state_lost_accesses"] == state["lost_accesses"]
         shown = flexd("status", "--url", stopped.url).stdout
         assert "not restored" in shown
@@ -107,4 +107,15 @@ def test_a_waiting_daemon_serves_its_probes_and_starts_after_a_reset(stopped: Ru
             return found is not None and found.status_code == 200 and found.json()["stream"]["messages"] > 0
 
         until(counting, SECONDS, lambda: answer(stopped, "/readyz"))
-        assert len(stopped.status()["state"]["quarantined"]) >= 2
+    assert list((stopped.config.state.dir / "snapshots").glob("*.unusable"))
+
+
+def test_a_daemon_continues_from_a_copy_of_the_directory(stopped: RunningDaemon, tmp_path: Path) -> None:
+    saved = state_admin.report(stopped.config).snapshots[0]
+    shutil.copytree(stopped.config.state.dir, tmp_path / "backup")
+    changed(stopped, state={"dir": str(tmp_path / "backup")})
+    with stopped:
+        status = stopped.status()
+        assert status["state"]["restored_from"] == saved.name
+        assert status["state"]["outcomes"] == {"kept": 2}
+        assert status["sketch"]["samples"] >= saved.accesses

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from flexd.core.errors import SnapshotError, UnusableStateError
-from flexd.daemon.state_files import FILES, IMPORTING, NEWER, check_files, newer_files, quarantine_state_file
+from flexd.config.tables_file import load_tables
+from flexd.control.daemon.journal import PlacementJournal
+from flexd.core.durable import UNUSABLE
+from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
+from flexd.daemon.state_files import FILES, check_files, newer_files, set_aside
+from flexd.operations.decisions import DecisionFile
+from flexd.operations.history.store import HistoryStore
+from flexd.operations.plan_log import PlanLog
+from flexd.stream.offsets_in_work import OffsetsInWork
 
 BY_NAME = {file.name: file for file in FILES}
 
@@ -35,27 +45,71 @@ def test_a_start_from_empty_renames_the_newer_ones_and_leaves_the_others(tmp_pat
     write_newer(tmp_path, "poison-offsets.json")
     (tmp_path / "plans.jsonl").write_text("{}\n")
     check_files(tmp_path, start_empty=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans.jsonl", f"poison-offsets.json{NEWER}"]
-
-
-def test_an_unfinished_import_is_refused_also_by_a_start_from_empty(tmp_path: Path) -> None:
-    (tmp_path / IMPORTING).write_text("")
-    for start_empty in (False, True):
-        with pytest.raises(UnusableStateError, match="import"):
-            check_files(tmp_path, start_empty=start_empty)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans.jsonl", f"poison-offsets.json{UNUSABLE}"]
 
 
 def test_side_files_go_with_their_file(tmp_path: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         (tmp_path / f"migrations.sqlite{suffix}").write_text(suffix)
-    quarantine_state_file(tmp_path, BY_NAME["migrations.sqlite"], ".old")
+    set_aside(tmp_path, BY_NAME["migrations.sqlite"])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        "migrations.sqlite.old": "", "migrations.sqlite.old-wal": "-wal", "migrations.sqlite.old-shm": "-shm",
+        f"migrations.sqlite{UNUSABLE}": "", f"migrations.sqlite{UNUSABLE}-wal": "-wal",
+        f"migrations.sqlite{UNUSABLE}-shm": "-shm",
     }  # fmt: skip
 
 
 def test_a_file_that_cannot_be_renamed_is_an_error(tmp_path: Path) -> None:
     write_newer(tmp_path, "decisions.json")
-    (tmp_path / f"decisions.json{NEWER}").mkdir()
+    (tmp_path / f"decisions.json{UNUSABLE}").mkdir()
     with pytest.raises(SnapshotError, match="cannot be renamed"):
-        quarantine_state_file(tmp_path, BY_NAME["decisions.json"])
+        set_aside(tmp_path, BY_NAME["decisions.json"])
+
+
+def _newer_history(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA user_version = 2")
+
+
+def _newer_journal(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"FLEXDPJ2" + bytes(8))
+
+
+def _newer_json(path: Path) -> None:
+    path.write_text(json.dumps({"format": 2}) + "\n")
+
+
+OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
+    "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
+    "migrations.sqlite": (
+        _newer_history, lambda state: HistoryStore(state / "migrations.sqlite", 5, lambda _: None).open(),
+    ),
+    "decisions.json": (_newer_json, lambda state: DecisionFile(state / "decisions.json")),
+    "plans.jsonl": (_newer_json, lambda state: PlanLog(state / "plans.jsonl")),
+    "poison-offsets.json": (_newer_json, OffsetsInWork),
+    "tables-of-ranks.json": (_newer_json, load_tables),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, file) -> None:
+    make_newer, read = OPENERS[file.name]
+    make_newer(tmp_path / file.name)
+    before = (tmp_path / file.name).read_bytes()
+    with pytest.raises(StateVersionError, match=f"{file.name}.*newer flexd"):
+        read(tmp_path)
+    with pytest.raises(UnusableStateError, match=f"{file.name}.*newer flexd"):
+        check_files(tmp_path, start_empty=False)
+    assert (tmp_path / file.name).read_bytes() == before
+    check_files(tmp_path, start_empty=True)
+    assert not (tmp_path / file.name).exists()
+    assert (tmp_path / f"{file.name}{UNUSABLE}").read_bytes() == before
+
+
+def test_a_file_that_is_no_journal_is_kept(tmp_path: Path) -> None:
+    """A journal is truncated only behind its last whole record."""
+    path = tmp_path / "placement.journal"
+    path.write_bytes(b"something else entirely")
+    journal = PlacementJournal(tmp_path)
+    assert (journal.segment, journal.truncated_bytes) == (None, 23)
+    assert (tmp_path / "placement.journal.unusable").read_bytes() == b"something else entirely"

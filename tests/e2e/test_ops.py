@@ -39,7 +39,6 @@ MAY_BE_EMPTY = {
     ("flexd-control", "Chunks held back"): "no chunk waits without a limit",
     ("flexd-control", "Adaptive controller"): "it is off, so it decides nothing",
     ("flexd-control", "Step time measured by the throttle"): "only the adaptive controller judges steps",
-    ("flexd-control", "Snapshots in quarantine"): "none is kept aside",
     ("flexd-overview", "Slow memory: misses and wait"): "all rows are fast",
     ("flexd-overview", "Slow memory: bytes"): "all rows are fast",
 }

@@ -10,6 +10,7 @@ import pytest
 from flexd.core.errors import UnusableStateError
 from flexd.core.keyspace import TableSpec
 from flexd.ingest import Ingestor
+from flexd.sketch import snapshot
 from flexd.sketch.snapshot import SnapshotStore
 from tests.support.ingest_fakes import LOG, SETTINGS, TABLES, FakeSource, make_ingestor, run_to_the_end
 
@@ -47,7 +48,7 @@ def test_another_sketch_setting_keeps_the_counts(tmp_path, counted):
 @pytest.mark.parametrize("where", ["snapshot", "sketches"])
 def test_a_snapshot_of_a_newer_format_is_refused_and_stays(tmp_path, counted, where):
     store = SnapshotStore(tmp_path, 2)
-    meta, arrays = store.read(store.paths()[0])
+    meta, arrays = snapshot.read(store.paths()[0])
     meta["format"] += where == "snapshot"
     meta["sketches"]["format"] += where == "sketches"
     newest = store.save(meta, arrays)
@@ -57,7 +58,18 @@ def test_a_snapshot_of_a_newer_format_is_refused_and_stays(tmp_path, counted, wh
     # Told to start without it, the daemon continues from the snapshot before it.
     after = Ingestor(FakeSource(LOG), TABLES, SETTINGS, store, start_empty=True)
     assert after.samples_by_table() == counted.samples_by_table()
-    assert [kept.reason for kept in store.quarantine.list()] == ["newer"]
+    assert newest.with_name(f"{newest.name}.unusable").exists()
+
+
+def test_a_table_whose_counters_changed_starts_empty_alone_and_says_so(tmp_path, counted, caplog):
+    tables = [dataclasses.replace(table, rows=table.rows + (table.name == "small")) for table in TABLES]
+    after = restarted(tmp_path, tables)
+    assert np.array_equal(after.query("large", ROWS), counted.query("large", ROWS))
+    assert after.samples_by_table() == (0, counted.samples_by_table()[1])
+    assert {outcome.table: outcome.outcome for outcome in after.outcomes} == {"small": "emptied", "large": "kept"}
+    assert "table small starts empty: its counters changed" in caplog.text
+    run_to_the_end(after, after._source)
+    assert after._source.restored == {"p0": 12, "p1": 12}, "the positions stay: nothing is counted twice"
 
 
 def test_counters_of_another_share_of_the_stream_start_empty_and_the_positions_stay(tmp_path, counted):

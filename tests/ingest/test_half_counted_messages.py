@@ -81,7 +81,7 @@ def run_all(tmp_path: Any) -> tuple[Any, bool]:
 
 
 @pytest.mark.parametrize("error", [MEMORY, BUG, SketchError("malformed")], ids=["memory", "bug", "sketch"])
-@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("owner", "name"), STAGES, ids=[f"{name}" for _, name in STAGES])
 def test_a_fault_at_any_stage_counts_each_message_wholly_or_not_at_all(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, n: int, error: Exception

@@ -9,7 +9,6 @@ import pytest
 
 from flexd.core.errors import SnapshotError, StreamError
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from tests.support.ingest_fakes import (
     DEADLINE,
     LOG,
@@ -158,29 +157,3 @@ def test_profiles_while_ingesting_are_consistent(tmp_path):
         for table in profile.tables:
             total = table.hot_share.sum() + (table.bin_share * table.bin_rows).sum()
             assert table.weight == 0 or total == pytest.approx(1, abs=0.1)
-
-
-def test_file_log_to_sketches_and_on_after_a_restart(tmp_path):
-    def write(messages: list[bytes]) -> None:
-        sink = FileLogSink(tmp_path / "log", "p0")
-        for message in messages:
-            sink.send(message)
-        sink.flush(DEADLINE)
-        sink.close()
-
-    messages = [make_message(i) for i in range(20)]
-    write(messages[:12])
-    seen = 0
-    for expected in (12, 8):
-        ingestor = make_ingestor(
-            FileLogSource(tmp_path / "log"), SnapshotStore(tmp_path / "state", 2), snapshot_interval_seconds=0.05
-        )
-        ingestor.start()
-        wait_until(lambda ingestor=ingestor, expected=expected: ingestor.stats().messages == expected)
-        assert ingestor.stop(DEADLINE)
-        seen += ingestor.stats().accesses
-        write(messages[12:])
-    whole = make_ingestor(source := FakeSource({"p0": messages}), SnapshotStore(tmp_path / "whole", 2))
-    run_to_the_end(whole, source)
-    assert seen == whole.stats().accesses
-    assert_same_state(state_of(ingestor), state_of(whole))

@@ -15,7 +15,7 @@ from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
-from tests.support.ingest_fakes import DEADLINE, LOG, SETTINGS, T0, TABLES, FakeSource, state_of, wait_until
+from tests.support.ingest_fakes import DEADLINE, SETTINGS, T0, TABLES, FakeSource, wait_until
 
 UNDECAYED = dataclasses.replace(SETTINGS, half_life_seconds=None, memory_bytes=6_000_000, logarithmic=False)
 
@@ -65,24 +65,6 @@ def test_ingest_counts_every_access_of_the_messages(tmp_path):
     assert ingestor.profile().samples == exact.samples
     assert ingestor.sequence_length_quantiles("small", [0.5, 1.0]).tolist() == [100.0, 300.0]
     assert sum(choice.bytes for choice in ingestor.choices()) <= UNDECAYED.memory_bytes
-
-
-def test_runs_from_one_snapshot_to_the_next_add_up_to_an_uninterrupted_one(tmp_path):
-    log = _log(3, 40)
-    ample = dataclasses.replace(UNDECAYED, memory_bytes=30_000_000)
-    whole = _run(log, SnapshotStore(tmp_path / "whole", 1), ample)
-    for end in (10, 20, 30, 40):
-        part = {name: messages[:end] for name, messages in log.items()}
-        ingestor = _run(part, SnapshotStore(tmp_path / "state", 2), ample)
-        assert not ingestor.stats().restore_problems
-    rows = np.arange(200)
-    assert ingestor.query("small", rows).tolist() == whole.query("small", rows).tolist()
-    assert ingestor.profile().samples == whole.profile().samples
-    assert _low_words(ingestor) == _low_words(whole)
-
-
-def _low_words(ingestor: Ingestor) -> bytes:
-    return state_of(ingestor)[1]["0/low"].tobytes()
 
 
 def test_positions_of_a_snapshot_are_those_of_its_counters(tmp_path):
@@ -151,41 +133,3 @@ def test_an_idle_stream_decays_in_reads_and_not_in_the_counters(tmp_path, monkey
     assert ingestor.query("small", np.array([3]))[0] == 1.0, "an outage is not idleness"
     source.problem = None
     assert ingestor.stop(DEADLINE)
-
-
-def test_a_damaged_snapshot_is_replaced_by_the_previous_one_with_its_positions(tmp_path):
-    first = {"p": LOG["p0"][:4]}
-    source = FakeSource(first)
-    small = [dataclasses.replace(TABLES[0], rows=20)]
-    settings = dataclasses.replace(UNDECAYED, memory_bytes=2**20)
-
-    def run(source: FakeSource, store: SnapshotStore) -> Ingestor:
-        ingestor = Ingestor(source, small, settings, store, poll_seconds=0.01, save_in_background=False)
-        ingestor._read_some()
-        ingestor._begin_save()
-        ingestor._finish_save()
-        return ingestor
-
-    store = SnapshotStore(tmp_path / "s", 3)
-    before = run(source, store)
-    source.per_poll = 1
-    before._read_some()
-    before._begin_save()
-    before._finish_save()
-    newest, previous = store.paths()
-    whole = newest.read_bytes()
-    # Samples only: tests/sketch/test_snapshot.py tries every length and every byte.
-    places = range(0, len(whole), max(1, len(whole) // 60))
-    damaged = [whole[:length] for length in places]
-    damaged += [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in places]
-    for image in damaged:
-        newest.write_bytes(image)
-        restored = Ingestor(FakeSource(first), small, settings, SnapshotStore(tmp_path / "s", 3))
-        assert restored._unrestored_positions == {"p": 3}
-        assert str(newest) in restored.stats().restore_problems[0]
-        assert restored.profile().samples > 0
-    assert previous.exists()
-    newest.write_bytes(whole)
-    assert Ingestor(FakeSource(first), small, settings, SnapshotStore(tmp_path / "s", 3))._unrestored_positions == {
-        "p": 4
-    }

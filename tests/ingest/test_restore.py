@@ -42,23 +42,20 @@ def test_state_of_other_tables_is_refused_and_stays(tmp_path):
     run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)
     (snapshot,) = tmp_path.iterdir()
     before = snapshot.read_bytes()
-    with pytest.raises(UnusableStateError, match="no table's counts can be continued"):
+    with pytest.raises(UnusableStateError, match="none of its tables is configured"):
         Ingestor(FakeSource(LOG), [TableSpec("other", 200, 4)], SETTINGS, SnapshotStore(tmp_path, 2))
     assert list(tmp_path.iterdir()) == [snapshot]
     assert snapshot.read_bytes() == before
 
 
-def test_unusable_state_is_quarantined_where_the_daemon_may_start_empty(tmp_path):
+def test_unusable_state_is_set_aside_where_the_daemon_may_start_empty(tmp_path):
     source = FakeSource(LOG)
     run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)
     store = SnapshotStore(tmp_path, 2)
     source = FakeSource(LOG)
     other = Ingestor(source, [TableSpec("other", 200, 4)], SETTINGS, store, poll_seconds=0.01, start_empty=True)
     assert other.profile().samples == 0
-    assert [(kept.path.name, kept.reason) for kept in store.quarantine.list()] == [
-        ("snapshot-000000000001-unusable.flexd", "unusable")
-    ]
-    assert store.paths() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot-000000000001.flexd.unusable"]
     run_to_the_end(other, source)
     assert source.restored is None
 
@@ -75,7 +72,7 @@ def test_damaged_newest_snapshot_is_reported_and_the_previous_continued(tmp_path
     ingestor = make_ingestor(source, SnapshotStore(tmp_path / "state", 3))
     run_to_the_end(ingestor, source)
     assert str(newest) in ingestor.stats().restore_problems[0]
-    assert [kept.path.name for kept in store.quarantine.list()] == [f"{newest.stem}-damaged.flexd"]
+    assert newest.with_name(f"{newest.name}.unusable").exists()
     assert_same_state(state_of(ingestor), expected)
 
 
@@ -87,7 +84,7 @@ def test_only_damaged_snapshots_are_refused_or_start_empty_from_the_earliest_mes
     with pytest.raises(UnusableStateError, match="flexd state reset"):
         make_ingestor(source, store)
     ingestor = make_ingestor(source, store, start_empty=True)
-    assert [kept.reason for kept in store.quarantine.list()] == ["damaged"]
+    assert store.paths() == []
     run_to_the_end(ingestor, source)
     assert ingestor.stats().restore_problems
     assert_same_state(state_of(ingestor), expected)

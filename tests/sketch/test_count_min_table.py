@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
-from flexd.sketch import budget
 from flexd.sketch.sketch_set import SketchSet
 
 
@@ -34,28 +31,6 @@ def test_a_crowded_decayed_count_min_takes_a_coarser_unit():
     cells = counter.values().astype(float) * sketches._decay.unit_weight(table.exponent)
     assert np.allclose(cells[:, ::4], weight, rtol=1e-3, atol=2.0)
     assert sketches.nbytes <= sketches.choices()[0].bytes
-
-
-@pytest.mark.parametrize("memory", [64 * 2**20, 512 * 2**20])
-def test_a_table_of_a_billion_rows_within_the_budget(memory):
-    table = TableSpec("huge", 10**9, 64)
-    sketches = SketchSet([table], memory, 3600.0, logarithmic=False)
-    choice = sketches.choices()[0]
-    assert choice.kind == "count_min"
-    assert choice.bytes <= memory
-    assert choice.error_share == math.e / 2**choice.log2_width
-    # A count-min of twice the width would not fit.
-    assert budget._count_min_bytes(table, choice.log2_width + 1, 10**6) > memory
-    random = np.random.default_rng(1)
-    for i in range(20):
-        ids = random.integers(0, 10**9, 8192)
-        ids[:100] = 999_999_999 - np.arange(100)
-        sketches.ingest("huge", ids, 0, 1.7e9 + i)
-        assert sketches.nbytes <= choice.bytes
-    assert (sketches.query("huge", 999_999_999 - np.arange(100)) >= 19.9).all()
-    profile = sketches.profile().tables[0]
-    assert np.isin(999_999_999 - np.arange(100), profile.hot_rows[:100]).all()
-    assert profile.distinct_rows == pytest.approx(20 * 8092 + 100, rel=0.08)
 
 
 ROWS = 10**9

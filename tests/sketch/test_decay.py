@@ -122,12 +122,6 @@ def test_a_clock_ahead_of_now_is_set_back_to_the_allowance():
     assert decay.oldest_seconds == T0 + 5
 
 
-def test_a_clock_saved_before_arrival_was_a_bound_is_read():
-    decay = ForwardDecay(10.0, 5.0)
-    decay.load({"newest": T0.hex(), "oldest": (T0 - 1).hex(), "confirmed": True, "ahead": [(T0 + 1e5).hex()]})
-    assert (decay.newest_seconds, decay.oldest_seconds) == (T0, T0 - 1)
-
-
 HALF_LIFE, ALLOWANCE = 600.0, 300.0
 
 

@@ -12,6 +12,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.node_sources import TableSources, read_sources
 from flexd.sketch.sketch_set import SketchSet
+from tests.support.saved_sketches import loaded_sketches
 
 LAYOUT = RankLayout(4, 2)
 T0 = 1.7e9
@@ -122,7 +123,7 @@ def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic
     assert whole.nbytes <= memory
     _sets(whole, row, rank)
     meta, arrays = whole.state()
-    restored = SketchSet.from_state(tables, whole.settings, json.loads(json.dumps(meta)), arrays)
+    restored = loaded_sketches(tables, whole.settings, json.loads(json.dumps(meta)), arrays)
     for sketches in (whole, restored):
         (table,) = sketches.profile(layout=LAYOUT).tables
         assert table.sources is not None

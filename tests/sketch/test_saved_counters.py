@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -29,7 +27,7 @@ def counted() -> SketchSet:
 
 def test_each_table_is_loaded_from_its_own_arrays(counted: SketchSet) -> None:
     meta, arrays = counted.state()
-    saved = saved_counters.parse_same(meta, TABLES, SETTINGS)
+    saved = saved_state.parse(meta)
     clock = ForwardDecay(SETTINGS.half_life_seconds, SETTINGS.max_future_seconds)
     saved_counters.load_clock(clock, saved.decay)
     assert clock.newest_seconds == 101.0
@@ -43,19 +41,9 @@ def test_each_table_is_loaded_from_its_own_arrays(counted: SketchSet) -> None:
     assert found == [(3, None), (1, [9.0])]
 
 
-@pytest.mark.parametrize(
-    ("tables", "settings"), [(TABLES[:1], SETTINGS), (TABLES, replace(SETTINGS, half_life_seconds=61.0))]
-)
-def test_a_state_of_other_tables_or_settings_is_refused(
-    counted: SketchSet, tables: tuple[TableSpec, ...], settings: SketchSettings
-) -> None:
-    with pytest.raises(SketchError, match="other tables or sketch settings"):
-        saved_counters.parse_same(counted.state()[0], tables, settings)
-
-
 def test_what_is_damaged_is_refused(counted: SketchSet) -> None:
     meta, arrays = counted.state()
-    table = saved_state.parse(meta, TABLES).tables[1]
+    table = saved_state.parse(meta).tables[1]
     sketch = kinds.make_table(table.spec, table.choice, 0, SETTINGS.conservative)
     touches = TableTouches(table.spec.rows, 100)
     for name in [name for name in arrays if name.startswith("1/")]:

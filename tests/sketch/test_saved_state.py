@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from flexd.core.errors import SketchError, StateVersionError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import saved_state
-from flexd.sketch.saved_state import OLDEST_FORMAT, STATE_FORMAT
+from flexd.sketch.saved_state import STATE_FORMAT
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 
@@ -24,43 +23,28 @@ def meta() -> dict[str, Any]:
     return json.loads(json.dumps(SketchSet.of(TABLES, SETTINGS).state()[0]))
 
 
-def format_4(meta: dict[str, Any]) -> dict[str, Any]:
-    sketches = [{name: value for name, value in each.items() if name != "choice"} for each in meta["sketches"]]
-    rest = {name: value for name, value in meta.items() if name != "table_list"}
-    return {**rest, "format": 4, "sketches": sketches}
-
-
 def test_a_description_is_read_as_it_was_written(meta: dict[str, Any]) -> None:
-    saved = saved_state.parse(meta, ())
+    saved = saved_state.parse(meta)
     assert (saved.settings, tuple(table.spec for table in saved.tables)) == (SETTINGS, TABLES)
     assert [(table.index, table.accesses) for table in saved.tables] == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_the_tables_of_format_4_are_found_in_another_order_and_among_more(meta: dict[str, Any]) -> None:
-    old = format_4(meta)
-    more = TableSpec("new", 9, 4)
-    for configured in (*itertools.permutations(TABLES), (more, *TABLES), (*TABLES[:1], more, *TABLES[1:])):
-        assert tuple(table.spec for table in saved_state.parse(old, configured).tables) == TABLES
-    with pytest.raises(SketchError, match="does not name its 3 tables"):
-        saved_state.parse(old, TABLES[:2])
-
-
-@pytest.mark.parametrize("number", [None, True, "5", OLDEST_FORMAT - 1])
+@pytest.mark.parametrize("number", [None, True, "5", STATE_FORMAT - 1])
 def test_an_unknown_or_too_old_format_is_refused(meta: dict[str, Any], number: object) -> None:
     with pytest.raises(SketchError, match="format"):
-        saved_state.parse({**meta, "format": number}, TABLES)
+        saved_state.parse({**meta, "format": number})
 
 
 def test_a_newer_format_is_refused_as_such(meta: dict[str, Any]) -> None:
     with pytest.raises(StateVersionError, match=f"format {STATE_FORMAT + 1} is of a newer flexd"):
-        saved_state.parse({**meta, "format": STATE_FORMAT + 1}, TABLES)
+        saved_state.parse({**meta, "format": STATE_FORMAT + 1})
 
 
 @pytest.mark.parametrize("key", ["settings", "decay", "table_list", "sketches"])
 def test_a_damaged_description_is_refused(meta: dict[str, Any], key: str) -> None:
     for value in (None, 3, [3]):
         with pytest.raises(SketchError):
-            saved_state.parse({**meta, key: value}, TABLES)
+            saved_state.parse({**meta, key: value})
 
 
 def test_settings_of_another_version_are_read(meta: dict[str, Any]) -> None:

@@ -34,13 +34,18 @@ def _equal(arrays):
         assert arrays[name].flags.writeable
 
 
+def _newest(store):
+    return snapshot.read(store.paths()[0])[0]
+
+
 def test_round_trip_mode_and_names(tmp_path):
     store = SnapshotStore(tmp_path / "state", 2)
-    assert store.load_newest() is None
+    assert store.paths() == []
     path = store.save(META, ARRAYS)
-    loaded = store.load_newest()
-    assert (loaded.meta, loaded.path, loaded.problems) == (META, path, [])
-    _equal(loaded.arrays)
+    assert store.paths() == [path]
+    meta, arrays = snapshot.read(path)
+    assert meta == META
+    _equal(arrays)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [entry.name for entry in (tmp_path / "state").iterdir()] == [path.name]
 
@@ -52,21 +57,16 @@ def test_the_newest_snapshots_are_kept_across_restarts(tmp_path):
     assert [snapshot.read(path)[0]["i"] for path in paths] == [4, 3, 2]
 
 
-def test_truncation_at_every_length_is_detected_and_the_previous_snapshot_used(tmp_path):
-    store = SnapshotStore(tmp_path, 3)
-    store.save({"previous": True}, ARRAYS)
-    path = store.save(META, ARRAYS)
+def test_truncation_at_every_length_is_detected(tmp_path):
+    path = SnapshotStore(tmp_path, 3).save(META, ARRAYS)
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        loaded = store.load_newest()
-        assert loaded.meta == {"previous": True}, length
-        assert len(loaded.problems) == 1
-        assert str(path) in loaded.problems[0]
+        with pytest.raises(SnapshotError, match=str(path)):
+            snapshot.read(path)
     path.write_bytes(whole + b"\0")
-    assert store.load_newest().problems
-    path.write_bytes(whole)
-    assert store.load_newest().meta == META
+    with pytest.raises(SnapshotError):
+        snapshot.read(path)
 
 
 def test_every_changed_byte_is_detected(tmp_path):
@@ -91,28 +91,20 @@ def test_random_bytes_are_refused(tmp_path_factory, noise):
             snapshot.read(path)
 
 
-def test_only_damaged_snapshots_are_an_error_and_stay(tmp_path):
+def test_one_that_was_set_aside_is_in_no_rotation_and_only_the_newest_stays(tmp_path):
     store = SnapshotStore(tmp_path, 2)
-    damaged = [store.save({}, {}) for _ in range(2)]
-    for path in damaged:
-        path.write_bytes(b"junk")
+    for number in range(2):
+        path = store.save({"n": number}, {})
+        aside = store.set_aside(path)
+        assert store.paths() == []
+        assert snapshot.read(aside)[0] == {"n": number}
+    assert list(tmp_path.iterdir()) == [aside]
+    for number in range(4):
+        store.save({"later": number}, {})
+    assert len(store.paths()) == 2
+    assert aside.exists()
     with pytest.raises(SnapshotError):
-        store.load_newest()
-    for number in range(3):
-        path = store.save({"fresh": number}, {})
-    assert store.load_newest().path == path
-    assert len(store.paths()) == store.keep + len(damaged)
-    assert set(damaged) < set(store.paths())
-
-
-def test_a_damaged_file_does_not_displace_a_good_one(tmp_path):
-    store = SnapshotStore(tmp_path, 2)
-    good = store.save({"good": 1}, {})
-    damaged = store.save({}, {})
-    damaged.write_bytes(b"junk")
-    assert store.load_newest().path == good
-    newest = store.save({"good": 2}, {})
-    assert store.paths() == [newest, damaged, good]
+        store.set_aside(path)
 
 
 def test_a_full_disk_leaves_the_old_snapshot_and_no_temporary_file(tmp_path):
@@ -126,9 +118,9 @@ def test_a_full_disk_leaves_the_old_snapshot_and_no_temporary_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == [path]
-    assert store.load_newest().meta == {"old": 1}
+    assert _newest(store) == {"old": 1}
     store.save({"new": 1}, {})
-    assert store.load_newest().meta == {"new": 1}
+    assert _newest(store) == {"new": 1}
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
@@ -144,7 +136,7 @@ def test_failing_system_calls_leave_the_old_snapshot(tmp_path, monkeypatch, call
         with pytest.raises(SnapshotError):
             store.save({"new": 1}, ARRAYS)
     assert [entry.name for entry in tmp_path.iterdir()] == ["snapshot-000000000001.flexd"]
-    assert store.load_newest().meta == {"old": 1}
+    assert _newest(store) == {"old": 1}
 
 
 def test_a_snapshot_is_durable_before_it_is_renamed(tmp_path, monkeypatch):

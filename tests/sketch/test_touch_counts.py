@@ -12,6 +12,7 @@ from flexd.simulate.exact_profile import exact_profile
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.touch_counts import TableTouches
+from tests.support.saved_sketches import loaded_sketches
 
 LAYOUT = RankLayout(2, 2)
 ROWS = 200
@@ -157,7 +158,7 @@ def test_saved_and_loaded_touches_are_equal_and_damaged_ones_are_refused():
             sketches.ingest("t", rows, rank, 1.0, step=step)
     sketches.close_steps()
     meta, arrays = sketches.state()
-    loaded = SketchSet.from_state([TableSpec("t", ROWS, 4)], sketches.settings, meta, arrays)
+    loaded = loaded_sketches([TableSpec("t", ROWS, 4)], sketches.settings, meta, arrays)
     before, after = (each.profile(layout=LAYOUT).tables[0].touches for each in (sketches, loaded))
     assert before is not None
     assert after is not None
@@ -165,7 +166,7 @@ def test_saved_and_loaded_touches_are_equal_and_damaged_ones_are_refused():
     assert not np.isnan(after.per_node).any()
     damaged = {**arrays, "0/touch_row_gaps": arrays["0/touch_row_gaps"] + 2}
     with pytest.raises(SketchError):
-        SketchSet.from_state([TableSpec("t", ROWS, 4)], sketches.settings, meta, damaged)
+        loaded_sketches([TableSpec("t", ROWS, 4)], sketches.settings, meta, damaged)
 
 
 def test_beyond_a_number_of_accesses_the_same_steps_of_all_ranks_are_sampled():

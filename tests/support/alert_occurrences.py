@@ -56,7 +56,6 @@ LIVE: dict[str, Live] = {
     "FlexdVersionRefused": Live("disk", "disk", "peers of another version connect"),
     "FlexdEpochsChurn": Live("churns", "churns", "the ranks' connections are cut every second"),
     "FlexdSnapshotsFail": Live("stream", "stream", "the directory of the snapshots is a file"),
-    "FlexdStateQuarantined": Live("restarts", "restarts", "the newest snapshot is damaged at a start"),
     "FlexdSnapshotOld": Live("idle", "idle", "no snapshot for some seconds"),
     "FlexdDecisionsFail": Live("disk", "disk", "decisions.json cannot be written"),
 }

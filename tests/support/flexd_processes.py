@@ -21,10 +21,10 @@ from flexd.daemon import factory
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSource
 from tests.support.repository import ROOT
+from tests.support.saved_sketches import loaded_sketches, newest_snapshot
 from tests.support.until import until
 
 DAEMON_START_SECONDS = 90.0
@@ -115,12 +115,8 @@ class RunningDaemon:
 
 def saved_sketches(config: Config) -> SketchSet:
     """Return the counters in the newest snapshot of a daemon."""
-    loaded = SnapshotStore(config.state.dir / "snapshots", config.state.keep_snapshots).load_newest()
-    assert loaded is not None
-    assert loaded.problems == []
-    return SketchSet.from_state(
-        config.keyspace().tables, factory.sketch_settings(config), loaded.meta["sketches"], loaded.arrays
-    )
+    meta, arrays = newest_snapshot(config.state.dir / "snapshots")
+    return loaded_sketches(config.keyspace().tables, factory.sketch_settings(config), meta["sketches"], arrays)
 
 
 def counted_by_hand(config: Config, log: Path) -> SketchSet:

@@ -23,6 +23,7 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from tests.support.repository import child_environment
+from tests.support.saved_sketches import loaded_sketches, newest_snapshot
 from tests.support.until import until
 
 TABLES = [TableSpec("items", 5000, 4)]
@@ -123,9 +124,8 @@ def end(pid: int, number: int = signal.SIGTERM, seconds: float = 30.0) -> None:
 
 def saved_counters(state: Path) -> tuple[Any, dict[str, int]]:
     """Return (counters of the newest snapshot, its positions)."""
-    loaded = SnapshotStore(state, 3).load_newest()
-    assert loaded is not None
-    return SketchSet.from_state(TABLES, SETTINGS, loaded.meta["sketches"], loaded.arrays), loaded.meta["positions"]
+    meta, arrays = newest_snapshot(state)
+    return loaded_sketches(TABLES, SETTINGS, meta["sketches"], arrays), meta["positions"]
 
 
 def counted(batches: Any) -> SketchSet:

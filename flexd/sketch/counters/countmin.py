@@ -33,8 +33,8 @@ class CountMin:
     probability at most ``e^-4`` for a given row (Cormode and Muthukrishnan, *An Improved Data Stream Summary*, J.
     Algorithms 2005), as long as few pairs are joined: ``joined_share`` of the cells count as if half as wide.
     Conservative update (Estan and Varghese, SIGCOMM 2002) raises only the cells that hold the minimum: the same bound,
-    smaller errors in practice. Both properties survive ``merge`` and ``rescale``, which rounds up. Plain counters do
-    not depend on the order of arrival, and merge exactly (until rescaled).
+    smaller errors in practice. Both properties survive ``rescale``, which rounds up. Plain counters do not depend on
+    the order of arrival.
 
     Positions are those of Apache DataSketches (``flexd.sketch.counters.hashing``).
     The same pass updates the registers of a HyperLogLog (``flexd.sketch.distinct``) and reports the rows whose estimate
@@ -57,8 +57,6 @@ class CountMin:
         self.rows = rows
         self.log2_width = log2_width
         self.conservative = conservative
-        self.error_log2_width = log2_width
-        """Width behind the error bound: below ``log2_width`` where cells came from a narrower sketch."""
         self.total_units = 0
         """Units added to all rows together."""
         self._cells: UInt32Array = np.zeros(DEPTH << log2_width, dtype=np.uint32)
@@ -76,7 +74,7 @@ class CountMin:
     @property
     def error_share(self) -> float:
         """Error, as a share of all accesses, that one row's estimate exceeds with probability at most e^-4."""
-        return math.e / (1 << self.error_log2_width)
+        return math.e / (1 << self.log2_width)
 
     @property
     def joined_share(self) -> float:
@@ -161,62 +159,10 @@ class CountMin:
         self._joined_pairs = kernels.rescale(self._cells, np.uint64(bits), self.conservative)
         self.total_units = (self.total_units + (1 << bits) - 1) >> bits
 
-    def merge(self, other: CountMin) -> None:
-        """Add the other's cells, which must be at the same scale.
-
-        Raises:
-            SketchError: the other has another shape, or one is plain and the other conservative.
-        """
-        if (other.rows, other.log2_width, other.conservative) != (self.rows, self.log2_width, self.conservative):
-            raise SketchError(
-                f"count-min of {self.rows} rows x 2^{self.log2_width} and {other.rows} x 2^{other.log2_width} "
-                "cannot be merged",
-                remedy="give all daemons of a job the same tables and sketch settings",
-            )
-        self._joined_pairs = kernels.merge(self._cells, other._cells, self.conservative)
-        self.total_units += other.total_units
-        self.error_log2_width = min(self.error_log2_width, other.error_log2_width)
-
-    def fill_from(self, other: CountMin, factor: float) -> None:
-        """Replace the cells by those of a sketch of the same hash, of any width and update rule.
-
-        A narrower sketch gets the cells that share a position as their sum (plain: as if counted so) or their maximum
-        (conservative: no row had more than its cell). A wider one repeats the cells, and its error stays that of the
-        narrower one. No estimate falls below its row's units.
-
-        Args:
-            factor: new units for one of the other's; rounded up.
-        """
-        values = np.empty(len(other._cells), dtype=np.uint64)
-        kernels.values(other._cells, values)
-        joined = other._cells >> 31 != 0
-        if factor != 1.0:
-            # The larger factor covers the rounding of numbers that float64 does not hold.
-            scaled = np.ceil(values.astype(np.float64) * (factor * (1 + 2.0**-51)))
-            values = np.minimum(scaled, 2.0**61).astype(np.uint64)
-        by_row, flags = values.reshape(DEPTH, -1), joined.reshape(DEPTH, -1)
-        width = 1 << self.log2_width
-        if by_row.shape[1] < width:
-            parts = width // by_row.shape[1]
-            by_row, flags = np.tile(by_row, (1, parts)), np.tile(flags, (1, parts))
-        while by_row.shape[1] > width:
-            half = by_row.shape[1] // 2
-            low, high = by_row[:, :half], by_row[:, half:]
-            if self.conservative:
-                by_row = np.maximum(low, high)
-            else:
-                by_row, flags = kernels.fold(low, high, flags[:, :half], flags[:, half:])
-            flags = flags[:, :half]
-        if self.conservative:
-            flags = np.zeros_like(flags)
-        self._joined_pairs = kernels.store(by_row.reshape(-1), flags.reshape(-1), self._cells, self.conservative)
-        self.total_units = math.ceil(other.total_units * factor)
-        self.error_log2_width = min(self.log2_width, other.error_log2_width)
-
     def copy(self) -> CountMin:
         twin = CountMin(self.rows, MIN_LOG2_WIDTH, conservative=self.conservative)
         twin.log2_width, twin.total_units, twin._cells = self.log2_width, self.total_units, self._cells.copy()
-        twin._joined_pairs, twin.error_log2_width = self._joined_pairs, self.error_log2_width
+        twin._joined_pairs = self._joined_pairs
         return twin
 
     def cells(self) -> UInt32Array:
@@ -229,11 +175,8 @@ class CountMin:
         kernels.values(self._cells, out)
         return out.reshape(DEPTH, -1)
 
-    def load(self, cells: npt.NDArray[Any], total_units: int, error_log2_width: int = 0) -> None:
+    def load(self, cells: npt.NDArray[Any], total_units: int) -> None:
         """Replace the cells by saved words.
-
-        Args:
-            error_log2_width: 0 for the width of the cells.
 
         Raises:
             SketchError: they are of another shape or inconsistent.
@@ -243,7 +186,6 @@ class CountMin:
         if joined < 0:
             raise SketchError(f"saved cells do not fit 4 x 2^{self.log2_width}", remedy="start from empty counters")
         self._cells, self.total_units, self._joined_pairs = cells.copy(), total_units, joined
-        self.error_log2_width = min(error_log2_width or self.log2_width, self.log2_width)
 
 
 def warm_up() -> None:
@@ -253,6 +195,5 @@ def warm_up() -> None:
         counter = CountMin(4, MIN_LOG2_WIDTH)
         counter.add(rows, 0, 1, np.zeros(16, dtype=np.uint8), 0, np.empty(BLOCK_IDS, dtype=np.int64), 0)
     counter.query(one)
-    counter.merge(counter.copy())
     counter.rescale(1)
     counter.load(counter.cells(), 0)

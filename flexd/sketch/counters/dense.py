@@ -71,22 +71,6 @@ def _shift_low(low: Any, bits: int) -> None:
         low[i] = np.uint32((np.uint64(low[i]) + half) >> np.uint64(bits))
 
 
-@numba.njit(cache=True, nogil=True)
-def _merge_low(low: Any, other: Any, start: int, carries: Any) -> tuple[int, int]:
-    top = np.uint32(31)
-    carried = 0
-    i = start
-    while i < low.size and carried < carries.size:
-        value = np.uint32(low[i] + other[i])
-        if value >> top:
-            value &= np.uint32(2147483647)
-            carries[carried] = i
-            carried += 1
-        low[i] = value
-        i += 1
-    return i, carried
-
-
 def _shift(units: Int64Array, bits: int) -> Int64Array:
     return (units + ((1 << (bits - 1)) - 1)) >> bits
 
@@ -107,7 +91,7 @@ class DenseCounter:
 
     Units are integers because a float32 counter stops counting at 2^24 equal increments and drifts long before, a
     float64 one takes twice the memory, and integer sums do not depend on the order of arrival: counters rebuilt after a
-    crash, or merged from several daemons, are equal bit by bit. Units that do not fit 31 bits are carried to a sorted
+    crash are equal bit by bit. Units that do not fit 31 bits are carried to a sorted
     side list, which a row reaches once in 2^31 units (8,192 accesses or more).
 
     Args:
@@ -188,25 +172,6 @@ class DenseCounter:
         else:
             _shift_low(self._low, bits)
         self._set_high(self._high_rows, _shift(high, bits) if bits < 62 else np.zeros_like(high))
-
-    def merge(self, other: DenseCounter) -> None:
-        """Add the other's counters, which must be at the same scale. The other is not changed.
-
-        Raises:
-            SketchError: the other has another number of rows.
-        """
-        if other.rows != self.rows:
-            raise SketchError(
-                f"counters of {self.rows} and {other.rows} rows cannot be merged", remedy="use one table list"
-            )
-        self._apply_pending()
-        start = 0
-        while start < self.rows:
-            start, self._pending_count = _merge_low(self._low, other._low, start, self._pending)
-            self._apply_pending()
-        self._carry(other._high_rows, other._high_carries)
-        pending, times = np.unique(other._pending[: other._pending_count], return_counts=True)
-        self._carry(pending, times.astype(np.int64))
 
     def query(self, rows: Int64Array) -> Int64Array:
         """Return the units of int64[n] rows of the table as int64[n]."""
@@ -297,4 +262,3 @@ def warm_up() -> None:
         counter = DenseCounter(4)
         counter.add(rows, 1)
         counter.rescale(1)
-        counter.merge(counter.copy())

@@ -85,16 +85,6 @@ class HotSet:
         """Divide the threshold by ``2^bits``, as ``CountMin.rescale`` divides the cells."""
         self.threshold = (self.threshold + (1 << bits) - 1) >> bits if bits < 63 else 0
 
-    def merge(self, other: HotSet, query: Query) -> None:
-        """Become the union of both sets, trimmed by ``query``, which must read the merged counters."""
-        self.admit_buffered(query)
-        self._admit(other._rows)
-        self._admit(_sorted_unique(other.buffer[: other.buffered]))
-        # A row below both thresholds may have an estimate above the higher one after merging; the lower one is safe.
-        self.threshold = min(self.threshold, other.threshold)
-        if len(self._rows) > 2 * self.capacity:
-            self._trim(query)
-
     def copy(self) -> HotSet:
         twin = HotSet(self.capacity)
         twin.threshold, twin.buffered, twin._rows = self.threshold, self.buffered, self._rows

@@ -55,7 +55,7 @@ class LogCounter:
     Args:
         rows: rows of the table; ids outside are not counted.
         bits: 3, 4 or 8.
-        seed: of the random numbers; counters that are merged must draw differently.
+        seed: of the random numbers.
 
     Raises:
         SketchError: unsupported number of bits.
@@ -150,38 +150,6 @@ class LogCounter:
         if bits > 0:
             self.step = math.ldexp(self.step, -bits) if self.step else 0.0
             self.total_units = (self.total_units + (1 << (bits - 1))) >> bits
-
-    def merge(self, other: LogCounter) -> None:
-        """Add the other's counters, which must be at the same scale; the mean is kept. The other is not changed.
-
-        Raises:
-            SketchError: the other has another number of rows or bits.
-        """
-        if (other.rows, other.bits) != (self.rows, self.bits):
-            raise SketchError(
-                f"logarithmic counters of {self.rows} rows x {self.bits} bits and {other.rows} x {other.bits} cannot "
-                "be merged",
-                remedy="give all daemons of a job the same tables and sketch settings",
-            )
-        self.total_units += other.total_units
-        if not other.step:
-            return
-        before = (self._packed, self.step)
-        step = max(self.step, other.step)
-        self._combine(other, *before, step)
-        if self.top_rows > self._top_allowed():
-            # Repeat with a step at which no sum exceeds the top level.
-            self._combine(other, *before, 2 * step)
-            self._double_step_if_crowded()
-
-    def _combine(self, other: LogCounter, packed: UInt8Array, own_step: float, step: float) -> None:
-        values = level_values(self.bits)
-        sums = (values[:, None] * own_step + values * other.step) / step
-        self._packed = packed.copy()
-        kernels.combine(self._packed, other._packed, self.rows, self.bits, sums, values, np.uint64(self._draws))
-        self._skip_draws(self.rows)
-        self.step = step
-        self._count_levels()
 
     def levels(self, rows: Int64Array) -> UInt8Array:
         """Return the levels of int64[n] rows of the table as uint8[n]."""
@@ -302,6 +270,5 @@ def warm_up() -> None:
             counter = LogCounter(64, bits, 0)
             counter.add(rows, 1)
         counter.add_weights(np.arange(4, dtype=np.int64), np.ones(4), 4)
-        counter.merge(counter.copy())
         counter._set_step(2 * counter.step)
         counter.levels(counter.rows_of_levels(counter.histogram()))

@@ -147,27 +147,6 @@ def add_weights(rows: Any, weights: Any, packed: Any, counts: Any, bits: int, va
 
 
 @numba.njit(cache=True, nogil=True)
-def combine(packed: Any, other: Any, table_rows: int, bits: int, sums: Any, values: Any, state: Any) -> None:
-    """Replace level a here, with level b in ``other``, by the level of ``sums[a, b]``; rounding keeps the mean."""
-    size = values.size
-    to = np.empty((size, size), dtype=np.uint8)
-    up = np.empty((size, size), dtype=np.uint64)
-    for a in range(size):
-        for b in range(size):
-            below, up_share = _place(sums[a, b], values, np.int64(0))
-            to[a, b] = below
-            up[a, b] = _as_threshold(up_share)
-    mask = np.uint64(size - 1)
-    number = np.uint64(state)
-    for row in range(table_rows):
-        bit = np.uint64(row) * np.uint64(bits)
-        a = _level(packed, bit, mask)
-        b = _level(other, bit, mask)
-        number += np.uint64(1)
-        _put(packed, bit, mask, np.uint64(to[a, b]) + np.uint64(_random(number) < up[a, b]))
-
-
-@numba.njit(cache=True, nogil=True)
 def relevel(packed: Any, table_rows: int, bits: int, old_values: Any, values: Any, state: Any) -> None:
     """Replace every level by that of its old value; rounding keeps the mean."""
     size = values.size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
@@ -13,11 +12,11 @@ from flexd.core.errors import SnapshotError
 from flexd.daemon import factory
 from flexd.sketch.decay import UNIT_BITS
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.types import AccessBatch
 from tests.e2e.chaos.chaos_attempt import Attempt
 from tests.e2e.chaos.chaos_training import TABLES, WORLD, Reference
 from tests.e2e.chaos.chaos_world import ChaosWorld
+from tests.support.saved_sketches import loaded_sketches, newest_snapshot
 from tests.support.until import until
 
 LOSS_TOLERANCE = 1e-9
@@ -93,14 +92,12 @@ class Checker:
             nonlocal found, positions
             # Files come and go beside this reader.
             try:
-                loaded = SnapshotStore.load_newest(_ReadOnly(world.state / "snapshots"))
-            except SnapshotError:
+                meta, arrays = newest_snapshot(world.state / "snapshots")
+            except (SnapshotError, IndexError):
                 return False
-            if loaded is None:
-                return False
-            positions = loaded.meta["positions"]
+            positions = meta["positions"]
             tables, settings = world.config.keyspace().tables, factory.sketch_settings(world.config)
-            found = SketchSet.from_state(tables, settings, loaded.meta["sketches"], loaded.arrays)
+            found = loaded_sketches(tables, settings, meta["sketches"], arrays)
             return found.samples >= published
 
         published = sum(int(accesses.sum()) for accesses in logged.accesses.values())
@@ -192,15 +189,6 @@ class Log:
             counts = np.bincount(batch.rows, minlength=len(self.accesses[batch.table]))
             self.accesses[batch.table] += counts
             self.weights[batch.table] += counts * 2.0 ** (min(later, 0.0) / self._half_life_seconds)
-
-
-class _ReadOnly(SnapshotStore):
-    """Of a directory that another process writes to: unfinished files are left there."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.keep = 1
-        self._damaged = set()
 
 
 def longest_step(attempt: Attempt, since: float, until_: float) -> tuple[float, float]:

@@ -80,33 +80,6 @@ def test_a_row_without_further_accesses_ends_at_zero():
     assert counter.query(np.zeros(1, dtype=np.int64)).tolist() == [0]
 
 
-@settings(max_examples=40, deadline=None)
-@given(ids, ids, *[st.one_of(st.integers(0, 2**31 - 1), st.integers(2**31 - 9, 2**31 - 1))] * 2)
-def test_dense_merge_equals_counting_the_concatenation(first, second, head_a, head_b):
-    a, b = DenseCounter(ROWS), DenseCounter(ROWS)
-    a._low[:], b._low[:] = head_a, head_b
-    a.add(np.array(first, dtype=np.int64), 7)
-    b.add(np.array(second, dtype=np.int64), 7)
-    before = b.query(np.arange(ROWS))
-    a.merge(b)
-    assert a.query(np.arange(ROWS)).tolist() == (_exact([(first + second, 7)]) + head_a + head_b).tolist()
-    assert np.array_equal(b.query(np.arange(ROWS)), before)
-
-
-def test_dense_merge_adds_the_carries_that_the_other_has_not_applied_yet():
-    a, b = DenseCounter(ROWS), DenseCounter(ROWS)
-    b._low[:] = 2**CARRY_BITS - 1
-    b.add(np.arange(0, ROWS, 2, dtype=np.int64), 3)
-    pending = b._pending_count
-    assert pending == ROWS // 2
-    a.merge(b)
-    expected = np.full(ROWS, 2**CARRY_BITS - 1)
-    expected[::2] += 3
-    assert a.query(np.arange(ROWS)).tolist() == expected.tolist()
-    assert b._pending_count == pending, "the other is not changed"
-    assert b.query(np.arange(ROWS)).tolist() == expected.tolist()
-
-
 def test_dense_state_round_trip_and_damaged_state():
     counter = DenseCounter(ROWS)
     counter._low[:] = 2**31 - 2

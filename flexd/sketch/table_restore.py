@@ -1,7 +1,7 @@
-"""Restore saved sketches into other tables or settings: table by table, what fits stays.
+"""Restore saved sketches into the configured tables and settings: a table whose counters changed starts empty, alone.
 
 A table is recognised by its name. Row ids must mean what they meant: flexd cannot know whether a table that has the
-same name and other rows was filled anew.
+same name and as many rows was filled anew.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import budget, conversion, saved_state
-from flexd.sketch.conversion import Clocks
-from flexd.sketch.decay import ForwardDecay
+from flexd.sketch import budget, saved_state
+from flexd.sketch.budget import TableChoice
 from flexd.sketch.saved_state import SavedState, SavedTable
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.table_outcome import TableOutcome
@@ -29,7 +28,7 @@ def outcomes_of(
         StateVersionError: the state is of a newer flexd.
         SketchError: it cannot be read, or the settings are impossible.
     """
-    return tuple(outcome for outcome, _, _ in _compare(saved_state.parse(meta, tables), tables, settings))
+    return tuple(outcome for outcome, _, _ in _compare(saved_state.parse(meta), tables, settings))
 
 
 def restore(
@@ -39,32 +38,18 @@ def restore(
 
     Raises:
         StateVersionError: the state is of a newer flexd.
-        SketchError: it is damaged or too old, or the settings are impossible.
+        SketchError: it is damaged or of an older format, or the settings are impossible.
     """
-    saved = saved_state.parse(meta, tables)
+    saved = saved_state.parse(meta)
     fresh = SketchSet.of(tables, settings)
     fresh.load_clock(saved.decay)
-    old_clock = ForwardDecay(saved.settings.half_life_seconds, 0.0)
-    # A clock of the same readings: another half-life only changes the weights.
-    old_clock.copy_times(fresh.event_clock)
-    clocks = Clocks(old_clock, fresh.event_clock)
     outcomes = []
     for outcome, index, table in _compare(saved, tables, settings):
         outcomes.append(outcome)
-        if table is None or index is None or outcome.outcome == "emptied":
-            continue
-        if outcome.outcome == "kept":
+        if outcome.outcome == "kept" and table is not None and index is not None:
             fresh.load_table(index, table, arrays)
-        else:
-            _convert(fresh, index, table, arrays, clocks)
     fresh.load_coaccess(saved, arrays)
     return fresh, tuple(outcomes)
-
-
-def _convert(fresh: SketchSet, index: int, table: SavedTable, arrays: Arrays, clocks: Clocks) -> None:
-    fresh.load_table(
-        index, table, arrays, lambda old: conversion.convert(old, fresh.sketch(index), clocks, seed=index)
-    )  # fmt: skip
 
 
 def _compare(
@@ -76,24 +61,36 @@ def _compare(
         tables, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic
     )  # fmt: skip
     by_name = {table.spec.name: table for table in saved.tables}
-    same_half_life = saved.settings.half_life_seconds == settings.half_life_seconds
     found: list[tuple[TableOutcome, int | None, SavedTable | None]] = []
     for index, (spec, choice) in enumerate(zip(tables, choices, strict=True)):
         table = by_name.pop(spec.name, None)
         if table is None:
             found.append((TableOutcome(spec.name, "new", 0), index, None))
             continue
-        changed = conversion.changes(table.spec, table.choice, spec, choice, same_half_life)
-        obstacle = conversion.obstacle(table.spec, table.choice, spec, choice)
+        changed = _changes(table, spec, choice)
+        if saved.settings.half_life_seconds != settings.half_life_seconds:
+            changed.append("half-life")
         if saved.settings.share != settings.share:
-            obstacle = f"{saved.settings.share:g} of the stream was counted, now {settings.share:g}"
-        if obstacle is not None:
-            outcome = TableOutcome(spec.name, "emptied", table.accesses, obstacle)
-        elif changed:
-            outcome = TableOutcome(spec.name, "converted", table.accesses, ", ".join(changed))
-        else:
-            outcome = TableOutcome(spec.name, "kept", table.accesses)
+            changed.append(f"{saved.settings.share:g} of the stream was counted, now {settings.share:g}")
+        outcome = TableOutcome(spec.name, "emptied" if changed else "kept", table.accesses, ", ".join(changed))
         found.append((outcome, index, table))
     for table in by_name.values():
         found.append((TableOutcome(table.spec.name, "removed", table.accesses, "not configured"), None, table))
     return found
+
+
+def _changes(saved: SavedTable, spec: TableSpec, choice: TableChoice) -> list[str]:
+    """Return in words why the saved counters of a table cannot be loaded; empty if they can."""
+    changed = []
+    if saved.spec.rows != spec.rows:
+        changed.append(f"{saved.spec.rows} rows to {spec.rows}")
+    old, new = _words(saved.choice), _words(choice)
+    if old != new:
+        changed.append(f"{old} to {new}")
+    return changed
+
+
+def _words(choice: TableChoice) -> str:
+    if choice.kind == "logarithmic":
+        return f"logarithmic ({choice.counter_bits} bits)"
+    return "dense" if choice.kind == "dense" else f"count-min (2^{choice.log2_width}, {choice.hot_rows} hot rows)"
