@@ -16,6 +16,7 @@ from flexd.embedding.exchange.collectives import Peers, Traffic
 from tools.bench.harness import Outcome, check
 from tools.bench.ranks import serve, training_ranks
 
+START_SECONDS = 240.0
 COLLECTIVES = ("all_to_all", "all_reduce", "all_gather")
 
 
@@ -49,7 +50,8 @@ def section(options: Namespace) -> Outcome:
     with training_ranks("tools.bench.sections.wire", Job()) as (cluster, ranks):
         for collective in COLLECTIVES:
             for size in [8_000_000] if options.quick else [800_000, 8_000_000, 64_000_000]:
-                ranks.ask({"ask": "run", "collective": collective, "size": size}, 60)  # connections are made here
+                # Connections are made here; of the first, ranks start.
+                ranks.ask({"ask": "run", "collective": collective, "size": size}, START_SECONDS)
                 before = cluster.sent()
                 counted = sum(ranks.ask({"ask": "run", "collective": collective, "size": size}, 60))
                 sent = cluster.sent() - before
