@@ -18,16 +18,14 @@ from flexd.api.plan_commands import PlanCommands
 from flexd.cli.explain_command import explain_blocks
 from flexd.cli.plan_view import plan_blocks
 from flexd.cli.view import OutputFormat, emit
-from flexd.config.checks import check_config
-from flexd.config.load import parse_config
-from flexd.core.errors import ApiError, ConfigError
+from flexd.core.errors import ApiError
 from flexd.core.layout import RankLayout, nodes_of_moved
 from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.measured_changes import plan_kind
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
-from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
+from tests.support.planning_harness import ROWS, PlanningHarness
 
 LENGTH, SAMPLES = 10, 50
 
@@ -77,24 +75,6 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     assert shares["loader"] == pytest.approx(shown.loader.expected)
     assert families["flexd_affinity_samples"].samples[0].value == 20 * SAMPLES
     assert set(proposal.plan.delta.keys) <= set(proposal.plan.target.keys) | set(proposal.live.keys)
-
-
-def test_explain_names_the_node_by_affinity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    harness = with_samples(tmp_path)
-    harness.propose("first", dry_run=True)
-    monitor = harness.planning.affinity
-    assert monitor is not None
-    made, gates = harness.planning.explain("item", None, 20)
-    answer = explanation(made, gates, monitor.home_of)
-    known = [row for row in answer.explained if row.affinity_node is not None]
-    assert known
-    for row in known:
-        assert row.affinity_node in (0, 1)
-        assert 0 < row.affinity_share <= 1
-    single = answer.model_copy(update={"explained": (known[0],)})
-    emit(single, explain_blocks(single, single=True), OutputFormat.TABLE)
-    assert f"belongs in node {known[0].affinity_node}" in " ".join(capsys.readouterr().out.split())
-    assert monitor.home_of(10**9) is None
 
 
 def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,30 +201,3 @@ def test_nodes_of_users_come_from_the_newest_homes(tmp_path: Path) -> None:
     assert len(commands.user_nodes(0, 100).ids) == 10
     harness.propose("again")
     assert commands.user_nodes(0, 1).learnt == 2
-
-
-def test_moves_need_samples_of_rows_that_occur_together() -> None:
-    document = {
-        "job": "j", "tables": [{"name": "item", "rows": 9, "dim": 4}], "stream": {"source": {"kind": "synthetic"}},
-        "planner": {"moved_slots_share": 0.5},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"planner\.moved_slots_share.*sketch\.coaccess_memory_bytes"):
-        check_config(parse_config(document))
-
-
-def test_without_samples_plans_say_nothing_or_what_is_missing(tmp_path: Path) -> None:
-    assert proposal_report(filled_harness(tmp_path / "off").propose("x", dry_run=True)).affinity is None
-    few = with_samples(tmp_path / "few", batches=1)
-    shown = proposal_report(few.propose("x", dry_run=True)).affinity
-    assert shown is not None
-    assert shown.loader is None
-    assert "sequence_lengths" in shown.words[0]
-
-
-def test_too_little_memory_for_the_sample_is_refused_by_its_key() -> None:
-    document = {
-        "job": "j", "tables": [{"name": "item", "rows": 9, "dim": 4}], "stream": {"source": {"kind": "synthetic"}},
-        "sketch": {"coaccess_memory_bytes": 100},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"sketch\.coaccess_memory_bytes"):
-        check_config(parse_config(document))

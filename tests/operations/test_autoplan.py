@@ -51,15 +51,6 @@ def test_a_daemon_that_proposes_only_moves_nothing_until_apply(tmp_path: Path) -
     assert execution.trigger is ANN
 
 
-def test_a_daemon_with_auto_executes_its_plan(harness: PlanningHarness) -> None:
-    planner, _ = auto(harness)
-    planner.tick()
-    assert len(harness.coordinator.migrations) == 1
-    assert harness.planning.proposals.all() == ()
-    planner.tick()
-    assert len(harness.coordinator.migrations) == 1
-
-
 def test_an_interrupted_rollback_is_resumed_before_a_plan(harness: PlanningHarness) -> None:
     calls: list[int] = []
     planner = AutoPlanner(
@@ -78,21 +69,6 @@ def test_an_interrupted_rollback_is_resumed_before_a_plan(harness: PlanningHarne
     planner.record_manual_plan(executed=False)
     planner.tick()
     assert len(harness.coordinator.migrations) == 1
-
-
-def test_a_refused_plan_is_reported_with_its_reason(tmp_path: Path) -> None:
-    it = PlanningHarness(tmp_path, min_spacing_seconds=0.0)
-    it.report()
-    it.see(10)
-    planner, _ = auto(it)
-    planner.tick()
-    assert planner.refusal.startswith("the profile is thin: 10 accesses")
-    assert [gate.name for gate in it.planning.last_gates if not gate.open] == ["samples"]
-    it.see(50_000)
-    time.sleep(0.11)  # MIN_SPACING_SECONDS
-    planner.tick()
-    assert planner.refusal == ""
-    assert len(it.coordinator.migrations) == 1
 
 
 def test_a_failed_migration_holds_the_next_plan_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

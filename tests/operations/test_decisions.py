@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from flexd.api.operator_commands import OperatorCommands
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core import durable
-from flexd.core.errors import ConfigError, SnapshotError
+from flexd.core.errors import ConfigError
 from flexd.operations.decisions import MAX_BYTES, DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
 from flexd.operations.history.records import ActionRecord
 from flexd.operations.pacing import MigrationPacing
@@ -51,46 +50,6 @@ class Start:
         self.held = held
         if not held:
             self.channel.distrust = ""
-
-
-def test_a_pause_of_the_channel_itself_is_recorded_and_lasts_until_resume(tmp_path: Path) -> None:
-    first = Start(tmp_path)
-    first.channel.distrust = "rank 1 reports another placement"
-    for _ in range(3):
-        first.commands.tick()
-    assert first.commands.paused == Pause(reason="rank 1 reports another placement", who="flexd", unix_seconds=100.0)
-    assert [(each.kind, each.who) for each in first.actions] == [("pause", "flexd")]
-    second = Start(tmp_path)
-    assert second.held is True
-    second.commands.tick()
-    assert second.commands.resume("checked", "ann").changed is True
-    second.commands.tick()
-    assert (second.held, second.commands.paused) == (False, None)
-    # A pause that a user has made meanwhile gets the reason that matters now.
-    second.commands.pause("night", "ann")
-    second.channel.distrust = "again"
-    second.commands.tick()
-    assert second.commands.paused == Pause(reason="again", who="flexd", unix_seconds=100.0)
-
-
-def test_pause_and_throttle_hold_after_a_restart(tmp_path: Path) -> None:
-    first = Start(tmp_path)
-    assert (first.commands.pause_reason, first.held) == (None, False)
-    assert first.commands.pause("night", "ann").changed is True
-    assert first.commands.pause("long night", "bob").changed is False
-    first.commands.set_throttle(4_096, None, True, "peak hours", "ann")
-    second = Start(tmp_path)
-    assert second.held is True
-    assert second.commands.paused == Pause(reason="long night", who="bob", unix_seconds=100.0)
-    assert second.pacing.limits == ThrottleLimits(4_096, 9_000)
-    assert second.pacing.adaptive is True
-    second.now = 160.0
-    assert second.commands.resume("morning", "ann").changed is True
-    assert second.commands.resume("morning", "ann").changed is False
-    second.commands.set_throttle(0, 0, False)
-    third = Start(tmp_path)
-    assert (third.held, third.commands.paused) == (False, None)
-    assert (third.pacing.limits, third.pacing.adaptive) == (ThrottleLimits(), False)
 
 
 def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
@@ -160,24 +119,6 @@ def test_an_unusable_file_is_quarantined(tmp_path: Path, content: bytes) -> None
     assert Start(tmp_path).held is True
 
 
-def test_a_valid_file_is_read_and_private(tmp_path: Path) -> None:
-    file = DecisionFile(tmp_path / "decisions.json")
-    file.update(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
-    assert stat.S_IMODE((tmp_path / "decisions.json").stat().st_mode) == 0o600
-    again = DecisionFile(tmp_path / "decisions.json")
-    assert (again.current, again.quarantined) == (DECIDED, 0)
-    before = (tmp_path / "decisions.json").stat()
-    again.retry()
-    assert (tmp_path / "decisions.json").stat() == before, "no write is outstanding"
-    assert [path.name for path in tmp_path.iterdir()] == ["decisions.json"]
-
-
-def test_a_file_of_the_largest_size_is_read(tmp_path: Path) -> None:
-    written = DECIDED.model_dump_json().encode()
-    (tmp_path / "decisions.json").write_bytes(written + b" " * (MAX_BYTES - len(written)))
-    assert DecisionFile(tmp_path / "decisions.json").current == DECIDED
-
-
 def test_a_full_disk_delays_no_command_and_the_write_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,12 +141,6 @@ def test_a_full_disk_delays_no_command_and_the_write_is_repeated(
     it.commands.tick()
     assert it.file.problem == ""
     assert Start(tmp_path).held is True
-
-
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "decisions.json").mkdir()
-    with pytest.raises(SnapshotError, match=r"decisions\.json: cannot be read"):
-        Start(tmp_path)
 
 
 def test_pause_and_throttle_hold_after_sigkill(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -98,50 +97,12 @@ def test_a_plan_that_would_be_withheld_is_no_reason(tmp_path: Path) -> None:
     assert harness.monitor.pop_reason() is None
 
 
-def test_a_placement_that_moved_while_it_was_priced_is_not_judged(harness: DriftHarness) -> None:
-    harness.execute()
-    harness.see(moved=700)
-
-    def move() -> None:
-        harness.coordinator.now = replace(harness.coordinator.now, version=harness.coordinator.now.version + 1)
-
-    harness.during = move
-    assert harness.monitor.evaluate() is None
-    assert harness.monitor.pop_reason() is None
-    harness.during = lambda: None
-    assert harness.monitor.evaluate() is not None
-
-
 def test_a_migration_that_began_while_it_was_priced_is_not_judged(harness: DriftHarness) -> None:
     harness.execute()
     harness.see(moved=700)
     harness.during = lambda: setattr(harness.executions, "migrating", True)
     assert harness.monitor.evaluate() is None
     assert (harness.monitor.pop_reason(), harness.monitor.newest) == (None, None)
-
-
-def test_nothing_is_priced_before_the_accesses_of_a_step_are_known(harness: DriftHarness) -> None:
-    worlds: list[int] = []
-    harness.training.accesses_per_step = worlds.append
-    harness.monitor.apply_config(harness.config.planner.model_copy(update={"batch_accesses_per_step": None}))
-    live = harness.coordinator.topology
-    assert live is not None
-    assert harness.monitor.evaluate() is None
-    assert (harness.profile_rates, worlds) == ([], [live.layout.world_size])
-
-
-def test_the_age_of_the_newest_evaluation_is_reported(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [50.0]
-    monkeypatch.setattr("flexd.operations.drift.time", SimpleNamespace(monotonic=lambda: now[0]))
-    harness.execute()
-    assert math.isnan(harness.monitor.age_seconds())
-    assert harness.monitor.evaluate() is not None
-    now[0] = 57.0
-    assert harness.monitor.age_seconds() == 7.0
-
-
-def test_an_empty_profile_is_not_priced_at_any_gates(tmp_path: Path) -> None:
-    assert DriftHarness(tmp_path, min_samples=0).monitor.evaluate() is None
 
 
 def test_a_slow_evaluation_delays_the_next_one(harness: DriftHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,30 +126,6 @@ def test_a_slow_evaluation_delays_the_next_one(harness: DriftHarness, monkeypatc
     assert (harness.monitor.seconds, harness.monitor.evaluations) == (pytest.approx(60.1), 2)
 
 
-def test_without_slots_nothing_is_better_than_the_live_placement(harness: DriftHarness) -> None:
-    harness.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (0,), True, "")
-    harness.see(moved=700)
-    harness.monitor.apply_config(harness.config.planner.model_copy(update={"drift_threshold": 1.0 + 1e-12}))
-    drift = harness.monitor.evaluate()
-    assert drift is not None
-    assert drift.ratio == 1.0
-    assert harness.monitor.pop_reason() is None
-
-
-def test_without_a_threshold_drift_is_shown_and_triggers_nothing(tmp_path: Path) -> None:
-    harness = DriftHarness(tmp_path, drift_threshold=None)
-    harness.see()
-    harness.execute()
-    harness.see(moved=700)
-    drift = harness.monitor.evaluate()
-    assert drift is not None
-    assert drift.ratio > 1.03
-    assert harness.monitor.pop_reason() is None
-    harness.monitor.apply_config(harness.config.planner.model_copy(update={"drift_threshold": 1.03}))
-    assert harness.monitor.evaluate() is not None
-    assert (harness.monitor.pop_reason() or "").startswith("drift "), "from the next look on"
-
-
 def test_drift_is_not_evaluated_without_ranks_during_a_migration_or_with_few_accesses(tmp_path: Path) -> None:
     harness = DriftHarness(tmp_path)
     harness.sketches.ingest("item", np.zeros(999, dtype=np.int64), 0, 1.0)
@@ -207,26 +144,6 @@ def test_drift_is_not_evaluated_without_ranks_during_a_migration_or_with_few_acc
     assert len(harness.profile_rates) == profiles, "a profile is expensive: none is made for nothing"
 
 
-def test_a_plan_made_during_an_evaluation_ends_it(harness: DriftHarness) -> None:
-    harness.execute()
-    harness.see(moved=700)
-    harness.during = harness.monitor.planned
-    assert harness.monitor.evaluate() is None
-    assert harness.monitor.pop_reason() is None
-    assert harness.monitor.newest is None
-
-
-def test_a_reason_expires_with_its_placement(harness: DriftHarness) -> None:
-    target = harness.execute()
-    harness.see(moved=700)
-    assert harness.monitor.evaluate() is not None
-    harness.coordinator.now = Placement.of(target.keys[::2], target.tiers[::2], 9)
-    assert harness.monitor.pop_reason() is None, "another placement is live"
-    assert harness.monitor.evaluate() is not None
-    harness.plan()
-    assert harness.monitor.pop_reason() is None, "a plan was made meanwhile"
-
-
 def test_half_a_plan_after_an_aborted_migration_is_drift(tmp_path: Path) -> None:
     harness = DriftHarness(tmp_path, drift_threshold=1.01)
     harness.see()
@@ -236,46 +153,6 @@ def test_half_a_plan_after_an_aborted_migration_is_drift(tmp_path: Path) -> None
     assert drift is not None
     assert drift.ratio > 1.01
     assert harness.monitor.pop_reason() is not None
-
-
-def test_the_thread_continues_after_faults_and_ends_at_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    harness = DriftHarness(tmp_path, drift_interval_seconds=0.001)
-    harness.see(seconds=2)
-
-    def fault() -> None:
-        raise RuntimeError("made up")
-
-    harness.during = fault
-    harness.monitor.start()
-    until(lambda: harness.monitor.evaluations >= 3, 20)
-    harness.during = lambda: None
-    logged = [record for record in caplog.records if "made up" in record.getMessage()]
-    assert 2 <= len(logged) < harness.monitor.evaluations, "the first, the second, the fourth time"
-    assert all(record.exc_info for record in logged)
-    until(lambda: harness.monitor.newest is not None, 20)
-    assert harness.monitor.stop(10)
-
-
-def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
-    prices = []
-    for planner in ({}, {"micro_batches": 4}, {"exchange": "direct"}, {"frozen_tables": ["item"]}):
-        harness = DriftHarness(tmp_path, **planner)
-        harness.see()
-        drift = harness.monitor.evaluate()
-        assert drift is not None
-        prices.append(drift.live.total.exposed_seconds)
-    assert len(set(prices)) == len(prices)
-
-
-def test_drift_takes_no_time_for_a_bound_that_nobody_sees(
-    harness: DriftHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def bound(*_: object) -> None:
-        raise AssertionError("the busiest rank is bounded")
-
-    monkeypatch.setattr("flexd.planner.solver.tiers.BusiestRank", bound)
-    harness.see()
-    assert harness.monitor.evaluate() is not None
 
 
 def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,15 +213,3 @@ def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkey
         sink.close()
     assert not loop.is_alive()
     assert daemon._ingestor.restored == {}
-
-
-def test_a_plan_that_changes_nothing_leaves_the_newest_evaluation(harness: DriftHarness) -> None:
-    harness.execute()
-    harness.see(moved=700)
-    drift = harness.monitor.evaluate()
-    assert drift is not None
-    harness.monitor.planned()
-    assert harness.monitor.pop_reason() is None
-    assert harness.monitor.newest == drift, "the placement is the same"
-    harness.execute()
-    assert harness.monitor.newest is None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -98,20 +96,6 @@ def test_an_effect_is_kept_when_the_next_migration_starts_and_outlives_the_daemo
     later.stop()
 
 
-def test_a_migration_that_moves_nothing_does_not_end_the_measurement_before_it(it: Recorded) -> None:
-    it.steps(0, 0.1)
-    first = it.start("m1", predicted=0.03)
-    it.commit(first, last=4)
-    empty = it.start("m2", predicted=0.01)
-    empty.fire(E.FAIL, "no rank")
-    it.steps(4, 0.07)
-    it.start("m3")
-    kept = it.kept("m1")
-    assert kept is not None
-    assert kept.saving_seconds == pytest.approx(0.03)
-    assert it.kept("m2") == EffectRecord("m2", 0.01, None, None, 0, None, None, 0)
-
-
 def test_steps_of_other_ranks_do_not_count(it: Recorded) -> None:
     it.steps(0, 0.1)
     it.commit(it.start("m1", predicted=0.03), last=4)
@@ -124,26 +108,3 @@ def test_steps_of_other_ranks_do_not_count(it: Recorded) -> None:
     it.steps(4, 0.2)
     it.start("m2")
     assert it.kept("m1") == kept
-
-
-def test_an_unknown_error_is_kept_as_unknown(it: Recorded) -> None:
-    it.times.add(0, StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0)))
-    it.times.add(0, StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0)))
-    it.commit(it.start("m1"), last=4)
-    it.recorder.store()
-    kept = it.kept("m1")
-    assert kept is not None
-    assert (kept.before_seconds, kept.before_error_seconds, kept.after_seconds) == (0.1, None, None)
-    assert (kept.saving_seconds, kept.error_seconds) == (None, None)
-
-
-def test_the_effect_of_a_migration_that_is_not_kept_is_dropped(tmp_path: Path) -> None:
-    it = Recorded(tmp_path / "migrations.sqlite", keep=1)
-    it.settle(it.start("m1", predicted=0.01))
-    it.start("m2", predicted=0.02)
-    assert it.kept("m2") is not None
-    it.history.record_effect(EffectRecord("m1", 0.01, None, None, 0, None, None, 0))
-    assert it.kept("m1") is None
-    it.stop()
-    with closing(sqlite3.connect(tmp_path / "migrations.sqlite")) as file:
-        assert file.execute("SELECT COUNT(*) FROM effects").fetchone() == (1,), "deleted with its migration"

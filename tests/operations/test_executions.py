@@ -10,7 +10,6 @@ import pytest
 
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ApiError
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
@@ -57,37 +56,6 @@ def test_an_abort_stops_at_a_chunk_and_reports_the_applied_rows(harness: Executi
         assert refused.value.status == 409
 
 
-def test_the_history_has_predicted_beside_measured_savings(harness: ExecutionsHarness) -> None:
-    def steps(version: int, seconds: float) -> None:
-        for _ in range(3):
-            harness.times.add(0, StepReport(1, 1, version, 0, seconds, 0.0, (1, 0, 0)))
-
-    def settled(name: str) -> bool:
-        listed = harness.commands.migrations(10, None).migrations
-        return any(each.migration_id == name and each.settled for each in listed)
-
-    with Ranks(harness.coordinator.port, LAYOUT) as ranks:
-        until(harness.ready, SECONDS, ranks.state())
-        steps(0, 0.1)
-        first = harness.start("p1", target(1))
-        until(lambda: settled("p1"), SECONDS)
-        newest = harness.commands.migration("p1").effect
-        assert newest is not None
-        assert (newest.predicted_saving_seconds, newest.measured_saving_seconds) == (0.002, None)
-        steps(first.migration.progress.last_version, 0.07)
-        newest = harness.commands.migration("p1").effect
-        assert newest is not None
-        assert newest.measured_saving_seconds == pytest.approx(0.03), "of the newest migration as of now"
-        second = harness.start("p2", target(2))
-        until(lambda: settled("p2"), SECONDS)
-        harness.times.clear()
-        listed = {each.migration_id: each.effect for each in harness.commands.migrations(10, None).migrations}
-        assert listed["p1"] == newest, "kept, although its step times are forgotten"
-        assert second.migration.state is MigrationState.COMMITTED
-        assert listed["p2"] is not None
-        assert (listed["p2"].predicted_saving_seconds, listed["p2"].before) == (0.002, None)
-
-
 def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHarness) -> None:
     with Ranks(harness.coordinator.port, LAYOUT) as ranks:
         until(harness.ready, SECONDS, ranks.state())
@@ -117,21 +85,6 @@ def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHa
         assert (rollback.who, rollback.reason) == ("ann", "rollback of p2: worse")
 
 
-def test_a_migration_that_waits_behind_an_aborted_one_is_not_started(harness: ExecutionsHarness) -> None:
-    with Ranks(harness.coordinator.port, LAYOUT) as ranks:
-        until(harness.ready, SECONDS, ranks.state())
-        ranks.moving.clear()
-        running = harness.start("p1", target(1))
-        until(lambda: running.migration.progress.chunks_pushed > 0, SECONDS)
-        waiting = harness.start("p2", target(2))
-        result = harness.commands.abort(rollback=False, reason="", wait_seconds=0.0, who="")
-        assert result.outcome == "accepted"
-        ranks.moving.set()
-        assert waiting.migration.wait(SECONDS) is MigrationState.ABORTED
-        assert running.migration.wait(SECONDS) in (MigrationState.ABORTED, MigrationState.SUPERSEDED)
-        assert waiting.migration.progress.chunks_pushed == 0
-
-
 @pytest.mark.parametrize("harness", [1.5], indirect=True)
 def test_an_abort_without_ranks_ends_a_waiting_migration(harness: ExecutionsHarness) -> None:
     with Ranks(harness.coordinator.port, LAYOUT) as ranks:
@@ -145,13 +98,6 @@ def test_an_abort_without_ranks_ends_a_waiting_migration(harness: ExecutionsHarn
     harness.stopping.set()
     with pytest.raises(ApiError, match="shutting down"):
         harness.commands.abort(rollback=False, reason="", wait_seconds=0, who="")
-
-
-def test_an_unknown_migration_is_not_found(harness: ExecutionsHarness) -> None:
-    for name in ("p9", "latest"):
-        with pytest.raises(ApiError, match="is kept") as missing:
-            harness.commands.migration(name)
-        assert missing.value.status == 404
 
 
 @pytest.mark.parametrize("killed", [True, False])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.operations.hold_off import FIRST_SECONDS, LONGEST_SECONDS, HoldOff
@@ -31,25 +29,6 @@ def test_the_wait_doubles_with_every_failure_up_to_a_limit() -> None:
     assert waits[-1] == LONGEST_SECONDS
 
 
-def test_a_failure_counts_once_and_is_named() -> None:
-    hold_off, failed = HoldOff(), ended(TransitionEvent.FAIL)
-    for now in (0.0, 1.0, 2.0):
-        hold_off.observe(failed, now)
-    assert hold_off.seconds(2.0, 3) == FIRST_SECONDS - 2.0
-    assert hold_off.reason(2.0, 3) == (
-        "migration p failed: rank 2 refused chunk 1: no memory (tried again by itself in 3 s)"
-    )
-    assert hold_off.reason(FIRST_SECONDS, 3) == ""
-
-
-@pytest.mark.parametrize("event", [None, TransitionEvent.SUPERSEDE])
-def test_other_ends_cause_no_wait(event: TransitionEvent | None) -> None:
-    hold_off = HoldOff()
-    hold_off.observe(None, 0.0)
-    hold_off.observe(ended(event), 0.0)
-    assert hold_off.seconds(0.0, 3) == 0.0
-
-
 def test_progress_starts_the_waits_over() -> None:
     hold_off = HoldOff()
     for now in (0.0, 100.0, 200.0):
@@ -61,10 +40,3 @@ def test_progress_starts_the_waits_over() -> None:
     assert hold_off.seconds(301.0, 3) == 0.0
     hold_off.observe(ended(TransitionEvent.FAIL), 400.0)
     assert hold_off.seconds(400.0, 3) == FIRST_SECONDS
-
-
-def test_other_ranks_do_not_wait() -> None:
-    hold_off = HoldOff()
-    hold_off.observe(ended(TransitionEvent.FAIL, generation=3), 0.0)
-    assert hold_off.seconds(0.0, 4) == 0.0
-    assert hold_off.seconds(0.0, 3) == FIRST_SECONDS

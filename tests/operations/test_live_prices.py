@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from flexd.api.prices import prices_status
 from flexd.config.load import parse_config
 from flexd.config.planner import PlannerConfig
 from flexd.config.reload import is_hot
 from flexd.control.protocol.report import PhaseReport, StepReport
-from flexd.core.layout import RankLayout
 from flexd.operations.live_prices import MIN_STEPS, STALE_REPORTS, LivePrices
 from flexd.operations.price_samples import PricedCurve
 from flexd.operations.training_monitor import TrainingMonitor
@@ -83,13 +81,6 @@ def test_corrected_prices_are_used_once_they_predict_better() -> None:
     assert MACHINE.name == "test"
 
 
-def test_a_curve_that_holds_is_not_touched() -> None:
-    prices = prices_of(FakeCoordinator())
-    teach(prices, 1.02, 40)
-    assert prices.cluster is MACHINE
-    assert {known.correction for known in prices.corrections().values()} == {Correction.PROBED}
-
-
 def test_with_false_corrections_are_learnt_and_not_used() -> None:
     prices = prices_of(FakeCoordinator(), correct_prices=False)
     teach(prices, 3.0)
@@ -98,19 +89,6 @@ def test_with_false_corrections_are_learnt_and_not_used() -> None:
     prices.apply_config(PlannerConfig(correct_prices=True))
     assert "corrected" in prices.cluster.name
     assert is_hot("planner.correct_prices")
-
-
-def test_another_generation_begins_anew() -> None:
-    coordinator = FakeCoordinator()
-    prices = prices_of(coordinator)
-    teach(prices, 3.0)
-    assert coordinator.topology is not None
-    coordinator.topology = replace(coordinator.topology, generation=2, layout=RankLayout(2, 1))
-    prices.add(0, step_report(3.0))
-    assert prices.corrections() == {}
-    assert prices.cluster is MACHINE
-    teach(prices, 2.0, 20, world=2)
-    assert set(prices.corrections()) == {PricedCurve.INTER_ALL_TO_ALL}, "no second rank a node"
 
 
 def test_all_ranks_and_enough_steps_are_needed() -> None:
@@ -129,28 +107,6 @@ def test_all_ranks_and_enough_steps_are_needed() -> None:
     assert prices.corrections()[PricedCurve.INTER_ALL_TO_ALL].reports == 1, "less than a second of training"
 
 
-def test_reports_without_phases_ranks_or_layout_teach_nothing() -> None:
-    coordinator = FakeCoordinator()
-    prices = prices_of(coordinator)
-    for rank in range(4):
-        prices.add(rank, replace(step_report(3.0), phases=(), phase_steps=0))
-        prices.add(rank + 4, step_report(3.0))
-    assert prices.corrections() == {}
-    coordinator.topology = None
-    teach(prices, 3.0)
-    assert prices.corrections() == {}
-
-
-def test_steps_of_two_exchanges_are_not_mixed() -> None:
-    """The report in which a rank changes its exchange has steps of both."""
-    prices = prices_of(FakeCoordinator())
-    teach(prices, 1.0, 1)
-    teach(prices, 5.0, 1, exchange="direct")
-    assert prices.corrections()[PricedCurve.INTER_ALL_TO_ALL].reports == 1
-    teach(prices, 1.0, 1, exchange="direct")
-    assert prices.corrections()[PricedCurve.INTER_ALL_TO_ALL].reports == 2
-
-
 def test_an_all_reduce_has_its_own_factor_while_steps_show_it() -> None:
     prices = prices_of(FakeCoordinator())
     teach(prices, 3.0, 20, sync=1.0)
@@ -159,13 +115,6 @@ def test_an_all_reduce_has_its_own_factor_while_steps_show_it() -> None:
     teach(prices, 3.0, STALE_REPORTS)
     later = prices.cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE)
     assert later.seconds(1e6) == pytest.approx(3 * reduce.seconds(1e6), rel=0.1), "as its link"
-
-
-@pytest.mark.parametrize(("dtype", "planner"), [("float16", {}), ("float32", {"comm_dtype": "bfloat16"})])
-def test_sums_that_travel_rounded_are_no_all_reduce(dtype: str, planner: dict[str, Any]) -> None:
-    prices = prices_of(FakeCoordinator(), dtype, **planner)
-    teach(prices, 3.0, 2, sync=1.0)
-    assert PricedCurve.INTER_ALL_REDUCE not in prices.corrections()
 
 
 def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
@@ -184,27 +133,3 @@ def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
         seconds = [float(plan.before.phase_seconds[:, link].sum()) for plan in (before, after)]
         assert seconds[0] > 0
         assert seconds[1] == pytest.approx(factor * seconds[0], rel=0.15 if factor > 1 else 1e-9)
-
-
-def test_the_status_says_what_was_learnt_and_why() -> None:
-    prices = prices_of(FakeCoordinator())
-    assert prices_status(prices).curves == ()
-    teach(prices, 3.0, 40)
-    status = prices_status(prices)
-    by_curve = {curve.curve: curve for curve in status.curves}
-    assert status.used
-    across, inside = by_curve["inter_all_to_all"], by_curve["intra_all_to_all"]
-    assert (across.correction, inside.correction) == ("common", "probed")
-    assert across.reports == 40
-    assert across.transfer_factor == pytest.approx(3.0, rel=0.1)
-    assert across.probed_error == pytest.approx(2 / 3, rel=0.01)
-    assert across.common_error == pytest.approx(0.03, abs=0.03)
-    assert "as probed 67%" in across.reason
-    samples = {
-        (family.name, *sample.labels.values()): sample.value for family in status.metrics() for sample in family.samples
-    }
-    assert samples["flexd_price_factor", "inter_all_to_all", "transfer"] == across.transfer_factor
-    assert samples["flexd_price_error", "inter_all_to_all", "probed"] == across.probed_error
-    assert samples["flexd_price_corrected", "inter_all_to_all"] == 1
-    assert samples["flexd_price_corrected", "intra_all_to_all"] == 0
-    assert samples["flexd_price_reports", "intra_all_to_all"] == 40

@@ -7,14 +7,11 @@ from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.config.planner import DAYS, PlannerConfig, WindowConfig
+from flexd.config.planner import DAYS, WindowConfig
 from flexd.operations.maintenance_windows import Calendar
-
-BERLIN = ZoneInfo("Europe/Berlin")
 
 
 def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:
@@ -28,11 +25,6 @@ def calendar(*windows: dict[str, Any]) -> Calendar:
 NIGHT = {"start": "02:00", "end": "05:00", "days": ["tue"]}
 
 
-def test_without_windows_the_calendar_is_always_open() -> None:
-    assert Calendar().is_open(0.0)
-    assert Calendar().next_change(0.0) is None
-
-
 # 2026-11-24 is a Tuesday.
 @pytest.mark.parametrize(
     ("moment", "is_open"),
@@ -43,11 +35,6 @@ def test_without_windows_the_calendar_is_always_open() -> None:
 )  # fmt: skip
 def test_a_window_is_open_from_its_start_to_its_end_on_its_days(moment: str, is_open: bool) -> None:
     assert calendar(NIGHT).is_open(at(moment)) is is_open
-
-
-def test_a_window_is_in_its_time_zone() -> None:
-    assert calendar(NIGHT).is_open(at("2026-11-24T01:30:00", "UTC"))
-    assert not calendar({**NIGHT, "time_zone": "UTC"}).is_open(at("2026-11-24T01:30:00", "UTC"))
 
 
 def test_a_window_over_midnight_belongs_to_the_day_it_begins_on() -> None:
@@ -123,14 +110,6 @@ def test_between_now_and_the_next_change_nothing_changes(
     if change is not None:
         assert made.is_open(change) is not before
         assert made.is_open(change - 1) is before
-
-
-def test_times_of_the_day_are_parsed_as_yaml_reads_them() -> None:
-    read = yaml.safe_load("maintenance: [{start: 22:00, end: 05:30}, {start: '00:00', end: 24:00}]")
-    first, second = PlannerConfig(**read).maintenance
-    assert (first.start, first.end) == ("22:00", "05:30")
-    assert (second.start, second.end) == ("00:00", "24:00")
-    assert Calendar.of([second]).is_open(at("2026-11-24T23:59:59", "UTC"))
 
 
 @pytest.mark.parametrize(

@@ -34,15 +34,6 @@ def add(
         training.add(rank, replace(report(1), phases=phases, phase_steps=steps, cover_seconds=steps * cover))
 
 
-def test_before_the_first_report_the_file_holds() -> None:
-    machine = cluster(exposed=Exposed(1.0, 0.5, 0.5))
-    training = TrainingMonitor()
-    assert training.exposed() is None
-    assert priced_by(machine, training.exposed()) is machine
-    training.add(0, report(1))
-    assert training.exposed() is None, "a rank that reports no phases"
-
-
 def test_shares_and_cover_are_what_ranks_measured() -> None:
     exposed = monitor(0.3, 0.1, 0.2, overlapped=0.75).exposed()
     assert exposed is not None
@@ -57,15 +48,6 @@ def test_shares_and_cover_are_what_ranks_measured() -> None:
         priced.name == f"{machine.name} (measured: outside compute forward 0.25, backward 1.00, sync 0.44; "
         "200 ms cover the rest)"
     )
-
-
-def test_nothing_beside_compute_replaces_the_constants_of_the_file() -> None:
-    exposed = monitor(0.3, 0.1, 0.0, overlapped=0.0).exposed()
-    assert exposed == Exposed(1.0, 1.0, 1.0, 0.0)
-    priced = priced_by(cluster(exposed=Exposed(1.0, 0.5, 0.5)), exposed)
-    assert (priced.exposed.backward, "nothing runs beside compute" in priced.name) == (1.0, True)
-    plain = cluster()
-    assert priced_by(plain, exposed) is plain, "equal prices keep their name"
 
 
 def test_noise_does_not_change_prices() -> None:
@@ -94,12 +76,3 @@ def test_plans_use_the_measured_exposure(tmp_path: Path) -> None:
     assert plan.before.exposed_seconds == 0
     assert "1e+06 ms cover the rest" in plan.cluster.name
     assert math.isfinite(plan.cluster.exposed.cover_seconds)
-
-
-def test_a_plan_tells_the_ranks_that_join_which_exchange_is_cheaper(tmp_path: Path) -> None:
-    harness = filled_harness(tmp_path)
-    harness.propose("rehearsal", dry_run=True)
-    assert harness.coordinator.priced_exchange == ""
-    plan = harness.propose("prices").plan
-    cheaper = plan.baselines["row_wise_dedup"].exposed_seconds < plan.after.exposed_seconds
-    assert harness.coordinator.priced_exchange == ("direct" if cheaper else "chain")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,19 +58,6 @@ def test_a_daemon_does_not_migrate_a_few_rows_up_and_down_at_every_interval(tmp_
     assert who == "flexd"
     assert "interval: the plan would save " in reason
     assert "planner.min_saving asks for 0.100 us" in reason
-
-
-def test_a_withheld_plan_is_in_the_status_and_no_proposal(tmp_path: Path) -> None:
-    it = filled_harness(tmp_path, min_saving=MUCH, auto=False)
-    intervals(it, 1)
-    status = it.auto_status  # type: ignore[attr-defined]
-    assert status.withheld is not None
-    assert "us a step (0.00" in status.withheld
-    assert status.plans["withheld"] == 1
-    assert status.proposals == ()
-    (gate,) = (gate for gate in status.gates if gate.gate == "saving")
-    assert (gate.open, gate.required, gate.words) == (False, 1.0, status.withheld)
-    assert it.coordinator.migrations == []
 
 
 def test_a_user_may_force_a_plan_that_saves_little(tmp_path: Path) -> None:
@@ -131,13 +117,3 @@ def test_limits_that_the_live_placement_breaks_are_enforced_whatever_they_save(
     plan, execution = it.execute("third")
     assert plan.live_fits
     assert execution is None
-
-
-def test_replica_slots_that_shrank_are_enforced_whatever_it_saves(tmp_path: Path) -> None:
-    it = filled_harness(tmp_path)
-    _, first = it.execute("first")
-    assert first is not None
-    it.coordinator.execute(first.migration)
-    assert it.coordinator.topology is not None
-    it.coordinator.topology = replace(it.coordinator.topology, replica_slots=(3,))
-    assert not it.propose("second", dry_run=True).plan.live_fits

@@ -83,25 +83,6 @@ def test_the_pace_settles_at_the_tolerated_slowdown() -> None:
     assert figures.baseline.p50_seconds == pytest.approx(STEP_SECONDS, rel=0.05)
 
 
-def test_a_migration_without_slowdown_runs_at_the_limit() -> None:
-    job = Job(seconds_per_byte=1e-12)
-    job.run(200)
-    assert job.pacing.snapshot().bytes_per_step == ControlConfig().chunk_bytes
-    assert job.pacing.snapshot().slowed == 0
-
-
-def test_the_pace_recovers_when_another_slowdown_ends() -> None:
-    job = Job(seconds_per_byte=1e-11)
-    job.run(200)
-    fast = job.pacing.snapshot().bytes_per_step
-    job.slower = 1.5
-    job.run(60)
-    assert job.pacing.snapshot().slowed > 0
-    job.slower = 1.0
-    job.run(1_500)
-    assert job.pacing.snapshot().bytes_per_step == fast == ControlConfig().chunk_bytes
-
-
 def test_a_permanently_slower_job_gets_a_new_baseline() -> None:
     """Steps during a pause are as slow, and become the baseline."""
     job = Job(seconds_per_byte=1e-11)
@@ -136,16 +117,6 @@ def test_nothing_is_released_before_step_times_are_known() -> None:
     assert sum(job.copied) > 0
 
 
-def test_a_new_generation_is_measured_again_and_the_same_one_is_not() -> None:
-    job = Job(seconds_per_byte=0.0)
-    job.run(100)
-    job.pacing.set_generation(1)
-    assert job.pacing.snapshot().state is PaceState.RUNNING
-    job.pacing.set_generation(2)
-    assert job.pacing.snapshot().state is PaceState.MEASURING
-    assert job.pacing.snapshot().baseline is None
-
-
 def test_slow_steps_without_applied_chunks_do_not_change_the_pace() -> None:
     job = Job(seconds_per_byte=0.0)
     job.run(20)
@@ -153,60 +124,6 @@ def test_slow_steps_without_applied_chunks_do_not_change_the_pace() -> None:
     for _ in range(500):
         job.pacing.add(report(10.0))
     assert job.pacing.snapshot().slowed == 0
-
-
-def test_only_steps_without_a_migration_are_the_baseline() -> None:
-    job = Job(seconds_per_byte=0.0, migrating=False)
-    job.run(2)
-    job.outstanding = 1
-    job.pacing.add(report(1.0))
-    job.outstanding = 0
-    job.pacing.add(report(1.0, apply_seconds=0.5))
-    baseline = job.pacing.snapshot().baseline
-    assert baseline is not None
-    assert baseline.reports == 2 * WORLD
-    assert baseline.p90_seconds < 0.1, "neither of a step with chunks on their way, nor of one that applied some"
-
-
-def test_a_pause_resets_the_baseline() -> None:
-    job = Job(seconds_per_byte=1e-5)
-    while job.pacing.snapshot().state is not PaceState.PAUSED:
-        job.run(1)
-    assert job.pacing.snapshot().baseline is None
-    job.run(3)
-    assert job.pacing.snapshot().baseline is not None, "of the steps in the pause"
-
-
-def test_bytes_of_an_earlier_generation_do_not_change_the_pace() -> None:
-    job = Job(seconds_per_byte=0.0, migrating=False)
-    job.run(20)
-    job.pacing.add(report(1.0, apply_seconds=0.9))
-    job.pacing.set_generation(2)
-    job.run(20)
-    job.outstanding = 1
-    for _ in range(4 * WORLD):
-        job.pacing.add(report(10.0))
-    assert job.pacing.snapshot().slowed == 0
-
-
-def test_a_large_job_needs_two_reports_of_each_rank_and_an_empty_report_is_none() -> None:
-    throttle = Throttle(ThrottleLimits(), lambda: 0.0)
-    settings = ControlConfig(throttle=ThrottleConfig(adaptive=True))
-    pacing = MigrationPacing(settings, throttle, FakeChannel(10), lambda: 0.0)
-    pacing.set_generation(1)
-    for _ in range(19):
-        pacing.add(report(STEP_SECONDS))
-        pacing.add(report(STEP_SECONDS, steps=0))
-    assert pacing.snapshot().state is PaceState.MEASURING
-    pacing.add(report(STEP_SECONDS))
-    assert pacing.snapshot().state is PaceState.RUNNING
-
-
-def test_without_adaptive_pacing_only_the_limits_apply() -> None:
-    job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(bytes_per_step=6_400))
-    job.run(50)
-    assert set(job.copied[1:]) == {6_400}
-    assert job.pacing.snapshot().state is None
 
 
 def test_limits_can_change_during_a_migration() -> None:
@@ -221,12 +138,6 @@ def test_limits_can_change_during_a_migration() -> None:
     job.pacing.apply_config(ControlConfig(throttle=ThrottleConfig(bytes_per_step=640)))
     job.run(3)
     assert job.copied[-1] == 640
-
-
-def test_a_floor_above_the_limit_is_the_limit() -> None:
-    job = Job(seconds_per_byte=1e-4, settings=ThrottleConfig(adaptive=True, bytes_per_step=640))
-    job.run(500)
-    assert max(job.copied) <= 640
 
 
 def test_omitted_limits_stay_and_zero_removes_a_limit() -> None:

@@ -33,12 +33,6 @@ def test_a_torn_line_is_ignored_and_later_lines_are_kept(tmp_path: Path, torn: s
     assert PlanLog(path).entries == [{"plan_id": "a"}, {"plan_id": "d"}]
 
 
-def test_a_line_torn_inside_a_character_is_ignored(tmp_path: Path) -> None:
-    path = tmp_path / "plans.jsonl"
-    path.write_bytes(b'{"plan_id": "a"}\n' + '{"reason": "für'.encode()[:-2])
-    assert PlanLog(path).entries == [{"plan_id": "a"}]
-
-
 def test_file_and_memory_are_bounded_and_keep_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_log, "MAX_ENTRIES", 5)
     path = tmp_path / "plans.jsonl"

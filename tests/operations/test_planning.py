@@ -10,12 +10,11 @@ import pytest
 
 from flexd.api.explanation import explanation
 from flexd.api.plan import plan_report
-from flexd.cli.explain_command import explain_blocks
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings
-from flexd.core.errors import ControlError, PlanError
+from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.plan_log import PlanLog
@@ -45,34 +44,6 @@ def test_no_plan_without_ranks(harness: PlanningHarness) -> None:
     assert harness.profiles == [], "a profile is expensive: it is not made for nothing"
 
 
-def test_no_plan_before_the_accesses_of_a_step_are_known(tmp_path: Path) -> None:
-    harness = PlanningHarness(tmp_path)
-    harness.see(50_000)
-    with pytest.raises(PlanError, match="accesses of a training step are not known") as error:
-        harness.propose("test")
-    assert "batch_accesses_per_step" in error.value.remedy
-
-
-def test_configured_accesses_of_a_step_are_used_until_the_ranks_report(tmp_path: Path) -> None:
-    harness = PlanningHarness(tmp_path, batch_accesses_per_step=1234.0)
-    harness.see(50_000)
-    harness.propose("test")
-    assert harness.profiles[-1].tables[0].accesses_per_step == pytest.approx(1234)
-    harness.report(per_rank=100)
-    harness.propose("test")
-    assert harness.profiles[-1].tables[0].accesses_per_step == pytest.approx(400)
-
-
-def test_no_plan_from_a_thin_profile(tmp_path: Path) -> None:
-    harness = PlanningHarness(tmp_path)
-    harness.report()
-    harness.see(999)
-    with pytest.raises(PlanError, match=r"999 accesses seen, planner.min_samples is 1000"):
-        harness.propose("test")
-    harness.see(1)
-    harness.propose("test")
-
-
 def test_no_plan_from_a_profile_that_explains_too_little(harness: PlanningHarness) -> None:
     from dataclasses import replace
 
@@ -83,14 +54,6 @@ def test_no_plan_from_a_profile_that_explains_too_little(harness: PlanningHarnes
     harness.profile = poor
     with pytest.raises(PlanError, match=r"explains 40% of the accesses, planner.min_coverage is 50%"):
         harness.propose("test")
-
-
-def test_a_refused_plan_leaves_the_newest_one_as_it_was(harness: PlanningHarness) -> None:
-    plan = harness.propose("first").plan
-    harness.coordinator.topology = None
-    with pytest.raises(PlanError):
-        harness.propose("second")
-    assert harness.planning.last_plan is plan
 
 
 def test_a_dry_run_leaves_no_trace(harness: PlanningHarness) -> None:
@@ -174,41 +137,6 @@ def test_a_migration_that_ends_early_is_logged_with_what_was_applied(harness: Pl
     assert harness.planning.executions.migrated["bytes"] == 0
 
 
-def test_a_migration_that_never_started_is_not_logged_as_executed(harness: PlanningHarness) -> None:
-    _, execution = harness.execute("first")
-    assert execution is not None
-    execution.migration.fire(TransitionEvent.SUPERSEDE, "by another")
-    execution.migration.notify()
-    assert PlanLog(harness.log_path).entries == []
-    assert harness.planning.executions.live_plan_id == ""
-    assert harness.planning.executions.migrations == {"superseded": 1}
-
-
-def test_chunks_start_from_the_current_placement(harness: PlanningHarness) -> None:
-    """An older migration may proceed between plan and start: the chunks start from the placement after it."""
-    first, older = harness.execute("first")
-    harness.see(200_000, seed=1)
-    proposal = harness.propose("second")
-    second, live = proposal.plan, proposal.live
-    assert len(live) == 0
-    newer = harness.planning.execute(proposal)
-    assert older is not None
-    assert newer is not None
-    harness.coordinator.execute(older.migration)
-    harness.coordinator.execute(newer.migration)
-    assert harness.coordinator.now.digest() == second.target.digest() != first.target.digest()
-    assert [entry["plan_id"] for entry in PlanLog(harness.log_path).entries] == [first.plan_id, second.plan_id]
-
-
-def test_a_coordinator_that_refuses_leaves_no_execution(harness: PlanningHarness) -> None:
-    proposal = harness.propose("first")
-    harness.coordinator.refuses = True
-    with pytest.raises(ControlError):
-        harness.planning.execute(proposal)
-    assert harness.planning.executions.last is None
-    assert harness.planning.outcomes == {}
-
-
 def test_plans_are_made_one_at_a_time_with_ids_of_their_own(harness: PlanningHarness) -> None:
     inside, most = 0, 0
     whole = harness.profile
@@ -234,36 +162,6 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(harness: PlanningHar
         thread.join(30)
     assert len(set(ids)) == 4
     assert most == 1
-
-
-def test_an_explanation_records_no_plan(harness: PlanningHarness) -> None:
-    plan = harness.propose("first").plan
-    answer = explanation(*harness.planning.explain("item", None, 5))
-    assert harness.planning.last_plan is plan
-    assert harness.planning.executions.live_plan_id == ""
-    assert sum(harness.planning.outcomes.values()) == 0
-    assert (answer.table, len(answer.explained)) == ("item", 5)
-    assert answer.planned_rows["NODE"] == plan.summary()["rows"]["NODE"] > 0
-    assert answer.live_rows["HOME"] == answer.rows == ROWS
-    assert [row.place for row in answer.explained] == [1, 2, 3, 4, 5]
-    row = answer.explained[2].row
-    assert explanation(*harness.planning.explain("item", row, 0)).explained == answer.explained[2:3]
-    harness.coordinator.topology = None
-    with pytest.raises(PlanError, match="no plan without ranks"):
-        harness.planning.explain("item", row, 0)
-
-
-def test_an_explanation_of_a_thin_profile_names_the_closed_gate(tmp_path: Path) -> None:
-    harness = PlanningHarness(tmp_path, min_samples=60_000)
-    harness.see(50_000)
-    harness.report()
-    with pytest.raises(PlanError, match="the profile is thin"):
-        harness.propose("x")
-    answer = explanation(*harness.planning.explain("item", None, 5))
-    assert len(answer.explained) == 5
-    assert [gate.gate for gate in answer.gates if not gate.open] == ["samples"]
-    shown = str(explain_blocks(answer, single=False)[-1])
-    assert "the profile is thin: 50000 accesses seen" in shown
 
 
 def test_an_explanation_names_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
@@ -339,20 +237,3 @@ def test_fast_memory_is_divided_by_plans_where_that_is_configured(
     assert harness.coordinator.frame_weights == ()
     harness.propose("better")
     assert harness.coordinator.frame_weights == ((4.0,) if divides else ())
-
-
-def test_explain_shows_the_fast_memory_that_ranks_report(tmp_path: Path) -> None:
-    harness = filled_harness(tmp_path)
-    monitor = SlowMemoryMonitor(1)
-    harness.planning._slow_memory = monitor
-    table = harness.planning._keyspace.tables[0].name
-    assert explanation(*harness.planning.explain(table, None, 1)).fast_memory is None
-    slow = SlowMemoryReport((SlowTableReport(0, 9, 6),), 0, 0, 0.25, (7,))
-    monitor.add(StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0), slow_memory=slow))
-    shown = explanation(*harness.planning.explain(table, None, 1))
-    assert shown.fast_memory is not None
-    assert shown.fast_memory.now.frames == 7
-    assert shown.fast_memory.miss_seconds == pytest.approx(0.25 / 6)
-    in_frame = shown.explained[0].in_frame
-    assert in_frame is not None
-    assert 0 < in_frame < 1, "nearly all rows are used in every step: each is as likely to be held"

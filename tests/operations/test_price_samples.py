@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexd.control.protocol.report import PHASE_QUANTITIES, PhaseReport, StepPhase
+from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase
 from flexd.core.layout import RankLayout
-from flexd.operations.price_samples import PricedCurve, corrected_cluster, phase_values, price_samples
+from flexd.operations.price_samples import PricedCurve, corrected_cluster, price_samples
 from flexd.topology.cluster import Cluster, Collective, Link, WorldModel
-from tests.support.components import report
 from tests.support.planner_cases import cluster, flat
 
 LAYOUT = RankLayout(2, 2)
@@ -50,20 +49,6 @@ def test_a_collective_takes_as_long_as_for_the_rank_that_waits_least() -> None:
     assert set(found) == {PricedCurve.INTER_ALL_TO_ALL, PricedCurve.INTRA_ALL_TO_ALL}
 
 
-def test_sizes_are_messages_without_bytes() -> None:
-    """Two collectives of ids for each of rows: at a bandwidth that depends on the size the ids are one message."""
-    machine = replace(MACHINE, inter_node=replace(MACHINE.inter_node, all_to_all=_sized()))
-    ids = values(StepPhase.IDS, inter_seconds=[0.1] * 4, inter_bytes=[1e6] * 4, inter_collectives=[2] * 4)
-    sample = price_samples(ids + ROWS, LAYOUT, machine, "chain", all_reduces=True)[PricedCurve.INTER_ALL_TO_ALL]
-    assert sample.latency_seconds[0] == pytest.approx(2e-4)
-    assert sample.transfer_seconds[0] == pytest.approx(1e6 * _sized().seconds_per_byte(1e6))
-    assert _sized().seconds_per_byte(1e6) != pytest.approx(_sized().seconds_per_byte(0.5e6))
-
-
-def _sized():  # type: ignore[no-untyped-def]
-    return replace(flat(1e9, 1e-4), points=((1e5, 1e8), (1e6, 5e8), (1e7, 1e9)))
-
-
 def test_a_direct_exchange_shows_the_world() -> None:
     over_all = price_samples(ROWS, LAYOUT, with_world(MACHINE), "direct", all_reduces=True)
     assert set(over_all) == {PricedCurve.WORLD_ALL_TO_ALL}
@@ -84,11 +69,6 @@ def test_sums_of_copies_show_the_all_reduce_where_they_are_one() -> None:
     assert PricedCurve.INTER_ALL_REDUCE not in price_samples(sums, LAYOUT, MACHINE, "chain", all_reduces=False)
     more = values(StepPhase.SYNC, inter_seconds=[0.3] * 4, inter_bytes=[4e6] * 4, inter_collectives=[3] * 4)
     assert PricedCurve.INTER_ALL_REDUCE not in price_samples(more, LAYOUT, MACHINE, "chain", all_reduces=True)
-
-
-def test_unknown_phases_of_a_newer_rank_are_left_out() -> None:
-    sent = replace(report(1), phases=(PhaseReport("later", inter_bytes=7), PhaseReport("rows", inter_bytes=5)))
-    assert phase_values(sent).sum() == 5
 
 
 def test_collectives_that_steps_did_not_show_take_the_factors_of_their_link() -> None:

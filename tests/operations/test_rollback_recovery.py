@@ -15,9 +15,8 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, SnapshotError
 from flexd.operations import decisions as decisions_module
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.history.store import ENDED_UNSEEN
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
-from tests.support.ranks_in_threads import Ranks, same_content, target
+from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
 
 
@@ -111,53 +110,6 @@ def apply_part_of_p2(daemons: DaemonSequence, ranks: Ranks) -> None:
     daemons.wait_until_applied(20)
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_an_interrupted_rollback_continues_when_requested_again(daemons: DaemonSequence, killed: bool) -> None:
-    end = daemons.crash if killed else daemons.restart
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        assert daemons.abort(3).outcome == "accepted"
-        daemons.wait_until_applied(3)
-        end()
-        placement = daemons.current.coordinator.placement()
-        assert len(PARENT) < len(placement) < len(PARENT) + 200, "between the first placement of p2 and its last"
-        again = daemons.abort(2)
-        assert (again.outcome, again.migration.migration_id) == ("accepted", "p2.rollback")
-        daemons.wait_until_applied(2)
-        end()
-        rollback = daemons.abort(1_000_000, SECONDS)
-        assert rollback.outcome == "rolled_back", rollback
-        assert "version 6 is committed" in rollback.message
-        assert ranks.all_at(PARENT)
-        assert same_content(ranks.history)
-        assert daemons.current.coordinator.placement().digest() == PARENT.digest()
-        history = daemons.history()
-        problem = ENDED_UNSEEN if killed else "the daemon is stopping"
-        assert list(history) == ["p2.rollback-3", "p2.rollback-2", "p2.rollback", "p2", "p1"]
-        assert [history[name][0] for name in history] == ["COMMITTED", "FAILED", "FAILED", "ABORTED", "COMMITTED"]
-        assert history["p2.rollback"][1] == history["p2.rollback-2"][1] == problem
-        entry = daemons.current.commands.migration("p2.rollback-3")
-        assert (entry.who, entry.reason) == ("ann", "rollback of p2.rollback-2: worse")
-        with pytest.raises(ApiError, match="no migration is running"):
-            daemons.abort(0)
-
-
-@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_rollback_that_pushed_nothing_can_be_requested_again(daemons: DaemonSequence, killed: bool) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(0)
-        until(lambda: daemons.migration.state is MigrationState.PUSHING, SECONDS)
-        daemons.wait_until_logged("p2")
-        daemons.crash() if killed else daemons.restart()
-        rollback = daemons.abort(1_000_000, SECONDS)
-        stopped = rollback.migration
-        assert (rollback.outcome, stopped.migration_id, stopped.state) == ("rolled_back", "p2", "ABORTED")
-        assert ranks.all_at(PARENT)
-        states = {name: state for name, (state, _) in daemons.history().items()}
-        assert (states["p2"], states["p2.rollback"], states["p2.rollback-2"]) == ("ABORTED", "FAILED", "COMMITTED")
-
-
 @pytest.mark.parametrize(
     ("killed", "pushed"),
     [
@@ -187,22 +139,6 @@ def test_the_next_daemon_resumes_a_rollback_by_itself(daemons: DaemonSequence, k
         daemons.wait_until_logged("p2.rollback-2")
         daemons.crash()
         assert daemons.current.recovery.resume() is False, "it is committed"
-
-
-def test_a_requested_rollback_is_resumed_without_the_history(daemons: DaemonSequence, tmp_path: Path) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(0)
-        daemons.crash(lambda: [file.unlink() for file in (tmp_path / "1").glob("migrations.sqlite*")])
-        daemons.current.gate.permits = 3
-        assert daemons.current.recovery.resume() is True
-        daemons.wait_until_applied(3)
-        assert daemons.migration.migration_id == "p2.rollback"
-        daemons.crash(lambda: [file.unlink() for file in (tmp_path / "2").glob("migrations.sqlite*")])
-        assert daemons.current.recovery.resume() is True
-        assert daemons.migration.migration_id == "p2.rollback-2", "the journal has another migration of the first id"
-        assert daemons.migration.wait(SECONDS) is MigrationState.COMMITTED
-        assert ranks.all_at(PARENT)
 
 
 def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: DaemonSequence) -> None:
@@ -266,15 +202,6 @@ def test_an_aborted_rollback_is_not_resumed(daemons: DaemonSequence) -> None:
         assert daemons.current.executions.last is None
 
 
-def test_a_refused_rollback_is_not_kept_as_requested(daemons: DaemonSequence) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.current.coordinator.live = lambda: None  # type: ignore[method-assign]
-        with pytest.raises(ApiError, match="no rank is registered"):
-            daemons.abort(0)
-        assert daemons.current.decisions.current.rollback is None
-
-
 def test_a_full_disk_does_not_prevent_a_rollback(daemons: DaemonSequence, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise SnapshotError("no space left")
@@ -288,26 +215,6 @@ def test_a_full_disk_does_not_prevent_a_rollback(daemons: DaemonSequence, monkey
         assert daemons.current.decisions.failures == 1
 
 
-def test_an_interrupted_migration_is_not_rolled_back_without_a_request(daemons: DaemonSequence) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.crash()
-        assert daemons.current.recovery.interrupted is not None
-        assert daemons.current.recovery.resume() is False
-        assert daemons.current.executions.last is None
-
-
-def test_an_aborted_migration_cannot_be_rolled_back_after_a_crash(daemons: DaemonSequence) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        stopped = daemons.current.commands.abort(rollback=False, reason="", wait_seconds=SECONDS, who="")
-        assert stopped.outcome == "stopped"
-        daemons.wait_until_logged("p2")
-        daemons.crash()
-        with pytest.raises(ApiError, match="no migration is running"):
-            daemons.abort(0)
-
-
 def test_the_destination_of_a_running_rollback_is_not_compacted(
     daemons: DaemonSequence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,18 +224,6 @@ def test_the_destination_of_a_running_rollback_is_not_compacted(
         daemons.abort(10)
         daemons.wait_until_applied(10)
         daemons.crash()
-        assert daemons.abort(1_000_000, SECONDS).outcome == "rolled_back"
-        assert ranks.all_at(PARENT)
-
-
-def test_an_unreadable_history_does_not_prevent_a_rollback(daemons: DaemonSequence, tmp_path: Path) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        daemons.abort(3)
-        daemons.wait_until_applied(3)
-        daemons.crash()
-        daemons.current.history.stop(SECONDS)
-        (tmp_path / "1" / "migrations.sqlite").write_bytes(b"not a database" * 100)
         assert daemons.abort(1_000_000, SECONDS).outcome == "rolled_back"
         assert ranks.all_at(PARENT)
 
@@ -349,19 +244,3 @@ def test_a_preview_reports_the_rows_that_a_rollback_after_a_crash_would_move(dae
         assert rollback.rollback.bytes == preview.rollback.bytes
         with pytest.raises(ApiError, match="no migration is running"):
             daemons.current.commands.preview_abort(rollback=True)
-
-
-def test_a_preview_reports_the_pushed_rows_and_the_rollback_of_an_abort(daemons: DaemonSequence) -> None:
-    with Ranks(daemons.port, LAYOUT) as ranks:
-        apply_part_of_p2(daemons, ranks)
-        running = daemons.current.executions.last
-        assert running is not None
-        with daemons.current.gate.held():
-            daemons.current.start("p3", target(3))
-            preview = daemons.current.commands.preview_abort(rollback=False)
-            back = daemons.current.commands.preview_abort(rollback=True).rollback
-            assert running.migration.state is MigrationState.PUSHING, "a preview does not change it"
-        assert (preview.migration.migration_id, preview.waiting, preview.rollback) == ("p2", ("p3",), None)
-        assert (preview.migration.chunks_pushed, preview.rows_pushed) == (20, 200)
-        assert back is not None
-        assert back.to_version == running.migration.progress.base_version

@@ -9,7 +9,7 @@ import pytest
 
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepReport, merge_reports
 from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.operations.slow_memory import HALF_LIFE_SECONDS, SlowMemoryMonitor, fast_memory_now
+from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
 
 STEP = StepReport(1, 1, 0, 0, 2.0, 0.0, (1, 0, 0))
 
@@ -25,12 +25,6 @@ def report(seconds: float = 0.5, *tables: SlowTableReport) -> StepReport:
     return replace(STEP, slow_memory=SlowMemoryReport(tables, 100, 40, seconds))
 
 
-def test_nothing_is_known_of_ranks_whose_rows_are_all_fast() -> None:
-    monitor = SlowMemoryMonitor(2, Clock())
-    monitor.add(STEP)
-    assert monitor.totals() is None
-
-
 def test_reports_of_all_ranks_add_up() -> None:
     monitor = SlowMemoryMonitor(2, Clock())
     monitor.add(report(0.5, SlowTableReport(0, 10, 4, 3, 2), SlowTableReport(1, 5, 5, 0, 0)))
@@ -40,24 +34,6 @@ def test_reports_of_all_ranks_add_up() -> None:
     assert totals is not None
     assert totals.by_table.tolist() == [[11, 5, 4, 3], [5, 5, 0, 0], [8, 0, 0, 0]], "a number without a table is none"
     assert (totals.bytes_read, totals.bytes_written, totals.wait_seconds) == (300, 120, 0.75)
-
-
-def test_the_wait_is_a_share_of_recent_steps() -> None:
-    clock = Clock()
-    monitor = SlowMemoryMonitor(1, clock)
-    for _ in range(100):
-        clock.now += 1.0
-        monitor.add(report(0.5))
-    totals = monitor.totals()
-    assert totals is not None
-    assert totals.wait_share == pytest.approx(0.25)
-    for _ in range(int(10 * HALF_LIFE_SECONDS)):
-        clock.now += 1.0
-        monitor.add(STEP)
-    totals = monitor.totals()
-    assert totals is not None
-    assert totals.wait_share == pytest.approx(0.0, abs=1e-3), "forgotten, although reports without it came since"
-    assert totals.wait_seconds == pytest.approx(50.0)
 
 
 def test_waiting_reports_are_merged_by_table() -> None:
@@ -95,9 +71,3 @@ def test_misses_a_step_their_price_and_the_frames_are_recent() -> None:
     assert all(map(math.isnan, found.measured_misses.tolist())), "misses of tables without a name"
     monitor.add(report(0.5, SlowTableReport(0, 10, 4, 3, 2)))
     assert fast_memory_now(monitor, keyspace) is None, "a rank that does not report its frames"
-
-
-def test_the_newer_frames_of_merged_reports_stay() -> None:
-    first, second = (SlowMemoryReport(frames=frames) for frames in ((7, 3), (5, 5)))
-    assert first.plus(second).frames == (5, 5)
-    assert first.plus(SlowMemoryReport()).frames == (7, 3)

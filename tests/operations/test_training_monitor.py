@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from flexd.control.protocol.report import StepReport
-from flexd.core.mistakes import MistakeReport
 from flexd.operations.training_monitor import TrainingMonitor
 
 
@@ -17,21 +16,6 @@ def report(step: int, steps: int = 1, accesses: tuple[int, int, int] = (60, 30, 
         apply_seconds=0.1, accesses_by_tier=accesses, all_to_all_intra_bytes=1, all_to_all_inter_bytes=2,
         sync_intra_bytes=3, sync_inter_bytes=4, migration_intra_bytes=5, migration_inter_bytes=6,
     )  # fmt: skip
-
-
-def test_averages_are_unknown_before_the_first_report() -> None:
-    monitor = TrainingMonitor()
-    assert monitor.accesses_per_step(4) is None
-    assert monitor.versions() == {}
-    assert monitor.totals().steps == 0
-
-
-def test_ranks_without_a_report_are_assumed_to_equal_the_others() -> None:
-    monitor = TrainingMonitor()
-    monitor.add(0, report(1, accesses=(60, 30, 10)))
-    assert monitor.accesses_per_step(4) == 400
-    monitor.add(1, report(1, accesses=(0, 0, 300)))
-    assert monitor.accesses_per_step(4) == 800
 
 
 def test_a_report_of_several_steps_counts_each_of_them() -> None:
@@ -45,16 +29,6 @@ def test_batches_located_for_nothing_are_summed_over_ranks_and_reports() -> None
     for rank, unused in ((0, 2), (1, 3), (0, 4)):
         monitor.add(rank, replace(report(1), unused_prefetches=unused, prefetches=10 * unused))
     assert (monitor.totals().unused_prefetches, monitor.totals().prefetches) == (9, 90)
-
-
-def test_a_report_of_a_mistake_alone_counts_no_step() -> None:
-    monitor = TrainingMonitor()
-    monitor.add(0, report(1))
-    before = monitor.totals(), monitor.accesses_per_step(1), monitor.step_seconds()
-    alone = MistakeReport("numpy", 1, "it is old", 10.0)
-    monitor.add(0, replace(report(1, steps=0, accesses=(0, 0, 0)), mistakes=(alone,)))
-    assert (monitor.totals(), monitor.accesses_per_step(1), monitor.step_seconds()) == before
-    assert [each.kind for each in monitor.mistakes.totals()] == ["numpy"]
 
 
 def test_the_average_follows_a_change_within_some_tens_of_steps() -> None:

@@ -51,58 +51,6 @@ def test_a_changed_topology_triggers_at_once_until_a_plan_is_made() -> None:
     assert ask(triggers, 8.0, generation=4) is None
 
 
-def test_drift_is_proposed_again_after_its_plan_was_executed() -> None:
-    triggers = make(calendar=NIGHT)
-    drift = "drift 1.20 > 1.05"
-    held = ask(triggers, 5.0, CLOSED, drift=lambda: drift)
-    assert held is not None
-    triggers.plan_made(held, GENERATION)
-    assert ask(triggers, 7.0, CLOSED, drift=lambda: drift) is None
-    opened = ask(triggers, 9.0, OPEN)
-    assert opened is not None
-    triggers.plan_made(opened, GENERATION)
-    again = ask(triggers, 11.0, CLOSED, drift=lambda: drift)
-    assert again is not None
-    assert again.trigger.kind is TriggerKind.DRIFT
-
-
-def test_a_waiting_trigger_is_dropped_when_auto_is_switched_off() -> None:
-    triggers = make(calendar=NIGHT)
-    held = ask(triggers, 5.0, CLOSED, drift=lambda: "drift 1.20 > 1.05")
-    assert held is not None
-    triggers.plan_made(held, GENERATION)
-    assert triggers.waiting_for_window is not None
-    triggers.apply_settings(TriggerSettings(100.0, 1.0, auto=False, calendar=NIGHT), 6.0)
-    triggers.apply_settings(TriggerSettings(100.0, 1.0, auto=True, calendar=NIGHT), 6.0)
-    assert triggers.waiting_for_window is None
-
-
-def test_proposed_drift_is_not_proposed_again_before_an_execution() -> None:
-    triggers = make(auto=False)
-    first = ask(triggers, 5.0, drift=lambda: "drift 1.20 > 1.05")
-    assert first is not None
-    triggers.plan_made(first, GENERATION)
-    by_interval = ask(triggers, 200.0, drift=lambda: "drift 1.20 > 1.05")
-    assert by_interval is not None
-    assert by_interval.trigger.kind is TriggerKind.INTERVAL
-    triggers.plan_made(by_interval, GENERATION)
-    assert ask(triggers, 210.0, drift=lambda: "drift 1.20 > 1.05") is None
-
-
-def test_a_drift_reason_is_not_consumed_within_the_spacing() -> None:
-    asked = []
-
-    def drift() -> str | None:
-        asked.append(1)
-        return "drift 1.20 > 1.05"
-
-    triggers = make(spacing=10.0)
-    assert ask(triggers, 1.0, drift=drift) == FiredTrigger(Trigger(TriggerKind.DRIFT, "drift 1.20 > 1.05"))
-    assert ask(triggers, 2.0, drift=drift) is None
-    assert len(asked) == 1
-    assert ask(triggers, 11.0, drift=drift) is not None
-
-
 def test_without_auto_every_trigger_is_held_with_a_reason() -> None:
     triggers = make(auto=False)
     due = ask(triggers, 100.0)
@@ -142,25 +90,3 @@ def test_a_held_trigger_fires_when_the_window_opens() -> None:
     assert again == opened, "a refused plan is retried"
     triggers.plan_made(opened, GENERATION)
     assert ask(triggers, 170.0, OPEN) is None
-
-
-def test_a_manual_plan_in_a_closed_window_clears_the_held_trigger() -> None:
-    triggers = make(calendar=NIGHT)
-    due = ask(triggers, 100.0, CLOSED)
-    assert due is not None
-    triggers.plan_made(due, GENERATION)
-    triggers.record_manual_plan(101.0, executed=True)
-    assert ask(triggers, 110.0, OPEN) is None
-    assert ask(triggers, 200.9, OPEN) is None, "the interval starts at the manual plan"
-    assert ask(triggers, 201.0, OPEN) is not None
-
-
-def test_changed_settings_apply_at_once() -> None:
-    triggers = make()
-    triggers.apply_settings(TriggerSettings(10.0, 1.0, False), 50.0)
-    due = ask(triggers, 60.0)
-    assert due is not None
-    assert due.held
-    triggers.apply_settings(TriggerSettings(1000.0, 1.0), 61.0)
-    assert ask(triggers, 69.0) is None
-    assert ask(triggers, 70.0) is not None, "a longer interval does not delay the running one"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flexd.config.planner import PinConfig
-from flexd.core.layout import MOVED, RankLayout
+from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.held_plans import LONGEST_SECONDS
 from flexd.operations.measured_changes import measured_changes
@@ -78,37 +77,6 @@ def test_the_budget_of_steps_is_kept(tmp_path: Path) -> None:
     assert ended.rolled_back == (ended.state is not VerificationState.FASTER)
 
 
-def test_a_random_part_of_a_large_plan_is_measured(tmp_path: Path) -> None:
-    job = VerifiedJob(tmp_path, effect=+0.2, max_move_bytes=50 * 256)
-    job.tick()
-    rows = job.device_rows()
-    job.tick(200)
-    run = job.verifier._run
-    assert run is not None
-    assert run.changes.part == pytest.approx(50 / rows, rel=0.05)
-    moved = [each for each in job.it.coordinator.migrations if ".verify-" in each.migration_id]
-    assert {each.progress.rows for each in moved} == {round(run.changes.part * rows)}
-    ended = job.verdict()
-    assert ended.rolled_back
-    assert job.device_rows() == 0, "the whole plan is rolled back"
-
-
-def test_rows_that_moved_are_measured_like_copies(tmp_path: Path) -> None:
-    """Blocks without a plan have neither its copies nor its moves; what was there before stays."""
-    job = VerifiedJob(tmp_path, effect=0.0)
-    live = job.it.coordinator.live()
-    assert live is not None
-    home, kept, copied, moved, back = range(5)
-    there = MOVED + 1 - live.layout.home_node(np.arange(5))
-    base = Placement.of(np.array([kept, back]), there[[kept, back]].astype(np.uint8))
-    after = Placement.of(np.array([kept, copied, moved]), np.array([there[kept], 2, there[moved]], dtype=np.uint8))
-    changes = measured_changes(base, after, job.it.config.keyspace(), live.layout, 2**20)
-    assert (changes.part, changes.takes_back) == (1.0, False)
-    assert changes.without.keys.tolist() == [kept]
-    assert changes.without.tiers.tolist() == [there[kept]]
-    assert home not in changes.without.keys
-
-
 @pytest.mark.parametrize("promoted", [0, 1, 3])
 def test_of_a_plan_that_rather_takes_rows_back_all_changes_are_measured(tmp_path: Path, promoted: int) -> None:
     job = VerifiedJob(tmp_path, effect=0.0)
@@ -145,19 +113,6 @@ def test_copies_that_measured_faster_are_not_taken_back_because_prices_say_so(tm
     assert "plans for HOME wait until" in words
 
 
-@pytest.mark.parametrize("effect", [+0.05, 0.0])
-def test_copies_go_if_that_is_not_shown_to_lose(tmp_path: Path, effect: float) -> None:
-    job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01}, resolution=0.02)
-    kept = job.verdict()
-    job.effect = effect
-    take_all_copies_back(job)
-    taken_back = job.verdict(after=kept)
-    assert taken_back.state is (VerificationState.FASTER if effect else VerificationState.SAME)
-    assert not taken_back.rolled_back
-    assert job.device_rows() == 0
-    assert job.verifier.held.reasons() == ()
-
-
 def test_copies_that_may_not_stay_go_unmeasured_and_in_spite_of_a_hold(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01})
     kept = job.verdict()
@@ -187,17 +142,6 @@ def test_another_migration_interrupts(tmp_path: Path) -> None:
     assert job.verifier.newest.migration_id == execution.migration.migration_id, "the user's plan is verified next"
 
 
-def test_other_ranks_interrupt_and_get_a_plan(tmp_path: Path) -> None:
-    job = VerifiedJob(tmp_path, effect=-0.05)
-    job.tick(60)
-    topology = job.it.coordinator.topology
-    assert topology is not None
-    job.it.coordinator.topology = replace(topology, generation=2)
-    job.auto.tick()
-    assert job.verifier.ended == {"interrupted": 1}
-    assert job.decisions.current.verification is None
-
-
 def test_a_daemon_that_ends_in_between_leaves_no_verdict_and_a_stated_end(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=+0.05)
     job.tick(60)
@@ -219,26 +163,6 @@ def test_a_verdict_outlives_the_daemon_with_its_figures(tmp_path: Path, effect: 
     job.start()
     assert job.verifier.newest == ended
     assert len(job.verdicts) == 1
-
-
-def test_the_verdict_of_an_interrupted_measurement_has_no_figures(tmp_path: Path) -> None:
-    job = VerifiedJob(tmp_path, effect=+0.05)
-    job.tick(60)
-    job.start()
-    for _ in range(2):
-        newest = job.verifier.newest
-        assert newest is not None
-        assert (newest.state, newest.effect.pairs) == (VerificationState.INTERRUPTED, 0)
-        assert (job.verdicts[-1].change, job.verdicts[-1].low, job.verdicts[-1].high) == (None, None, None)
-        job.start()
-
-
-def test_a_verdict_that_cannot_be_read_stops_nothing(tmp_path: Path) -> None:
-    job = VerifiedJob(tmp_path, effect=-0.05)
-    job.verdict()
-    job.verdicts[-1] = replace(job.verdicts[-1], state="of a newer flexd")
-    job.start()
-    assert job.verifier.newest is None
 
 
 def test_holds_outlive_the_daemon_double_and_end(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from flexd.api.base import REQUEST_HEADER
 from flexd.server.access import READING_POSTS
-from flexd.server.app import create_app, create_metrics_app
+from flexd.server.app import create_app
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
 
@@ -25,7 +25,6 @@ CROSS_SITE: list[dict[str, str]] = [
     {"origin": "null"},
     {"host": "evil.example"},
 ]
-LINK = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
 FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")
 """Content types that a page may send to another site without asking it first."""
 
@@ -95,22 +94,3 @@ def test_the_own_page_and_the_address_bar_are_served(bare: httpx.Client, site: s
     for path in ("/", "/v1/status", "/metrics", "/healthz"):
         assert bare.get(path, headers={"sec-fetch-site": site}).status_code == 200
     assert bare.post("/v1/plan", headers={"sec-fetch-site": site, REQUEST_HEADER: "page"}).status_code == 200
-
-
-def test_a_link_opens_the_status_page_and_nothing_else(bare: httpx.Client, daemon: FakeDaemon) -> None:
-    assert bare.get("/", headers=LINK).status_code == 200
-    for method, path in ROUTES:
-        if path != "/":
-            assert bare.request(method, path, headers={REQUEST_HEADER: "x", **LINK}).status_code == 403, path
-    assert daemon.calls == []
-
-
-def test_pages_of_other_sites_start_no_scrape(server: Any, daemon: FakeDaemon) -> None:
-    paths = [route.path for route in create_metrics_app(daemon, Metrics(daemon)).routes]  # type: ignore[attr-defined]
-    daemon.__init__()  # type: ignore[misc]
-    with httpx.Client(base_url=server.metrics_address, timeout=10) as client:
-        for path in paths:
-            for headers in CROSS_SITE:
-                if "host" not in headers:
-                    assert client.get(path, headers=headers).status_code == 403, (path, headers)
-    assert daemon.calls == []

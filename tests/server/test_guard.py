@@ -102,12 +102,6 @@ def test_a_body_that_does_not_arrive_times_out(monkeypatch: pytest.MonkeyPatch) 
     assert (it.status, it.heard, it.refused) == (408, None, ["too_slow"])
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_the_body_of_a_request_that_reads_is_not_read(method: str) -> None:
-    it = Exchange(part(b"x", True), method=method)
-    assert (it.status, it.heard, it.left) == (200, [], [part(b"x", True)])
-
-
 @pytest.mark.parametrize(
     ("headers", "scheme"),
     [
@@ -119,17 +113,6 @@ def test_the_body_of_a_request_that_reads_is_not_read(method: str) -> None:
 def test_unknown_senders_are_refused_before_they_are_read(headers: dict[str, str], scheme: str) -> None:
     it = Exchange(part(b"{}", False), scheme=scheme, **headers)
     assert (it.status, it.heard, it.refused, len(it.left)) == (403, None, ["unknown_sender"], 1)
-
-
-@pytest.mark.parametrize(
-    ("headers", "scheme"),
-    [
-        ({"host": "LocalHost:9464", "origin": "HTTP://localhost:9464"}, "http"), ({"host": "[::1]:9464"}, "http"),
-        ({"origin": "https://localhost"}, "https"), ({"host": "127.8.9.1"}, "http"),
-    ],
-)  # fmt: skip
-def test_local_senders_are_served(headers: dict[str, str], scheme: str) -> None:
-    assert Exchange(part(b"{}", False), DISCONNECT, scheme=scheme, **headers).status == 200
 
 
 def test_a_refusal_has_a_reason_and_ends_the_connection() -> None:

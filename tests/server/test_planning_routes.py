@@ -5,8 +5,6 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from flexd.api.plan import PlanReport
-from flexd.api.planning import ProposalList
 from flexd.api.throttle import ThrottleStatus
 from flexd.core.errors import PlanError
 from tests.support.api_requests import COMMAND_HEADERS
@@ -16,16 +14,6 @@ from tests.support.api_requests import COMMAND_HEADERS
 def client(server):
     with httpx.Client(base_url=server.address, timeout=10, headers=COMMAND_HEADERS) as client:
         yield client
-
-
-def test_proposals_are_listed_and_shown(client, daemon):
-    listed = ProposalList.model_validate(client.get("/v1/proposals").json())
-    assert [each.plan_id for each in listed.proposals] == ["p7", "p6"]
-    shown = PlanReport.model_validate(client.get("/v1/proposals/latest").json())
-    assert (shown.trigger, shown.gates[0].open) == ("drift", False)
-    missing = client.get("/v1/proposals/p1")
-    assert (missing.status_code, missing.json()["error"]["message"]) == (404, "no proposal 'p1'")
-    assert client.get("/v1/proposals/" + "x" * 101).status_code == 422
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("committed", 200), ("accepted", 202), ("timed_out", 202)])
@@ -42,11 +30,6 @@ def test_an_outdated_proposal_is_a_conflict(client, daemon):
     answer = client.post("/v1/proposals/p7/apply", json={})
     assert answer.status_code == 409
     assert "the placement has moved on" in answer.json()["error"]["message"]
-
-
-def test_a_forced_replan_has_the_name_of_its_user(client, daemon):
-    assert client.post("/v1/replan", json={"force": True, "who": "ann@host"}).status_code == 200
-    assert daemon.calls == [("replan", "requested by hand", 0.0, "ann@host")]
 
 
 def test_the_throttle_is_shown_and_changed(client, daemon):

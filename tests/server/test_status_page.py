@@ -24,13 +24,11 @@ from flexd.api.verification import VerificationReport, VerificationStatus
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-from flexd.server.page import INLINED
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.fake_inspection import STRANGE
 from tests.support.fake_migrations import ENDED, STOPPED, FakeMigrations
 from tests.support.ops_tools import tool
-from tests.support.repository import ROOT
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
@@ -207,26 +205,6 @@ def test_the_page_shows_names_and_figures(open_page, busy):
     assert {httpx.URL(url).host for url in page.requested} == {"127.0.0.1"}
 
 
-def test_a_verdict_is_shown_without_a_migration(open_page):
-    """After a restart the daemon knows what it holds back, and no migration."""
-
-    class Restarted(FakeDaemon):
-        def status(self) -> Status:
-            held = VerificationStatus(held=("m0 measured slower",))
-            return (
-                super().status().model_copy(update={"migration": None, "planning": PlanningStatus(verification=held)})
-            )
-
-    server = served(Restarted())
-    try:
-        page = open_page(server)
-        page.wait_for_selector("#migration .held")
-        assert page.text_content("#migration") == "no gain measured: m0 measured slower"
-        assert page.complaints == []
-    finally:
-        assert server.stop(10)
-
-
 def test_rows_in_two_memories_are_shown_by_table_those_with_most_misses_first(open_page):
     class InTwoMemories(FakeDaemon):
         def status(self) -> Status:
@@ -253,47 +231,6 @@ def test_rows_in_two_memories_are_shown_by_table_those_with_most_misses_first(op
         assert page.complaints == []
     finally:
         assert server.stop(10)
-
-
-def test_rows_that_have_moved_are_counted(open_page):
-    class Moved(FakeDaemon):
-        def status(self) -> Status:
-            status = super().status()
-            return status.model_copy(update={"placement": status.placement.model_copy(update={"moved_rows": 1234})})
-
-    for daemon, shown in ((Moved(), True), (FakeDaemon(), False)):
-        server = served(daemon)
-        try:
-            page = open_page(server)
-            page.wait_for_selector("body[data-polls]")
-            assert ("moved rows1,234live in the node that uses them" in page.text_content("#tiles")) == shown
-            assert page.complaints == []
-        finally:
-            assert server.stop(10)
-
-
-def test_a_tooltip_stays_after_the_next_poll(open_page, busy):
-    page = open_page(busy[1])
-    page.wait_for_selector("body[data-polls]")
-    page.hover("#traffic .u-over")
-    until(lambda: "1.50 MB" in page.text_content("#traffic .u-legend"))
-    page.evaluate("window.drawn = charts.traffic.data")
-    until(lambda: page.evaluate("charts.traffic.data !== window.drawn"))
-    assert "1.50 MB" in page.text_content("#traffic .u-legend")
-    page.hover("#job")
-    until(lambda: "1.50 MB" not in page.text_content("#traffic .u-legend"))
-    assert page.complaints == []
-
-
-def test_a_chart_follows_the_colour_scheme_and_the_width(open_page, busy):
-    page = open_page(busy[1], color_scheme="light")
-    page.wait_for_selector("body[data-polls]")
-    light = page.evaluate("charts.traffic.series[2].stroke(charts.traffic, 2)")
-    page.emulate_media(color_scheme="dark")
-    assert page.evaluate("charts.traffic.series[2].stroke(charts.traffic, 2)") != light
-    wide = page.evaluate("charts.traffic.width")
-    page.set_viewport_size({"width": 500, "height": 900})
-    until(lambda: page.evaluate("charts.traffic.width") < wide)
 
 
 def test_the_policy_holds_in_the_browser(open_page, busy):
@@ -378,11 +315,3 @@ def test_an_unreachable_daemon_is_shown_until_it_answers(open_page, busy):
     assert page.is_disabled("#replan")
     daemon.error = None
     page.wait_for_selector("#health:text('ready')")
-
-
-def test_the_page_is_in_the_package():
-    project = (ROOT / "pyproject.toml").read_text()
-    assert '"server/status_page.html"' in project
-    assert '"server/vendor/uplot/*"' in project
-    folder = ROOT / "flexd" / "server" / "vendor" / "uplot"
-    assert {path.name for path in folder.iterdir()} == {*INLINED, "LICENSE"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,55 +162,6 @@ def test_a_new_certificate_is_served_and_a_bad_one_is_not(
     assert served() == certificates.server[0].read_text().strip() + "\n"
 
 
-def test_a_certificate_without_its_key_keeps_the_old_one(
-    certificates: Certificates, serve: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As files are replaced: one after the other."""
-    monkeypatch.setattr(tls, "CHECK_SECONDS", 0.0)
-    certificates.issue("server", "127.0.0.1")
-    _, url = serve()
-    before = certificates.server[0].read_text()
-    key = certificates.server[1].read_bytes()
-    certificates.issue("server", "127.0.0.1")
-    assert certificates.server[0].read_text() != before
-    new_key = certificates.server[1].read_bytes()
-    certificates.server[1].write_bytes(key)
-    port = httpx.URL(url).port
-    assert ssl.get_server_certificate(("127.0.0.1", port), timeout=5) == before
-    certificates.server[1].write_bytes(new_key)
-    ssl.get_server_certificate(("127.0.0.1", port), timeout=5)
-    assert ssl.get_server_certificate(("127.0.0.1", port), timeout=5) == certificates.server[0].read_text()
-
-
-def test_changed_files_are_checked_at_intervals_and_faults_logged_once(
-    certificates: Certificates, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now, looks = [100.0], []
-    certificate, key = certificates.issue("looked-at", "127.0.0.1")
-    served = tls.ServerTls(TlsConfig(cert_file=certificate, key_file=key), or_tokens=False, clock=lambda: now[0])
-    identity = served._watched._identity
-
-    def look() -> tuple[object, ...]:
-        looks.append(now[0])
-        return identity()
-
-    def connections(seconds: float) -> None:
-        for _ in range(round(10 * seconds / tls.CHECK_SECONDS)):
-            now[0] += tls.CHECK_SECONDS / 10
-            served._refresh(None, "", served.context)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(served._watched, "_identity", look)
-    caplog.set_level(logging.INFO, "flexd.server.tls")
-    connections(3 * tls.CHECK_SECONDS)
-    assert 1 <= len(looks) <= 3
-    assert caplog.records == []
-    certificates.issue("looked-at", "127.0.0.1")
-    connections(3 * tls.CHECK_SECONDS)
-    key.write_text("no key")
-    connections(3 * tls.CHECK_SECONDS)
-    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
-
-
 def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Certificates, tmp_path: Path) -> None:
     private = serialization.load_pem_private_key(certificates.issue("locked", "127.0.0.1")[1].read_bytes(), None)
     locked = private.private_bytes(
@@ -240,18 +190,6 @@ def test_a_certificate_names_one_client_or_none(subject: object, name: str | Non
     assert tls.common_name(None) is None
 
 
-@pytest.mark.parametrize(("file", "said"), [("cert_file", "server.tls: "), ("client_ca_file", "client_ca_file: ")])
-def test_malformed_certificates_are_named(certificates: Certificates, tmp_path: Path, file: str, said: str) -> None:
-    certificate, key = certificates.server
-    bad = tmp_path / "bad.pem"
-    for content in (None, "no PEM"):
-        if content is not None:
-            bad.write_text(content)
-        files = {"cert_file": certificate, "key_file": key, "client_ca_file": certificates.ca_file, file: bad}
-        with pytest.raises(ApiError, match=f"{said}.*bad.pem"):
-            tls.ServerTls(TlsConfig(**files), or_tokens=False)
-
-
 def test_the_command_line_sends_no_token_in_the_clear(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     credentials = Credentials.choose({"FLEXD_TOKEN_FILE": str(tmp_path / "token")})
@@ -263,15 +201,3 @@ def test_the_command_line_sends_no_token_in_the_clear(tmp_path: Path) -> None:
     for url in ("http://pod.example:9464", "http://flexd"):
         with pytest.raises(ConfigError, match=f"not sent to {url} without TLS"):
             credentials.headers(url, over_socket=False)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"), [(None, "No such file"), ("\n", "has no token"), ("sha256:" + "0" * 64, "has no token")]
-)
-def test_token_files_of_the_command_line(tmp_path: Path, content: str | None, said: str) -> None:
-    if content is not None:
-        (tmp_path / "token").write_text(content)
-    with pytest.raises(ConfigError, match=f"FLEXD_TOKEN_FILE: .*{said}"):
-        Credentials.choose({"FLEXD_TOKEN_FILE": str(tmp_path / "token")})
-    with pytest.raises(ConfigError, match="FLEXD_CLIENT_KEY_FILE is set without"):
-        Credentials.choose({"FLEXD_CLIENT_KEY_FILE": "k"})

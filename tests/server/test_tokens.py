@@ -10,8 +10,6 @@ import pytest
 
 from flexd.config.server import TokenConfig
 from flexd.core import secrets as secret
-from flexd.core.errors import ConfigError
-from flexd.server.tokens import Tokens
 from tests.support.api_tokens import READ, get, serve, token_configs
 from tests.support.fake_daemon import FakeDaemon
 
@@ -29,16 +27,6 @@ def test_a_token_is_replaced_without_a_restart(guarded: str, tmp_path: Path, mon
     assert [get(guarded, token).status_code for token in (READ, "another token of it")] == [200, 200]
     (tmp_path / "read").write_text("another token of it\n")
     assert [get(guarded, token).status_code for token in (READ, "another token of it")] == [401, 200]
-
-
-def test_one_token_has_one_name(tmp_path: Path) -> None:
-    first, second = token_configs(tmp_path)
-    (tmp_path / "admin").write_text(READ)
-    with pytest.raises(ConfigError, match=r"server\.tokens\[1\]\.file: 'operator' has the token of 'dashboard'"):
-        Tokens([first, second])
-    (tmp_path / "admin").write_text("short")
-    with pytest.raises(ConfigError, match=r"server\.tokens\[1\]\.file: .*fewer than 16 bytes"):
-        Tokens([first, second])
 
 
 @pytest.mark.parametrize(

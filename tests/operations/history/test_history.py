@@ -6,7 +6,6 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,6 @@ from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta
-from flexd.operations.history import history as history_module
 from flexd.operations.history import store as store_module
 from flexd.operations.history.history import MigrationHistory
 from flexd.operations.history.records import ActionRecord
@@ -111,22 +109,6 @@ def test_every_transition_is_kept_over_a_restart(keep: Callable[..., RunningHist
     assert again.history.find("m3") is None
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-
-
-def test_a_clock_that_was_set_back_gives_no_negative_duration(keep: Callable[..., RunningHistory]) -> None:
-    kept = keep()
-    kept.migration("m", E.START, E.FAIL)
-    kept.wait_until_written()
-    (record,) = kept.history.newest(1)
-    assert replace(record, created_unix_seconds=5.0, ended_unix_seconds=3.0).seconds == 0.0
-    assert replace(record, created_unix_seconds=5.0, ended_unix_seconds=8.0).seconds == 3.0
-
-
-def test_nothing_recorded_is_an_empty_history(tmp_path: Path) -> None:
-    history = MigrationHistory(tmp_path / "migrations.sqlite", 10)
-    assert history.newest(10) == ()
-    assert history.find("m1") is None
-    assert history.stop(1.0)
 
 
 def test_migrations_are_filtered_by_state(keep: Callable[..., RunningHistory]) -> None:
@@ -231,22 +213,6 @@ def test_an_unusable_file_is_quarantined(
     assert len(list(tmp_path.glob("*.unusable*"))) == 1, "one is kept, not one a fault"
 
 
-def test_a_file_damaged_while_open_is_quarantined(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
-    kept = keep()
-    kept.migration("old", E.START, E.FAIL)
-    kept.wait_until_written()
-    path = tmp_path / "migrations.sqlite"
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.close()
-    with open(path, "r+b") as file:
-        file.write(b"\0" * path.stat().st_size)
-    kept.migration("new", E.START, E.FAIL)
-    kept.wait_until_written()
-    assert kept.history.snapshot.quarantined == 1
-    assert "new" in [record.migration_id for record in kept.history.newest(10)]
-
-
 def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
     directory = tmp_path / "migrations.sqlite"
     directory.mkdir()
@@ -264,24 +230,6 @@ def test_entries_wait_while_nothing_can_be_written(keep: Callable[..., RunningHi
         assert not done.wait(0.01)
     assert [record.state for record in kept.history.newest(1)] == ["FAILED"]
     assert (kept.history.snapshot.problem, kept.history.snapshot.lost) == (None, 0)
-
-
-def test_waiting_entries_are_bounded_and_the_oldest_are_dropped(
-    keep: Callable[..., RunningHistory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(history_module, "MAX_WAITING", 10)
-    directory = tmp_path / "migrations.sqlite"
-    directory.mkdir()
-    kept = keep()
-    for number in range(30):
-        kept.migration(f"m{number}", E.FAIL, settle=False)
-    directory.rmdir()
-    while not kept.history.flush(1.0):
-        pass
-    assert [record.migration_id for record in kept.history.newest(100)] == [f"m{n}" for n in range(29, 24, -1)]
-    figures = kept.history.snapshot
-    assert figures.lost == 50
-    assert figures.entries == 10
 
 
 def test_a_locked_file_delays_entries_and_loses_none(keep: Callable[..., RunningHistory], tmp_path: Path) -> None:
@@ -322,19 +270,3 @@ def test_actions_are_kept_in_order_and_bounded(keep: Callable[..., RunningHistor
     second.wait_until_written()
     assert actions_of(second) == ["r3"]
     assert [each.migration_id for each in second.history.newest(9)] == ["n"]
-
-
-def test_a_file_without_the_table_of_actions_is_upgraded(tmp_path: Path, keep: Callable[..., RunningHistory]) -> None:
-    first = keep()
-    first.migration("m", E.START, E.EXHAUSTED, E.APPLIED)
-    first.stop()
-    with sqlite3.connect(tmp_path / "migrations.sqlite") as connection:
-        connection.execute("DROP TABLE actions")
-    connection.close()
-    assert first.history.newest_actions(5) == (), "read before it is opened for writing"
-    second = keep()
-    second.history.record_action(ActionRecord.of(1.0, "resume", "ann", "later"))
-    second.wait_until_written()
-    assert actions_of(second) == ["later"]
-    assert [each.migration_id for each in second.history.newest(9)] == ["m"]
-    assert second.history.snapshot.quarantined == 0

@@ -6,7 +6,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from flexd.core.errors import SnapshotError
 from flexd.operations.history import history as history_module
 from flexd.operations.history import store as store_module
 from flexd.operations.history.history import MigrationHistory
-from flexd.operations.history.records import ActionRecord, HistoryEntry, MigrationRecord
+from flexd.operations.history.records import ActionRecord
 from flexd.operations.history.store import HistoryStore
 from tests.support.until import until
 
@@ -86,31 +85,6 @@ def test_entries_that_failed_are_written_in_order(make: Callable[..., MigrationH
     assert (figures.entries, figures.lost, figures.failures, figures.problem) == (4, 0, 1, None)
 
 
-def test_the_oldest_waiting_entries_are_dropped_after_a_failed_write_too(
-    make: Callable[..., MigrationHistory], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(history_module, "MAX_WAITING", 3)
-    history = make()
-    history.record_action(action("a"))
-    history.record_action(action("b"))
-    FailsOnce(history, lambda: [history.record_action(action(reason)) for reason in ("c", "d")] and None)
-    history.start()
-    wait_until_written(history)
-    assert reasons(history) == ["d", "c", "b"]
-    assert (history.snapshot.entries, history.snapshot.lost) == (3, 1)
-
-
-def test_a_failed_write_is_repeated_after_the_retry_interval(make: Callable[..., MigrationHistory]) -> None:
-    history = make(retry_seconds=3600.0)
-    once = FailsOnce(history)
-    history.record_action(action("a"))
-    history.start()
-    wait_until_failed(history)
-    history.record_action(action("b"))
-    assert not once.again.wait(0.3)
-    assert history.snapshot.failures == 1
-
-
 def test_a_stop_does_not_wait_for_a_full_disk(make: Callable[..., MigrationHistory]) -> None:
     history = make(retry_seconds=3600.0)
 
@@ -171,15 +145,6 @@ def test_a_slow_reader_delays_no_writer_and_leaves_no_large_log(
     assert (history.snapshot.failures, history.snapshot.entries) == (0, 1_004)
 
 
-def test_the_file_is_durable_without_its_newest_entries(make: Callable[..., MigrationHistory]) -> None:
-    history = make()
-    history.start()
-    wait_until_written(history)
-    connection = history._store._connection
-    assert connection is not None
-    assert connection.execute("PRAGMA synchronous").fetchone() == (1,), "NORMAL: synced before it is merged"
-
-
 def test_a_file_locked_by_another_writer_is_not_quarantined(
     make: Callable[..., MigrationHistory], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,59 +164,6 @@ def test_a_file_locked_by_another_writer_is_not_quarantined(
     assert history.snapshot.quarantined == 0
 
 
-@pytest.mark.parametrize(
-    ("code", "unusable"),
-    [
-        (sqlite3.SQLITE_CORRUPT, True), (sqlite3.SQLITE_CORRUPT_INDEX, True), (sqlite3.SQLITE_NOTADB, True),
-        (sqlite3.SQLITE_FULL, False), (sqlite3.SQLITE_BUSY, False), (sqlite3.SQLITE_IOERR_WRITE, False),
-        (sqlite3.SQLITE_CANTOPEN, False), (sqlite3.SQLITE_READONLY, False),
-    ],
-)  # fmt: skip
-def test_only_faults_of_the_file_itself_quarantine_it(code: int, unusable: bool) -> None:
-    error = sqlite3.DatabaseError("")
-    error.sqlite_errorcode = code
-    assert store_module._is_unusable(error) is unusable
-
-
-def test_the_log_of_a_file_is_quarantined_with_it(make: Callable[..., MigrationHistory], tmp_path: Path) -> None:
-    """A reader keeps the log open; left in place, SQLite would apply it to the new file."""
-    path = tmp_path / "migrations.sqlite"
-    history = make()
-    history.start()
-    history.record_action(action("old"))
-    wait_until_written(history)
-    reader = sqlite3.connect(path)
-    reader.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    assert reader.execute("SELECT COUNT(*) FROM actions").fetchall() == [(1,)]
-    with path.open("r+b") as file:
-        file.write(b"\0" * path.stat().st_size)
-    history.record_action(action("new"))
-    wait_until_written(history)
-    assert history.snapshot.quarantined == 1
-    assert (tmp_path / "migrations.sqlite.unusable-wal").exists()
-    reader.close()
-    assert reasons(history) == ["new"]
-
-
-def test_a_damaged_page_is_found_when_the_file_is_opened(make: Callable[..., MigrationHistory], tmp_path: Path) -> None:
-    first = make()
-    first.start()
-    for number in range(200):
-        first.record_action(action(str(number)))
-    wait_until_written(first)
-    assert first.stop(SECONDS)
-    path = tmp_path / "migrations.sqlite"
-    page = 4096
-    assert path.stat().st_size > 60 * page
-    with path.open("r+b") as file:
-        file.seek(40 * page)
-        file.write(b"\xff" * page)
-    second = make()
-    second.start()
-    wait_until_written(second)
-    assert second.snapshot.quarantined == 1
-
-
 def test_entries_of_one_write_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     store = HistoryStore(tmp_path / "migrations.sqlite", 10, lambda _: None)
     broken: Any = object()
@@ -260,17 +172,6 @@ def test_entries_of_one_write_are_written_together_or_not_at_all(tmp_path: Path)
     assert store.newest_actions(9) == ()
     store.write([action("c")])
     assert [each.reason for each in store.newest_actions(9)] == ["c"]
-    store.close()
-
-
-def test_the_newest_migration_is_the_last_recorded_at_any_clock(tmp_path: Path) -> None:
-    store = HistoryStore(tmp_path / "migrations.sqlite", 10, lambda _: None)
-    for name, clock in (("a", 50.0), ("b", 7.0), ("c", 20.0)):
-        migration = Migration(f"plan-{name}", [], metadata=MigrationMetadata(name, "", "manual", "ann", ""))
-        record = replace(MigrationRecord.of(migration, settled=False), created_unix_seconds=clock)
-        store.write([HistoryEntry(record, None)])
-    assert [each.migration_id for each in store.newest(9)] == ["c", "b", "a"]
-    assert [each.settled for each in store.newest(9)] == [False] * 3
     store.close()
 
 
