@@ -135,6 +135,10 @@ class AnnouncedInput:
         differs = _differ(now, kept)
         return (kept if differs is True else now), differs
 
+    def differs(self, given: Any) -> bool:
+        """Return whether the input of a look-up is another one, or this one could not be read. Waits for the device."""
+        return self._error is not None or bool(self.compare(given)[1])
+
     def check_overwritten(self, later: AnnouncedInput) -> None:
         """Note whether the loader has written a later batch to the memory of this one."""
         if self._error is None and not self._at.isdisjoint(later._at):

@@ -343,6 +343,7 @@ class RunAhead(StepHooks):
         agreement = result.forward_pass.route.agreement
         if agreement.fault and not agreement.diverged and not agreement.settings_differ:
             self._result = None  # what was announced cannot be looked up; what is given now may be
+            self._count_unused(here=agreement.fault == self._rank + 1 and announced.differs(given))
             return None
         values, differs = announced.compare(given)
         if differs is not False:
