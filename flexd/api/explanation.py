@@ -13,7 +13,6 @@ from flexd.api.planning import GateReport, gate_report
 if TYPE_CHECKING:
     from flexd.operations.gates import Gate
     from flexd.planner.explanation_types import RowExplanation, TableExplanation
-    from flexd.planner.memory.residency import TableFastMemory
 
 MAX_EXPLAINED_ROWS = 1000
 ReasonName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]
@@ -70,12 +69,6 @@ class RowReport(Model):
     """The node in which it would live by affinity, of the newest plan; null if it is not among the sampled rows."""
     affinity_share: FiniteOrNone = None
     """Share of its touches that would come from that node, with samples dealt."""
-    in_pass: FiniteOrNone = None
-    """Probability that any rank looks it up in one forward pass: what decides whether it is in fast memory."""
-    in_frame: FiniteOrNone = None
-    """Probability that its home holds it in fast memory, with the frames of now; null where all rows are fast."""
-    planned_in_frame: FiniteOrNone = None
-    """Probability with the frames of a plan made now."""
 
 
 class ThresholdReport(Model):
@@ -91,40 +84,6 @@ class ThresholdReport(Model):
     """From here on a row below the tier is promoted; null if no frequency pays."""
     demote_accesses: FiniteOrNone = None
     """Below this a row of the tier is demoted."""
-
-
-class HeldRowsReport(Model):
-    """Rows of a table in fast memory on a rank, at one division of it."""
-
-    frames: int = 0
-    """Of the table's dim-group on a rank, which its tables share."""
-    held_rows: FiniteOrNone = None
-    """Expected rows of the table in them: its share of the frames."""
-    misses: FiniteOrNone = None
-    """Expected rows of the table that a step reads from slow memory."""
-    least_touches: FiniteOrNone = None
-    """Probability of a use in a forward pass from which on a row is held; 0 where all rows fit that are used."""
-    next_frame_misses: FiniteOrNone = None
-    """Misses a step that one more frame of the dim-group would save."""
-    next_frame_seconds: FiniteOrNone = None
-    """Wait of a step that it would save; null without a price of a miss."""
-
-
-class TableFastMemoryReport(Model):
-    """Fast memory of a table on a rank."""
-
-    frame_bytes: int = 0
-    """Of one frame."""
-    used_rows: FiniteOrNone = None
-    """Expected distinct rows of the table that a step uses, each forward pass counted."""
-    miss_seconds: FiniteOrNone = None
-    """Measured wait for slow memory a miss; null before there was one."""
-    passes: int = 1
-    """Forward passes of a step."""
-    now: HeldRowsReport = Field(default_factory=HeldRowsReport)
-    """With the frames that ranks have."""
-    planned: HeldRowsReport = Field(default_factory=HeldRowsReport)
-    """With those of a plan made now."""
 
 
 class Explanation(Model):
@@ -154,8 +113,6 @@ class Explanation(Model):
     """By tier above HOME that this job can use."""
     explained: tuple[RowReport, ...] = ()
     """The requested row, or the hottest ones."""
-    fast_memory: TableFastMemoryReport | None = None
-    """Null where all rows are in fast memory."""
     gates: tuple[GateReport, ...] = ()
     """Gates of a plan that is made now."""
 
@@ -178,13 +135,6 @@ def explanation(
         thresholds=tuple(ThresholdReport.from_object(each, tier=each.tier.name) for each in made.thresholds),
         explained=tuple(_row(row, home_of(row.key)) for row in made.explained),
         gates=tuple(gate_report(gate) for gate in gates),
-        fast_memory=None if made.fast_memory is None else _fast_memory(made.fast_memory),
-    )
-
-
-def _fast_memory(memory: TableFastMemory) -> TableFastMemoryReport:
-    return TableFastMemoryReport.from_object(
-        memory, now=HeldRowsReport.from_object(memory.now), planned=HeldRowsReport.from_object(memory.planned)
     )
 
 

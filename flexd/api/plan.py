@@ -11,7 +11,6 @@ from pydantic import Field
 from flexd.api.affinity import AffinityReport, affinity_metrics, affinity_report
 from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
 from flexd.api.families import gauge, gauges
-from flexd.api.fast_memory import FastMemoryReport
 from flexd.api.placement import rows_above_home
 from flexd.api.planning import GateReport, TriggerName, gate_report
 
@@ -257,8 +256,6 @@ class PlanReport(Model):
     """Where the gradients of copied rows are added."""
     pooled_tables: dict[str, PooledTableReport] = Field(default_factory=dict)
     """Answers of pooled tables, by table: those of ``planner.pooled_tables`` that were looked up."""
-    fast_memory: FastMemoryReport | None = None
-    """Its division of fast memory; null where all home rows are in it."""
     affinity: AffinityReport | None = None
     """What homes and dealing by affinity would win; null if rows that occur together are not sampled."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)

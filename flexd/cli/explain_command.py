@@ -9,7 +9,6 @@ import typer
 from flexd.api.base import TierName
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
 from flexd.cli.blocks import Block, Facts, Sentences, Table
-from flexd.cli.fast_memory_blocks import row_memory_fact, table_memory_blocks
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.plan_view import gate_sentences
 from flexd.cli.view import OutputFormat, emit
@@ -57,18 +56,13 @@ def explain_blocks(answer: Explanation, *, single: bool) -> list[Block]:
             _row_facts(answer, row),
             _prices(answer, row),
             _thresholds(answer),
-            *_memory(answer),
             _sentence(answer, row),
             *_thin(answer),
         ]
-    blocks: list[Block] = [_table_facts(answer), _tiers(answer), _thresholds(answer), *_memory(answer)]
+    blocks: list[Block] = [_table_facts(answer), _tiers(answer), _thresholds(answer)]
     if answer.explained:
         blocks.append(_hottest(answer))
     return [*blocks, *_thin(answer)]
-
-
-def _memory(answer: Explanation) -> list[Block]:
-    return [] if answer.fast_memory is None else table_memory_blocks(answer.fast_memory)
 
 
 def _thin(answer: Explanation) -> list[Block]:
@@ -95,8 +89,6 @@ def _row_facts(answer: Explanation, row: RowReport) -> Facts:
     ]
     if row.moved_to is not None:
         facts.append(("lives", f"in node {row.moved_to}: it has moved there, and rank {row.home_rank} keeps its place"))
-    if answer.fast_memory is not None:
-        facts.append(row_memory_fact(row, answer.fast_memory))
     if row.source_node_share is not None:
         shown = ", ".join(f"node {node} {units.share(share)}" for node, share in enumerate(row.source_node_share[:16]))
         facts.append(("comes from", shown))

@@ -8,7 +8,6 @@ from flexd.api.planning import GateReport, PlanningStatus, ProposalList, Proposa
 from flexd.api.replan import ReplanResult
 from flexd.cli.affinity_blocks import affinity_blocks
 from flexd.cli.blocks import Block, Facts, Sentences, Table
-from flexd.cli.fast_memory_blocks import fast_memory_blocks
 from flexd.cli.migration_commands import migration_facts
 from flexd.core import units
 
@@ -17,12 +16,10 @@ LINKS: tuple[LinkName, ...] = ("intra_node", "inter_node")
 
 
 def plan_blocks(plan: PlanReport) -> list[Block]:
-    fast_memory = [] if plan.fast_memory is None else fast_memory_blocks(plan.fast_memory)
     affinity = [] if plan.affinity is None else affinity_blocks(plan.affinity)
     return [
         _head(plan),
         _rows(plan),
-        *fast_memory,
         *affinity,
         _items(plan),
         _strategies(plan),

@@ -175,9 +175,6 @@ class PlannerConfig(Section):
     correct_prices: bool = True
     """Correct the curves of the topology by what training steps report, wherever that predicts their next report
     better. With false corrections are learnt and shown, and plans are priced by the curves as they are."""
-    divide_fast_memory: bool = False
-    """Let ranks with rows in two memories divide their fast memory between dim-groups as plans do, while they train,
-    where that saves 5 % of the predicted misses. With false plans only show it."""
     moved_slots_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of each rank's replica slots for rows that live in the node whose samples use them most, instead of in that
     of their home; copies have the others. It wins where a loader deals samples to nodes

@@ -25,7 +25,6 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.drift_interval_seconds",
     "planner.drift_threshold",
     "planner.correct_prices",
-    "planner.divide_fast_memory",
     "planner.moved_slots_share",
     "planner.frozen_tables",
     "planner.exclude_tables",

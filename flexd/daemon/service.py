@@ -168,7 +168,6 @@ class Daemon:
         planning = self._planning = Planning(
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
             self._drift.planned, self._operator.record_withheld, self._ingestor.sequence_length_quantiles,
-            self._slow_memory,
             AffinityMonitor(keyspace, self._ingestor.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)

@@ -18,7 +18,6 @@ from flexd.core.mistakes import MISTAKES
 from flexd.core.secrets import KeyFile
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.store.slow.frame_division import divide_frames
 from flexd.embedding.store.slow.slow_memory_meter import SlowMemoryMeter
 from flexd.embedding.tap.tap import Tap
 
@@ -47,7 +46,6 @@ class Connection:
         self._last_prefetched = collection.engine.hooks.prefetched_batches
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
-        self._frame_weights: tuple[float, ...] = ()
         self._slow_memory = SlowMemoryMeter(collection.engine.stores)
         self._slow_memory_at = self._last_step_at
         collection.phases.drain()
@@ -77,10 +75,6 @@ class Connection:
 
     def _report(self) -> None:
         collection = self._collection
-        weights = collection.engine.inbox.frame_weights
-        if weights != self._frame_weights:
-            self._frame_weights = weights
-            divide_frames(collection.engine.stores, weights)
         totals = collection.traffic.totals()
         since = {name: value - self._last_totals[name] for name, value in totals.items()}
         now = time.monotonic()

@@ -37,6 +37,7 @@ from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
+from flexd.embedding.store.slow.frame_division import FrameDivision
 from flexd.embedding.store.slow.two_memories import TwoMemories, first_home_slots, initial_rows_of
 from flexd.embedding.store.store import make_stores
 
@@ -110,6 +111,8 @@ class RowEngine:
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
+        self.frame_division = FrameDivision.of(self.stores)
+        """None where fewer than two dim-groups are in two memories."""
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
         self.steps = self.row_changes = self._changes_at_home = 0
@@ -336,6 +339,8 @@ class RowEngine:
         if updated and self.trial is not None:
             self.trial.begin_with(self.inbox.priced_exchange)
             self.trial.step()
+        if updated and self.frame_division is not None:
+            self.frame_division.after_step()
         if updated and self.after_step is not None:
             self.after_step()
 

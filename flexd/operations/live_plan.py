@@ -14,7 +14,6 @@ from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
 from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
-from flexd.planner.memory.proposal import FastMemoryNow
 from flexd.planner.model.bag_answers import LENGTH_RANKS, answer_bytes, choose_answers
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
@@ -38,7 +37,6 @@ def make_live_plan(
     step_seconds: float | None = None,
     bound_busiest_rank: bool = True,
     bag_lengths: LengthQuantiles | None = None,
-    fast_memory: FastMemoryNow | None = None,
 ) -> Plan:
     """Return ``make_plan`` with the configured limits and shape of the training.
 
@@ -54,7 +52,7 @@ def make_live_plan(
         parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
         now_unix_seconds=time.time(), reason=reason, shape=shape, limits=plan_limits(settings),
         exchange=running_exchange(settings), step_seconds=step_seconds,
-        bound_busiest_rank=bound_busiest_rank, fast_memory=fast_memory,
+        bound_busiest_rank=bound_busiest_rank,
     )  # fmt: skip
     if bag_lengths is None or not settings.pooled_tables:
         return plan

@@ -31,7 +31,6 @@ from flexd.operations.plan_settings import (
     training_shape,
 )
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
-from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.affinity.outlook import AffinityOutlook
@@ -55,7 +54,6 @@ class Planning:
         on_executed: called whenever a plan is executed, withheld, or turns out to change nothing.
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
         bag_lengths: as in ``make_live_plan``.
-        slow_memory: what the ranks report of slow memory, if the plans divide their fast memory.
         affinity: learns homes from rows that occur together with every plan; None where they are not sampled.
 
     Attributes:
@@ -74,11 +72,9 @@ class Planning:
         on_executed: Callable[[], None] = lambda: None,
         on_withheld: Callable[[str, str], None] = lambda who, reason: None,
         bag_lengths: LengthQuantiles | None = None,
-        slow_memory: SlowMemoryMonitor | None = None,
         affinity: AffinityMonitor | None = None,
     ) -> None:
         self.affinity = affinity
-        self._slow_memory = slow_memory
         self._config = config
         self._bag_lengths = bag_lengths
         self._keyspace = keyspace
@@ -167,9 +163,6 @@ class Planning:
             if not dry_run:
                 self.last_plan, self.last_live = plan, live
                 self._coordinator.set_priced_exchange(cheaper_exchange(plan))
-                weights = () if plan.fast_memory is None else plan.fast_memory.frame_weights
-                if weights and self._config.planner.divide_fast_memory:
-                    self._coordinator.set_frame_weights(weights)
             return proposal
 
     def _per_step(self, topology: LiveTopology) -> float:
@@ -271,7 +264,6 @@ class Planning:
             profile, self._keyspace, topology, self.cluster, live, settings,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
             reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
-            fast_memory=None if self._slow_memory is None else fast_memory_now(self._slow_memory, self._keyspace),
         )  # fmt: skip
         affinity = None
         if moves:

@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES, SlowTableReport, StepReport
-from flexd.core.keyspace import KeySpace
-from flexd.planner.memory.proposal import FastMemoryNow
 
 HALF_LIFE_SECONDS = 60.0
-"""Of what is recent: the share of the steps that waited, misses a step, the price of a miss."""
+"""Of what is recent: the share of the steps that waited."""
 _MOST = 2**62
 """A sum stops there: one more count of a report does not overflow it."""
 
@@ -31,9 +29,6 @@ class SlowMemoryTotals:
         bytes_read, bytes_written: moved to and from slow memory.
         wait_seconds: that ranks waited for it.
         wait_share: recent wait as a share of the recent steps; NaN without steps.
-        missed_per_step: float64 [tables + 1], recent misses a step and rank; NaN without steps.
-        miss_seconds: recent wait a miss; NaN without a miss.
-        frames: home rows that fit in fast memory by dim-group, of the newest report; empty if it does not say.
     """
 
     by_table: npt.NDArray[np.int64]
@@ -41,9 +36,6 @@ class SlowMemoryTotals:
     bytes_written: int
     wait_seconds: float
     wait_share: float
-    missed_per_step: npt.NDArray[np.float64]
-    miss_seconds: float
-    frames: tuple[int, ...] = ()
 
 
 class SlowMemoryMonitor:
@@ -61,9 +53,7 @@ class SlowMemoryMonitor:
         self._tables = tables
         self._bytes_read = self._bytes_written = 0
         self._wait_seconds = 0.0
-        self._recent_wait = self._recent_seconds = self._recent_steps = 0.0
-        self._recent_missed = np.zeros(tables + 1)
-        self._frames: tuple[int, ...] = ()
+        self._recent_wait = self._recent_seconds = 0.0
         self._at = clock()
 
     def add(self, report: StepReport) -> None:
@@ -76,9 +66,7 @@ class SlowMemoryMonitor:
             decay = 0.5 ** ((now - self._at) / HALF_LIFE_SECONDS)
             self._at = now
             self._recent_seconds = self._recent_seconds * decay + report.step_seconds
-            self._recent_steps = self._recent_steps * decay + report.steps
             self._recent_wait *= decay
-            self._recent_missed *= decay
             if slow is None:
                 return
             if self._by_table is None:
@@ -87,8 +75,6 @@ class SlowMemoryMonitor:
                 row = self._row(table)
                 counts = [getattr(table, name) for name in SLOW_TABLE_QUANTITIES]
                 self._by_table[row] = np.minimum(self._by_table[row] + counts, _MOST)
-                self._recent_missed[row] += table.missed
-            self._frames = slow.frames
             self._bytes_read += slow.bytes_read
             self._bytes_written += slow.bytes_written
             self._wait_seconds += slow.seconds
@@ -99,24 +85,10 @@ class SlowMemoryMonitor:
         with self._lock:
             if self._by_table is None:
                 return None
-            missed = float(self._recent_missed.sum())
             return SlowMemoryTotals(
                 self._by_table.copy(), self._bytes_read, self._bytes_written, self._wait_seconds,
                 self._recent_wait / self._recent_seconds if self._recent_seconds > 0 else math.nan,
-                self._recent_missed / (self._recent_steps if self._recent_steps > 0 else math.nan),
-                self._recent_wait / missed if missed > 0 else math.nan, self._frames,
             )  # fmt: skip
 
     def _row(self, table: SlowTableReport) -> int:
         return table.table if 0 <= table.table < self._tables else self._tables
-
-
-def fast_memory_now(monitor: SlowMemoryMonitor, keyspace: KeySpace) -> FastMemoryNow | None:
-    """Return the fast memory of the ranks; None where all rows are in it, or ranks do not report their frames."""
-    totals = monitor.totals()
-    if totals is None or len(totals.frames) != len(keyspace.groups):
-        return None
-    misses = np.array([totals.missed_per_step[list(group.tables)].sum() for group in keyspace.groups])
-    if totals.missed_per_step[-1] > 0:
-        misses[:] = math.nan  # some misses are of tables that reports do not name
-    return FastMemoryNow(totals.frames, totals.miss_seconds, misses)

@@ -1,4 +1,4 @@
-"""Explain the tier and the memory of a row: its estimate, its cost in each tier, and the thresholds between tiers.
+"""Explain the tier of a row: its estimate, its cost in each tier, and the thresholds between tiers.
 
 A row's cost in a tier is linear in its statistics once bytes have a price (``gains``), so it is computed row by
 row. Rows depend on each other only through the price of a replica slot: the gain of the least useful replica where
@@ -20,16 +20,13 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier, nodes_of_moved
 from flexd.core.placement import Placement
 from flexd.planner.explanation_types import RowExplanation, TableExplanation, TierReason, TierThreshold
-from flexd.planner.memory.miss_curve import MissCurve
-from flexd.planner.memory.proposal import message_sizes
-from flexd.planner.memory.residency import TableFastMemory, table_fast_memory
-from flexd.planner.model.cost import LoadSums, step_latencies
+from flexd.planner.model.cost import CostBreakdown, LoadSums, step_latencies
 from flexd.planner.model.gains import migration_seconds, row_seconds, usable_tiers
 from flexd.planner.model.prices import exposed_share, linear_exposure
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.touches import TouchRelation, independent
+from flexd.planner.model.touches import TouchRelation
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads, make_table_loads
+from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import FREE, PlanLimits
 from flexd.sketch.profile import Profile, TableProfile
@@ -88,11 +85,6 @@ def explain(
     )
     fixed = limits.of_group(bench.load, keyspace, bench.slots).fixed
     first, end = int(keyspace.first_key[index]), int(keyspace.first_key[index]) + seen.rows
-    fast_memory = None
-    if plan.fast_memory is not None:
-        of_group = MissCurve.of(bench.load, layout, keyspace.groups[group].rows)
-        of_table = MissCurve.of(make_table_loads(profile, keyspace, layout, shape)[index], layout, seen.rows)
-        fast_memory = table_fast_memory(plan.fast_memory, group, of_group, of_table)
     return TableExplanation(
         table=table,
         rows=seen.rows,
@@ -105,9 +97,20 @@ def explain(
         slots=int(bench.slots.min()),
         sync_latency_seconds=bench.sync_latency(),
         thresholds=bench.thresholds(),
-        explained=bench.rows(keys, wanted, seen, live, fixed, table in limits.exclude_tables, fast_memory),
-        fast_memory=fast_memory,
+        explained=bench.rows(keys, wanted, seen, live, fixed, table in limits.exclude_tables),
     )
+
+
+def _message_sizes(cost: CostBreakdown, without_copies: CostBreakdown) -> Float64Array:
+    """Return float64[3, 6, 3] bytes by (tier, phase, link) at which rows are priced one by one.
+
+    A tier that is not in use has no message; it is priced as if one of the exchange's size went there.
+    """
+    sent = cost.bytes.copy()
+    largest = without_copies.bytes.sum(axis=0)
+    for tier in (Tier.NODE, Tier.DEVICE):
+        sent[tier][sent[tier] == 0] = largest.max(initial=0.0)
+    return sent
 
 
 def _by_tier(placement: Placement, first: int, end: int) -> Int64Array:
@@ -146,7 +149,7 @@ class _GroupPricing:
     @cached_property
     def factors(self) -> Float64Array:
         """float64[tier, statistic]: exposed seconds."""
-        sent = message_sizes(self.plan.after, self.plan.baselines["two_hop"])
+        sent = _message_sizes(self.plan.after, self.plan.baselines["two_hop"])
         return row_seconds(self.load, self.layout, self.cluster, sent, self.plan.exchange)
 
     @cached_property
@@ -285,7 +288,7 @@ class _GroupPricing:
 
     def rows(
         self, keys: Int64Array, rows: Int64Array, seen: TableProfile, live: Placement, fixed: UInt8Array | None,
-        excluded: bool, fast_memory: TableFastMemory | None,
+        excluded: bool,
     ) -> tuple[RowExplanation, ...]:  # fmt: skip
         load, world = self.load, self.layout.world_size
         at = np.searchsorted(load.keys, keys)
@@ -302,8 +305,6 @@ class _GroupPricing:
         if seen.sources is not None and len(order):
             shares = seen.sources.share(order[spot])
         homes = self.homes.home_rank(keys)
-        in_pass = self._in_pass(at)
-        memories = None if fast_memory is None else (fast_memory.now.held(in_pass), fast_memory.planned.held(in_pass))
         found = []
         for i in range(len(keys)):
             pinned = fixed is not None and int(fixed[at[i]]) != FREE
@@ -326,21 +327,9 @@ class _GroupPricing:
                     home_rank=int(homes[i]),
                     moved_to=int(moved_to[i]) if moved_to[i] >= 0 else None,
                     source_node_share=shares[i] if shares is not None and listed[i] else None,
-                    in_pass=float(in_pass[i]),
-                    in_frame=None if memories is None else float(memories[0][i]),
-                    planned_in_frame=None if memories is None else float(memories[1][i]),
                 )
             )
         return tuple(found)
-
-    def _in_pass(self, at: Int64Array) -> Float64Array:
-        """Return float64[n]: probability that any rank looks up each of these listed rows in one forward pass."""
-        load = self.load
-        touches = load.touches
-        if touches is None:
-            touches = independent(load.accesses / load.micro_batches, self.layout)
-        in_pass: Float64Array = touches[-1, at]
-        return in_pass
 
     def _reason(self, planned: int, gains: Float64Array, low: Float64Array, pinned: bool, excluded: bool) -> TierReason:
         if excluded or pinned:

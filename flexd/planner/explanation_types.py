@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.layout import Tier
-from flexd.planner.memory.residency import TableFastMemory
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -49,9 +48,6 @@ class RowExplanation:
         home_rank: of the authoritative copy.
         moved_to: the node in which it lives instead; None if it has not moved.
         source_node_share: float32[nodes], or None if not known.
-        in_pass: probability that any rank looks it up in one forward pass, trained or not.
-        in_frame, planned_in_frame: probability that its home holds it in fast memory, with the frames that ranks have
-            and with those of the plan; None where all rows are.
     """
 
     row: int
@@ -71,9 +67,6 @@ class RowExplanation:
     home_rank: int
     moved_to: int | None
     source_node_share: npt.NDArray[np.float32] | None
-    in_pass: float
-    in_frame: float | None = None
-    planned_in_frame: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,6 @@ class TableExplanation:
         live_rows, planned_rows: int64[3], by tier.
         slots_used, slots: of the fullest rank in the table's dim-group, in the plan.
         sync_latency_seconds: fixed exposed cost of synchronising the planned tiers (all dim-groups share it).
-        fast_memory: None where all rows are in it.
     """
 
     table: str
@@ -117,4 +109,3 @@ class TableExplanation:
     sync_latency_seconds: float
     thresholds: tuple[TierThreshold, ...]
     explained: tuple[RowExplanation, ...]
-    fast_memory: TableFastMemory | None = None

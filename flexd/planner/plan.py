@@ -15,7 +15,6 @@ from flexd.core.layout import RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
 from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
-from flexd.planner.memory.proposal import FastMemoryNow, FastMemoryProposal, message_sizes, propose
 from flexd.planner.model.bag_answers import PooledTable
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.gains import canonical_tiers, migration_seconds
@@ -67,7 +66,6 @@ class Plan:
         other_sums: cost of the target if they were added the other way; None where there is no other way: an exchange
             that is not the chain, one node, or gradients that travel narrower than they are added.
         pooled_tables: the answers of pooled tables, of those that are configured and were looked up.
-        fast_memory: division of the ranks' fast memory; None where all rows are in it.
         moves_save_seconds: exposed seconds a step that rows which move to other nodes or back save, beside the costs.
     """
 
@@ -99,7 +97,6 @@ class Plan:
     replica_sums: str = "all_reduce"
     other_sums: CostBreakdown | None = None
     pooled_tables: tuple[PooledTable, ...] = ()
-    fast_memory: FastMemoryProposal | None = None
     moves_save_seconds: float = 0.0
 
     @property
@@ -183,7 +180,6 @@ class Plan:
                 "other_exposed_seconds": None if self.other_sums is None else self.other_sums.exposed_seconds,
             },
             "pooled_tables": {one.table: one.to_dict() for one in self.pooled_tables},
-            "fast_memory": None if self.fast_memory is None else self.fast_memory.to_dict(),
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": summarise_replication(
                 self.baselines[TWO_HOP.name if self.exchange is Exchange.CHAIN else ROW_WISE_DEDUP.name],
@@ -215,7 +211,6 @@ def make_plan(
     step_seconds: float | None = None,
     level_busiest_rank: bool = False,
     bound_busiest_rank: bool = True,
-    fast_memory: FastMemoryNow | None = None,
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
@@ -232,7 +227,6 @@ def make_plan(
         step_seconds: measured wall time of a step, of which the plan states its saving as a share.
         level_busiest_rank: take other rows than the best of the mean where the busiest ranks gain by them.
         bound_busiest_rank: False saves the time of that bound in a plan that nobody sees.
-        fast_memory: of ranks whose home rows are in two memories; the plan divides it anew.
 
     Raises:
         PlanError: the profile is empty, is of other tables or does not know the accesses of a step; the slots are not
@@ -304,17 +298,6 @@ def make_plan(
         step_seconds=step_seconds,
         replica_sums=shape.replica_sums,
         other_sums=_cost_of_other_sums(sums, choice.tiers, keyspace, cluster, exchange, shape),
-        fast_memory=None
-        if fast_memory is None or len(fast_memory.frames) != len(sums)
-        else propose(
-            fast_memory,
-            sums,
-            keyspace,
-            cluster,
-            exchange,
-            message_sizes(choice.cost, baselines[TWO_HOP.name]),
-            fewest_slots,
-        ),
     )
 
 

@@ -7,10 +7,8 @@ import json
 import pytest
 import yaml
 
-from flexd.api.explanation import Explanation, HeldRowsReport, RowReport, TableFastMemoryReport
-from flexd.cli.blocks import Facts, Table
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.explain_command import explain_blocks, split_target
+from flexd.cli.explain_command import split_target
 from flexd.core.errors import ApiError
 
 
@@ -56,45 +54,3 @@ def test_explain_of_an_unknown_table_names_the_known_ones(flexd_command, url, da
     done = flexd_command("explain", "x", "--url", url)
     assert done.returncode == ExitCode.REFUSED
     assert done.stderr == "error: no table 'x'\nremedy: one of items\n"
-
-
-def in_two_memories(row: RowReport) -> Explanation:
-    return Explanation(
-        table="items", rows=100, explained=(row,),
-        fast_memory=TableFastMemoryReport(
-            frame_bytes=200, used_rows=50.0, miss_seconds=2e-5, passes=2,
-            now=HeldRowsReport(
-                frames=1000, held_rows=600.0, misses=10.0, least_touches=0.25, next_frame_misses=0.5,
-                next_frame_seconds=1e-5,
-            ),
-            planned=HeldRowsReport(frames=2000, held_rows=900.0, misses=0.0, least_touches=0.0, next_frame_misses=0.0),
-        ),
-    )  # fmt: skip
-
-
-def test_a_row_is_shown_with_the_memory_it_is_in_and_what_one_more_frame_saves():
-    row = RowReport(row=7, accesses_per_step=3.0, seconds={"HOME": 2e-9}, in_pass=0.2, in_frame=0.0, planned_in_frame=1)
-    shown = explain_blocks(in_two_memories(row), single=True)
-    facts = dict(next(block for block in shown if isinstance(block, Facts)).pairs)
-    assert facts["fast memory"] == (
-        "in slow memory now, in a frame as planned; costs 0.4 reads a step, 8 us; 0.2 uses a pass"
-    )
-    tables = [block for block in shown if isinstance(block, Table) and block.title.startswith("fast memory")]
-    assert [table.title for table in tables] == ["fast memory of a rank, frames of 200 B, a read costs 20 us"]
-    assert tables[0].rows == (
-        ("now", "1,000", "600", "10", "20.00%", "0.25 uses a pass", "0.5 reads", "10 us"),
-        ("planned", "2,000", "900", "0", "0.00%", "all that are used", "0 reads", ""),
-    )
-    assert tables[0] in explain_blocks(in_two_memories(row), single=False), "of a table too"
-
-
-def test_a_row_at_the_threshold_is_held_with_a_probability():
-    row = RowReport(row=7, seconds={"HOME": 2e-9}, in_pass=0.25, in_frame=0.5, planned_in_frame=1)
-    facts = dict(next(b for b in explain_blocks(in_two_memories(row), single=True) if isinstance(b, Facts)).pairs)
-    assert facts["fast memory"].startswith("in a frame with 50.00% now, in a frame as planned; costs 0.25 reads")
-
-
-def test_nothing_is_said_of_memory_where_all_rows_are_fast():
-    row = RowReport(row=7, seconds={"HOME": 2e-9})
-    shown = explain_blocks(Explanation(table="items", explained=(row,)), single=True)
-    assert "fast memory" not in str(shown)

@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.api.fast_memory import FastMemoryGroup, FastMemoryReport
 from flexd.api.plan import PlanReport, PooledTableReport
 from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
 from flexd.cli.blocks import Sentences, Table
-from flexd.cli.fast_memory_blocks import fast_memory_blocks
 from flexd.cli.plan_view import plan_blocks, planning_block, proposal_blocks
 from flexd.cli.view import show
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -153,32 +151,3 @@ def test_pooled_tables_show_both_answers_and_those_to_change_first() -> None:
     assert [row[:4] for row in shown.rows] == [("b", "rows", "sums", "800"), ("a", "rows", "rows", "800")]
     assert shown.rows[0][-2:] == ("2 ms", "500 us")
     assert not any("pooled" in str(block) for block in plan_blocks(PlanReport(plan_id="p")))
-
-
-def test_frames_are_shown_with_predicted_misses_beside_measured_ones():
-    groups = (
-        FastMemoryGroup(
-            home_rows=5000, frames=1000, planned_frames=900, misses=1234.4, measured_misses=1500.0,
-            planned_misses=99.21, slots=200, joint_frames=950, joint_slots=150,
-        ),
-        FastMemoryGroup(home_rows=10, frames=1, planned_frames=5, misses=0.5, planned_misses=0.25, joint_slots=0),
-    )  # fmt: skip
-    shown = FastMemoryReport(
-        budget_bytes=2_000_000, miss_seconds=2e-5, stall_seconds=0.025, planned_stall_seconds=0.002,
-        seconds_per_byte=1e-9, groups=groups,
-    )  # fmt: skip
-    facts, table = fast_memory_blocks(shown)
-    assert dict(facts.pairs) == {
-        "frames": "2 MB a rank",
-        "a miss": "20 us of waiting, measured",
-        "predicted wait": "25 ms a step now, 2 ms as planned; one more MiB saves 1.049 ms",
-        "with replica slots": "150 slots (now 200), 0 slots (now 0) at the next start",
-    }
-    assert table.rows == (
-        ("0", "5,000", "1,000", "900", "1,234", "1,500", "99.2"),
-        ("1", "10", "1", "5", "0.5", "-", "0.25"),
-    )
-    assert table in plan_blocks(PlanReport(plan_id="p", fast_memory=shown))
-    assert not [each for each in plan_blocks(PlanReport(plan_id="p")) if getattr(each, "title", "") == facts.title]
-    unpriced = fast_memory_blocks(FastMemoryReport(groups=(FastMemoryGroup(),)))[0]
-    assert "with replica slots" not in dict(unpriced.pairs)

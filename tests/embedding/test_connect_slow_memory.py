@@ -103,28 +103,3 @@ def test_counts_go_on_after_the_tables_are_made_again(monkeypatch: pytest.Monkey
     totals = daemon.monitor.totals()
     assert totals is not None
     assert totals.by_table[:, :2].tolist() == [[4, 4], [4, 4], [0, 0]], "rows are missed again, and nothing is lost"
-
-
-def test_a_division_of_the_daemon_is_carried_out_between_two_steps_and_reported() -> None:
-    tables = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("shop", 30, 8)]
-    collection = flexd.EmbeddingCollection(tables, optimizer=flexd.SGD(0.1), fast_memory_bytes=2_000)
-    daemon = Daemon()
-    connection = Connection(collection, daemon)  # type: ignore[arg-type]
-
-    def frames_after_a_step() -> tuple[int, ...]:
-        jagged = flexd.Jagged(torch.tensor([5, 6]), torch.tensor([2]))
-        found = collection(dict.fromkeys(("item", "shop"), jagged))
-        sum(rows.values.sum() for rows in found.values()).backward()  # type: ignore[union-attr]
-        collection.optimizer.step()
-        totals = daemon.monitor.totals()
-        assert totals is not None
-        return totals.frames
-
-    whole = 60 * (16 + 64) + 30 * (32 + 64)
-    assert frames_after_a_step() == (int(60 * 2000 / whole), int(30 * 2000 / whole))
-    budget = sum(count * size for count, size in zip(frames_after_a_step(), (80, 96), strict=True))
-    collection.engine.inbox.set_frame_weights((1.0, 3.0))
-    assert frames_after_a_step() == (budget // 4 // 80, budget * 3 // 4 // 96)
-    assert frames_after_a_step() == (budget // 4 // 80, budget * 3 // 4 // 96), "once"
-    connection.close()
-    collection.close()

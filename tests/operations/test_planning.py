@@ -12,17 +12,14 @@ from flexd.api.explanation import explanation
 from flexd.api.plan import plan_report
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.operations.plan_log import PlanLog
-from flexd.operations.slow_memory import SlowMemoryMonitor
-from flexd.planner.memory.proposal import FastMemoryProposal
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
-from tests.support.planning_harness import ROWS, PlanningHarness, filled_harness
+from tests.support.planning_harness import ROWS, PlanningHarness
 
 
 @pytest.fixture
@@ -218,22 +215,3 @@ def test_plans_and_prices_follow_what_the_trainer_says_of_itself(tmp_path: Path)
     assert [one.answer for one in by_sums.pooled_tables] == ["sums"]
     (answer,) = explanation(*harness.planning.explain("item", 0, 0)).explained
     assert (answer.planned, answer.reason) == ("HOME", "excluded")
-
-
-@pytest.mark.parametrize("divides", [False, True])
-def test_fast_memory_is_divided_by_plans_where_that_is_configured(
-    tmp_path: Path, divides: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harness = filled_harness(tmp_path, divide_fast_memory=divides)
-    monitor = SlowMemoryMonitor(1)
-    harness.planning._slow_memory = monitor
-    assert harness.propose("no rank has rows in two memories").plan.fast_memory is None
-    slow = SlowMemoryReport((SlowTableReport(0, 9, 6),), 0, 0, 0.25, (7,))
-    monitor.add(StepReport(1, 1, 0, 0, 0.1, 0.0, (1, 0, 0), slow_memory=slow))
-    assert harness.propose("one dim-group").plan.fast_memory is not None
-    assert harness.coordinator.frame_weights == (), "nothing to gain"
-    monkeypatch.setattr(FastMemoryProposal, "frame_weights", (4.0,))
-    harness.propose("look", dry_run=True)
-    assert harness.coordinator.frame_weights == ()
-    harness.propose("better")
-    assert harness.coordinator.frame_weights == ((4.0,) if divides else ())

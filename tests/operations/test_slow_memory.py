@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
-import pytest
-
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepReport, merge_reports
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.operations.slow_memory import SlowMemoryMonitor, fast_memory_now
+from flexd.operations.slow_memory import SlowMemoryMonitor
 
 STEP = StepReport(1, 1, 0, 0, 2.0, 0.0, (1, 0, 0))
 
@@ -45,29 +41,3 @@ def test_waiting_reports_are_merged_by_table() -> None:
         (SlowTableReport(0, 11, 4, 3, 3), SlowTableReport(1, 1, 1, 0, 0)), 200, 80, 0.75
     )
     assert merged.steps == 3
-
-
-def test_misses_a_step_their_price_and_the_frames_are_recent() -> None:
-    clock = Clock()
-    monitor = SlowMemoryMonitor(3, clock)
-    keyspace = KeySpace([TableSpec("a", 10, 4), TableSpec("b", 10, 8), TableSpec("c", 10, 4)])
-    assert fast_memory_now(monitor, keyspace) is None
-    for _ in range(2000):
-        clock.now += 1.0
-        slow = SlowMemoryReport(
-            (SlowTableReport(0, 9, 6), SlowTableReport(1, 5, 2), SlowTableReport(2, 5, 4)), 0, 0, 0.25, (7, 3)
-        )
-        monitor.add(replace(STEP, steps=2, slow_memory=slow))
-        monitor.add(replace(STEP, steps=2))
-    found = fast_memory_now(monitor, keyspace)
-    assert found is not None
-    assert found.frames == (7, 3)
-    assert found.miss_seconds == pytest.approx(0.25 / 12)
-    assert found.measured_misses.tolist() == pytest.approx([10 / 4, 2 / 4]), "dim-groups: tables a and c, table b"
-    monitor.add(replace(STEP, slow_memory=SlowMemoryReport((SlowTableReport(-1, 9, 6),), 0, 0, 0.25, (5, 3))))
-    found = fast_memory_now(monitor, keyspace)
-    assert found is not None
-    assert found.frames == (5, 3), "of the newest report"
-    assert all(map(math.isnan, found.measured_misses.tolist())), "misses of tables without a name"
-    monitor.add(report(0.5, SlowTableReport(0, 10, 4, 3, 2)))
-    assert fast_memory_now(monitor, keyspace) is None, "a rank that does not report its frames"

@@ -13,7 +13,6 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.explain import explain
 from flexd.planner.explanation_types import TableExplanation, TierReason
-from flexd.planner.memory.proposal import FastMemoryNow
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
@@ -176,47 +175,3 @@ def test_live_tiers_are_those_of_the_placement() -> None:
 def test_what_cannot_be_explained(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanError, match=text):
         explained(planned(300), **changes)
-
-
-@pytest.mark.parametrize("listed", [ROWS, 1_000])
-def test_rows_and_misses_of_fast_memory_are_those_of_the_division(listed: int) -> None:
-    """Of 4,500 rows over four ranks 250 are in frames of each; the threshold parts them, and the misses add up."""
-    now = FastMemoryNow((250,), 2e-5, np.array([np.nan]))
-    made = planned(300, profile_of(listed), fast_memory=now)
-    division = made[0].fast_memory
-    assert division is not None
-    answer = explained(made, hottest=listed)
-    memory = answer.fast_memory
-    assert memory is not None
-    assert (memory.now.frames, memory.planned.frames) == (250, 250), "one dim-group has nothing to divide"
-    assert memory.now.held_rows == pytest.approx(250)
-    # The other table of the dim-group was not looked up.
-    assert memory.now.misses == pytest.approx(float(division.now.misses[0]))
-    assert memory.miss_seconds == 2e-5
-    held = [row for row in answer.explained if row.in_frame == 1]
-    assert len(held) == pytest.approx(4 * 250, abs=2)
-    assert min(row.in_pass for row in held) >= memory.now.least_touches > 0
-    assert all(row.in_frame == 0 for row in answer.explained if row.in_pass < 0.999 * memory.now.least_touches)
-    missed = sum(row.in_pass * (1 - (row.in_frame or 0)) for row in answer.explained) / 4
-    again = max(0.0, memory.used_rows - 250)
-    if listed == ROWS:
-        assert memory.now.misses == pytest.approx(missed + again)
-    else:
-        assert memory.now.misses > missed + again, "rows that are not listed are missed too"
-    assert explained(planned(300)).fast_memory is None
-    assert explained(planned(300), hottest=1).explained[0].in_frame is None
-
-
-def test_fast_memory_of_micro_batches_counts_each_forward_pass_and_frozen_rows() -> None:
-    shape = TrainingShape(micro_batches=4, frozen_tables=frozenset({"items"}))
-    now = FastMemoryNow((250,), 2e-5, np.array([np.nan]))
-    made = planned(300, shape=shape, fast_memory=now)
-    memory = explained(made, hottest=1, shape=shape).fast_memory
-    assert memory is not None
-    assert memory.passes == 4
-    division = made[0].fast_memory
-    assert division is not None
-    assert memory.now.misses == pytest.approx(float(division.now.misses[0]))
-    (hottest,) = explained(made, hottest=1, shape=shape).explained
-    assert (hottest.anywhere, hottest.in_frame) == (0, 1), "a frozen row is read too"
-    assert hottest.in_pass > 0.9

@@ -8,18 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from flexd.api.plan import PlanReport
 from flexd.core.errors import PlanError
-from flexd.core.fast_memory import FRAME_BYTES
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.planner.memory.division import priced
-from flexd.planner.memory.miss_curve import MissCurve
-from flexd.planner.memory.proposal import FastMemoryNow, message_sizes
-from flexd.planner.memory.slot_curve import SlotCurve
-from flexd.planner.model.cost import LoadSums
-from flexd.planner.model.gains import row_seconds
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
@@ -276,79 +268,3 @@ def test_a_layout_is_priced_with_the_curves_of_its_group_sizes() -> None:
 def test_one_budget_per_group() -> None:
     with pytest.raises(PlanError, match="dim-groups"):
         plan(profile(KEYSPACE, ACCESSES, hot=50), slots=(5,))
-
-
-def test_fast_memory_is_divided_anew_at_the_measured_price_of_a_miss() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=800)
-    now = FastMemoryNow((1000, 40), 1e-4, np.array([3.0, np.nan]))
-    made = plan(seen, fast_memory=now).fast_memory
-    assert made is not None
-    assert made.now.frames.tolist() == [1000, 40]
-    assert made.planned.used_bytes <= made.now.used_bytes
-    assert made.planned.misses.sum() < 0.8 * made.now.misses.sum()
-    assert made.planned.seconds < made.now.seconds
-    assert made.planned.slots.tolist() == [0, 0]
-    assert made.joint is not None
-    budget = made.now.used_bytes + 200 * (64 + 10) + 100 * (128 + 4 + 10)
-    assert made.joint.used_bytes <= budget
-    slots_now = priced(
-        made.now.frames, np.array([200, 100]), *curves_of(seen), np.full(2, 1e-4)
-    )  # fmt: skip
-    assert made.joint.seconds < slots_now.seconds
-    shown = json.loads(json.dumps(plan(seen, fast_memory=now).summary(), allow_nan=False))["fast_memory"]
-    assert shown["groups"][0]["measured_misses"] == 3.0
-    assert shown["groups"][1]["measured_misses"] is None
-    assert shown["groups"][1]["frames"] == 40 < shown["groups"][1]["planned_frames"]
-    assert shown["stall_seconds"] == pytest.approx(1e-4 * sum(group["misses"] for group in shown["groups"]))
-
-
-def curves_of(seen: Profile) -> tuple[list[MissCurve], list[SlotCurve]]:
-    loads = make_loads(seen, KEYSPACE, LAYOUT)
-    sums = [LoadSums(load, LAYOUT) for load in loads]
-    made = plan(seen)
-    sizes = message_sizes(made.after, made.baselines["two_hop"])
-    curves = [MissCurve.of(load, LAYOUT, group.rows) for load, group in zip(loads, KEYSPACE.groups, strict=True)]
-    slot_curves = []
-    for each in sums:
-        factors = row_seconds(each.load, LAYOUT, cluster().of_layout(2, 2), sizes, Exchange.CHAIN)
-        gains = (factors[Tier.HOME] - factors) @ each.listed
-        slot_curves.append(SlotCurve.of(gains, LAYOUT, Exchange.CHAIN, each.load.row_bytes + each.load.state_bytes))
-    return curves, slot_curves
-
-
-def test_without_a_price_of_a_miss_only_misses_are_compared() -> None:
-    now = FastMemoryNow((1000, 40), float("nan"), np.full(2, np.nan))
-    made = plan(profile(KEYSPACE, ACCESSES, hot=800), fast_memory=now)
-    assert made.fast_memory is not None
-    assert made.fast_memory.planned.misses.sum() < made.fast_memory.now.misses.sum()
-    shown = json.loads(json.dumps(made.summary(), allow_nan=False))["fast_memory"]
-    assert (shown["miss_seconds"], shown["stall_seconds"], shown["groups"][0]["joint_slots"]) == (None, None, None)
-    assert PlanReport.from_summary(made.summary(), {}).fast_memory is not None
-
-
-def test_the_division_that_ranks_have_stays_where_none_is_better() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=800)
-    first = plan(seen, fast_memory=FastMemoryNow((1000, 40), 1e-4, np.zeros(2))).fast_memory
-    assert first is not None
-    frames = tuple(first.planned.frames.tolist())
-    again = plan(seen, fast_memory=FastMemoryNow(frames, 1e-4, np.zeros(2))).fast_memory
-    assert again is not None
-    assert again.planned.misses.sum() <= first.planned.misses.sum() + 1e-9
-    assert plan(seen, fast_memory=FastMemoryNow((5,), 1e-4, np.zeros(1))).fast_memory is None, "of another key space"
-    assert plan(seen).fast_memory is None
-
-
-def test_ranks_divide_anew_only_for_a_twentieth_of_the_misses() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=800)
-    found = plan(seen, fast_memory=FastMemoryNow((1000, 40), 1e-4, np.zeros(2))).fast_memory
-    assert found is not None
-    frames = found.planned.frames
-    sizes = (64 + FRAME_BYTES, 128 + 4 + FRAME_BYTES)
-    assert found.frame_weights == (float(frames[0] * sizes[0]), float(frames[1] * sizes[1]))
-    near = (int(frames[0]) - 1, int(frames[1]))
-    again = plan(seen, fast_memory=FastMemoryNow(near, 1e-4, np.zeros(2))).fast_memory
-    assert again is not None
-    assert again.frame_weights == ()
-    everything = plan(seen, fast_memory=FastMemoryNow((1250, 750), 1e-4, np.zeros(2))).fast_memory
-    assert everything is not None
-    assert everything.frame_weights == (), "nothing is missed"

@@ -61,7 +61,6 @@ def connected(
         )  # equal on all ranks: they apply chunks at the same step
     out = {
         "priced": collection.engine.inbox.priced_exchange,
-        "frame_weights": collection.engine.inbox.frame_weights,
         "steps": step, "versions": versions, "bit_equal": equal, "digest": collection.engine.migrator.digest,
         "listed": collection.engine.migrator.placement(), "state": connection.agent.state,
         "tables": {name: collection.gather_table(name).numpy() for name in ROWS},

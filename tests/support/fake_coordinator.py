@@ -25,7 +25,6 @@ class FakeCoordinator:
     outstanding_chunks = 0
     distrust = ""
     priced_exchange = ""
-    frame_weights: tuple[float, ...] = ()
 
     def __init__(self, generation: int = 1, *, obedient: bool = False, slots: int = 200) -> None:
         self.topology: LiveTopology | None = LiveTopology(generation, "a", RankLayout(2, 2), (slots,), True, "")
@@ -34,9 +33,6 @@ class FakeCoordinator:
         self.migrations: list[Migration] = []
         self.refuses = False
         self.obedient = obedient
-
-    def set_frame_weights(self, weights: tuple[float, ...]) -> None:
-        self.frame_weights = weights
 
     def set_priced_exchange(self, name: str) -> None:
         self.priced_exchange = name

@@ -19,7 +19,6 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
-from flexd.embedding.store.slow.frame_division import divide_frames
 from tests.support import changed_inputs
 from tests.support.collection_jobs import some
 from tests.support.exactness import (
@@ -158,8 +157,9 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
 
     def divide() -> None:
         if collection.steps % scenario.divide_every == 0:
-            stores = collection.engine.stores
-            divide_frames(stores, drawn.random(len(stores)).tolist())
+            division = collection.engine.frame_division
+            if division is not None:
+                division.change([int(drawn.integers(1, 40)) for store in collection.engine.stores if store.tier])
 
     if scenario.divide_every:
         collection.engine.after_step = divide

@@ -22,7 +22,6 @@ agreed version and nothing beyond it, so the daemon may number new chunks from t
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -121,21 +120,8 @@ class ChunkInbox:
         self._in_exchange = False
         self.priced_exchange = ""
         """The exchange that the daemon prices lower; empty before it has. Set by the agent's thread."""
-        self.frame_weights: tuple[float, ...] = ()
-        """By dim-group, the division of fast memory that the daemon wants; empty before it has. Set by the agent's
-        thread."""
         self.on_change: Callable[[], None] | None = None
         """Called by the training thread when the agreed or applied version has changed; must not block."""
-
-    def set_frame_weights(self, weights: tuple[float, ...]) -> None:
-        """Record the division of fast memory that the daemon wants.
-
-        Raises:
-            ControlError: not one weight of at least 0 for each dim-group.
-        """
-        if len(weights) != len(self._slots) or not all(math.isfinite(one) and one >= 0 for one in weights):
-            raise ControlError(f"weights of fast memory {list(weights)[:8]} for {len(self._slots)} dim-groups")
-        self.frame_weights = weights
 
     @property
     def applied_version(self) -> int:

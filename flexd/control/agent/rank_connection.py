@@ -33,7 +33,6 @@ from flexd.control.protocol.messages import (
     EpochEnd,
     EpochGo,
     EpochMessage,
-    FrameWeights,
     Heartbeat,
     Hello,
     HelloRefused,
@@ -191,8 +190,6 @@ class RankConnection:
             self._continue_chunk(message, body)
         elif isinstance(message, ListRequest):
             self._listing = ListingAnswer(self._context, message, self._fence(), self._send, self._next_sequence)
-        elif isinstance(message, FrameWeights):
-            self._inbox.set_frame_weights(message.weights)
         elif isinstance(message, TapState) and self._tap is not None:
             self._tap.record_state(message)
         else:

@@ -186,10 +186,6 @@ class Coordinator:
         """Set the exchange with which trainers that choose it themselves begin when they join the next epoch."""
         self._epochs.priced_exchange = name
 
-    def set_frame_weights(self, weights: tuple[float, ...]) -> None:
-        """Set the division of fast memory that ranks with rows in two memories use, by dim-group; within a tick."""
-        self._epochs.frame_weights = weights
-
     def newest_migration(self) -> JournalledMigration | None:
         """Return the migration of the journal's newest chunk, maybe an earlier daemon's; None if not known."""
         return self._journal.newest_migration

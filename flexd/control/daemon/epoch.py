@@ -21,7 +21,6 @@ from flexd.control.protocol.messages import (
     EpochAnnouncement,
     EpochEnd,
     EpochGo,
-    FrameWeights,
     Listing,
     ListingPiece,
     ListRequest,
@@ -78,7 +77,6 @@ class Epoch:
     ) -> None:
         self._channels = channels
         self._exchange = exchange
-        self._frame_weights: tuple[float, ...] = ()
         self.topology = topology
         self.number = number
         self.peers = channels.peers_of(topology)
@@ -227,12 +225,6 @@ class Epoch:
         for number, piece in enumerate(others, start=1):
             self._channels.send(self.peers, ChunkPiece(**self._fence, version=chunk.version, piece=number), piece)
         fault_point("chunk.sent")
-
-    def send_frame_weights(self, weights: tuple[float, ...]) -> None:
-        """Send a division of fast memory to all ranks unless it is the one that they have; does not wait."""
-        if weights != self._frame_weights:
-            self._frame_weights = weights
-            self._channels.send(self.peers, FrameWeights(**self._fence, weights=weights))
 
     def close(self) -> None:
         """Make the ranks leave."""

@@ -136,8 +136,6 @@ class EpochManager:
         self.distrust = ""
         self.priced_exchange = ""
         """The exchange that the planner prices lower, for ranks that join; empty before a plan was made."""
-        self.frame_weights: tuple[float, ...] = ()
-        """By dim-group, the planned division of fast memory; empty before there is one."""
         self._must_list = False
         """The next epoch starts from the lists of the ranks, not from the journal."""
         self._distrusted = 0
@@ -229,7 +227,6 @@ class EpochManager:
                 self._begin_epoch(topology)
         elif epoch.phase is Phase.LIVE:
             self._push(epoch)
-            epoch.send_frame_weights(self.frame_weights)
             hosted.tap.tick()
         elif epoch.advance(partial(self._continue_from, epoch.topology), now):
             self._go_live(epoch)

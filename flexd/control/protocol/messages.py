@@ -157,18 +157,6 @@ class EpochGo(EpochMessage):
 
 
 @dataclass(frozen=True)
-class FrameWeights(EpochMessage):
-    """The division of fast memory that the daemon's newest plan wants on ranks with rows in two memories.
-
-    Attributes:
-        weights: by dim-group, in proportion to the bytes of its frames.
-    """
-
-    kind: ClassVar[str] = "frame_weights"
-    weights: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
 class EpochEnd(EpochMessage):
     """The daemon ends the epoch; the rank stays registered for the next one."""
 
@@ -324,7 +312,7 @@ class TapPiece(EpochMessage):
 _KINDS: dict[str, type[Message]] = {
     cls.kind: cls
     for cls in (
-        DaemonNotice, Hello, TableList, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd, FrameWeights,
+        DaemonNotice, Hello, TableList, HelloRefused, Heartbeat, EpochAnnouncement, EpochGo, EpochEnd,
         Settled, Progress, ChunkRefused, Listing, ListingPiece, ChunkHeader, ChunkPiece, ListRequest, TapOffer,
         TapState, TapPiece,
     )

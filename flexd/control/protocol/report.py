@@ -177,15 +177,12 @@ class SlowMemoryReport:
         tables: by table, those with a count only.
         bytes_read, bytes_written: moved to and from slow memory, in whole blocks where it has blocks.
         seconds: that the rank waited for it.
-        frames: home rows that fit in its fast memory, by dim-group, as they are now; empty from ranks that do not
-            report them. Those of more dim-groups than a report holds are left out.
     """
 
     tables: Annotated[tuple[SlowTableReport, ...], Longest(MAX_NAMED_TABLES + 1)] = ()
     bytes_read: Count = 0
     bytes_written: Count = 0
     seconds: Seconds = 0.0
-    frames: Annotated[tuple[Count, ...], Longest(256)] = ()
 
     def plus(self, newer: SlowMemoryReport) -> SlowMemoryReport:
         """Return the sum with a newer report of the same rank."""
@@ -195,7 +192,7 @@ class SlowMemoryReport:
             merged[report.table] = report if before is None else before.plus(report)
         return SlowMemoryReport(
             named_tables(tuple(merged.values())), self.bytes_read + newer.bytes_read,
-            self.bytes_written + newer.bytes_written, self.seconds + newer.seconds, newer.frames or self.frames,
+            self.bytes_written + newer.bytes_written, self.seconds + newer.seconds,
         )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Division of a rank's fast memory between frames of home rows and replica slots."""
+"""How much fast memory of a rank a slowdown saves."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.fast_memory import FRAME_BYTES
+from flexd.core.fast_memory import FRAME_BYTES, FrameCurve
 from flexd.core.layout import RankLayout
 from flexd.planner.model.touches import independent
 from flexd.planner.model.workload import GroupLoad
@@ -80,20 +80,8 @@ class MissCurve:
         """Expected distinct home rows that a step uses, each pass counted."""
         return self.passes * self.distinct_rows
 
-    def misses(self, frames: float) -> float:
-        """Return the expected rows that a step reads from slow memory."""
-        if frames >= self.home_rows:
-            return 0.0
-        before = np.cumsum(self.rows) - self.rows
-        beyond = self.rows - np.clip(frames - before, 0.0, self.rows)
-        again = max(0.0, self.distinct_rows - frames)
-        return self.passes * (float(self.touches @ beyond) + again)
-
-    def segments(self) -> tuple[Float64Array, Float64Array]:
-        """Return (float64[s] frames, float64[s] misses that each of them saves), the most useful first.
-
-        The frames sum to ``home_rows``; rows that nothing touches come last and save nothing.
-        """
+    def frame_curve(self) -> FrameCurve:
+        """Return the misses of a step by frames; rows that nothing touches come last and save nothing."""
         ends = np.cumsum(self.rows)
         bounds = np.union1d(np.append(ends, self.home_rows), self.distinct_rows)
         bounds = bounds[(bounds > 0) & (bounds <= self.home_rows)]
@@ -101,4 +89,4 @@ class MissCurve:
         middle = bounds - frames / 2
         of_class = np.searchsorted(ends, middle)
         saved = np.append(self.touches, 0.0)[of_class] + (middle < self.distinct_rows)
-        return frames, self.passes * saved
+        return FrameCurve(frames, self.passes * saved, self.home_rows, self.frame_bytes)

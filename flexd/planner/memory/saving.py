@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexd.planner.memory.division import divide
+from flexd.core.fast_memory import divide_frames, total_misses
 from flexd.planner.memory.miss_curve import MissCurve
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -37,20 +37,18 @@ def memory_points(
 
     Args:
         miss_seconds: price of a row read from slow memory.
-
-    Raises:
-        PlanError: as ``divide``.
     """
     whole = sum(curve.home_rows * curve.frame_bytes for curve in curves)
     used = sum(curve.used_rows for curve in curves)
+    by_frames = [curve.frame_curve() for curve in curves]
     points = []
     for share in shares:
-        found = divide(curves, share * whole, miss_seconds)
-        missed = float(found.misses.sum())
+        frames = divide_frames(by_frames, share * whole)
+        taken = sum(count * curve.frame_bytes for count, curve in zip(frames, curves, strict=True))
+        missed = total_misses(by_frames, frames)
         points.append(
             MemoryPoint(
-                share, found.used_bytes, whole - found.used_bytes, missed, missed / used if used else 0.0,
-                found.stall_seconds,
+                share, taken, whole - taken, missed, missed / used if used else 0.0, missed * miss_seconds
             )
         )  # fmt: skip
     return tuple(points)

@@ -392,12 +392,3 @@ def test_an_unexpected_error_in_checking_a_chunk_refuses_it_and_keeps_its_versio
     box.offer(1, delta([4]))
     agree(box)
     assert [version for version, _ in box.poll_agreed(100, len)] == [1]
-
-
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 2.0, 3.0), (1.0, -1.0), (1.0, float("nan"))])
-def test_weights_of_fast_memory_that_do_not_fit_are_refused(weights: tuple[float, ...]) -> None:
-    box = inbox()
-    box.set_frame_weights((1.0, 2.0))
-    with pytest.raises(ControlError, match="for 2 dim-groups"):
-        box.set_frame_weights(weights)
-    assert box.frame_weights == (1.0, 2.0)

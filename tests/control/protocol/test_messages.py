@@ -50,7 +50,6 @@ EVERY_KIND: list[m.Message] = [
     m.Heartbeat("job"),
     m.EpochAnnouncement("job", "i", "a1", 2, 7, "token", "n0", 0.5),
     m.EpochGo(*FENCE),
-    m.FrameWeights(*FENCE, (0.5, 3.0)),
     m.EpochEnd(*FENCE),
     m.Settled(*FENCE, 1, 9, 4, 12345, 3),
     m.Progress(*FENCE, 1, 9, 4, 3, None),

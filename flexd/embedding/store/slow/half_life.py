@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import torch
 
+from flexd.embedding.store.slow.use_ranks import UseRanks
+
 HALF_LIVES = (1.0, 4.0, 16.0, 64.0)
 """In rows used for each frame, so that a larger fast memory, whose rows are used more rarely, remembers as much longer
 as it must (TinyLFU's sample is as many times its cache: Einziger, Friedman, Manes, ACM TOS 13(4), 2017)."""
 FIRST = 2
 """The half-life of the beginning."""
 _SAMPLED_FRAMES = 2048
-_MAX_SAMPLED_ROWS = 1 << 17
+_LEAST_SAMPLED_ROWS, _MAX_SAMPLED_ROWS = 1 << 8, 1 << 17
 _MEMORY = 16.0
 """Half-life of the misses that are compared, in the same unit."""
 _GAIN = 0.005
@@ -37,24 +39,27 @@ class HalfLife:
     Attributes:
         clock: in half-lives.
         chosen: place in ``HALF_LIVES``.
+        ranks: uses by their ranks, by the counts with the chosen half-life.
     """
 
     def __init__(self, frames: int, rows: int, device: torch.device) -> None:
         self.clock, self.chosen = 0.0, FIRST
         self._frames = frames
-        self._stride = max(1, frames // _SAMPLED_FRAMES, -(-rows // max(1, min(frames // 4, _MAX_SAMPLED_ROWS))))
+        most = max(_LEAST_SAMPLED_ROWS, min(frames // 4, _MAX_SAMPLED_ROWS))
+        self._stride = max(1, frames // _SAMPLED_FRAMES, -(-rows // most))
         sampled = -(-rows // self._stride)
         self._counts = torch.full((len(HALF_LIVES), sampled), -torch.inf, device=device)
         self._last = torch.full((sampled,), -(1 << 30), dtype=torch.int32, device=device)
         self._limits = torch.full((len(HALF_LIVES), 1), -torch.inf, device=device)
         self._missed = torch.zeros(len(HALF_LIVES), dtype=torch.float64, device=device)
         self._half_lives = torch.tensor(HALF_LIVES, device=device)[:, None]
+        self.ranks = UseRanks(sampled, self._stride, rows, device)
         self._filled = self._next_choice = 0.0
         self._step = 0
 
     @property
     def nbytes(self) -> int:
-        return self._counts.nbytes + self._last.nbytes
+        return self._counts.nbytes + self._last.nbytes + self.ranks.nbytes
 
     @property
     def half_life(self) -> float:
@@ -78,6 +83,7 @@ class HalfLife:
         at = block[sampled == slots]
         known = self._counts[:, at]
         far = self._last[at] < self._step - 1 - ahead
+        self.ranks.add(known[self.chosen], far, len(slots))
         missed = ((known < self._limits) & far).sum(dim=1)
         self._missed.mul_(2.0 ** (-fillings / _MEMORY)).add_(missed)
         self._counts[:, at] = torch.logaddexp2(known, self._filled / self._half_lives.expand(-1, len(at)))
@@ -94,6 +100,7 @@ class HalfLife:
         best = min(range(len(missed)), key=missed.__getitem__)
         if missed[best] < (1 - _GAIN) * missed[self.chosen]:
             self.chosen = best
+        self.ranks.set_counts(self._counts[self.chosen])
         frames = max(1, self._frames // self._stride)
         if frames >= self._counts.shape[1]:
             self._limits.fill_(-torch.inf)

@@ -21,7 +21,6 @@ class SlowMemoryMeter:
     """
 
     def __init__(self, stores: Sequence[GroupStore]) -> None:
-        self._stores = stores
         self._tiers = [(store.group.tables, store.tier) for store in stores if store.tier is not None]
         self._last = [self._now(tier) for _, tier in self._tiers]
 
@@ -43,8 +42,7 @@ class SlowMemoryMeter:
             bytes_read += now.traffic.bytes_read - before.traffic.bytes_read
             bytes_written += now.traffic.bytes_written - before.traffic.bytes_written
             seconds += now.traffic.seconds - before.traffic.seconds
-        frames = tuple(store.home_rows if store.tier is None else store.tier.frames for store in self._stores)
-        return SlowMemoryReport(named_tables(found), bytes_read, bytes_written, seconds, frames)
+        return SlowMemoryReport(named_tables(found), bytes_read, bytes_written, seconds)
 
     @staticmethod
     def _now(tier: Tier) -> _Totals:

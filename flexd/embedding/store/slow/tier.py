@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flexd.core.errors import SlowMemoryError
+from flexd.core.fast_memory import FrameCurve
 from flexd.embedding.store.slow.frame_counts import FrameCounts
 from flexd.embedding.store.slow.frame_table import FrameTable
 from flexd.embedding.store.slow.half_life import HalfLife
@@ -39,6 +40,7 @@ class Tier:
     Attributes:
         counts: of what look-ups found since ``begin``.
         begun: calls of ``begin``.
+        used_rows: rows that look-ups needed, each look-up's once.
     """
 
     def __init__(self, rows: torch.Tensor, state: torch.Tensor, frames: int, home_rows: int) -> None:
@@ -46,7 +48,7 @@ class Tier:
         self.home_rows = home_rows
         self._frames = frames
         self.counts = FrameCounts(rows.device)
-        self.begun = 0
+        self.begun = self.used_rows = 0
         self._lock = threading.RLock()
         self._slow: SlowRows | None = None
         self._table = self._new_table()
@@ -155,6 +157,7 @@ class Tier:
                 homes = None
             number = len(slots) if homes is None else len(homes)
             if counts:
+                self.used_rows += number
                 self._half_life.use(slots if homes is None else slots.index_select(0, homes), self._ahead.known)
             for first in range(0, number, self._frames):
                 block: Any = slice(first, min(number, first + self._frames))
@@ -171,6 +174,11 @@ class Tier:
                     if changes:
                         self._table.changed(frames)
                     self._table.release(frames)
+
+    def miss_curve(self, steps: int, kept: float, frame_bytes: int) -> FrameCurve:
+        """Return the misses of a step by frames; arguments as ``UseRanks.curve``."""
+        with self._lock:
+            return self._half_life.ranks.curve(steps, kept, frame_bytes)
 
     def resize(self, frames: int) -> None:
         """Change the number of frames, between two steps; the rows that would leave last keep theirs.
@@ -191,6 +199,9 @@ class Tier:
             if frames == self._frames:
                 return
             resized = self._table.resized(frames)
+            replicas = self.rows.shape[0] - self._frames
+            # Both before anything changes: there may be no memory for them.
+            made = [column.new_zeros((frames + replicas, column.shape[1])) for column in (self.rows, self.state)]
             try:
                 if len(resized.evicted_slots):
                     self._write(resized.evicted_slots, resized.evicted_frames, resized.evicted_counts)
@@ -199,14 +210,12 @@ class Tier:
                 raise
             self.counts.add_evicted(resized.left_slots)
             self.counts.add_written(resized.evicted_slots)
-            for column in (self.rows, self.state):
-                replicas = column[self._frames :]
-                made = column.new_zeros((frames + len(replicas), column.shape[1]))
-                made[: len(resized.kept)] = column.index_select(0, resized.kept)
-                made[frames:] = replicas
+            for column, new in zip((self.rows, self.state), made, strict=True):
+                torch.index_select(column, 0, resized.kept, out=new[: len(resized.kept)])
+                new[frames:] = column[self._frames :]
                 if column.is_cuda:
                     torch.cuda.synchronize(column.device)  # other streams may still read what is freed here
-                column.set_(made)  # type: ignore[call-overload]
+                column.set_(new)  # type: ignore[call-overload]
             self._table, self._frames = resized.table, frames
             self._ahead.use_table(resized.table)
             self._half_life.resize(frames)

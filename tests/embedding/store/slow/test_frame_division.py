@@ -1,16 +1,15 @@
-"""Frames of a rank are divided anew by weights: within their bytes, and training goes on as with all rows fast."""
+"""Frames of a rank follow the misses of its dim-groups as it trains, and training goes on as with all rows fast."""
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 import pytest
 import torch
 
 import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.embedding.checkpoint import checkpoint
-from flexd.embedding.store.slow.frame_division import divide_frames, divided, frame_bytes
+from flexd.embedding.store.slow import frame_division
+from flexd.embedding.store.slow.frame_division import FrameDivision, frame_bytes
 from tests.support.checkpoint_jobs import as_numpy
 
 TABLES = [
@@ -22,11 +21,13 @@ def made(fast_memory_bytes: int | None) -> flexd.EmbeddingCollection:
     return flexd.EmbeddingCollection(TABLES, optimizer=flexd.Adam(0.05), fast_memory_bytes=fast_memory_bytes, seed=3)
 
 
-def step(collection: flexd.EmbeddingCollection, seed: int) -> float:
+def step(collection: flexd.EmbeddingCollection, seed: int, hot: str = "") -> float:
+    """Train on 9 rows of each table, of ``hot`` on 40."""
     generator = torch.Generator().manual_seed(seed)
     found = collection({
-        table.name: flexd.Jagged(torch.randint(0, table.rows, (9,), generator=generator), torch.tensor([9]))
+        table.name: flexd.Jagged(torch.randint(0, table.rows, (count,), generator=generator), torch.tensor([count]))
         for table in TABLES
+        for count in [40 if table.name == hot else 9]
     })  # fmt: skip
     loss = torch.stack([rows.values.square().sum() for rows in found.values()]).sum()  # type: ignore[union-attr]
     loss.backward()
@@ -34,64 +35,117 @@ def step(collection: flexd.EmbeddingCollection, seed: int) -> float:
     return float(loss.detach())
 
 
-def test_rows_and_state_are_those_of_fast_rows_however_frames_are_divided() -> None:
+def frames_of(collection: flexd.EmbeddingCollection) -> list[int]:
+    return [store.tier.frames for store in collection.engine.stores if store.tier is not None]
+
+
+def used_bytes(collection: flexd.EmbeddingCollection) -> int:
+    sizes = [frame_bytes(store) for store in collection.engine.stores]
+    return int(np.dot(frames_of(collection), sizes))
+
+
+def test_frames_follow_the_use_and_rows_are_those_of_fast_rows() -> None:
     slow, fast = made(12_000), made(None)
-    seen = set()
-    for at, weights in enumerate([(1, 1, 1), (1, 0, 0), (0, 5, 1), (0, 0, 1), (1, 9, 1), (3, 1, 0)]):
-        for seed in (2 * at, 2 * at + 1):
-            assert step(slow, seed) == step(fast, seed)
-        before = sum(store.tier.frames * frame_bytes(store) for store in slow.engine.stores if store.tier is not None)
-        divide_frames(slow.engine.stores, weights)
-        frames = [store.tier.frames for store in slow.engine.stores if store.tier is not None]
-        seen.add(tuple(frames))
-        assert (
-            sum(n * frame_bytes(store) for n, store in zip(frames, slow.engine.stores, strict=True)) <= before + 3 * 260
-        )
-    assert len(seen) >= 4
-    assert step(slow, 99) == step(fast, 99)
-    for table in TABLES:
-        assert torch.equal(slow.gather_table(table.name), fast.gather_table(table.name))
+    by_rows, budget = frames_of(slow), used_bytes(slow)
+    division = slow.engine.frame_division
+    assert division is not None
+    seen = []
+    for hot in ("item", "shop"):
+        for seed in range(200):
+            assert step(slow, seed, hot) == step(fast, seed, hot)
+        seen.append(frames_of(slow))
+        assert used_bytes(slow) <= budget + 3 * max(map(frame_bytes, slow.engine.stores))
+    assert seen[0][0] > 1.2 * by_rows[0], "frames for the table that is used"
+    assert seen[1][1] > 1.2 * seen[0][1], "and, after its use has moved, for the other one"
+    assert 2 <= division.changes <= 400 // frame_division.LEAST_STEPS
     mine, theirs = (as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast))
     assert {key: value.tobytes() for key, value in mine.items()} == {k: v.tobytes() for k, v in theirs.items()}
     slow.close()
     fast.close()
 
 
-def test_bytes_that_a_dim_group_has_no_rows_for_go_to_the_others() -> None:
-    slow = made(12_000)
-    stores = slow.engine.stores
-    whole = sum(store.tier.frames * frame_bytes(store) for store in stores if store.tier is not None)
-    frames = divided(stores, (1, 1, 8))
-    assert frames[2] == 5
-    left = whole - 5 * frame_bytes(stores[2])
-    assert frames[0] == int(left / 2 / frame_bytes(stores[0]))
-    assert frames[1] == int(left / 2 / frame_bytes(stores[1]))
-    assert divided(stores, (0, 1, 0))[0] == 1, "one at least"
-    assert sum(divided(stores, (0, 0, 0))) > 3
+def test_a_division_misses_less_than_frames_by_rows() -> None:
+    missed = []
+    for divides in (False, True):
+        slow = made(12_000)
+        if not divides:
+            slow.engine.frame_division = None
+        for seed in range(100):
+            step(slow, seed, "item")
+        tiers = [store.tier for store in slow.engine.stores if store.tier is not None]
+        before = sum(tier.counts.missed for tier in tiers)
+        for seed in range(100, 200):
+            step(slow, seed, "item")
+        missed.append(sum(tier.counts.missed for tier in tiers) - before)
+        slow.close()
+    assert missed[1] < 0.9 * missed[0]
+
+
+def test_rows_and_state_are_those_of_fast_rows_however_frames_change() -> None:
+    slow, fast = made(12_000), made(None)
+    division = slow.engine.frame_division
+    assert division is not None
+    for at, frames in enumerate([(1, 1, 1), (150, 20, 5), (30, 90, 1), (10**6, 1, 0), (5, 5, 5)]):
+        for seed in (2 * at, 2 * at + 1):
+            assert step(slow, seed) == step(fast, seed)
+        assert division.change(frames)
+        assert frames_of(slow) == [max(1, min(n, t.rows)) for n, t in zip(frames, TABLES, strict=True)]
+    assert step(slow, 99) == step(fast, 99)
+    for table in TABLES:
+        assert torch.equal(slow.gather_table(table.name), fast.gather_table(table.name))
     slow.close()
-
-
-def test_a_division_that_changes_hardly_anything_is_left() -> None:
-    slow = made(12_000)
-    stores = slow.engine.stores
-    weights = [store.tier.frames * frame_bytes(store) for store in stores if store.tier is not None]
-    before = [store.tier.rows.data_ptr() for store in stores if store.tier is not None]
-    assert not divide_frames(stores, weights)
-    assert [store.tier.rows.data_ptr() for store in stores if store.tier is not None] == before
-    assert divide_frames(stores, (1, 3, 1))
-    slow.close()
-
-
-def test_rows_that_are_all_fast_stay() -> None:
-    fast = made(None)
-    assert divided(fast.engine.stores, (1, 0, 0)) == [300, 200, 5]
-    assert not divide_frames(fast.engine.stores, (1, 0, 0))
     fast.close()
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (1, 1, -1), (1, math.nan, 1), (1, 1, math.inf)])
-def test_weights_that_mean_nothing_are_refused(weights: tuple[float, ...]) -> None:
+def test_a_comparison_comes_after_steps_and_uses_and_a_change_where_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = made(12_000)
-    with pytest.raises(EmbeddingError, match="for 3 dim-groups"):
-        divide_frames(slow.engine.stores, weights)
+    tiers = [store.tier for store in slow.engine.stores if store.tier is not None]
+    division = FrameDivision(tiers, [frame_bytes(store) for store in slow.engine.stores])
+    compared = []
+    monkeypatch.setattr(frame_division, "divide_frames", lambda curves, budget: compared.append(1) or frames_of(slow))
+    for _ in range(50):
+        assert not division.after_step()
+    assert not compared, "nothing is used"
+    for tier in tiers:
+        tier.used_rows += 10_000
+    assert not division.after_step(), "the same frames"
+    assert len(compared) == 1
+    for tier in tiers:
+        tier.used_rows += 10_000
+    for _ in range(frame_division.LEAST_STEPS - 1):
+        division.after_step()
+    assert len(compared) == 1, "too few steps"
+    division.after_step()
+    assert len(compared) == 2
+    assert division.changes == 0
     slow.close()
+
+
+def test_frames_that_there_is_no_memory_to_copy_stay_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = made(12_000), made(None)
+    for seed in range(5):
+        assert step(slow, seed) == step(fast, seed)
+    division, before = slow.engine.frame_division, frames_of(slow)
+    assert division is not None
+
+    def full(*shape: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "new_zeros", full)
+        assert not division.change([1, 1, 1])
+    assert frames_of(slow) == before
+    assert division.changes == 0
+    for seed in range(5, 9):
+        assert step(slow, seed) == step(fast, seed)
+    slow.close()
+    fast.close()
+
+
+def test_nothing_is_divided_where_one_dim_group_is_in_two_memories_or_none() -> None:
+    fast = made(None)
+    assert fast.engine.frame_division is None
+    fast.close()
+    one = flexd.EmbeddingCollection(TABLES[:1], optimizer=flexd.SGD(0.1), fast_memory_bytes=2_000)
+    assert one.engine.frame_division is None
+    one.close()
