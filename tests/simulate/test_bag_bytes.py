@@ -10,9 +10,9 @@ import pytest
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.planner.model.row_bytes import Exchange
-from flexd.simulate.bag_bytes import BagByteCounter, StepBags
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses
+from tests.support.bag_byte_counter import BagByteCounter, StepBags
 from tests.support.rank_pool import RankPool
 from tests.support.simulate_jobs import bags_of, keyspace_of
 

@@ -8,7 +8,8 @@ import pytest
 from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
 from tools.bench.planning import made_up_tables
 from tools.bench.sections.recshard import (
-    DIVIDED,
+    BY_ACCESS,
+    BY_ROWS,
     FLEXD,
     Frames,
     Static,
@@ -31,11 +32,11 @@ def test_static_rows_count_accesses_and_frames_count_a_row_once_a_step() -> None
     rows, counts = np.array([0, 1, 2, int(TABLES.first[1])]), np.array([5, 1, 3, 4])
     rank, slow, read = static.step(rows, counts)
     assert (rank.tolist(), slow.tolist(), read.tolist()) == ([0, 0, 0, 1], [0, 0, 3, 4], [0, 0, 1, 1])
-    frames = Frames(TABLES, [10_000] * len(TABLES.keyspace.groups))
+    frames = Frames(TABLES, [10_000] * len(TABLES.keyspace.groups), divides=False)
     assert frames.step(rows, counts)[1].tolist() == [1, 1, 1, 1]
     assert frames.step(rows, counts)[1].tolist() == [0, 0, 0, 0]
     assert len(set(frames.step(rows[:3], counts[:3])[0].tolist())) == 3, "neighbours have different homes"
-    small = Frames(TABLES, [1] * len(TABLES.keyspace.groups))
+    small = Frames(TABLES, [1] * len(TABLES.keyspace.groups), divides=False)
     for _ in range(2):
         missed = small.step(np.arange(64), np.ones(64))[1]
     assert missed.sum() > 32
@@ -80,6 +81,6 @@ def test_strategies_are_counted_on_the_same_batches_within_the_memory() -> None:
     )
     assert recshard[MOVED]["slow accesses"] > 1.2 * recshard[PLANNED]["slow accesses"]
     assert answer[FLEXD][MOVED]["slow accesses"] < 1.1 * answer[FLEXD][PLANNED]["slow accesses"]
-    for name in ("recshard", FLEXD, DIVIDED):
+    for name in ("recshard", BY_ROWS, FLEXD, BY_ACCESS):
         assert beside_paper(answer)[name]["fewer slow accesses"] > 1
     assert len(checks_of(answer)) == 6

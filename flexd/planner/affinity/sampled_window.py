@@ -12,7 +12,7 @@ from flexd.core.keyspace import KeySpace
 from flexd.planner.affinity.partition import RowCosts
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.traffic import WireBytes
-from flexd.sketch.coaccess import NO_USER, CoAccess
+from flexd.sketch.coaccess import CoAccess
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -47,10 +47,6 @@ class SampledWindow:
     def batches(self) -> int:
         """Whole batches."""
         return int(self.batch.max(initial=-1)) + 1
-
-    @property
-    def users_known(self) -> bool:
-        return bool((self.user != NO_USER).any())
 
     def of_batches(self, first: int, end: int) -> SampledWindow:
         """Return the batches from ``first`` to before ``end``, over the keys that they use."""

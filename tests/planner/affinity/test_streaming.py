@@ -54,7 +54,7 @@ def test_tables_of_a_sample_are_joined_and_the_newest_batches_are_whole() -> Non
     table = KEYSPACE.table_of(window.rows.keys[window.rows.rows])
     of_users = np.bincount(window.rows.samples[table == 1], minlength=len(window.rows))
     assert (of_users == 1).all()
-    assert window.users_known
+    assert (window.user != NO_USER).any()
 
 
 def test_a_window_needs_the_size_of_a_batch() -> None:

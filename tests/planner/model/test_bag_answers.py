@@ -17,10 +17,10 @@ from flexd.planner.model.bag_answers import (
 )
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.simulate.bag_bytes import BagByteCounter, StepBags
 from flexd.simulate.byte_counter import CollectiveBytes, StepByteCounter, StepPart, sent_bytes
 from flexd.simulate.step_keys import StepPasses
 from flexd.sketch.profile import Profile, TableProfile
+from tests.support.bag_byte_counter import BagByteCounter, StepBags
 from tests.support.planner_cases import cluster, zipf
 
 ROWS, BAGS, STEPS = 3_000, 40, 12
