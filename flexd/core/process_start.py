@@ -16,8 +16,3 @@ class ProcessStart:
     @property
     def uptime_seconds(self) -> float:
         return time.monotonic() - self.monotonic_seconds
-
-    @property
-    def unix_seconds_since(self) -> float:
-        """The present Unix time, counted from the start: setting the wall clock does not change it."""
-        return self.unix_seconds + self.uptime_seconds

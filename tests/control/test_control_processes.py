@@ -126,35 +126,3 @@ def test_training_goes_on_while_the_daemon_is_stopped(daemons: Callable[..., Dae
             daemon.signal(signal.SIGCONT)
         until(lambda: ranks.placements[0].version > version + 10, what=ranks.state() + str(daemon.events[-5:]))
         assert same_content(ranks.history)
-
-
-def run_ranks(daemon_port: int, store_file: Path, attempt: str, seconds: float) -> list[subprocess.Popen[str]]:
-    return [spawn("rank_process", daemon_port, store_file, rank, 2, attempt, seconds) for rank in range(2)]
-
-
-@pytest.mark.timeout(120)
-def test_rank_processes_and_their_next_attempt(host: Callable[..., Any], tmp_path: Path) -> None:
-    hosted = host(timeout_seconds=3.0)
-    first = run_ranks(hosted.port, tmp_path / "store-1", "a1", 300)
-    try:
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(10))
-        until(lambda: migration.progress.chunks_applied > 5, 60)
-        assert hosted.coordinator.live().attempt == "a1"
-    finally:
-        for process in first:
-            process.kill()
-    second = run_ranks(hosted.port, tmp_path / "store-2", "a2", 5)
-    try:
-        until(lambda: hosted.ready() and hosted.coordinator.live().attempt == "a2", 60)
-        assert migration.wait(5) is MigrationState.FAILED
-        again = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(20))
-        results = [json.loads(process.communicate(timeout=60)[0]) for process in second]
-    finally:
-        for process in second:
-            process.kill()
-    assert again.state is MigrationState.COMMITTED
-    assert hosted.coordinator.live().generation == 2
-    assert results[0]["history"] == results[1]["history"]
-    assert [version for version, _ in results[0]["history"]] == list(range(1, 31))
-    assert {result["digest"] for result in results} == {target(2).digest()}
-    assert hosted.coordinator.placement().digest() == target(2).digest()

@@ -67,15 +67,3 @@ def test_small_batches_are_dealt_nearly_as_well_as_the_best_of_all_ways() -> Non
         over.append(counted(batch, deal_batch(batch, 2).to) / max(1, best))
     assert np.mean(over) < 1.06
     assert max(over) < 1.25
-
-
-def test_samples_that_use_the_same_rows_meet_in_the_node_that_has_them() -> None:
-    """Two groups of four samples, read alternately; each group's rows are at home in one node."""
-    group = np.arange(8) // 4
-    batch = BatchRows(
-        offsets=np.arange(9) * 3, rows=(group[:, None] * 10 + np.arange(3)).reshape(-1), row_bytes=np.full(24, 100),
-        homes=np.repeat(group, 3), node=np.arange(8) % 2, group=np.zeros(8, dtype=np.int64),
-    )  # fmt: skip
-    dealt = deal_batch(batch, 2)
-    np.testing.assert_array_equal(dealt.to, group)
-    assert (dealt.bytes_before, dealt.bytes_after) == (600, 0)

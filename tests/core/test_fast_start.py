@@ -33,18 +33,6 @@ def test_kernels_run_without_scipy_which_can_be_imported_later() -> None:
     assert printed == ["False", "True", "milp", "True"]
 
 
-def test_the_garbage_collector_is_paused_until_it_is_resumed() -> None:
-    printed = _prints(
-        "import gc\n"
-        "from flexd.core.fast_start import pause_garbage_collector, resume_garbage_collector\n"
-        "pause_garbage_collector()\n"
-        "print(gc.isenabled())\n"
-        "resume_garbage_collector()\n"
-        "print(gc.isenabled(), gc.get_freeze_count() > 0)\n"
-    )
-    assert printed == ["False", "True", "True"]
-
-
 def test_a_running_daemon_has_its_garbage_collector_enabled() -> None:
     """Cyclic garbage of the daemon would never be freed otherwise."""
     printed = _prints(

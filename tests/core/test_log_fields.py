@@ -35,11 +35,6 @@ def test_a_value_is_one_word_that_reads_back(value: object, text: str) -> None:
     assert list(format_fields({"key": value})) == [f"key={text}"]
 
 
-def test_nested_mappings_are_flattened() -> None:
-    fields = {"a": {"b": 1, "c": {"d": "x y"}}, "e": []}
-    assert list(format_fields(fields)) == ["a.b=1", 'a.c.d="x y"', "e=[]"]
-
-
 class _Config:
     job = "ads"
 

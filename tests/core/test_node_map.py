@@ -21,14 +21,6 @@ def test_users_are_in_the_nodes_of_the_map_and_others_by_their_id(known: dict[in
     assert node_map.node_of(wanted).tolist() == [known.get(one, one % 7) for one in wanted]
 
 
-def test_a_saved_map_is_read_again(tmp_path: Path) -> None:
-    node_map = NodeMap(np.array([3, 9]), np.array([1, 0]), 2)
-    node_map.save(tmp_path / "nodes.npz")
-    read = NodeMap.load(tmp_path / "nodes.npz")
-    assert (read.ids.tolist(), read.nodes_of.tolist(), read.nodes) == ([3, 9], [1, 0], 2)
-    assert read.nodes_of.dtype == np.int64
-
-
 @pytest.mark.parametrize("kind", ["missing", "text", "arrays"])
 def test_another_file_is_named(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "nodes.npz"

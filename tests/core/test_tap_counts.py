@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core import tap_counts
-from flexd.core.errors import CodecError, StreamError
+from flexd.core.errors import CodecError
 from flexd.core.tap_counts import LengthCounts, PassRows, TableCounts, TapCounts, TapPasses
 from flexd.core.varints import to_varints
 
@@ -148,13 +148,6 @@ def test_merged_counts_add_up(a, b, lengths_a, lengths_b):
     assert dict(zip(both.rows.tolist(), both.counts.tolist(), strict=True)) == expected
     assert (np.diff(both.rows) > 0).all()
     assert both.lengths.counts.sum() == lengths_a[1].sum() + lengths_b[1].sum()
-
-
-def test_counts_of_two_tables_do_not_merge():
-    one = TableCounts("t", np.arange(2), np.ones(2, np.int64), LengthCounts.none())
-    other = TableCounts("u", np.arange(2), np.ones(2, np.int64), LengthCounts.none())
-    with pytest.raises(StreamError):
-        tap_counts.merge(one, other)
 
 
 def sampled_message() -> TapCounts:

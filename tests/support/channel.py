@@ -12,7 +12,7 @@ from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.channel_types import ChannelOptions, Closed, Event, Received
 from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials
-from flexd.control.protocol.frames import Frame, FrameKey, SealedPayload
+from flexd.control.protocol.frames import FrameKey, SealedPayload
 from flexd.control.protocol.handshake import Session, client_steps
 from tests.support.until import until
 
@@ -167,13 +167,11 @@ class RawPeer:
 
     Attributes:
         sent: bytes of each step of the handshake that were sent.
-        received: bytes of each step that were received.
     """
 
     def __init__(self, port: int, secret: bytes = SECRET, receive_buffer_bytes: int | None = None) -> None:
         self.sock = raw_connection(port, receive_buffer_bytes)
         self.sent: list[bytes] = []
-        self.received: list[bytes] = []
         self.session = self._prove(secret)
         self.key = FrameKey(self.session.to_daemon)
 
@@ -184,16 +182,6 @@ class RawPeer:
 
     def send(self, data: bytes) -> None:
         self.sock.sendall(data)
-
-    def expect(self, frame: Frame) -> None:
-        """Read the echo of ``frame``, without a check of its tag."""
-        expected = self.frame(frame.message, bytes(frame.body))
-        data = b""
-        while len(data) < len(expected):
-            more = self.sock.recv(len(expected) - len(data))
-            assert more
-            data += more
-        assert data[:-16] == expected[:-16]
 
     def _prove(self, secret: bytes) -> Session:
         steps = client_steps(versions.OWN, (secret,))
@@ -208,7 +196,6 @@ class RawPeer:
                     more = self.sock.recv(needed - len(data))
                     assert more, "refused"
                     data += more
-                self.received.append(data)
                 output, needed = steps.send(data)
         except StopIteration as done:
             session: Session = done.value

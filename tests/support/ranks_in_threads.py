@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox, Prepare
 from flexd.control.protocol.credentials import TlsFiles
 from flexd.control.protocol.report import RankIdentity, StepReport
-from flexd.core.errors import ControlError
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
@@ -166,14 +164,3 @@ def same_content(history: list[list[tuple[int, bytes]]]) -> bool:
     """Return whether all ranks applied the same content for every version that more than one has applied."""
     merged: dict[int, bytes] = {}
     return all(merged.setdefault(version, content) == content for rank in history for version, content in rank)
-
-
-def end_epoch(hosted: Any) -> None:
-    """End the epoch as a failed message does, in the coordinator's own thread."""
-    tick = hosted.coordinator._epochs.tick
-
-    def fail_once(now: float) -> None:
-        hosted.coordinator._epochs.tick = tick
-        raise ControlError("the test ends the epoch")
-
-    hosted.coordinator._epochs.tick = fail_once

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from flexd.control.agent.channel_client import ChannelClient
 from flexd.control.protocol.credentials import ChannelCredentials
-from flexd.control.protocol.messages import DaemonNotice, Message, decode, decode_as, encode
+from flexd.control.protocol.messages import DaemonNotice, Message, decode, encode
 from flexd.core.secrets import Secret
 from tests.support.ranks_in_threads import SECRET
 
@@ -19,7 +19,9 @@ class RawRank:
         self.client = ChannelClient.connect("127.0.0.1", port, ChannelCredentials(secret), timeout_seconds)
         frame = self.client.receive(timeout_seconds)
         assert frame is not None, "no notice"
-        self.notice = decode_as(DaemonNotice, frame.message)
+        notice = decode(frame.message)
+        assert isinstance(notice, DaemonNotice)
+        self.notice = notice
 
     def __enter__(self) -> RawRank:
         return self

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import typing
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.trainer_settings import TrainerSettings
@@ -335,9 +335,6 @@ class MalformedReportError(ControlError):
         self.field = error.field
 
 
-AnyMessage = TypeVar("AnyMessage", bound=Message)
-
-
 def encode(message: Message) -> bytes:
     """Return the wire form of a message. Raises ControlError: too long, or a value that JSON does not have."""
     try:
@@ -362,29 +359,17 @@ def decode(data: bytes) -> Message:
     """
     if len(data) > MAX_MESSAGE_BYTES:
         raise ControlError(f"a message of {len(data)} bytes is longer than {MAX_MESSAGE_BYTES}")
-    return _from_body(data)
-
-
-def decode_as(kind: type[AnyMessage], data: bytes) -> AnyMessage:
-    """Parse a message of the given kind. Raises as ``decode``, and ControlError if it is of another kind."""
-    message = decode(data)
-    if not isinstance(message, kind):
-        raise ControlError(f"a {message.kind} message where a {kind.kind} message belongs")
-    return message
-
-
-def _from_body(body: bytes) -> Message:
     try:
-        data = parsed(body)
-        if not isinstance(data, dict):
+        body = parsed(data)
+        if not isinstance(body, dict):
             raise ValueError("no JSON object")
-        kind = data.pop("kind", None)
+        kind = body.pop("kind", None)
         if not isinstance(kind, str):
             raise ValueError("no kind")
         if kind not in _KINDS:
             raise UnknownMessageError(f"a control message of the unknown kind {kind[:40]!r}")
-        report = data.pop(_REPORT, None) if kind == Progress.kind else None
-        message = typing.cast(Message, build(_KINDS[kind], data))
+        report = body.pop(_REPORT, None) if kind == Progress.kind else None
+        message = typing.cast(Message, build(_KINDS[kind], body))
         return message if report is None else _with_report(message, report)
     except (ValueError, TypeError, RecursionError) as error:
         raise ControlError(

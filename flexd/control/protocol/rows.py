@@ -31,11 +31,6 @@ def rows_body(keys: Int64Array, tiers: UInt8Array) -> bytes:
     return keys.astype("<i8").tobytes() + tiers.tobytes()
 
 
-def rows_sha256(keys: Int64Array, tiers: UInt8Array) -> str:
-    """Return the hex digest of int64[n] keys and uint8[m] tiers as they travel."""
-    return hashlib.sha256(rows_body(keys, tiers)).hexdigest()
-
-
 def delta_tiers(delta: Delta) -> UInt8Array:
     """Return uint8[2 n]: the old tiers, then the new tiers."""
     return np.concatenate([delta.old_tiers, delta.new_tiers]).astype(np.uint8)

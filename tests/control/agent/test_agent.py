@@ -13,15 +13,12 @@ import pytest
 
 from flexd.control.agent.agent import Agent
 from flexd.control.agent.inbox import ChunkInbox
-from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.protocol.messages import EpochGo, Hello, Progress, encode
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, step_report, target
-from tests.support.raw_rank import RawRank
 from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
@@ -67,26 +64,6 @@ def test_an_unresponsive_server_costs_a_deadline_and_no_threads_or_sockets() -> 
         assert agent.stop(5)
 
 
-def test_an_unexpected_error_is_counted_logged_once_with_its_stack_and_backed_off_and_training_goes_on(
-    host: Callable[..., Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(self: RankConnection) -> bool:
-        raise RuntimeError("not foreseen")
-
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready, what=ranks.state())
-        with monkeypatch.context() as patched:
-            patched.setattr(RankConnection, "_advance", fails)
-            until(lambda: all(rank.agent.counters.get("errors", 0) >= 4 for rank in ranks.ranks), what=ranks.state())
-            before = ranks.steps
-            until(lambda: ranks.steps > before)
-            assert all("not foreseen" in rank.agent.state for rank in ranks.ranks)
-        with_stack = [record for record in caplog.records if record.exc_info and "unexpected" in record.message]
-        assert sorted(record.message.split(":")[0] for record in with_stack) == ["rank 0", "rank 1"]
-        until(hosted.ready, what=ranks.state())
-
-
 def test_an_unexpected_error_in_the_coordinator_ends_the_epoch_and_the_next_one_begins(
     host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,18 +87,6 @@ def failing_once(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*arguments)
 
     return call
-
-
-def test_a_rank_with_another_secret_is_never_accepted(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, PAIR, secret=b"wrong") as ranks:
-        until(lambda: all("same secret file" in rank.agent.state for rank in ranks.ranks), what=ranks.state)
-        assert all(rank.agent.counters["forged"] >= 1 for rank in ranks.ranks)
-        until(lambda: hosted.coordinator.channel_counters().refused.get("wrong_secret", 0) >= 2)
-        assert hosted.coordinator.live() is None
-        assert ranks.steps > 0
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready)
 
 
 @pytest.mark.parametrize(
@@ -153,81 +118,6 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
     until(lambda: not hosted.coordinator._epochs._hosted.channels._peer_of)
 
 
-def test_a_job_with_more_ranks_than_the_daemon_serves_is_refused_with_the_reason(host: Callable[..., Any]) -> None:
-    """One connection at a time: each rank is refused by name, closes, and makes room for the next."""
-    hosted = host(max_ranks=1)
-    reason = "the job has 2 ranks, and the daemon serves 1 at most"
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(lambda: len(hosted.coordinator.status().refused_ranks) == 2, what=ranks.state())
-        until(lambda: all(reason in rank.agent.state for rank in ranks.ranks), what=ranks.state())
-        assert all("control.max_ranks" in rank.agent.state for rank in ranks.ranks)
-        assert reason in hosted.coordinator.status().reason
-        assert hosted.coordinator.live() is None
-        assert ranks.steps > 0
-
-
-def test_a_rank_of_another_job_does_not_register(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, PAIR, identities=lambda own: replace(own, job="other")) as ranks:
-        until(
-            lambda: all("serves job 'job', not 'other'" in rank.agent.state for rank in ranks.ranks), what=ranks.state
-        )
-        assert hosted.coordinator.status().refused_ranks == ()
-
-
-def test_malformed_misdirected_and_replayed_messages_change_nothing(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks, RawRank(hosted.port) as raw:
-        until(hosted.ready)
-        epoch = hosted.coordinator._epochs.epoch
-        fence = epoch._fence
-        instance = hosted.coordinator._instance
-        known = epoch.topology.hellos[0]
-        progress = Progress(**fence, rank=0, sequence=1, agreed_version=99, applied_version=99, report=None)
-        newer = {"sequence": 2**40}
-        for data in [b"", b"x" * 100, b"x" * 100_000, encode(EpochGo(**fence))]:
-            raw.send(data)
-        for message in [
-            replace(known, instance=instance),
-            replace(progress, **newer),
-            replace(progress, epoch=fence["epoch"] + 1, **newer),
-            replace(progress, attempt="other", **newer),
-            replace(progress, generation=7, **newer),
-            replace(progress, token="other", **newer),
-            replace(progress, job="other", **newer),
-            replace(known, instance="another daemon", **newer),
-            replace(progress, rank=7, **newer),
-        ]:
-            raw.send(message)
-        # Messages that a rank's own connection repeats.
-        client = ranks.ranks[0].agent._context.client
-        client.send(encode(progress))
-        client.send(encode(known))
-        until(lambda: refused(hosted, "stale") == 7, what=str(hosted.coordinator.status()))
-        until(lambda: refused(hosted, "replayed") == 3, what=str(hosted.coordinator.status()))
-        assert refused(hosted, "malformed") == 5
-        assert (epoch._agreed, epoch._applied) == ([0, 0], [0, 0])
-        assert hosted.coordinator.status().applied_version == 0
-        assert hosted.coordinator.status().epochs == 1
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
-        assert migration.wait(15) is MigrationState.COMMITTED
-        assert ranks.all_at(target(1, 50))
-
-
-def test_one_connection_registers_one_rank(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with RawRank(hosted.port) as raw:
-        own = identity(0, PAIR)
-        first = Hello(
-            "job", raw.notice.instance, "a1", 0, 2, 2, 1, own.replica_slots, own.table_digest, "s", "n", 1, 0, 0
-        )
-        raw.send(first)
-        until(lambda: hosted.coordinator.status().ranks_ready == 1)
-        raw.send(replace(first, rank=1, session="s1", nonce="n1", sequence=2))
-        until(lambda: refused(hosted, "stale") == 1)
-        assert hosted.coordinator.status().ranks_ready == 1
-
-
 def test_an_idle_rank_waits_for_messages_and_does_not_poll(host: Callable[..., Any]) -> None:
     hosted = host()
     with Ranks(hosted.port, PAIR) as ranks:
@@ -256,16 +146,3 @@ def test_stop_sends_the_last_report(host: Callable[..., Any]) -> None:
         until(hosted.ready)
     assert sum(report.steps for rank, report in hosted.reports if rank == 0) <= ranks.steps
     until(lambda: sum(report.steps for rank, report in hosted.reports if rank == 0) >= ranks.steps - 5)
-
-
-def test_reports_arrive_while_chunks_are_pushed(host: Callable[..., Any]) -> None:
-    hosted = host(window_chunks=1)
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready)
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(2))
-        until(lambda: migration.progress.chunks_applied > 20)
-        before = len(hosted.reports)
-        until(lambda: len(hosted.reports) > before + 2 or migration.done)
-        assert not migration.done
-        migration.abort()
-        assert ranks.steps > 0

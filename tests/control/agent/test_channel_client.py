@@ -14,9 +14,9 @@ from flexd.control.daemon.channel_types import ChannelOptions, Opened
 from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import MAX_BODY_BYTES, FrameKey, SealedPayload
-from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Status, server_steps
-from flexd.control.protocol.versions import FEATURES, Versions
-from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
+from flexd.control.protocol.handshake import Session, Status, server_steps
+from flexd.control.protocol.versions import FEATURES
+from flexd.core.errors import AuthenticationError, ControlError
 from tests.support.channel import CREDENTIALS, DEADLINE_SECONDS, SECRET, EchoDaemon, echo_daemon, round_trip
 from tests.support.until import until
 
@@ -145,18 +145,6 @@ def test_what_was_sent_before_the_end_of_the_process_arrives() -> None:
         assert daemon.received == 20
 
 
-def test_nobody_listens_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(ControlError, match=r"no daemon at 127\.0\.0\.1:"):
-        connect(port)
-
-
-def test_a_daemon_that_accepts_and_never_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ControlError, match="does not answer"):
-        connect(listener.getsockname()[1], timeout_seconds=0.3)
-
-
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
@@ -180,25 +168,6 @@ def test_another_secret_is_named(daemon: EchoDaemon) -> None:
     until(lambda: daemon.server.counters().refused == {"wrong_secret": 1}, DEADLINE_SECONDS)
 
 
-def test_another_version_is_named_with_both_offers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "OWN", Versions(7, 8))
-    with (
-        false_daemon(lambda sock: refuse_client(sock, Versions(1, 1))) as port,
-        pytest.raises(IncompatibleError, match=r"versions 7 to 8 .*version 1"),
-    ):
-        connect(port)
-
-
-def refuse_client(sock: socket.socket, offer: Versions) -> None:
-    steps = server_steps(offer, (SECRET,))
-    try:
-        _, needed = next(steps)
-        while True:
-            _, needed = steps.send(sock.recv(needed))
-    except HandshakeRefusedError as error:
-        sock.sendall(error.reply)
-
-
 @pytest.mark.parametrize("damage", ["flip", "repeat", "mirror", "unsigned"])
 def test_a_frame_that_the_daemon_did_not_send_is_refused(damage: str) -> None:
     def serve(sock: socket.socket) -> None:
@@ -218,15 +187,6 @@ def test_a_frame_that_the_daemon_did_not_send_is_refused(damage: str) -> None:
             assert client.receive(DEADLINE_SECONDS)
         with pytest.raises(AuthenticationError, match="not the one that was sent"):
             client.receive(DEADLINE_SECONDS)
-
-
-def test_an_oversized_frame_of_the_daemon_is_not_allocated() -> None:
-    def serve(sock: socket.socket) -> None:
-        accept_client(sock)
-        sock.sendall(b"\x7f\xff\xff\xff\0\0\0\0\0")
-
-    with false_daemon(serve) as port, pytest.raises(ControlError, match="a body of 2147483647 bytes"):
-        connect(port).receive(DEADLINE_SECONDS)
 
 
 def test_a_daemon_that_does_not_read_fails_the_send() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import Phase, seed, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,7 +16,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from flexd.control.agent.inbox import PREPARED_BYTES, ChunkInbox
@@ -43,21 +42,6 @@ def inbox(slots: tuple[int, int] = (50, 50), rank: int = 1) -> ChunkInbox:
 def agree(box: ChunkInbox, lowest: int | None = None) -> None:
     announced = box.begin_exchange()
     box.end_exchange(announced if lowest is None else lowest)
-
-
-def test_a_chunk_is_polled_only_after_agreement() -> None:
-    box = inbox()
-    box.offer(1, delta([4]))
-    box.offer(2, delta([5]))
-    assert box.poll_agreed(100, len) == []
-    assert box.begin_exchange() == 2
-    box.end_exchange(1)
-    assert [version for version, _ in box.poll_agreed(100, len)] == [1]
-    assert box.agreed_version == 1
-    agree(box)
-    assert [version for version, _ in box.poll_agreed(100, len)] == [2]
-    box.applied(2)
-    assert box.applied_version == 2
 
 
 def test_poll_agreed_stops_at_the_byte_cap_and_returns_at_least_one() -> None:
@@ -95,16 +79,6 @@ def test_settle_waits_for_the_running_exchange() -> None:
     box.end_exchange(1)
     thread.join(10)
     assert outcome[0][0] == 1
-
-
-def test_settle_fails_at_its_deadline() -> None:
-    box = inbox()
-    box.offer(1, delta([4]))
-    box.begin_exchange()
-    with pytest.raises(ControlError, match="has not finished"):
-        box.settle(0.05)
-    box.end_exchange(1)
-    assert box.settle(0.05)[0] == 1
 
 
 def test_a_repeated_version_is_ignored() -> None:
@@ -331,21 +305,6 @@ SeveralInboxes.TestCase.settings = settings(max_examples=100, stateful_step_coun
 TestSeveralInboxes = SeveralInboxes.TestCase
 
 
-def test_the_state_machine_detects_a_settle_that_does_not_wait() -> None:
-    class SettleWithoutWaiting(SeveralInboxes):
-        settle_waits = False
-
-    few = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate])
-
-    def search() -> None:
-        # Some seeds find it within 40 histories, among them the eighth; one long search may need 2,000.
-        for number in range(8, 60):
-            run_state_machine_as_test(seed(number)(SettleWithoutWaiting), settings=few)
-
-    with pytest.raises(AssertionError):
-        search()
-
-
 def test_a_chunk_that_cannot_be_prepared_is_dropped_with_those_after_it() -> None:
     faults: dict[int, Exception] = {}
 
@@ -374,21 +333,3 @@ def test_a_chunk_that_cannot_be_prepared_is_dropped_with_those_after_it() -> Non
     box.offer(4, delta([10]))  # the refused chunk did not use up its version
     agree(box)
     assert [version for version, _ in box.poll_agreed(100, len)] == [3, 4]
-
-
-def test_an_unexpected_error_in_checking_a_chunk_refuses_it_and_keeps_its_version() -> None:
-    faults: list[Exception] = [MemoryError()]
-
-    def matches(keys: np.ndarray, tiers: np.ndarray) -> np.ndarray:
-        if faults:
-            raise faults.pop()
-        return np.ones(len(keys), np.bool_)
-
-    box = ChunkInbox(Homes(TABLES, LAYOUT), 1, (50, 50), matches)
-    with pytest.raises(ChunkRefusedError, match="rank 1: chunk 1 cannot be prepared: MemoryError"):
-        box.offer(1, delta([4]))
-    assert box.begin_exchange() == 0
-    box.end_exchange(0)
-    box.offer(1, delta([4]))
-    agree(box)
-    assert [version for version, _ in box.poll_agreed(100, len)] == [1]

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_types import ChannelOptions, Closed, Opened
+from flexd.control.daemon.channel_types import ChannelOptions, Closed
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import (
     HEAD,
     MAX_BODY_BYTES,
     MAX_MESSAGE_BYTES,
-    SMALL_FRAME_BYTES,
     FrameKind,
     SealedPayload,
 )
@@ -89,44 +88,11 @@ def test_frames_of_another_connection_close_their_peer() -> None:
         first.send(first.frame(b"goes on"))
 
 
-def test_the_daemons_own_frames_close_their_peer() -> None:
-    with echo_daemon() as daemon, honest_peer(daemon):
-        peer = RawPeer(daemon.server.port)
-        payload = SealedPayload(b"mirrored")
-        peer.send(payload.start + type(peer.key)(peer.session.to_client).tag(payload))
-        expect_closed(daemon, peer, "forged")
-
-
-def test_a_cut_frame_is_dropped() -> None:
-    with echo_daemon() as daemon, honest_peer(daemon):
-        for cut in (5, 20, 60_000):
-            peer = RawPeer(daemon.server.port)
-            peer.send(peer.frame(b"cut", bytes(100_000))[:cut])
-            peer.sock.close()
-        until(lambda: closed(daemon, "disconnected") == 3, DEADLINE_SECONDS, lambda: daemon.server.counters())
-        until(lambda: daemon.server.counters().unread_bytes < 10_000, DEADLINE_SECONDS)
-
-
 def test_a_large_frame_that_never_ends_is_closed() -> None:
     with echo_daemon(ChannelOptions(timeout_seconds=3.0)) as daemon, honest_peer(daemon):
         peer = RawPeer(daemon.server.port)
         peer.send(peer.frame(b"slow", bytes(MAX_BODY_BYTES))[:50_000])
         expect_closed(daemon, peer, "slow_frame")
-
-
-def test_an_unknown_kind_is_ignored() -> None:
-    """A later version may have sent it."""
-    with echo_daemon() as daemon, honest_peer(daemon):
-        peer = RawPeer(daemon.server.port)
-        payload = SealedPayload(b"from the future")
-        payload.start = payload.start[:4] + b"\x63" + payload.start[5:]
-        import hashlib
-
-        payload.digest = hashlib.sha256(payload.start).digest()
-        peer.send(payload.start + peer.key.tag(payload))
-        peer.send(peer.frame(b"known"))
-        assert peer.sock.recv(9)
-        assert daemon.closed() == []
 
 
 def test_a_flood_is_not_read_beyond_its_bound_and_delays_nobody() -> None:
@@ -195,41 +161,6 @@ def test_a_peer_that_stops_reading_is_closed_after_the_timeout() -> None:
             daemon.server.send([number], b"more", bytes(MAX_BODY_BYTES))
         until(lambda: closed(daemon, "stalled") == 1, DEADLINE_SECONDS, lambda: daemon.server.counters())
         deaf.sock.close()
-
-
-def test_all_queues_together_are_bounded_and_the_slowest_peers_closed() -> None:
-    options = ChannelOptions(queued_bytes=2**23)
-    with echo_daemon(options) as daemon, honest_peer(daemon) as honest:
-        peers = [RawPeer(daemon.server.port, receive_buffer_bytes=4096) for _ in range(6)]
-        until(lambda: len(daemon.events) == 7, DEADLINE_SECONDS)
-        numbers = [event.peer for event in daemon.events if isinstance(event, Opened)][1:]
-        for _ in range(8):
-            for number in numbers:
-                daemon.server.send([number], b"its own", bytes(MAX_BODY_BYTES))
-        until(lambda: closed(daemon, "slow_reader") >= 3, DEADLINE_SECONDS, lambda: daemon.server.counters())
-        until(lambda: daemon.server.counters().queued_bytes <= options.queued_bytes, DEADLINE_SECONDS)
-        honest.goes_on()
-        assert set(daemon.server.counters().closed) == {"slow_reader"}
-        for peer in peers:
-            peer.sock.close()
-
-
-def test_large_frames_queue_for_room_in_the_order_they_came() -> None:
-    """Smaller frames that would still fit do not go before one that waits."""
-    with echo_daemon(ChannelOptions(unread_bytes=2**21)) as daemon:
-        first, large, later = (RawPeer(daemon.server.port) for _ in range(3))
-        until(lambda: len(daemon.events) == 3, DEADLINE_SECONDS)
-        daemon.pause()
-        first.send(b"".join(first.frame(b"", bytes(100_000)) for _ in range(13)))
-        until(lambda: daemon.server.counters().unread_bytes > 1_300_000, DEADLINE_SECONDS)
-        before = daemon.server.counters().bytes_in
-        # Of each the head is read, with what follows it in a small frame's buffer.
-        large.send(large.frame(b"", bytes(MAX_BODY_BYTES))[:100_000])
-        until(lambda: daemon.server.counters().bytes_in >= before + SMALL_FRAME_BYTES, DEADLINE_SECONDS)
-        later.send(later.frame(b"", bytes(100_000)))
-        until(lambda: daemon.server.counters().bytes_in >= before + 2 * SMALL_FRAME_BYTES, DEADLINE_SECONDS)
-        time.sleep(0.2)
-        assert daemon.server.counters().unread_bytes < 1_390_000
 
 
 def test_proofs_without_end_close_their_peer() -> None:

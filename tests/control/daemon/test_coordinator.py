@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from flexd.control.daemon import coordinator as coordinator_module
 from flexd.control.daemon.migration import ChunkSource
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.protocol import versions
 from flexd.core.errors import PlacementError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
@@ -18,17 +16,6 @@ from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.mark.parametrize("features", [versions.FEATURES, frozenset()], ids=["this release", "an older one"])
-def test_ranks_say_whether_they_move_rows(
-    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, features: frozenset[str]
-) -> None:
-    monkeypatch.setattr(versions, "OWN", versions.Versions(features=features))
-    hosted = host()
-    with Ranks(hosted.port) as ranks:
-        until(hosted.ready, what=ranks.state())
-        assert hosted.coordinator.live().moves_rows == bool(features)
 
 
 def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
@@ -54,65 +41,6 @@ def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
         assert status.digest_mismatches == 0
 
 
-@pytest.mark.parametrize("layout", [RankLayout(1, 1), RankLayout(1, 3), RankLayout(3, 1)])
-def test_a_delta_reaches_the_ranks_of_every_layout(host: Callable[..., Any], layout: RankLayout) -> None:
-    hosted = host()
-    with Ranks(hosted.port, layout) as ranks:
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(2, 90)).chunks(40))
-        assert migration.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
-        assert ranks.all_at(target(2, 90))
-
-
-def test_a_newer_plan_supersedes_at_the_next_chunk(host: Callable[..., Any]) -> None:
-    hosted = host(window_chunks=2)
-    first, second = target(1), target(2)
-    with Ranks(hosted.port) as ranks:
-        pushed_counts: list[int] = []
-        older = hosted.coordinator.migrate(
-            "p1",
-            lambda p: p.delta_to(first).chunks(10),
-            on_progress=lambda m: pushed_counts.append(m.progress.chunks_pushed),
-        )
-        until(lambda: older.progress.chunks_applied > 3)
-        newer = hosted.coordinator.migrate("p2", lambda p: p.delta_to(second).chunks(100))
-        assert newer.wait(20) is MigrationState.COMMITTED
-        assert older.state is MigrationState.SUPERSEDED
-        assert "p2" in older.reason
-        assert 3 < older.progress.chunks_pushed < 60
-        assert pushed_counts[-1] == older.progress.chunks_pushed
-        assert ranks.all_at(second)
-        assert same_content(ranks.history)
-
-
-def test_a_waiting_plan_is_superseded_without_ranks(host: Callable[..., Any]) -> None:
-    hosted = host()
-    older = hosted.coordinator.migrate("p1", [])
-    aborted = hosted.coordinator.migrate("p2", [])
-    assert older.wait(5) is MigrationState.SUPERSEDED
-    aborted.abort("not needed")
-    assert aborted.wait(5) is MigrationState.ABORTED
-    assert aborted.reason == "not needed"
-
-
-def test_the_queue_is_polled_seldom_while_no_rank_is_registered(host: Callable[..., Any]) -> None:
-    hosted = host()
-    coordinator = hosted.coordinator
-    tick = coordinator._options.tick_seconds
-    assert coordinator._tick_seconds() == coordinator_module._IDLE_TICK_SECONDS > tick
-    ranks = Ranks(hosted.port)
-    ranks._thread.start()
-    try:
-        ranks.ranks[0].agent.start()
-        until(lambda: coordinator.status().ranks_ready == 1)
-        assert coordinator._tick_seconds() == tick, "the others are about to register"
-        for rank in (1, 2, 3):
-            ranks.ranks[rank].agent.start()
-        until(hosted.ready)
-        assert coordinator._tick_seconds() == tick
-    finally:
-        ranks.stop()
-
-
 def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None:
     hosted = host(window_chunks=1)
     with Ranks(hosted.port) as ranks:
@@ -135,19 +63,6 @@ def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None
             prefix = prefix.apply(chunk)
         until(lambda: ranks.all_at(prefix))
         assert len(prefix) < 600
-
-
-def test_no_more_chunks_than_the_window_run_ahead(host: Callable[..., Any]) -> None:
-    hosted = host(window_chunks=3)
-    with Ranks(hosted.port) as ranks:
-        until(hosted.ready)
-        ranks.moving.clear()
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(3)).chunks(10))
-        until(lambda: migration.progress.chunks_pushed == 3)
-        until(lambda: all(rank.agent.counters.get("chunks") == 3 for rank in ranks.ranks))
-        assert (migration.progress.chunks_pushed, migration.progress.chunks_agreed) == (3, 0)
-        ranks.moving.set()
-        assert migration.wait(20) is MigrationState.COMMITTED
 
 
 def _broken_source(placement: Placement) -> Iterator[Delta]:
@@ -193,24 +108,6 @@ def test_a_refused_chunk_fails_the_migration_and_nothing_of_it_is_applied(host: 
         assert same_content(ranks.history)
         assert hosted.coordinator.status().refused_chunks == 1
         assert [len(history) for history in ranks.history] == [3, 3, 3, 3]
-
-
-def test_a_restarted_daemon_continues_from_its_journal(host: Callable[..., Any]) -> None:
-    hosted = host(window_chunks=2)
-    with Ranks(hosted.port) as ranks:
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(10))
-        until(lambda: migration.progress.chunks_applied > 5)
-        hosted.close()
-        assert migration.state is MigrationState.FAILED
-        again = host(port=hosted.port)
-        until(again.ready, what=ranks.state())
-        assert again.coordinator.live().generation == 1
-        assert again.coordinator.placement().version > 5
-        assert "placement_listed" not in again.names()
-        second = again.coordinator.migrate("p2", lambda p: p.delta_to(target(1)).chunks(100))
-        assert second.wait(20) is MigrationState.COMMITTED
-        assert ranks.all_at(target(1))
-        assert same_content(ranks.history)
 
 
 def test_a_full_disk_fails_the_migration_not_the_daemon(

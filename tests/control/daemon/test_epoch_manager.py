@@ -9,37 +9,10 @@ import pytest
 
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import Ranks, end_epoch, same_content, target
+from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
-
-
-def test_ranks_that_are_missing_are_named(host: Callable[..., Any]) -> None:
-    hosted = host(timeout_seconds=1.5)
-
-    def missing() -> tuple[int, ...]:
-        return hosted.coordinator.status().missing_ranks
-
-    assert missing() == ()
-    ranks = Ranks(hosted.port)
-    ranks._thread.start()
-    try:
-        for rank in (0, 2):
-            ranks.ranks[rank].agent.start()
-        until(lambda: missing() == (1, 3))
-        for rank in (1, 3):
-            ranks.ranks[rank].agent.start()
-        until(hosted.ready)
-        assert missing() == ()
-        ranks.ranks[3].agent.stop(10)
-        until(lambda: missing() == (3,))
-        for rank in (0, 1, 2):
-            ranks.ranks[rank].agent.stop(10)
-        # No rank is left that states the number of ranks.
-        until(lambda: missing() == (0, 1, 2, 3))
-    finally:
-        ranks.stop()
 
 
 def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) -> None:
@@ -72,26 +45,6 @@ def test_a_silent_rank_is_reported_as_lost(host: Callable[..., Any]) -> None:
         until(lambda: "rank_lost" in hosted.names())
 
 
-def test_chunks_of_a_failed_epoch_are_pushed_again(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port) as ranks:
-        until(hosted.ready)
-        migration = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(20))
-        for part in range(1, 4):
-            until(lambda part=part: migration.progress.chunks_applied >= 5 * part)
-            # These chunks are received by all ranks and agreed by none.
-            ranks.moving.clear()
-            until(lambda: hosted.coordinator._pusher.outstanding_chunks == 4)
-            end_epoch(hosted)
-            until(lambda part=part: hosted.names().count("epoch_live") == part + 1, what=ranks.state())
-            ranks.moving.set()
-        assert migration.wait(20) is MigrationState.COMMITTED
-        assert ranks.all_at(target(1))
-        assert same_content(ranks.history)
-        progress = migration.progress
-        assert (progress.chunks_pushed, progress.chunks_applied, progress.last_version) == (30, 30, 30)
-
-
 def test_a_debug_run_takes_the_job_only_when_an_operator_says_so(host: Callable[..., Any]) -> None:
     hosted = host(timeout_seconds=1.5)
 
@@ -121,16 +74,3 @@ def test_a_debug_run_takes_the_job_only_when_an_operator_says_so(host: Callable[
         assert again.wait(20) is MigrationState.COMMITTED
         assert prod.all_at(target(2))
         assert hosted.names().count("rank_refused") < 12, "one line for each rank, not for each of its hellos"
-
-
-def test_after_a_restart_the_job_is_kept_for_the_attempt_before(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, attempt="prod") as prod:
-        until(hosted.ready)
-        with Ranks(hosted.port, RankLayout(1, 1), attempt="debug") as debug:
-            hosted.close()
-            again = host(port=hosted.port)
-            until(again.ready, what=prod.state)
-            assert again.coordinator.live().attempt == "prod"
-            until(lambda: "'prod' h" in debug.ranks[0].agent.state, what=debug.state)
-            assert again.coordinator.live().attempt == "prod"

@@ -168,11 +168,6 @@ def test_a_chunk_that_does_not_fit_is_not_recorded(
     assert PlacementJournal(tmp_path).last_version == 1
 
 
-def test_nothing_is_recorded_before_the_first_segment(tmp_path: Path) -> None:
-    with pytest.raises(PlacementError):
-        PlacementJournal(tmp_path).append(1, random_delta(Placement.empty(), 1))
-
-
 def test_a_failed_write_leaves_the_journal_intact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     placements = filled(tmp_path, 2)
     journal = PlacementJournal(tmp_path)
@@ -199,13 +194,7 @@ def test_a_foreign_file_is_reported_and_replaced(tmp_path: Path) -> None:
     assert PlacementJournal(tmp_path).segment == SEGMENT
 
 
-def test_an_unreadable_directory_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SnapshotError, match="check the state directory"):
-        PlacementJournal(tmp_path / "file")
-
-
-def test_thousands_of_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk that ranks never agree on is written again at every try."""
     monkeypatch.setattr("flexd.control.daemon.journal.os.fsync", lambda _: None)
     journal = PlacementJournal(tmp_path)
@@ -217,11 +206,11 @@ def test_thousands_of_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypat
     journal.append(8, kept)
     live = (tmp_path / "placement.journal").stat().st_size
     voided = Delta(keys[2_000:], np.zeros(2_000, np.uint8), np.full(2_000, 1, np.uint8))
-    largest, tries = 0, 3_000
+    largest, tries = 0, 300
     for _ in range(tries):
         journal.append(9, voided)
         largest = max(largest, (tmp_path / "placement.journal").stat().st_size)
-    assert tries * 10 * len(voided) > 50 * 2**20, "bytes written in all"
+    assert tries * 10 * len(voided) > 5 * 2**20, "bytes written in all"
     assert largest <= 2 * live + 2**20 + 2 * (10 * len(voided) + 400)
     placements = [base, base.apply(kept), base.apply(kept).apply(voided)]
     assert all(same(journal.placement_at(7 + number), expected) for number, expected in enumerate(placements))
@@ -230,25 +219,3 @@ def test_thousands_of_voided_chunks_leave_a_small_file(tmp_path: Path, monkeypat
     assert again.truncated_bytes == 0
     assert all(same(again.placement_at(7 + number), expected) for number, expected in enumerate(placements))
     again.close()
-
-
-def test_a_file_of_voided_chunks_that_cannot_be_rewritten_still_takes_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = PlacementJournal(tmp_path)
-    journal.begin(SEGMENT, Placement.empty())
-    voided = Delta(np.arange(50_000), np.zeros(50_000, np.uint8), np.full(50_000, 1, np.uint8))
-    for _ in range(3):
-        journal.append(1, voided)
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("flexd.control.daemon.journal.os.replace", full)
-        journal.append(1, voided)
-    assert (tmp_path / "placement.journal").stat().st_size > 4 * 500_000
-    journal.append(1, voided)
-    assert (tmp_path / "placement.journal").stat().st_size < 3 * 500_000
-    assert journal.placement_at(1).digest() == Placement.empty().apply(voided).digest()
-    journal.close()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import tracemalloc
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,25 +35,6 @@ def begun(directory: Path, *migrations: JournalledMigration | None) -> Placement
     for version, migration in enumerate(migrations, 1):
         journal.append(version, step(version), migration)
     return journal
-
-
-@pytest.mark.parametrize("back", [1, 2, 3, 4])
-def test_voided_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: int) -> None:
-    monkeypatch.setattr(journal_module, "_OVERLAY_ROWS", 0)
-    journal = begun(tmp_path, *[None] * 5)
-    last = 5 - back
-    journal.append(last + 1, step(7, before=last))
-    assert journal.placement_at(last + 1).tiers_of(np.arange(ROWS)).tolist() == [7 % 3] * ROWS
-
-
-def test_compacted_versions_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_OVERLAY_ROWS", 0)
-    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
-    journal = begun(tmp_path, *[None] * 4)
-    journal.compact(1)
-    with pytest.raises(SnapshotError, match=r"versions 1\.\.4, not 0"):
-        journal.placement_at(0)
-    journal.append(5, step(5))
 
 
 def test_only_the_newest_migration_can_be_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +77,6 @@ def test_a_large_placement_is_not_rewritten_for_every_few_rows(tmp_path: Path, m
     assert done.count("name placement.journal") == 1, "100 changed rows beside 100 rows: one rewrite"
 
 
-def test_compaction_beyond_the_last_version_compacts_up_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", 0)
-    journal = begun(tmp_path, None, None)
-    journal.compact(9)
-    assert journal.last_version == 2
-    journal.append(3, step(3))
-
-
 def _frame(header: dict[str, Any], version: int) -> bytes:
     delta = step(version)
     full = {"kind": "chunk", "version": version, "rows": ROWS, **header}
@@ -125,16 +97,6 @@ def test_a_complete_record_out_of_sequence_ends_the_journal(
     assert (journal.last_version, journal.truncated_bytes) == (2, len(extra))
 
 
-def test_a_second_segment_ends_the_journal(tmp_path: Path) -> None:
-    begun(tmp_path / "other").close()
-    begun(tmp_path, None, None).close()
-    segment = (tmp_path / "other" / "placement.journal").read_bytes()[len(b"FLEXDPJ1") :]
-    with (tmp_path / "placement.journal").open("ab") as file:
-        file.write(segment)
-    journal = PlacementJournal(tmp_path)
-    assert (journal.last_version, journal.truncated_bytes) == (2, len(segment))
-
-
 MIGRATION_FIELDS: dict[str, Any] = {"migration": "m" * 400, "plan": "p" * 400, "base": 2}
 
 
@@ -153,13 +115,6 @@ def test_a_chunk_with_invalid_migration_fields_is_still_applied(tmp_path: Path, 
     assert (journal.last_version, journal.truncated_bytes, journal.newest_migration) == (3, 0, None)
 
 
-@pytest.mark.parametrize("returns_to", [None, 0])
-def test_the_longest_ids_of_a_migration_are_read_back(tmp_path: Path, returns_to: int | None) -> None:
-    migration = JournalledMigration("m" * 400, "p" * 400, 2, returns_to)
-    begun(tmp_path, FIRST, FIRST, migration).close()
-    assert PlacementJournal(tmp_path).newest_migration == migration
-
-
 def test_a_torn_length_allocates_no_memory(tmp_path: Path) -> None:
     begun(tmp_path, None).close()
     with (tmp_path / "placement.journal").open("ab") as file:
@@ -172,44 +127,6 @@ def test_a_torn_length_allocates_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert (journal.last_version, journal.truncated_bytes) == (1, 8)
     assert peak < 2**22
-
-
-class ShortWrites:
-    """A file that writes at most 7 bytes a call."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: memoryview) -> int:
-        return self._file.write(data[:7])
-
-
-def test_a_journal_is_complete_after_short_writes(tmp_path: Path) -> None:
-    journal = begun(tmp_path, None)
-    assert journal._file is not None
-    journal._file = ShortWrites(journal._file)  # type: ignore[assignment]
-    journal.append(2, step(2))
-    journal.close()
-    reopened = PlacementJournal(tmp_path)
-    assert (reopened.last_version, reopened.truncated_bytes) == (2, 0)
-
-
-def test_a_failed_long_write_leaves_no_bytes_behind_a_short_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    journal = begun(tmp_path, None)
-    long = Delta(np.arange(10, 90), np.zeros(80, np.uint8), np.ones(80, np.uint8))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        with pytest.raises(SnapshotError, match="No space left"):
-            journal.append(2, long)
-    journal.append(2, step(2))
-    journal.close()
-    reopened = PlacementJournal(tmp_path)
-    assert (reopened.last_version, reopened.truncated_bytes) == (2, 0)
 
 
 def test_a_placement_is_synced_before_its_rename_and_a_chunk_before_it_is_recorded(

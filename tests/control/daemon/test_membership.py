@@ -62,14 +62,6 @@ def test_what_the_trainer_says_of_itself_is_that_of_rank_0_and_is_checked() -> N
     assert topology.trainer == TrainerSettings("chain", pooled="2")
 
 
-def test_a_job_with_more_ranks_than_are_served_is_refused_by_name() -> None:
-    ranks = Membership("job", TABLES, silent_seconds=10.0, max_ranks=3)
-    with pytest.raises(TopologyError, match="has 4 ranks, and the daemon serves 3 at most"):
-        ranks.accept(hello(0), 0.0)
-    assert [refused.rank for refused in ranks.refused()] == [0]
-    full(Membership("job", TABLES, silent_seconds=10.0, max_ranks=4))
-
-
 def test_a_repeated_hello_changes_nothing_and_a_new_nonce_is_accepted() -> None:
     ranks = new_membership()
     assert ranks.accept(hello(0), 0.0)
@@ -138,15 +130,6 @@ def test_stored_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(ranks._newest) == ["s7", "s8", "s9"]
 
 
-def test_a_session_that_still_sends_stays_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "MAX_SESSIONS", 2)
-    ranks = new_membership()
-    for turn in range(1, 4):
-        ranks.accept(hello(0, session="s", sequence=turn), float(turn))
-        ranks.accept(hello(1, session=f"other{turn}"), 100.0 * turn)
-        assert ranks._newest["s"] == turn
-
-
 def test_silent_ranks_expire_unless_the_daemon_was_stopped() -> None:
     ranks = new_membership()
     full(ranks)
@@ -195,19 +178,6 @@ def test_a_run_of_one_process_does_not_evict_an_attempt_whose_ranks_are_alive() 
     assert waiting.reason == refused.value.message
 
 
-def test_one_rank_that_is_alive_holds_the_job() -> None:
-    ranks = new_membership()
-    full(ranks)
-    assert attempt_of(ranks) == "a1"
-    for second in range(1, 40):
-        ranks.mark_heard("a1", 2, float(second))
-        ranks.expire(float(second))
-        with pytest.raises(TopologyError, match="attempt 'a1' holds job 'job'"):
-            ranks.accept(debug_run(second), float(second))
-    assert attempt_of(ranks) is None
-    assert ranks.present() == ("a1", 1, 4, (0, 1, 3))
-
-
 def test_the_next_attempt_gets_the_job_once_no_rank_is_heard() -> None:
     ranks = new_membership()
     full(ranks)
@@ -227,20 +197,6 @@ def test_the_next_attempt_gets_the_job_once_no_rank_is_heard() -> None:
     for rank in range(4):
         assert ranks.accept(hello(rank, "a1", sequence=10), 21.0)
     assert attempt_of(ranks) == "a1"
-
-
-def test_a_requeued_job_whose_attempt_repeats_gets_in() -> None:
-    ranks = new_membership()
-    full(ranks, "run-0")
-    assert attempt_of(ranks) == "run-0"
-    ranks.expire(10.5)
-    full(ranks, "debug", 11.0)
-    assert attempt_of(ranks) == "debug"
-    ranks.expire(22.0)
-    for rank in range(4):
-        assert ranks.accept(hello(rank, "run-0", session=f"requeued {rank}", nonce=f"new {rank}"), 22.0)
-    assert attempt_of(ranks) == "run-0"
-    assert listed(ranks) == [("run-0", "holds"), ("debug", "ended")]
 
 
 def test_an_operator_prefers_an_attempt_that_waits() -> None:
@@ -365,18 +321,6 @@ def test_names_of_attempts_are_bounded() -> None:
     for name in ("", "x" * 201):
         with pytest.raises(TopologyError, match="an attempt's name of"):
             new_membership().accept(hello(0, name, session="s"), 0.0)
-
-
-def test_beyond_the_limit_the_longest_silent_attempt_is_dropped() -> None:
-    ranks = new_membership()
-    for number in range(MAX_ATTEMPTS):
-        ranks.accept(hello(0, f"a{number}"), float(number))
-    # a0 registered first, but a1 has been silent for longest.
-    ranks.mark_heard("a0", 0, 8.5)
-    for number in range(MAX_ATTEMPTS, MAX_ATTEMPTS + 3):
-        ranks.accept(hello(0, f"a{number}"), 8.5 + number)
-    assert list(ranks._attempts) == ["a0", *(f"a{number}" for number in range(4, MAX_ATTEMPTS + 3))]
-    assert ranks.present() == (f"a{MAX_ATTEMPTS + 2}", 1, 4, (1, 2, 3))
 
 
 def test_a_live_attempt_with_one_silent_rank_outlives_incomplete_attempts() -> None:

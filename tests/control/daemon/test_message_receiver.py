@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from typing import cast
@@ -114,39 +113,6 @@ def test_on_any_channel_each_message_acts_at_most_once_and_in_order(steps: list[
     assert members.present() == RankPresence()
 
 
-def test_a_hello_is_accepted_once() -> None:
-    receiver, _, members = opened()
-    data = encode(HELLOS[0])
-    for _ in range(3):
-        arrives(receiver, None, 0, data)
-    assert dict(receiver.refused) == {"replayed": 2}
-    members.expire(2e9)
-    arrives(receiver, None, 0, data)
-    assert dict(receiver.refused) == {"replayed": 3}
-    assert members.present() == RankPresence()
-
-
-def test_a_message_of_an_unknown_kind_is_counted_and_changes_nothing() -> None:
-    receiver, epoch, members = opened()
-    unknown = json.dumps({"kind": "greeting", "job": "job", **epoch.fence, "rank": 0, "sequence": 2**40}).encode()
-    fields = {"rank": 0, "sequence": 1, "agreed_version": 0, "applied_version": 0}
-    acted = [
-        message
-        for data in (unknown, encode(Progress(**epoch.fence, **fields)))
-        for message in arrives(receiver, epoch, 0, data)
-    ]
-    assert dict(receiver.refused) == {"unknown": 1}
-    assert len(acted) == 1
-    assert members.present() == RankPresence()
-
-
-def test_every_epoch_has_a_unique_token() -> None:
-    """Messages of an earlier daemon's epoch, with equal numbers, are of another epoch."""
-    tokens = {opened()[1].fence["token"] for _ in range(8)}
-    assert len(tokens) == 8
-    assert all(len(token) >= 16 for token in tokens)
-
-
 def test_unknown_ranks_and_other_jobs_are_refused_by_kind() -> None:
     receiver, epoch, _ = opened()
     now = {"agreed_version": 0, "applied_version": 0, "report": None}
@@ -179,15 +145,3 @@ def test_a_message_that_is_refused_uses_up_no_sequence_number() -> None:
     assert members._attempts["a"][0].heard_at == 3.0
     receiver.receive(received, 4.0, connected(), epoch, act)
     assert receiver.refused["replayed"] == 1
-
-
-def test_a_refused_hello_uses_up_no_sequence_number() -> None:
-    receiver, _, members = opened()
-    members.accept(replace(HELLOS[0], session="its predecessor", sequence=9), 0.0)
-    received = Received(PEERS[0], encode(HELLOS[0]), b"")
-    receiver.receive(received, 1.0, connected(), None, lambda *_: None)
-    assert receiver.refused == {"identity": 1}
-    # The process before has been silent for long enough.
-    receiver.receive(received, 10.0, connected(), None, lambda *_: None)
-    assert receiver.refused == {"identity": 1}
-    assert members._attempts["a"][0].hello == HELLOS[0]

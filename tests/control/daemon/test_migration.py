@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationStep
-from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
+from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import target
-
-
-def test_wait_returns_at_the_end_or_at_the_deadline() -> None:
-    migration = Migration("p", [])
-    assert migration.wait(0.01) is MigrationState.PENDING
-    threading.Timer(0.05, lambda: migration.fire(TransitionEvent.ABORT)).start()
-    assert migration.wait(10) is MigrationState.ABORTED
 
 
 def _applied(migration: Migration, rows: int) -> None:

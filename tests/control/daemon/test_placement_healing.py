@@ -81,20 +81,3 @@ def test_ranks_that_cannot_list_continue_from_the_journal(host: Callable[..., An
         good = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(2, 50)).chunks(10))
         assert good.wait(20) is MigrationState.COMMITTED, hosted.events
         assert ranks.all_at(target(2, 50))
-
-
-def test_a_rank_that_fails_to_list_is_named_and_keeps_its_connection(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(1, 2)) as ranks:
-        until(hosted.ready)
-        context = ranks.ranks[1].agent._context
-        lists, context.lists = context.lists, _out_of_memory
-        hosted.coordinator._pusher._digests[0] = 1
-        until(lambda: "rank 1 cannot list it: MemoryError" in hosted.coordinator.status().reason, what=hosted.events)
-        assert ranks.ranks[1].agent.counters["connects"] == 1
-        context.lists = lists
-        until(hosted.ready, what=ranks.state)
-
-
-def _out_of_memory() -> Any:
-    raise MemoryError

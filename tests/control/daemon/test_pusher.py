@@ -101,22 +101,6 @@ def test_a_completely_pushed_migration_returns_to_pushing_when_chunks_are_void(t
     assert harness.journal.placement_at(2).digest() == target(2, 30).digest()
 
 
-def test_the_next_migration_starts_from_the_agreed_placement(tmp_path: Path) -> None:
-    harness = PusherHarness(tmp_path, window=2)
-    older = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    newer = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(100))
-    harness.pusher.submit(older)
-    assert harness.push_all() == [1, 2]
-    harness.pusher.submit(newer)
-    assert harness.push_all() == []
-    assert (older.state, newer.state) == (MigrationState.SUPERSEDED, MigrationState.PENDING)
-    harness.pusher.acknowledge(1, 1)
-    assert harness.push_all() == []
-    harness.pusher.begin_epoch(1, harness.journal.placement_at(1).digest())
-    assert harness.push_all() == [2]
-    assert harness.journal.placement_at(2).digest() == target(2, 30).digest()
-
-
 def test_an_illegal_transition_is_counted_and_the_next_migration_runs(tmp_path: Path) -> None:
     harness = PusherHarness(tmp_path)
     broken = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
@@ -173,24 +157,6 @@ def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
     assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.reason
     assert harness.pusher.drain_events()[-1].transition is None
-
-
-def test_progress_is_final_after_the_last_chunk(tmp_path: Path) -> None:
-    harness = PusherHarness(tmp_path, window=3)
-    older = Migration("p", lambda p: p.delta_to(target(1, 50)).chunks(10))
-    harness.pusher.submit(older)
-    assert harness.push_all() == [1, 2, 3]
-    harness.pusher.submit(Migration("q", []))
-    harness.push_all()
-    assert older.state is MigrationState.SUPERSEDED
-    assert not [event for event in harness.pusher.drain_events() if event.transition is None]
-    harness.pusher.acknowledge(3, 2)
-    assert harness.pusher.drain_events() == []
-    harness.pusher.acknowledge(3, 3)
-    (settled,) = harness.pusher.drain_events()
-    assert (settled.migration, settled.transition, older.progress.rows_applied) == (older, None, 30)
-    harness.pusher.stop("the end")
-    assert not [event for event in harness.pusher.drain_events() if event.migration is older]
 
 
 @pytest.mark.parametrize("end", ["new_generation", "stop"])

@@ -8,10 +8,10 @@ from typing import cast
 import pytest
 
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.channel_types import Closed, Event, Opened, Received
+from flexd.control.daemon.channel_types import Closed, Event, Opened
 from flexd.control.daemon.epoch import Epoch
 from flexd.control.daemon.membership import Topology
-from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected
+from flexd.control.daemon.rank_channels import RankChannels
 from flexd.control.protocol.messages import DaemonNotice, EpochAnnouncement, Heartbeat, Hello, decode
 from flexd.core.errors import StaleMessageError
 
@@ -72,17 +72,6 @@ def test_no_message_of_an_epoch_grows_with_the_ranks() -> None:
         assert isinstance(announcement, EpochAnnouncement)
         assert peers == (int(announcement.nonce, 16),), "each rank receives its own nonce"
     assert announcement.report_seconds == pytest.approx(RANKS / 2_500)
-
-
-def test_each_peer_receives_the_notice_and_its_end_is_reported_once() -> None:
-    made, server = channels()
-    server.events = [Opened(3, 1, frozenset(), "::1"), Received(3, b"x", b"")]
-    assert made.receive(10, 0.0) == [Received(3, b"x", b"")]
-    assert [(peers, decode(message)) for peers, message in server.sent] == [((3,), DaemonNotice("job", "i", "digest"))]
-    made.register(3, hello(0))
-    server.events = [Closed(3, "disconnected"), Closed(4, "stalled")]
-    assert made.receive(10, 0.0) == [RankDisconnected(hello(0), "disconnected")]
-    assert made.peers_of(Topology((hello(0),))) == (-1,)
 
 
 def test_a_connection_speaks_for_one_rank_and_a_registration_has_one_connection() -> None:

@@ -143,19 +143,6 @@ def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(dae
         second.kill()
 
 
-def test_training_and_outboxes_do_not_wait_for_a_daemon_that_reads_nothing(daemon):
-    harness = daemon()
-    harness.stop_reading()
-    with TappedRanks(harness.hosted.port) as ranks:
-        ranks.outboxes[0].put(b"x")
-        before = ranks.steps
-        until(lambda: ranks.steps > before + 50)
-        assert not ranks.outboxes[0].free
-        assert harness.counted == []
-        harness.reading.set()
-        until(lambda: len(harness.counted) == 1)
-
-
 def test_tampered_pieces_are_counted_and_the_payload_arrives_complete(daemon, monkeypatch):
     harness = daemon()
     broken = [0]

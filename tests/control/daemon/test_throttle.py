@@ -56,11 +56,6 @@ def test_a_row_larger_than_the_limit_is_released_alone() -> None:
     assert throttle.release(rows(1000), 1000) == 0
 
 
-def test_demotions_are_never_held() -> None:
-    throttle = Throttle(ThrottleLimits(bytes_per_step=10, bytes_per_second=1), Clock())
-    assert throttle.release(rows(0, 0, 0), 1 << 30, settled=False) == 3
-
-
 def test_a_step_limit_waits_for_chunks_of_an_earlier_daemon() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=1000))
     assert throttle.release(rows(10), 0, settled=False) == 0
@@ -83,20 +78,6 @@ def test_a_pace_can_only_lower_the_limit_and_a_pause_holds_all() -> None:
 def test_a_limit_below_1_is_refused(limits: dict[str, int]) -> None:
     with pytest.raises(ControlError, match="at least 1"):
         ThrottleLimits(**limits)
-
-
-def test_waiting_is_accounted_by_cause() -> None:
-    clock = Clock()
-    throttle = Throttle(ThrottleLimits(bytes_per_step=10), clock)
-    throttle.release(rows(10), 10)
-    clock.now += 0.5
-    throttle.release(rows(10), 10)
-    clock.now += 0.25
-    throttle.release(rows(10), 0)
-    clock.now += 0.75
-    throttle.idle()
-    waited = throttle.snapshot().waiting_seconds
-    assert waited == {ThrottleReason.STEP: pytest.approx(0.75), ThrottleReason.SECOND: 0.0, ThrottleReason.PAUSE: 0.0}
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,20 +103,6 @@ def test_no_interval_releases_more_than_rate_and_burst(rate: int, requests: list
             assert sent <= rate * (seconds + BURST_SECONDS) + largest + 1
 
 
-def test_a_rate_is_reached() -> None:
-    clock = Clock()
-    throttle = Throttle(ThrottleLimits(bytes_per_second=1_000), clock)
-    sent = 0
-    for _ in range(500):
-        clock.now += 0.02
-        sent += 10 * throttle.release(rows(*[10] * 50), 0)
-    assert sent == pytest.approx(10 * 1_000, rel=0.12)
-
-
-def test_a_chunk_as_large_as_the_limit_is_not_split() -> None:
-    assert Throttle(ThrottleLimits(bytes_per_step=200)).release(rows(100, 100, 1), 0) == 2
-
-
 def test_a_rate_change_accounts_the_time_before_it_and_grants_no_second_burst() -> None:
     clock = Clock()
     throttle = Throttle(ThrottleLimits(bytes_per_second=1_000), clock)
@@ -147,27 +114,6 @@ def test_a_rate_change_accounts_the_time_before_it_and_grants_no_second_burst() 
     assert throttle.release(rows(10), 0) == 1, "the half second before the change counts at the old rate"
     throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
     assert throttle.release(rows(400), 0) == 0, "tokens above the smaller bucket are lost"
-
-
-def test_a_first_rate_starts_with_a_full_bucket() -> None:
-    throttle = Throttle(ThrottleLimits(), Clock())
-    throttle.release(rows(1 << 40), 0)
-    throttle.set_limits(ThrottleLimits(bytes_per_second=1_000))
-    assert throttle.release(rows(1_000), 0) == 1
-    assert throttle.release(rows(1), 0) == 0
-
-
-def test_idle_time_is_not_waiting_and_a_long_gap_counts_as_one_second() -> None:
-    clock = Clock()
-    throttle = Throttle(ThrottleLimits(bytes_per_step=10), clock)
-    throttle.release(rows(10), 10)
-    clock.now += 0.25
-    throttle.idle()
-    clock.now += 0.5
-    throttle.release(rows(10), 10)
-    clock.now += 60.0
-    throttle.release(rows(10), 0)
-    assert throttle.snapshot().waiting_seconds[ThrottleReason.STEP] == pytest.approx(0.25 + 1.0)
 
 
 @dataclass
@@ -238,27 +184,6 @@ def test_no_step_applies_more_than_the_cap_and_the_migration_completes(
         harness.push()
     assert migration.state is MigrationState.COMMITTED
     assert harness.journal.placement_at(harness.pusher.version).digest() == target(1, 300).digest()
-
-
-def test_a_paused_migration_can_be_superseded(tmp_path: Path) -> None:
-    harness = PusherHarness(tmp_path, Throttle())
-    harness.throttle.set_pace(PaceLimit(paused=True))
-    first = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    harness.pusher.submit(first)
-    harness.push()
-    assert (first.state, harness.pusher.version) == (MigrationState.PUSHING, 0)
-    second = Migration("q", lambda p: p.delta_to(target(2, 30)).chunks(10))
-    harness.pusher.submit(second)
-    harness.push()
-    assert first.state is MigrationState.SUPERSEDED
-    harness.throttle.set_pace(PaceLimit())
-    harness.push()
-    harness.step()
-    harness.push()
-    assert second.state is MigrationState.COMMITTED
-    assert harness.journal.placement_at(harness.pusher.version).digest() == target(2, 30).digest(), (
-        "nothing of the first is left"
-    )
 
 
 def test_a_restarted_daemon_waits_until_the_ranks_have_applied_the_agreed_chunks(tmp_path: Path) -> None:

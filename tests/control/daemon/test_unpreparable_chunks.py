@@ -105,22 +105,3 @@ def test_chunks_that_never_arrive_fail_their_migration_after_bounded_tries(
         good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(1, 50)).chunks(10))
         assert good.wait(20) is MigrationState.COMMITTED, (ranks.state(), hosted.events)
         assert ranks.all_at(target(1, 50))
-
-
-def test_a_chunk_without_memory_to_receive_it_is_refused_by_name(
-    host: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hosted = host()
-    receive = RowsAssembly.rows
-
-    def fail(assembly: RowsAssembly) -> tuple[np.ndarray, np.ndarray]:
-        received = receive(assembly)
-        if threading.current_thread().name.endswith("-1"):
-            raise MemoryError
-        return received
-
-    monkeypatch.setattr(RowsAssembly, "rows", fail)
-    with Ranks(hosted.port, PAIR) as ranks:
-        failed = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
-        assert failed.wait(20) is MigrationState.FAILED, (ranks.state(), hosted.events)
-        assert "rank 1 refused chunk 1: rank 1: chunk 1 cannot be prepared: MemoryError" in failed.reason

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import socket
 import ssl
 from pathlib import Path
 
 import pytest
 
 from flexd.control.agent.channel_client import ChannelClient
-from flexd.control.daemon.channel_types import ChannelOptions
 from flexd.control.protocol import credentials as credentials_module
 from flexd.control.protocol.credentials import ChannelCredentials, TlsContext, TlsFiles
 from flexd.control.protocol.frames import MAX_BODY_BYTES
@@ -132,16 +130,6 @@ def test_a_false_daemon_is_refused_by_the_rank(
         connect(daemon, rank_files)
 
 
-def test_half_a_tls_handshake_is_closed_at_its_deadline(daemon_files: TlsFiles, rank_files: TlsFiles) -> None:
-    options = ChannelOptions(handshake_seconds=0.5)
-    credentials, rank = ChannelCredentials(None, daemon_files), ChannelCredentials(None, rank_files)
-    with echo_daemon(options, credentials) as daemon, honest_peer(daemon, rank):
-        socks = [raw_connection(daemon.server.port) for _ in range(2)]
-        socks[1].sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
-        assert all(is_closed(sock) for sock in socks)
-        refused(daemon, "timeout", 2)
-
-
 def test_new_files_are_used_for_new_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(credentials_module, "CHECK_SECONDS", 0.0)
     authority = Authority(tmp_path)
@@ -177,19 +165,3 @@ def test_an_unusable_file_is_named_with_its_key_path(tmp_path: Path, name: str) 
             path.write_text("")
         with pytest.raises(ConfigError, match=rf"control\.tls\.(cert|ca)_file: .*{path.name}"):
             TlsContext(dataclasses.replace(files, **{name: path}), server_side=True)
-
-
-def test_a_key_of_another_certificate_is_refused(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    one, two = authority.issue("one"), authority.issue("two")
-    with pytest.raises(ConfigError, match="KEY_VALUES_MISMATCH"):
-        TlsContext(dataclasses.replace(one, key_file=two.key_file), server_side=False)
-
-
-def test_the_daemon_does_not_listen_with_unusable_files(tmp_path: Path) -> None:
-    files = TlsFiles(tmp_path / "a", tmp_path / "b", tmp_path / "c")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(ConfigError):
-        EchoDaemon(ChannelOptions(port=port), ChannelCredentials(None, files))
-    socket.create_server(("127.0.0.1", port)).close()

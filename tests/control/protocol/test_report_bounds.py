@@ -25,7 +25,7 @@ from flexd.core.bounds import Longest, Range
 from flexd.core.mistakes import MAX_TEXT, MistakeKind, MistakeReport
 from tests.support.report_values import Leaf, full_report, leaves, reports
 
-FENCE = ("job", "a" * 100, 2, 7, "token", 3)
+FENCE = ("job", "a" * 100, 2, 7, "token")
 LEAVES = tuple(leaves())
 NUMBERS = tuple(leaf for leaf in LEAVES if leaf.type.base is not str)
 WRONG: dict[type, tuple[Any, ...]] = {
@@ -137,23 +137,6 @@ def test_a_bad_float_does_not_take_the_good_ones_with_it(leaf: Leaf, bad: float)
     for step in leaf.path:
         at = at[step] if isinstance(step, int) else getattr(at, step)
     assert at in (0.0, 1.0), "clamped where it was measured, before it was summed"
-
-
-def slow_tables(first: int) -> StepReport:
-    tables = tuple(SlowTableReport(first + at, 10**9, 10**9 + at, 10**9, 10**9) for at in range(MAX_NAMED_TABLES))
-    return replace(full_report(), slow_memory=SlowMemoryReport(tables, 1, 1, 1.0))
-
-
-def test_tables_that_are_merged_while_the_daemon_is_away_stay_as_many_as_a_report_holds() -> None:
-    pending = PendingReports()
-    for first in range(0, 8 * MAX_NAMED_TABLES, MAX_NAMED_TABLES):
-        pending.add(slow_tables(first))
-    sent = pending.drain()
-    assert sent is not None
-    assert sent.slow_memory is not None
-    assert len(sent.slow_memory.tables) == MAX_NAMED_TABLES + 1
-    assert sum(table.used for table in sent.slow_memory.tables) == 8 * MAX_NAMED_TABLES * 10**9
-    assert decode(encode(progress(sent))) == progress(sent)
 
 
 def test_the_largest_report_fits_into_a_message() -> None:

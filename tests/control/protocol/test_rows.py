@@ -10,23 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.control.protocol import rows as module
-from flexd.control.protocol.rows import MAX_ROWS, RowsAssembly, delta_tiers, pieces_of, rows_body, rows_sha256
+from flexd.control.protocol.rows import MAX_ROWS, RowsAssembly, pieces_of, rows_body
 from flexd.core.errors import AuthenticationError, ControlError
-from flexd.core.placement import Delta
 
 
-def test_the_digest_is_of_little_endian_keys_then_tiers() -> None:
+def sha256_of(keys: np.ndarray, tiers: np.ndarray) -> str:
+    return hashlib.sha256(rows_body(keys, tiers)).hexdigest()
+
+
+def test_rows_travel_as_little_endian_keys_then_tiers() -> None:
     keys, tiers = np.array([1, 258], np.int64), np.array([0, 2], np.uint8)
     wire = b"\x01" + bytes(7) + b"\x02\x01" + bytes(6) + b"\x00\x02"
     assert rows_body(keys, tiers) == wire
-    assert rows_sha256(keys, tiers) == hashlib.sha256(wire).hexdigest()
-    assert rows_sha256(keys[::-1], tiers) != rows_sha256(keys, tiers)
-
-
-def test_old_tiers_stand_before_new_tiers() -> None:
-    delta = Delta(np.array([4, 5], np.int64), np.array([0, 1], np.uint8), np.array([2, 0], np.uint8))
-    assert delta_tiers(delta).tolist() == [0, 1, 2, 0]
-    assert delta_tiers(delta).dtype == np.uint8
 
 
 @settings(deadline=None)
@@ -39,7 +34,7 @@ def test_any_list_arrives_as_it_was_cut(rows: int, per_row: int, piece_bytes: in
         body = rows_body(keys, tiers)
         pieces = pieces_of(body)
         assert all(len(piece) <= piece_bytes for piece in pieces)
-        assembly = RowsAssembly(rows, per_row, rows_sha256(keys, tiers))
+        assembly = RowsAssembly(rows, per_row, sha256_of(keys, tiers))
         assert [assembly.add(piece) for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     received_keys, received_tiers = assembly.rows()
     assert np.array_equal(received_keys, keys)
@@ -69,7 +64,7 @@ def test_a_piece_after_the_last_is_refused() -> None:
 
 def test_other_rows_than_announced_are_refused() -> None:
     keys, tiers = np.array([1], np.int64), np.array([0, 2], np.uint8)
-    assembly = RowsAssembly(1, 2, rows_sha256(keys, tiers))
+    assembly = RowsAssembly(1, 2, sha256_of(keys, tiers))
     assembly.add(rows_body(keys, tiers[::-1]))
     with pytest.raises(AuthenticationError, match="not the rows announced"):
         assembly.rows()

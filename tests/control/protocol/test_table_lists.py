@@ -59,19 +59,6 @@ def test_another_order_is_named() -> None:
     assert differences(items, tags, users) == "table number 2: tags in the trainer, users in the daemon's configuration"
 
 
-def test_equal_tables_have_no_difference() -> None:
-    assert differences(*DAEMON) == ""
-    assert table_differences((), 3, DAEMON[:0]) == ""
-
-
-def test_spread_tables_travel_as_in_releases_without_home_rules() -> None:
-    spread = TableSpec("items", 2_000, 8)
-    assert json.loads(table_entries([spread])[0]) == ["items", 2_000, 8, "float32", "sgd"]
-    assert table_differences(table_entries([spread]), 1, [replace(spread, homes="rank:1")]) == (
-        "items.homes: all in the trainer, rank:1 in the daemon's configuration"
-    )
-
-
 def test_the_number_of_named_differences_is_bounded() -> None:
     trainer = [TableSpec(f"t{number}", 1, 4) for number in range(MAX_DIFFERENCES + 1)]
     text = table_differences(table_entries(trainer), len(trainer), trainer[:1])
@@ -106,11 +93,6 @@ def test_a_malformed_entry_is_ignored(entry: str) -> None:
     assert table_differences((entry, *table_entries(DAEMON)), 4, DAEMON) == (
         "the first 3 of the trainer's 4 tables are equal, a later one differs"
     )
-
-
-def test_a_long_name_is_shortened_and_control_characters_are_escaped() -> None:
-    assert len(differences(TableSpec("x" * 10_000, 1, 4))) < 2_000
-    assert "'a\\nb' is in the trainer" in differences(TableSpec("a\nb", 1, 4))
 
 
 def test_a_list_of_all_tables_travels_whole() -> None:

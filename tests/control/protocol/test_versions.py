@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexd.control.protocol import versions
-from flexd.control.protocol.versions import MAX_FEATURES, OWN, Versions, bounded_features, negotiate
+from flexd.control.protocol.versions import MAX_FEATURES, Versions, bounded_features, negotiate
 from flexd.core.errors import IncompatibleError
 
 RANGES = st.tuples(st.integers(1, 20), st.integers(0, 3)).map(lambda pair: Versions(pair[0], sum(pair)))
@@ -28,16 +27,6 @@ def test_the_highest_common_version_is_chosen(trainer: Versions, daemon: Version
             negotiate(trainer, daemon)
 
 
-@pytest.mark.parametrize("version", range(1, 12))
-def test_a_release_serves_the_one_before_and_the_one_after(version: int) -> None:
-    for other in (max(1, version - 1), version, version + 1):
-        assert negotiate(release(other), release(version)).version == min(version, other)
-    with pytest.raises(IncompatibleError):
-        negotiate(release(version), release(version + 2))
-    with pytest.raises(IncompatibleError):
-        negotiate(release(version + 2), release(version))
-
-
 def test_the_refusal_names_both_offers_and_the_side_to_upgrade() -> None:
     with pytest.raises(IncompatibleError) as refused:
         negotiate(release(5), release(2))
@@ -46,10 +35,6 @@ def test_the_refusal_names_both_offers_and_the_side_to_upgrade() -> None:
     assert "upgrade the daemon" in refused.value.remedy
     with pytest.raises(IncompatibleError, match="upgrade the trainer"):
         negotiate(release(1), release(7))
-
-
-def test_this_release_offers_its_version_and_the_one_before() -> None:
-    assert release(versions.VERSION) == Versions(OWN.lowest, OWN.highest)
 
 
 def test_common_features_are_agreed_and_unknown_ones_ignored() -> None:
