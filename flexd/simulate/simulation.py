@@ -47,8 +47,6 @@ class SimulationSettings:
         interval_steps: between two plans.
         half_life_steps: of the sketches; inf counts for ever.
         horizon_steps: within which a migration must pay for itself.
-        window_steps: of the sliding window that one strategy counts exactly.
-        checkpoint_steps: between two checkpoints, at which one strategy plans.
         bound_steps: of the last steps, for each of which the bound on all placements is computed; 0: none.
         budgets: replica fractions that the re-planned strategy is replayed with besides, for the budget sweep.
         sketch_bytes: memory of the counters.
@@ -63,8 +61,6 @@ class SimulationSettings:
     interval_steps: int = 5
     half_life_steps: float = 20.0
     horizon_steps: float = 300.0
-    window_steps: int = 20
-    checkpoint_steps: int = 60
     bound_steps: int = 0
     budgets: tuple[float, ...] = ()
     sketch_bytes: int = 64 * 2**20
@@ -79,8 +75,8 @@ class SimulationSettings:
         above_zero = {
             name: getattr(self, name)
             for name in (
-                "interval_steps", "half_life_steps", "horizon_steps", "window_steps", "checkpoint_steps",
-                "sketch_bytes", "chunk_rows", "chunk_bytes", "migration_bytes_per_step",
+                "interval_steps", "half_life_steps", "horizon_steps", "sketch_bytes", "chunk_rows", "chunk_bytes",
+                "migration_bytes_per_step",
             )
         }  # fmt: skip
         if self.bound_steps < 0:
@@ -367,12 +363,6 @@ def simulate(
         if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.STREAM]:
             profile = daemon.profile()
             due += [(runner, profile) for runner in by_knowledge[Knowledge.STREAM]]
-        if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.WINDOW]:
-            newest = counted(range(max(0, step + 1 - settings.window_steps), step + 1))
-            due += [(runner, newest) for runner in by_knowledge[Knowledge.WINDOW]]
-        if (step + 1) % settings.checkpoint_steps == 0 and by_knowledge[Knowledge.CHECKPOINT]:
-            since = counted(range(step + 1 - settings.checkpoint_steps, step + 1))
-            due += [(runner, since) for runner in by_knowledge[Knowledge.CHECKPOINT]]
         if step >= steps - settings.bound_steps:
             bounds.append(step_bound(passes, shared, slots))
         if progress is not None:

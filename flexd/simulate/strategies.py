@@ -15,11 +15,6 @@ class Knowledge(Enum):
     """It keeps every row at HOME."""
     FIRST_QUARTER = "first_quarter"
     """The exact counts of the first quarter of the run, once: a plan made offline."""
-    WINDOW = "window"
-    """The exact counts of the newest steps (``window_steps``), as often as the daemon plans."""
-    CHECKPOINT = "checkpoint"
-    """The exact counts since the last checkpoint, at every checkpoint (``checkpoint_steps``): a plan made offline at
-    each restart of the job."""
     STREAM = "stream"
     """The daemon's sketches of all steps so far, with decay, again and again."""
     NEXT_WINDOW = "next_window"
@@ -58,11 +53,7 @@ FLEXSHARD = Strategy(
     merges_passes=False,
 )
 STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, Knowledge.FIRST_QUARTER)
-AT_CHECKPOINTS = Strategy("at_checkpoints", "flexd, planned at checkpoints", Exchange.CHAIN, Knowledge.CHECKPOINT)
-SLIDING = Strategy("sliding", "flexd, exact sliding window", Exchange.CHAIN, Knowledge.WINDOW)
 REPLANNED = Strategy("replanned", "flexd, re-planned", Exchange.CHAIN, Knowledge.STREAM)
 ORACLE = Strategy("oracle", "oracle of the next window", Exchange.CHAIN, Knowledge.NEXT_WINDOW)
 
-OVER_TIME = (TWO_HOP, STATIC, AT_CHECKPOINTS, SLIDING, REPLANNED, ORACLE)
-"""The same planner with other knowledge."""
 STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, FLEXSHARD, STATIC, REPLANNED, ORACLE)

@@ -8,7 +8,7 @@ import pytest
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import Accesses, RowFormat, ZipfAccesses
-from flexd.simulate.advice import NOW, OPTIONS, Advice, advise, reused_share
+from flexd.simulate.advice import OPTIONS, Advice, advise, reused_share
 from flexd.simulate.simulation import SimulationSettings
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 
@@ -86,16 +86,6 @@ def test_prices_that_do_not_fit_the_step_advise_nothing() -> None:
     assert found.best is None
 
 
-def test_savings_are_against_the_exchange_in_use() -> None:
-    row_wise, two_hops = advice(), advice(now=NOW["two_hops"])
-    assert "two_hops" not in two_hops.predictions
-    assert two_hops.predictions["row_wise"].saved_seconds.expected < 0
-    assert (
-        two_hops.predictions["two_hops_run_ahead"].saved_seconds.expected
-        < row_wise.predictions["two_hops_run_ahead"].saved_seconds.expected
-    )
-
-
 def test_a_larger_job_takes_bytes_and_seconds_in_proportion() -> None:
     one, three = advice(), advice(scale=3.0, step_seconds=0.3)
     assert three.exchange_seconds == pytest.approx(3 * one.exchange_seconds)
@@ -133,17 +123,6 @@ def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
         advice(**wrong)
 
 
-def test_memory_of_copies_is_that_of_their_slots() -> None:
-    found = advice()
-    settings = found.simulation.settings
-    spec = found.simulation.keyspace.tables[0]
-    expected = settings.slots(found.simulation.keyspace, settings.replica_fraction)[0] * (
-        spec.row_bytes + spec.state_bytes
-    )
-    assert found.predictions["copies"].extra_memory_bytes == expected
-    assert found.predictions["two_hops"].extra_memory_bytes == 0
-
-
 def test_measured_computing_corrects_the_prices() -> None:
     given, computing = advice(step_seconds=1.0), 0.25
     found = advice(step_seconds=1.0, computing_seconds=computing)
@@ -156,14 +135,6 @@ def test_measured_computing_corrects_the_prices() -> None:
     )
     with pytest.raises(ConfigError, match="computing 1"):
         advice(step_seconds=1.0, computing_seconds=1.0)
-
-
-def test_measured_computing_stays_whatever_the_prices() -> None:
-    """Only the exchange scales with an error of the prices."""
-    found = advice(step_seconds=1.0, computing_seconds=0.25, price_error=0.2)
-    exact = advice(step_seconds=1.0, computing_seconds=0.25, price_error=0.0)
-    saved = exact.predictions["two_hops"].saved_seconds.expected
-    assert found.predictions["two_hops"].saved_seconds.high == pytest.approx(1.2 * saved, rel=0.02)
 
 
 @pytest.mark.parametrize("computing_seconds", [None, 0.01])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.simulate.exact_profile import exact_profile
@@ -23,11 +21,6 @@ def test_every_row_is_listed_with_its_share_of_its_table() -> None:
     assert (len(b.hot_rows), b.weight, b.coverage) == (0, 0.0, 0.0)
     assert (c.hot_rows.tolist(), c.accesses_per_step) == ([3], 0.5)
     assert profile.samples == 6
-
-
-def test_no_accesses_are_refused() -> None:
-    with pytest.raises(PlanError, match="no accesses"):
-        exact_profile([[np.empty(0, np.int64)]], KeySpace([TableSpec("t", 4, 4)]))
 
 
 def test_touches_are_means_over_ranks_nodes_and_steps() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.workload import GroupLoad
 from flexd.simulate.flexshard_tiers import FlexShardTiers, _Cuts, _Problem, _Rows, flexshard_tiers
-from flexd.topology.cluster import Cluster, CollectiveCurve, WorldModel
+from flexd.topology.cluster import Cluster
 from tests.support.planner_cases import cluster, load, zipf
 
 LAYOUT = RankLayout(2, 2)
@@ -55,19 +53,6 @@ def test_cuts_are_the_best_of_all(on: Cluster) -> None:
     assert (both > 0) == (on is CLUSTER)
 
 
-def test_rows_are_worth_what_an_all_to_all_over_all_ranks_takes() -> None:
-    world = WorldModel(2, 2, CollectiveCurve(1e-7, ((1.0, 1e9),)))
-    slow, probed = cluster(latency=1e-7, all_to_all=1e9), replace(CLUSTER, world=world)
-    rows = load(zipf(30, 1.1, 5e2))
-    saved = [
-        mine.saved_seconds(mine.tiers([_Cuts(0.0, 0.0)]).cost, (Tier.NODE, Tier.DEVICE))[0]
-        for mine in (problem(slow, rows), problem(probed, rows))
-    ]
-    # Touched bits of NODE rows are priced over the rail.
-    np.testing.assert_allclose(saved[0], saved[1], rtol=1e-3)
-    assert saved[0].max() > 0
-
-
 def test_replicas_fill_the_cap_of_the_fullest_rank_and_no_more() -> None:
     hot = load(zipf(3000, 1.1, 5e4), np.random.default_rng(1).permutation(9000)[:3000])
     free = of(1e9, hot)
@@ -81,14 +66,6 @@ def test_replicas_fill_the_cap_of_the_fullest_rank_and_no_more() -> None:
         assert free.cost.peak_exposed_seconds < found.cost.peak_exposed_seconds
 
 
-def test_dim_groups_share_the_cap() -> None:
-    hot, cold = load(zipf(1000, 1.1, 4e4)), load(zipf(1000, 1.1, 40.0), row_bytes=256)
-    cap = 64 * 100.0
-    found = of(cap, hot, cold)
-    assert LAYOUT.replica_slots_used(hot.keys, found.listed[0]).max() > 90
-    assert not found.listed[1].any()
-
-
 def test_bins_are_cut_by_rows_and_listed_rows_by_accesses() -> None:
     hot = load(zipf(100, 1.0, 1e3), bin_accesses=(0.5, 2.0), bin_rows=(1000.0, 50.0))
     rows = _Rows(LoadSums(hot, LAYOUT), LAYOUT)
@@ -98,10 +75,3 @@ def test_bins_are_cut_by_rows_and_listed_rows_by_accesses() -> None:
     assert listed[10:ahead].tolist() == [Tier.NODE] * (ahead - 10)
     assert not listed[ahead:].any()
     assert bins.tolist() == [[1000.0, 30.0], [0.0, 20.0], [0.0, 0.0]]
-
-
-@pytest.mark.parametrize("layout", [RankLayout(1, 1), RankLayout(1, 4), RankLayout(4, 1)])
-def test_tiers_that_a_layout_does_not_have_are_not_used(layout: RankLayout) -> None:
-    found = flexshard_tiers([LoadSums(load(zipf(200, 1.1, 2e4)), layout)], layout, CLUSTER, 64 * 60.0)
-    assert (found.rows(Tier.NODE) > 0) == (layout.nodes > 1)
-    assert (found.rows(Tier.DEVICE) > 0) == (layout.local_ranks > 1)

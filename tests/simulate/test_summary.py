@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from flexd.core.layout import RankLayout
 from flexd.simulate.byte_counter import INTER, StepPart
 from flexd.simulate.simulation import Simulation, SimulationSettings, StrategyRun
 from flexd.simulate.strategies import ORACLE, REPLANNED, STATIC, TWO_HOP, Strategy
-from flexd.simulate.summary import compared_steps, effect, summarise
+from flexd.simulate.summary import compared_steps, summarise
 from flexd.topology.files import load_preset
 
 LAYOUT = RankLayout(2, 1)
@@ -72,29 +70,7 @@ def test_a_saving_is_a_saving_and_a_cost_is_a_cost_in_words() -> None:
     assert not any("-" in word.removeprefix("re-").removeprefix("inter-") for word in worse[1].split())
 
 
-@pytest.mark.parametrize(
-    ("saved", "whole", "text"),
-    [
-        (0.5, 1.0, "saves 50.0 % of the time"),
-        (-0.084, 1.0, "costs 8.4 % more time"),
-        (-1e-5, 1.0, "leaves the time unchanged"),
-        (0.0, 0.0, "leaves the time unchanged"),
-    ],
-)
-def test_effects(saved: float, whole: float, text: str) -> None:
-    assert effect(saved, whole, "time") == text
-
-
 def test_no_replicas_are_explained() -> None:
     words = summarise(simulated((1000, 1.0), (1000, 1.0), rows=0))["words"]
     assert "No row is replicated" in words[1]
     assert len(words) == 2
-
-
-def test_without_all_strategies_there_is_no_drift() -> None:
-    whole = simulated((600, 0.75), (900, 0.9))
-    part = dataclasses.replace(whole, runs={REPLANNED.name: whole.runs[REPLANNED.name]})
-    summary = summarise(part)
-    assert summary["drift"] is None
-    assert "saved" not in summary["strategies"][REPLANNED.name]
-    assert len(summary["words"]) == 1

@@ -35,36 +35,6 @@ def test_a_larger_message_never_takes_less_time(one: float, other: float) -> Non
     assert CURVE.seconds(small) <= CURVE.seconds(large) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("latency", "points", "message"),
-    [
-        (-1.0, ((1e3, 1e9),), "latency_seconds"),
-        (float("nan"), ((1e3, 1e9),), "latency_seconds"),
-        (0.0, (), "points: empty"),
-        (0.0, ((1e3, float("nan")),), r"points\[0\]"),
-        (0.0, ((1e3, 0.0),), r"points\[0\]"),
-        (0.0, ((0.0, 1e9),), r"points\[0\]"),
-        (0.0, ((1e3, 1e9), (1e3, 2e9)), "does not increase"),
-        (0.0, ((1e3, 1e6), (1e4, 1e9)), "less time"),
-    ],
-)
-def test_invalid_curves_are_refused(latency: float, points: tuple[tuple[float, float], ...], message: str) -> None:
-    with pytest.raises(TopologyError, match=message):
-        CollectiveCurve(latency, points)
-
-
-def test_invalid_clusters_are_refused() -> None:
-    link = LinkModel(1e9, CURVE, CURVE, CURVE)
-    with pytest.raises(TopologyError, match="source"):
-        Cluster("a", " ", link, link)
-    with pytest.raises(TopologyError, match="name"):
-        Cluster("", "s", link, link)
-    with pytest.raises(TopologyError, match=r"inter_node\.wire_bytes_per_second"):
-        Cluster("a", "s", link, LinkModel(float("inf"), CURVE, CURVE, CURVE))
-    with pytest.raises(TopologyError, match=r"exposed\.sync"):
-        Cluster("a", "s", link, link, Exposed(1.0, 1.0, 1.5))
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_load_and_round_trip(name: str, tmp_path: Path) -> None:
     cluster = load_preset(name)
@@ -80,11 +50,6 @@ def test_presets_load_and_round_trip(name: str, tmp_path: Path) -> None:
     assert inter.all_reduce.bandwidth(1e9) < cluster.intra_node.all_reduce.bandwidth(1e9)
     write_cluster(cluster, tmp_path / "c.yaml")
     assert load_cluster(tmp_path / "c.yaml") == cluster
-
-
-def test_there_are_presets_for_200_and_400_gigabit() -> None:
-    wires = {load_preset(name).inter_node.wire_bytes_per_second for name in preset_names()}
-    assert {25e9, 50e9} <= wires
 
 
 def data() -> dict:
@@ -111,17 +76,16 @@ ONE = {"latency_seconds": 1e-6, "points": [[1e3, 1e9]]}
             r"inter_node\.all_to_all\.points",
         ),
         (lambda d: d["inter_node"]["all_to_all"].update(points=[[1e6]]), r"inter_node\.all_to_all\.points"),
+        (lambda d: d["inter_node"]["all_to_all"].update(points=[[1e3, 1e9], [1e3, 2e9]]), "does not increase"),
+        (lambda d: d["inter_node"]["all_to_all"].update(points=[[1e3, 1e6], [1e4, 1e9]]), "less time"),
         (lambda d: d["inter_node"]["all_to_all"].update(points=[[1e6, "fast"]]), r"points\[0\]\[1\]: 'fast'"),
         (lambda d: d["inter_node"]["all_to_all"].update(latency_seconds=True), "latency_seconds: True"),
         (lambda d: d["exposed"].update(sync=2), r"exposed\.sync"),
         (lambda d: d["exposed"].update(other=1), "other is not a known key"),
         (lambda d: d["inter_node"]["all_to_all"].update(ranks=1), r"inter_node\.all_to_all\.ranks: 1"),
-        (lambda d: d["inter_node"]["all_to_all"].update(ranks=2.5), r"all_to_all\.ranks: 2\.5"),
         (lambda d: d["inter_node"]["all_to_all"].update(groups={2: ONE}), r"all_to_all\.ranks: 0"),
         (lambda d: d["inter_node"]["all_to_all"].update(ranks=4, groups={4: ONE}), r"all_to_all\.groups: 4"),
-        (lambda d: d["inter_node"]["all_to_all"].update(ranks=4, groups={1: ONE}), r"all_to_all\.groups\.1\.ranks: 1"),
         (lambda d: d["inter_node"]["all_to_all"].update(ranks=4, groups={"two": ONE}), r"groups: 'two'"),
-        (lambda d: d["inter_node"]["all_to_all"].update(ranks=4, groups=[ONE]), r"all_to_all\.groups: \["),
         (lambda d: d["inter_node"]["all_to_all"].update(ranks=4, groups={2: {**ONE, "ranks": 2}}), "not a known key"),
         (
             lambda d: d["inter_node"]["all_to_all"].update(ranks=4, groups={2: {**ONE, "points": []}}),
@@ -169,9 +133,6 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("a: [")
     with pytest.raises(TopologyError, match="invalid YAML"):
         load_cluster(tmp_path / "bad.yaml")
-    (tmp_path / "list.yaml").write_text("- 1")
-    with pytest.raises(TopologyError, match="must be a mapping"):
-        load_cluster(tmp_path / "list.yaml")
     (tmp_path / "huge.yaml").write_bytes(b"#" * (2**20 + 10))
     with pytest.raises(TopologyError, match="larger"):
         load_cluster(tmp_path / "huge.yaml")
@@ -179,24 +140,6 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         write_cluster(load_preset("h100-400g"), tmp_path / "no" / "c.yaml")
     with pytest.raises(TopologyError, match="one of azure-a100-200g"):
         load_preset("none")
-
-
-def test_with_exposed_changes_nothing_else() -> None:
-    cluster = load_preset("h100-400g")
-    other = cluster.with_exposed(Exposed(1.0, 0.5, 0.0))
-    assert other.exposed.sync == 0.0
-    assert other.inter_node == cluster.inter_node
-    assert other.is_affine
-
-
-def test_bandwidth_only_has_no_latency_and_the_same_bandwidths() -> None:
-    cluster = load_preset("azure-a100-200g")
-    bare = cluster.bandwidth_only()
-    for link in Link:
-        for collective in Collective:
-            assert bare.curve(link, collective).seconds(0) == 0.0
-            assert bare.curve(link, collective).points == cluster.curve(link, collective).points
-    assert bare.inter_node.wire_bytes_per_second == cluster.inter_node.wire_bytes_per_second
 
 
 def of_sizes(latency: float, bandwidth: float) -> CollectiveCurve:
@@ -235,14 +178,6 @@ def test_curves_between_two_group_sizes_are_valid(first: float, faster: float, o
         assert low * (1 - 1e-9) <= between.seconds(size) <= high * (1 + 1e-9)
 
 
-def test_a_curve_between_two_that_take_the_same_time_for_every_size_is_valid() -> None:
-    sizes = [2.0**i for i in range(10, 30)]
-    small = CollectiveCurve(0.0, tuple((size, size / 3e-4) for size in sizes), 2)
-    curve = CollectiveCurve(0.0, tuple((size, size / 7e-4) for size in sizes[::3]), 64, (small,))
-    for ranks in range(3, 64):
-        assert 3e-4 < curve.of_group(ranks).seconds(1e6) < 7e-4
-
-
 def test_a_layout_uses_the_curves_of_its_groups_and_its_own_world() -> None:
     cluster = grouped()
     own = cluster.of_layout(16, 16)
@@ -262,10 +197,3 @@ def test_group_sizes_and_the_world_are_kept_in_files_and_have_no_latency_without
     assert bare.world is not None
     assert bare.world.all_to_all.latency_seconds == 0.0
     assert {group.latency_seconds for group in bare.inter_node.all_to_all.groups} == {0.0}
-
-
-def test_prices_depend_on_the_size_of_a_message_if_those_of_the_world_do() -> None:
-    affine = grouped()
-    assert affine.is_affine
-    assert affine.world is not None
-    assert not replace(affine, world=replace(affine.world, all_to_all=CURVE)).is_affine

@@ -28,6 +28,7 @@ def largest_error(fitted: CollectiveCurve, true: CollectiveCurve, sizes: np.ndar
     return max(abs(fitted.seconds(size) / true.seconds(size) - 1) for size in sizes)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-7, 1e-2), st.floats(1e7, 4e11))
 def test_a_constant_bandwidth_is_recovered_exactly(latency: float, bandwidth: float) -> None:
     true = CollectiveCurve(latency, ((1e6, bandwidth),))
@@ -40,6 +41,7 @@ def test_a_constant_bandwidth_is_recovered_exactly(latency: float, bandwidth: fl
         assert fitted.bandwidth(2**27) == pytest.approx(bandwidth, rel=1e-4)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 1e-4), st.floats(1e8, 1e9), st.floats(1.0, 30.0), st.floats(1.0, 4.0))
 def test_a_growing_bandwidth_is_recovered(latency: float, small: float, more: float, most: float) -> None:
     true = CollectiveCurve(latency, ((SIZES[2], small), (SIZES[5], small * more), (SIZES[8], small * more * most)))
@@ -49,7 +51,7 @@ def test_a_growing_bandwidth_is_recovered(latency: float, small: float, more: fl
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e11), st.integers(0, 2**31))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_noise_and_outliers_change_the_fit_little(latency: float, bandwidth: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     true = CollectiveCurve(latency, ((1e6, bandwidth),))
@@ -72,6 +74,7 @@ def test_a_disturbed_size_does_not_change_the_others() -> None:
     assert fitted.seconds(SIZES[3]) <= fitted.seconds(SIZES[4])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=9))
 def test_any_positive_times_give_a_valid_curve(seconds: list[float]) -> None:
     fitted = fit_curve(times_of(np.array(seconds)))
@@ -79,18 +82,6 @@ def test_any_positive_times_give_a_valid_curve(seconds: list[float]) -> None:
     assert 0 <= fitted.latency_seconds <= min(seconds) * (1 + 1e-6)
     grid = [fitted.seconds(size) for size in np.geomspace(1, 2**30, 100)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(grid))
-
-
-def test_a_single_size_gives_its_latency_and_a_bound() -> None:
-    fitted = fit_curve(times_of(np.array([1e-3])))
-    assert fitted.latency_seconds == pytest.approx(1e-3)
-    assert fitted.seconds(SIZES[0]) == pytest.approx(1e-3, rel=0.06)
-
-
-def test_spread_and_medians() -> None:
-    times = CollectiveTimes(np.array([8.0]), (np.array([1.0, 2.0, 3.0, 4.0, 100.0]),))
-    assert times.medians[0] == 3.0
-    assert times.spread[0] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize(

@@ -9,46 +9,21 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flexd.cli.main import main
 from flexd.core.errors import TopologyError
-from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
 from flexd.demo.ports import free_ports
-from flexd.planner.plan import make_plan
-from flexd.sketch.profile import Profile, TableProfile
-from flexd.topology.cluster import Cluster, Collective, Exposed, Link
+from flexd.topology.cluster import Collective, Link
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster
-from flexd.topology.fit import CollectiveTimes
-from flexd.topology.probe import ProbeOptions, ProbeReport
+from flexd.topology.probe import ProbeOptions
 from tests.support.probe_jobs import SMALL
 from tests.support.rank_pool import RankPool
 
 LAYOUT = RankLayout(2, 2)
-
-
-def plan_on(cluster: Cluster, layout: RankLayout) -> None:
-    """Make a plan with the cluster and check that its cost is finite and positive."""
-    keyspace = KeySpace([TableSpec("item", 1000, 16)])
-    share = np.arange(1, 1001) ** -1.1
-    share /= share.sum()
-    nothing = np.empty(0)
-    table = TableProfile(
-        "item", 1000, 1e6, 4000.0, np.arange(1000), share, share, share, nothing, nothing, 1000.0, 1.0
-    )  # fmt: skip
-    plan = make_plan(
-        Profile((table,)), keyspace, layout, cluster, [50], Placement.empty(), plan_id="p", parent_id="",
-        topology_generation=1, horizon_steps=1e6, now_unix_seconds=0.0, reason="test",
-    )  # fmt: skip
-    assert 0 < plan.after.exposed_seconds <= plan.before.exposed_seconds * (1 + 1e-12)
 
 
 def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None:
@@ -63,7 +38,6 @@ def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None
         for collective in Collective:
             # More than 1 us and less than a second on any machine: the figures are seconds and bytes per second.
             assert 1e-6 < cluster.curve(link, collective).seconds(4096) < 1.0
-    plan_on(cluster, LAYOUT)
 
 
 @pytest.mark.parametrize(("layout", "missing"), [(RankLayout(1, 4), "inter_node"), (RankLayout(4, 1), "intra_node")])
@@ -73,7 +47,6 @@ def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, la
     assert not any(name.startswith(missing) for name in sizes)
     assert f"{missing}: not measured" in cluster.source
     assert cluster.intra_node == cluster.inter_node
-    plan_on(cluster, layout)
 
 
 def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
@@ -152,43 +125,6 @@ def test_invalid_options_are_refused(wrong: dict[str, float]) -> None:
         ProbeOptions(**wrong)  # type: ignore[arg-type]
 
 
-@given(st.integers(1, 2**20), st.integers(0, 2**30), st.floats(1.2, 100))
-def test_sizes_are_log_spaced_and_end_at_the_largest(least: int, more: int, growth: float) -> None:
-    sizes = ProbeOptions(min_bytes=least, max_bytes=least + more, growth=growth).sizes
-    assert sizes[0] == least
-    assert sizes[-1] == least + more
-    assert sizes == sorted(sizes)
-    assert all(b <= (a + 1) * growth for a, b in pairwise(sizes))
-
-
-def report(links: tuple[Link, ...] = tuple(Link)) -> ProbeReport:
-    sizes = np.array([1e3, 1e6])
-    times = {
-        (link, collective): CollectiveTimes(sizes, (np.array([1e-5]), np.array([1e-3])))
-        for link in links
-        for collective in Collective
-    }
-    return ProbeReport(times, 0.0, 1.0, "made up")
-
-
-def test_the_source_of_a_cluster_says_what_was_not_measured() -> None:
-    cluster = report().cluster("mine")
-    assert cluster.name == "mine"
-    assert cluster.intra_node.wire_bytes_per_second == max(b for _, b in cluster.intra_node.all_to_all.points)
-    assert cluster.exposed == Exposed()
-    assert "wires: estimated" in cluster.source
-    assert "exposed shares: 1" in cluster.source
-    assert "1970-01-01" in cluster.source
-
-
-def test_a_missing_link_is_taken_from_another_cluster() -> None:
-    base = load_preset("h100-400g")
-    cluster = report((Link.INTRA_NODE,)).cluster(missing_from=base)
-    assert cluster.inter_node == base.inter_node
-    assert cluster.intra_node != base.intra_node
-    assert "inter_node: not measured, the job has no such link; taken from 'h100-400g'" in cluster.source
-
-
 def launch(folder: Path, ranks: int, *options: str) -> list[subprocess.Popen[str]]:
     """Run ``flexd probe`` as torchrun starts it: one process a rank, configured by the environment."""
     port = str(free_ports(1)[0])
@@ -262,11 +198,6 @@ def test_invalid_arguments_fail_before_measuring(
 ) -> None:
     assert message in command(*options)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_missing_folder_fails_before_measuring(command: Callable[..., str]) -> None:
-    job = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    assert "cannot be written" in command("--out", "no/c.yaml", **job)
 
 
 def test_ranks_that_never_join_fail_it_at_the_deadline(command: Callable[..., str]) -> None:

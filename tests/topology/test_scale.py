@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from flexd.topology.cluster import StepCosts
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
 
@@ -21,8 +20,3 @@ def test_the_scale_model_changes_latencies_alone() -> None:
             assert replace(other, latency_seconds=curve.latency_seconds) == curve
     assert "scale model" in scaled.source
     assert cluster.source.rstrip(".") in scaled.source
-
-
-def test_fixed_costs_of_a_step_are_scaled_and_the_rate_of_rows_is_not() -> None:
-    cluster = replace(load_preset("azure-a100-200g"), step_costs=StepCosts(2.0, 1.0, 1e9))
-    assert scale_model(cluster, 100.0).step_costs == StepCosts(0.02, 0.01, 1e9)
