@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -112,21 +110,8 @@ def test_moved_bytes() -> None:
     assert moved_bytes(delta, KEYSPACE, RankLayout(1, 4)).tolist().count(0) == 4
 
 
-def test_a_target_beyond_the_slots_is_refused() -> None:
-    target = Placement.of(np.arange(10), np.full(10, Tier.DEVICE, np.uint8))
-    with pytest.raises(PlanError, match="slots"):
-        plan_delta(Placement.empty(), target, np.ones(10), KEYSPACE, RankLayout(2, 2), [3, 3])
-
-
 def test_a_live_placement_beyond_the_slots_is_demoted_first() -> None:
     live = Placement.of(np.arange(40), np.full(40, Tier.DEVICE, np.uint8))
     target = Placement.of(np.arange(100, 104), np.full(4, Tier.DEVICE, np.uint8))
     delta = plan_delta(live, target, np.ones(4), KEYSPACE, RankLayout(2, 2), [3, 3])
     assert (delta.new_tiers[:40] == Tier.HOME).all()
-
-
-def test_nothing_to_do() -> None:
-    live = Placement.of(np.arange(4), np.full(4, Tier.NODE, np.uint8))
-    delta = plan_delta(live, live, np.ones(4), KEYSPACE, RankLayout(2, 2), [9, 9])
-    assert len(delta) == 0
-    assert list(delta_chunks(delta, KEYSPACE, RankLayout(2, 2), 10, 10)) == []

@@ -55,11 +55,3 @@ def test_looks_share_the_error_and_the_last_gives_a_verdict() -> None:
 def test_only_a_plan_that_is_shown_to_win_stays() -> None:
     assert {verdict for verdict in Verdict if keeps_plan(verdict)} == {Verdict.FASTER}
     assert {verdict for verdict in Verdict if not keeps_plan(verdict, takes_back=True)} == {Verdict.SLOWER}
-
-
-def test_words() -> None:
-    assert Effect(12, 0.031, 0.012, 0.05).describe(0.95) == (
-        "3.1 % slower (95 % interval +1.2 % to +5.0 %, 12 pairs of blocks)"
-    )
-    assert "2.0 % faster (3 pairs" in Effect(3, -0.02, -math.inf, math.inf).describe(0.95)
-    assert Effect(0, math.nan, -math.inf, math.inf).describe(0.95) == "not measured"

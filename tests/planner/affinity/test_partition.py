@@ -10,10 +10,8 @@ import pytest
 
 from flexd.planner.affinity.homes import choose_homes
 from flexd.planner.affinity.partition import (
-    FROM_HOMES,
     AffinityLimits,
     NodeHomes,
-    gather_samples,
     learn_homes,
     named_as_homes,
 )
@@ -42,30 +40,6 @@ def test_planted_groups_are_found():
     # A division of the groups would have none.
     assert homes.crossing * 20 < 0.05 * apart
     assert np.bincount(homes.home, minlength=NODES).max() <= 1.05 * len(window.keys) / NODES + 1
-
-
-def test_samples_gather_from_the_homes_of_now_in_equal_numbers():
-    window, group = grouped(1280)
-    batch, rule = np.arange(1280) // 64, window.keys % NODES
-    to = gather_samples(window.matrix(), batch, rule, NODES)
-    counts = np.bincount(batch * NODES + to, minlength=20 * NODES).reshape(20, NODES)
-    assert (counts == 16).all()
-    together = np.bincount(group * NODES + to, minlength=16 * NODES).reshape(16, NODES).max(axis=1)
-    assert together.sum() > 0.7 * 1280, "samples of a group meet"
-    gathered = learn_homes(window, batch, rule, NODES, AffinityLimits(probability=FROM_HOMES))
-    apart = crossing_rows(window, batch, np.arange(1280) % NODES, rule, NODES)
-    assert gathered.crossing * 20 < 0.35 * apart
-
-
-def test_equal_inputs_give_equal_homes_in_any_order_of_accesses():
-    window, _ = grouped(320)
-    order = np.random.default_rng(3).permutation(len(window.rows))
-    shuffled = SampleRows.of(window.samples[order], window.keys[window.rows[order]])
-    batch = np.arange(320) // 64
-    first = learn_homes(window, batch, window.keys % NODES, NODES)
-    again = learn_homes(shuffled, batch, window.keys % NODES, NODES)
-    assert np.array_equal(first.home, again.home)
-    assert np.array_equal(first.absent, again.absent)
 
 
 def test_expected_crossing_is_what_batches_of_the_window_cross():
@@ -142,14 +116,3 @@ def test_keys_that_are_not_known_are_at_home_by_rule():
     none = NodeHomes(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 2), np.float32), 0.0, 0)
     assert none.home_of(keys, rule).tolist() == rule.tolist()
     assert none.row_costs(keys, rule).tolist() == [[1, 0], [0, 1], [0, 1], [0, 1]]
-
-
-def test_arrays_that_do_not_fit_are_refused():
-    window, _ = grouped(64)
-    rule, batch = window.keys % NODES, np.zeros(64, dtype=np.int64)
-    with pytest.raises(ValueError, match="63 batches of 64 samples"):
-        learn_homes(window, batch[1:], rule, NODES)
-    with pytest.raises(ValueError, match="of 2"):
-        learn_homes(window, batch, rule, 2)
-    with pytest.raises(ValueError, match="negative"):
-        AffinityLimits(min_gain=-1)

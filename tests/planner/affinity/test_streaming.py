@@ -16,7 +16,7 @@ from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
 from flexd.planner.affinity.sampled_window import SampledWindow, row_costs, sampled_window
 from flexd.planner.affinity.streaming import FORGOTTEN_AFTER, plan_affinity
 from flexd.planner.affinity.traffic import rule_nodes
-from flexd.planner.affinity.users import crossing_by_user, users_of_window
+from flexd.planner.affinity.users import users_of_window
 from flexd.sketch.coaccess import NO_USER, CoAccess, CoAccessSample
 
 LAYOUT = RankLayout(2, 4)
@@ -55,12 +55,6 @@ def test_tables_of_a_sample_are_joined_and_the_newest_batches_are_whole() -> Non
     of_users = np.bincount(window.rows.samples[table == 1], minlength=len(window.rows))
     assert (of_users == 1).all()
     assert (window.user != NO_USER).any()
-
-
-def test_a_window_needs_the_size_of_a_batch() -> None:
-    for options in ({}, {"batch_samples": 0}, {"accesses_per_step": 0.0}):
-        with pytest.raises(ValueError, match="batch"):
-            sampled_window(sampled(1), KEYSPACE, horizon_steps=1.0, **options)
 
 
 def test_tables_with_a_home_rule_of_their_own_stay_out() -> None:
@@ -110,21 +104,6 @@ def test_users_are_where_their_rows_live() -> None:
     assert np.array_equal(by_rule.users.nodes_of, not_moved.nodes_of)
     words = AffinityOutlook.of(moved, 2_560).words
     assert any("With each user's samples in her node (flexd affinity users -o FILE.npz)" in each for each in words)
-
-
-def test_samples_of_no_user_are_where_they_are_read() -> None:
-    window = window_of(40)
-    learnt = plan_affinity(window, LAYOUT).homes
-    by_rule = dataclasses.replace(learnt, home=rule_nodes(learnt.keys, LAYOUT))
-    users = users_of_window(window, by_rule, LAYOUT)
-    assert users is not None
-    nameless = dataclasses.replace(window, user=np.full(len(window.rows), NO_USER))
-    sent, chain = crossing_by_user(users, nameless, by_rule, LAYOUT)
-    assert len(sent) == 40
-    assert (chain > 0).all()
-    assert np.array_equal(sent, chain)
-    assert plan_affinity(nameless, LAYOUT).users is None
-    assert plan_affinity(nameless, LAYOUT).by_user is None
 
 
 def test_equal_inputs_give_equal_plans() -> None:
@@ -179,13 +158,6 @@ def test_nodes_are_level_in_rows_bytes_and_load(seed: int) -> None:
         assert (now <= np.maximum(1.05 * weight.sum() / 2, was) + weight.max()).all()
 
 
-def test_rows_weigh_by_their_bytes() -> None:
-    wire, costs = row_costs(KEYSPACE, np.array([0, *KEYSPACE.keys(2, np.array([0]))]), 10.0)
-    assert wire.row == 2 * 128 * 4 + 8
-    assert costs.weight.tolist() == pytest.approx([(2 * 64 + 8) / wire.row, 1.0])
-    assert costs.min_gain.tolist() == pytest.approx([64 / wire.row / 10, 512 / wire.row / 10])
-
-
 def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None:
     random = np.random.default_rng(1)
     sample = CoAccessSample([GROUPS * GROUP_ROWS, GROUPS, 50], 1 << 22, None)
@@ -202,16 +174,6 @@ def test_a_small_catalogue_is_not_here_and_a_small_sample_is_not_known() -> None
     assert few.loader is None
     assert not few.pays()
     assert AffinityOutlook.of(few, 192).words[0].startswith("Affinity is not known: 192 samples are held, at least 256")
-
-
-def test_the_outlook_names_saving_moves_and_what_dealing_alone_wins() -> None:
-    plan = plan_affinity(window_of(40), LAYOUT)
-    words = " ".join(AffinityOutlook.of(plan, 2_560, 1e-3).words)
-    assert "With homes by affinity and a loader that deals" in words
-    assert "of transfer a step less" in words
-    assert "rows would live in another node" in words
-    assert "planner.moved_slots_share lets the daemon move them" in words
-    assert "With rows where they are, a loader that deals would leave" in words
 
 
 @settings(max_examples=50, deadline=None)

@@ -7,7 +7,7 @@ import numpy as np
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.sample_rows import SampleRows
-from flexd.planner.affinity.traffic import WireBytes, crossing_rows, rule_nodes, traffic
+from flexd.planner.affinity.traffic import WireBytes, crossing_rows, rule_nodes
 from flexd.planner.affinity.users import assign_users
 
 LAYOUT, WIRE = RankLayout(2, 2), WireBytes(row=520.0)
@@ -26,22 +26,6 @@ def test_rows_that_cross_are_counted_once_a_node_and_batch():
     # Key 0 is at home in node 0, key 2 in node 1: batch 0 sends 0 to node 1 and 2 to node 0, batch 1 sends 0 to node 1.
     assert crossing_rows(samples, batch, to, np.array([0, 1]), 2) == 3
     assert rule_nodes(np.array([0, 1, 2, 3, 4]), LAYOUT).tolist() == [0, 0, 1, 1, 0]
-
-
-def test_homes_learnt_from_groups_send_little_in_later_batches():
-    window, batch, _ = drawn(16, 60)
-    first, after = np.flatnonzero(batch < 30), np.flatnonzero(batch >= 30)
-    known = window.select(first).compact()
-    homes = learn_homes(known, batch[first], rule_nodes(known.keys, LAYOUT), LAYOUT.nodes)
-    sent = traffic(window.select(after).compact(), batch[after] - 30, homes, LAYOUT, WIRE)
-    assert sent.batches == 10
-    assert sent.loader_ratio < 0.3
-
-
-def test_large_batches_of_a_small_catalogue_send_what_they_did():
-    window, batch, _ = drawn(1, 8)
-    homes = learn_homes(window, batch, rule_nodes(window.keys, LAYOUT), LAYOUT.nodes)
-    assert traffic(window, batch, homes, LAYOUT, WIRE).loader_ratio > 0.98
 
 
 def test_users_go_to_the_node_of_their_rows_in_equal_numbers_of_samples():

@@ -33,10 +33,6 @@ def test_users_of_a_group_meet_in_a_node_and_save_rows() -> None:
     assert learnt.rows_ratio < 0.85
 
 
-def test_a_short_trace_is_not_judged() -> None:
-    assert learn_user_nodes(trace_of(8, 8, 2), RankLayout(2, 1), 8, 4).rows_ratio is None
-
-
 def test_traces_without_users_or_long_histories_are_refused() -> None:
     with pytest.raises(ConfigError, match="has no users"):
         learn_user_nodes(trace_of(8, 8, 2, with_users=False), RankLayout(2, 1), 8, 4)

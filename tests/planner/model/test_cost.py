@@ -9,11 +9,10 @@ import pytest
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
-from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink, migration_bytes
+from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, LinkModel
-from tests.support.planner_cases import cluster, flat, load, zipf
+from tests.support.planner_cases import cluster, flat, load
 
 N, L, B, A = 3, 4, 128, 0.7
 LAYOUT = RankLayout(N, L)
@@ -74,31 +73,6 @@ def test_seconds_are_bytes_at_the_collective_of_the_item() -> None:
     assert cost.total_seconds == pytest.approx(cost.forward_seconds + cost.backward_seconds + cost.sync_seconds)
 
 
-def test_baselines_are_ordered_by_what_they_know() -> None:
-    problem = load(zipf(2000, 1.1, 4000.0), bin_accesses=(1e-3,), bin_rows=(5e4,))
-    costs = {baseline.name: baseline.price([LoadSums(problem, LAYOUT)], cluster()) for baseline in PLAN_BASELINES}
-    inter = [costs[name.name].all_to_all_bytes(TrafficLink.INTER_NODE) for name in (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP)]
-    assert inter[0] > inter[1] > inter[2] > 0
-    assert all(baseline.source for baseline in PLAN_BASELINES)
-    assert len({baseline.name for baseline in PLAN_BASELINES}) == len(PLAN_BASELINES)
-
-
-def test_bins_are_home_rows() -> None:
-    listed = group_cost(load(np.full(100, 0.2)), np.zeros(100, np.uint8), LAYOUT, cluster())
-    binned = group_cost(
-        load(np.empty(0), bin_accesses=(0.2,), bin_rows=(100.0,)), np.zeros(0, np.uint8), LAYOUT, cluster()
-    )
-    np.testing.assert_allclose(listed.bytes, binned.bytes)
-
-
-def test_rows_above_home_that_are_not_listed() -> None:
-    problem = load(np.empty(0), bin_accesses=(0.2,), bin_rows=(100.0,))
-    cost = group_cost(problem, np.zeros(0, np.uint8), LAYOUT, cluster(), unlisted=np.array([0.0, 30.0, 0.0]))
-    assert cost.rows == pytest.approx([70.0, 30.0, 0.0])
-    same = group_cost(load(np.full(100, 0.2)), np.repeat([0, 1], [70, 30]).astype(np.uint8), LAYOUT, cluster())
-    np.testing.assert_allclose(cost.bytes, same.bytes)
-
-
 def test_dim_groups_share_the_collectives() -> None:
     problem, tiers = load(np.full(5, A)), np.ones(5, np.uint8)
     sums = LoadSums(problem, LAYOUT)
@@ -109,15 +83,3 @@ def test_dim_groups_share_the_collectives() -> None:
     np.testing.assert_array_equal(three.latency_seconds, one.latency_seconds)
     with pytest.raises(PlanError, match="no dim-group"):
         joint_cost([], [], cluster())
-
-
-def test_migration_bytes() -> None:
-    assert migration_bytes(LAYOUT, 100) == pytest.approx([0, 100 * (N - 1) / N / L, 100 * (W - 1) / W])
-
-
-def test_sums_are_at_their_homes_only_if_every_dim_group_travels_narrow() -> None:
-    wide = load(np.full(2, A))
-    narrow, tiers = replace(wide, sums_at_home=True), np.ones(2, np.uint8)
-    for problems, expected in (((wide, narrow), False), ((narrow, narrow), True), ((wide, wide), False)):
-        sums = [LoadSums(problem, LAYOUT) for problem in problems]
-        assert joint_cost(sums, [tiers, tiers], cluster()).summed_at_home is expected

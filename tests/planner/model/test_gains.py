@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums, group_cost
-from flexd.planner.model.gains import canonical_tiers, decision_gains, migration_seconds, row_seconds, usable_tiers
-from flexd.planner.model.row_bytes import Exchange, migration_bytes
-from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
-from tests.support.planner_cases import cluster, flat, load
+from flexd.planner.model.gains import decision_gains, migration_seconds, row_seconds, usable_tiers
+from flexd.planner.model.row_bytes import Exchange
+from flexd.topology.cluster import Cluster
+from tests.support.planner_cases import cluster, load
 
 LAYOUT = RankLayout(3, 2)
 SENT = np.zeros((3, 6, 3))
@@ -78,21 +76,3 @@ def test_bounds_hold_where_a_gain_falls_with_the_accesses() -> None:
     assert decision[Tier.NODE] == pytest.approx(plain[Tier.NODE])
     kept, _ = decided(0.2, Tier.NODE, error=0.75, machine=slow)
     assert kept[Tier.NODE] >= plain[Tier.NODE]
-
-
-def test_migrations_are_priced_as_large_all_gathers() -> None:
-    gather = CollectiveCurve(1.0, ((1e3, 1e8), (1e6, 5e9)))
-    link = LinkModel(9e9, flat(1e9), flat(1e9), gather)
-    machine, problem = Cluster("m", "s", link, link), replace(load(np.ones(1)), state_bytes=36)
-    np.testing.assert_allclose(migration_seconds(problem, LAYOUT, machine), migration_bytes(LAYOUT, 100) / 5e9)
-
-
-def test_tiers_that_hold_equal_copies_have_one_name() -> None:
-    tiers = np.array([0, 1, 2], np.uint8)
-    assert canonical_tiers(tiers, LAYOUT).tolist() == [0, 1, 2]
-    assert canonical_tiers(tiers, RankLayout(1, 4)).tolist() == [0, 0, 2]
-    assert canonical_tiers(tiers, RankLayout(4, 1)).tolist() == [0, 1, 1]
-    assert canonical_tiers(tiers, RankLayout(1, 1)).tolist() == [0, 0, 0]
-    assert usable_tiers(RankLayout(4, 1), Exchange.DIRECT_DEDUP) == (Tier.NODE,)
-    assert usable_tiers(LAYOUT, Exchange.DIRECT_DEDUP) == (Tier.DEVICE,)
-    assert usable_tiers(RankLayout(1, 1)) == usable_tiers(RankLayout(1, 1), Exchange.DIRECT) == ()

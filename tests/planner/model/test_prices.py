@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
-from flexd.planner.model.gains import row_seconds
-from flexd.planner.model.prices import latencies, prices, slower_link_only
+from flexd.planner.model.cost import group_cost
+from flexd.planner.model.prices import latencies, prices
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel, WorldModel
 from tests.support.planner_cases import cluster, flat, load, zipf
@@ -62,23 +61,6 @@ def test_micro_batches_count_each_forward_pass_and_merged_gradients_once(
     assert latency.sum() == len(hops) * (3 * micro_batches + backward) + (not frozen)
 
 
-def test_dim_groups_of_both_kinds_take_a_collective_each() -> None:
-    wide = load(np.full(2, A))
-    tiers = np.array([0, 1], np.uint8)
-    sums = [LoadSums(problem, LAYOUT) for problem in (wide, replace(wide, sums_at_home=True))]
-    cost = joint_cost(sums, [tiers, tiers], cluster(latency=1.0))
-    assert cost.latency_seconds[Phase.SYNC_ROWS, TrafficLink.INTER_NODE] == 1.0
-    assert cost.latency_seconds[Phase.SYNC_SUMS, TrafficLink.INTER_NODE] == 1.0
-    assert cost.latency_seconds.sum() == 10.0
-
-
-@pytest.mark.parametrize(("tiers", "collectives"), [([0], 4), ([0, 2], 5)])
-def test_a_direct_exchange_with_dedup_sends_sums_in_one_more(tiers: list[int], collectives: int) -> None:
-    problem = load(np.full(len(tiers), A))
-    cost = group_cost(problem, np.array(tiers, np.uint8), LAYOUT, cluster(latency=1.0), Exchange.DIRECT_DEDUP)
-    assert cost.latency_seconds.sum() == collectives
-
-
 def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
     problem = load(zipf(50, 1.0, 50.0))
     machine = cluster(all_to_all=10e9, intra=100e9)
@@ -88,20 +70,6 @@ def test_a_direct_all_to_all_takes_as_long_as_its_slower_link() -> None:
         cost.bytes[:, :, TrafficLink.INTER_NODE].sum() / 10e9
     )
     assert cost.bytes[:, :, TrafficLink.INTRA_NODE].sum() > 0
-
-
-def test_only_all_to_alls_over_the_world_drop_their_faster_link() -> None:
-    seconds = np.random.default_rng(0).uniform(0.5, 1.0, (3, 6, 3))
-    kept = slower_link_only(seconds)
-    world = {(Tier.HOME, phase) for phase in EXCHANGE_PHASES}
-    world |= {(Tier.DEVICE, Phase.BACKWARD_ROWS), (Tier.DEVICE, Phase.SYNC_SUMS)}
-    for tier in Tier:
-        for phase in Phase:
-            if (tier, phase) in world:
-                assert np.count_nonzero(kept[tier, phase]) == 1
-                assert kept[tier, phase].max() == seconds[tier, phase].max()
-            else:
-                np.testing.assert_array_equal(kept[tier, phase], seconds[tier, phase])
 
 
 def test_a_message_is_that_of_one_micro_batch_and_of_all_tiers() -> None:
@@ -146,21 +114,6 @@ def test_a_direct_exchange_between_nodes_is_priced_as_the_all_to_all_over_all_ra
     np.testing.assert_array_equal(chain, latencies(machine, LAYOUT, Exchange.CHAIN, [Tier.HOME]))
 
 
-@pytest.mark.parametrize("exchange", [Exchange.DIRECT, Exchange.DIRECT_DEDUP])
-def test_costs_and_gains_of_a_direct_exchange_follow_the_all_to_all_over_all_ranks(exchange: Exchange) -> None:
-    rails = cluster(all_to_all=9e9, intra=1e15)
-    slow = replace(rails, world=WorldModel(LAYOUT.nodes, LAYOUT.local_ranks, flat(3e9)))
-    problem, home = load(np.full(50, A)), np.full(50, Tier.HOME, np.uint8)
-    cost, of_rails = (group_cost(problem, home, LAYOUT, machine, exchange) for machine in (slow, rails))
-    assert cost.exposed_seconds == pytest.approx(3 * of_rails.exposed_seconds)
-    assert cost.peak_exposed_seconds == pytest.approx(3 * of_rails.peak_exposed_seconds)
-    gains, at_rails = (
-        row_seconds(problem, LAYOUT, machine, cost.bytes, exchange)[Tier.HOME] for machine in (slow, rails)
-    )
-    assert at_rails.any()
-    np.testing.assert_allclose(gains, 3 * at_rails)
-
-
 def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:
     rising = CollectiveCurve(0.0, ((1.0, 1e6), (1e9, 1e11)))
     machine = Cluster("m", "s", LinkModel(1e12, flat(1e9), flat(2e9), rising), LinkModel(9e9, *[flat(4e9)] * 3))
@@ -168,16 +121,6 @@ def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -
     cost = group_cost(load(np.full(50, A), row_bytes=128), device, LAYOUT, machine, Exchange.DIRECT)
     size = cost.bytes[Tier.DEVICE, Phase.SYNC_ROWS, TrafficLink.INTRA_NODE]
     assert cost.phase_seconds[Phase.SYNC_ROWS, TrafficLink.INTRA_NODE] == pytest.approx(2 * rising.seconds(size / 2))
-
-
-def test_exposed_shares() -> None:
-    problem, tiers = load(np.full(4, A)), np.array([0, 1, 2, 2], np.uint8)
-    full = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6))
-    part = group_cost(problem, tiers, LAYOUT, cluster(latency=1e-6, exposed=Exposed(1.0, 0.5, 0.25)))
-    assert full.exposed_seconds == pytest.approx(full.total_seconds)
-    assert part.exposed_seconds == pytest.approx(
-        full.forward_seconds + 0.5 * full.backward_seconds + 0.25 * full.sync_seconds
-    )
 
 
 def test_what_can_run_beside_compute_is_exposed_beyond_it() -> None:

@@ -17,11 +17,7 @@ from flexd.embedding.store.store import make_stores
 from flexd.planner.model.cost import group_cost
 from flexd.planner.model.rank_memory import Buffer, placement_memory
 from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.plan import make_plan
-from tests.support.planner_cases import cluster, load, profile
-from tools.bench.peers.problem import PlanningProblem
-from tools.bench.peers.row_peers import ROW_PEERS
+from tests.support.planner_cases import cluster, load
 
 KEYSPACE = KeySpace(
     [
@@ -115,41 +111,3 @@ def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int, na
     expected = 2 * (sent[Phase.FORWARD_IDS] + sent[Phase.BACKWARD_ROWS]) / passes
     assert sent[Phase.BACKWARD_ROWS] >= sent[Phase.FORWARD_ROWS] * (1 - 1e-9)
     assert buffers[Buffer.EXCHANGE].mean() == pytest.approx(expected)
-
-
-def test_frozen_tables_need_no_gradients_and_merged_gradients_come_at_once() -> None:
-    a = np.array([0.5, 2.0, 9.0])
-    problem = load(a, row_bytes=64)
-    frozen = type(problem)(**{**problem.__dict__, "trained": np.zeros(3)})
-    none = np.zeros(3, np.uint8)
-    assert group_cost(frozen, none, LAYOUT, cluster()).buffer_bytes[Buffer.GRADIENTS].sum() == 0
-    merged = type(problem)(**{**problem.__dict__, "micro_batches": 4, "merged_backward": True})
-    buffers = group_cost(merged, none, LAYOUT, cluster()).buffer_bytes
-    assert buffers[Buffer.GRADIENTS] == pytest.approx(np.full(6, 64 * (1 - np.exp(-a)).sum()))
-    assert buffers[Buffer.ROWS] == pytest.approx(np.full(6, 64 * (1 - np.exp(-a / 4)).sum()))
-    back = 64 * 2 * (1 - np.exp(-a)).sum() * (1 / 2)
-    assert buffers[Buffer.EXCHANGE].mean() > back, "the larger of rows and gradients counts"
-
-
-def test_the_plan_and_every_peer_say_it() -> None:
-    slots = (60, 30)
-    seen = profile(KEYSPACE, 4000.0, hot=70)
-    made = make_plan(
-        seen, KEYSPACE, LAYOUT, cluster(), slots, Placement.empty(), plan_id="p", parent_id="", topology_generation=1,
-        horizon_steps=1e6, now_unix_seconds=0.0, reason="test",
-    )  # fmt: skip
-    assert len(made.target) > 0
-    assert made.memory.buffers is made.after.buffer_bytes
-    assert made.memory.directory.min() > 0
-    assert made.memory.replicas.tolist() == [60 * 36 + 30 * 96] * 6, "slots are set aside whether taken or not"
-    assert made.memory.buffers[Buffer.SYNC].min() > 0
-    case = PlanningProblem(seen, KEYSPACE, LAYOUT, cluster(), 1e9, slots, TrainingShape())
-    outcomes = {peer.name: peer.evaluate(case) for peer in ROW_PEERS}
-    for outcome in outcomes.values():
-        assert outcome.cost is not None
-        assert outcome.cost.buffer_bytes.shape == (len(Buffer), LAYOUT.world_size)
-        assert (outcome.peak_memory_bytes > outcome.memory_bytes).all()
-    plain, dedup, two_hop = (outcomes[name].cost.buffer_bytes for name in ("row_wise", "row_wise_dedup", "two_hop"))
-    assert (plain[Buffer.ROWS] > 2 * dedup[Buffer.ROWS]).all(), "every look-up instead of every row"
-    assert two_hop[Buffer.ROWS] == pytest.approx(dedup[Buffer.ROWS])
-    assert made.memory.home.sum() == pytest.approx(case.home_memory().sum())

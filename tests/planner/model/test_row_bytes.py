@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
-from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, TrafficLink
+from flexd.planner.model.row_bytes import ID_BYTES, Phase, TrafficLink
 from tests.support.planner_cases import cluster, load, zipf
 
 ROWS, ROW_BYTES, STEPS = 600, 96, 60
@@ -77,25 +77,3 @@ def test_chain_bytes(layout: RankLayout) -> None:
     # 600 rows, 60 steps: rows' homes are a sample too, hence a few per cent.
     np.testing.assert_allclose(expected, counted, rtol=0.08, atol=ROW_BYTES * 0.3)
     assert expected.sum() == pytest.approx(counted.sum(), rel=0.015)
-
-
-@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 2)], ids=str)
-def test_direct_bytes(layout: RankLayout) -> None:
-    rng = np.random.default_rng(9)
-    accesses = rng.permutation(zipf(ROWS, 0.8, 400.0))
-    home = layout.home_rank(np.arange(ROWS))
-    problem = load(accesses, row_bytes=ROW_BYTES)
-    counted = {False: np.zeros(3), True: np.zeros(3)}
-    for _ in range(STEPS):
-        draws = rng.poisson(accesses, (layout.world_size, ROWS))
-        for rank in range(layout.world_size):
-            where = np.where(home == rank, 0, np.where(home // layout.local_ranks == layout.node_of(rank), 1, 2))
-            for dedup in (False, True):
-                count = np.minimum(draws[rank], 1) if dedup else draws[rank]
-                counted[dedup] += np.bincount(where, weights=count, minlength=3) * ROW_BYTES
-    for dedup, exchange in ((False, Exchange.DIRECT), (True, Exchange.DIRECT_DEDUP)):
-        cost = group_cost(problem, np.zeros(ROWS, np.uint8), layout, cluster(), exchange)
-        rows = cost.bytes[Tier.HOME, Phase.FORWARD_ROWS]
-        np.testing.assert_allclose(rows, counted[dedup] / STEPS / layout.world_size, rtol=0.08)
-        np.testing.assert_array_equal(cost.bytes[Tier.HOME, Phase.BACKWARD_ROWS, 1:], rows[1:])
-        np.testing.assert_allclose(cost.bytes[Tier.HOME, Phase.FORWARD_IDS, 1:] * ROW_BYTES / ID_BYTES, rows[1:])

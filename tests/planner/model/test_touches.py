@@ -11,7 +11,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.planner.model.row_bytes import Exchange, TrafficLink
-from flexd.planner.model.touches import TouchRelation, bounded, independent, measured_touches, rescaled
+from flexd.planner.model.touches import TouchRelation, bounded, measured_touches, rescaled
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import (
     ANYWHERE,
@@ -145,18 +145,6 @@ def test_touches_stay_possible_whatever_is_measured() -> None:
         assert_possible(touches)
         assert np.isfinite(touches).all()
     assert (relation.touches(accesses)[0] <= accesses).all()
-
-
-def test_a_relation_of_independent_rows_is_independence() -> None:
-    accesses = np.logspace(-5, 1, 300)
-    relation = TouchRelation.fit(accesses, independent(accesses, LAYOUT), LAYOUT)
-    np.testing.assert_allclose(relation.touches(accesses), independent(accesses, LAYOUT), rtol=1e-9)
-
-
-def test_touches_of_another_layout_are_not_used() -> None:
-    profile = exact_profile(bursty_steps(3), KEYSPACE, LAYOUT)
-    (load,) = make_loads(profile, KEYSPACE, RankLayout(3, 2))
-    assert load.touches is None
 
 
 def test_micro_batches_repeat_the_touches_of_a_pass() -> None:

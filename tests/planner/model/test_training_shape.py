@@ -89,23 +89,6 @@ def test_micro_batches_and_the_busiest_rank(micro_batches: int, merged: bool) ->
     assert cost.peak_exposed_seconds > cost.exposed_seconds
 
 
-def test_the_busiest_rank_of_a_direct_exchange_is_the_hot_rows_home() -> None:
-    accesses = np.full(ROWS, 0.01)
-    accesses[7] = 50.0  # home 7 % 6 = 1
-    draws = np.random.default_rng(3).poisson(accesses, (STEPS, W, ROWS))
-    rows = np.zeros(W)
-    for rank in range(W):
-        other = rank // L != (HOME // L)
-        rows += np.bincount(HOME[other], weights=draws[:, rank][:, other].sum(axis=0), minlength=W)
-    cost = group_cost(shaped(accesses), np.zeros(ROWS, np.uint8), LAYOUT, cluster(), Exchange.DIRECT)
-    peak = cost.peak_bytes[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE]
-    assert rows.argmax() == 1
-    assert peak == pytest.approx(rows[1] / STEPS * ROW_BYTES, rel=0.03)
-    assert cost.imbalance > 3
-    dedup = group_cost(shaped(accesses), np.zeros(ROWS, np.uint8), LAYOUT, cluster(), Exchange.DIRECT_DEDUP)
-    assert dedup.imbalance < cost.imbalance / 2
-
-
 def test_frozen_rows_send_nothing_back() -> None:
     tiers = (KEYS % 3).astype(np.uint8)
     trained = (KEYS >= 200).astype(np.float64)
@@ -164,20 +147,6 @@ def test_wire_dtype() -> None:
     back = half.bytes[1:, Phase.BACKWARD_ROWS, TrafficLink.INTER_NODE]
     assert ((back > 0) & (back < sums)).all()
     np.testing.assert_array_equal(half.bytes[:, Phase.FORWARD_IDS], full.bytes[:, Phase.FORWARD_IDS])
-
-
-def test_more_micro_batches_make_replicas_more_worth() -> None:
-    hot = np.full(ROWS, 6.0)
-    home, node = np.zeros(ROWS, np.uint8), np.full(ROWS, Tier.NODE, np.uint8)
-    gains = []
-    for k in (1, 2, 4):
-        problem = shaped(hot, micro_batches=k)
-        machine = cluster()
-        gains.append(
-            group_cost(problem, home, LAYOUT, machine).exposed_seconds
-            - group_cost(problem, node, LAYOUT, machine).exposed_seconds
-        )
-    assert gains[2] > gains[1] > gains[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -64,26 +64,6 @@ def test_rows_listed_on_request_leave_the_bins(with_bins: bool) -> None:
     assert costs[0].rows[Tier.HOME] == pytest.approx(5000)
 
 
-def test_listing_listed_rows_or_every_row_changes_no_total() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=300)
-    plain = make_loads(seen, KEYSPACE, LAYOUT)[0]
-    same = make_loads(seen, KEYSPACE, LAYOUT, also_list=KEYSPACE.keys(0, seen.tables[0].hot_rows[:20]))[0]
-    assert np.array_equal(same.keys, plain.keys)
-    assert np.array_equal(same.bin_rows, plain.bin_rows)
-    every = make_loads(seen, KEYSPACE, LAYOUT, also_list=np.arange(5000))[0]
-    assert len(every.keys) == 5000
-    assert every.bin_rows.sum() == 0
-    assert rows_and_accesses(every) == pytest.approx(rows_and_accesses(plain))
-
-
-def test_unexplained_accesses_are_spread_over_the_other_rows() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=100)
-    blind = dataclasses.replace(seen.tables[0], bin_share=np.empty(0), bin_rows=np.empty(0))
-    load = make_loads(dataclasses.replace(seen, tables=(blind, seen.tables[1])), KEYSPACE, LAYOUT)[0]
-    assert load.bin_rows.tolist() == [4900.0]
-    assert rows_and_accesses(load)[1] == pytest.approx(ACCESSES / LAYOUT.world_size)
-
-
 def test_loads_by_table_sum_to_the_loads_by_dim_group() -> None:
     keyspace = KeySpace([TableSpec("a", 500, 16), TableSpec("b", 300, 32), TableSpec("c", 400, 16)])
     seen = profile(keyspace, ACCESSES, hot=50)
@@ -98,18 +78,6 @@ def test_loads_by_table_sum_to_the_loads_by_dim_group() -> None:
         np.testing.assert_allclose(total[0], np.sum(total[1:], axis=0))
     assert tables[2].listed_statistics(LAYOUT)[SYNCED].sum() == 0
     assert tables[0].listed_statistics(LAYOUT)[SYNCED].sum() == 3 * 50, "a bit in each of three passes"
-
-
-def test_distinct_rows() -> None:
-    """u, v and w of single rows against drawn id sets."""
-    layout = RankLayout(3, 2)
-    accesses = np.array([1e-4, 0.05, 0.3, 1.0, 4.0])
-    draws = np.random.default_rng(2).poisson(accesses, (40_000, 3, 2, 5)) > 0
-    stats = statistics(accesses, layout)
-    np.testing.assert_allclose(stats[2], draws.mean(axis=(0, 1, 2)), atol=0.004)
-    np.testing.assert_allclose(stats[3], draws.any(axis=2).mean(axis=(0, 1)), atol=0.006)
-    np.testing.assert_allclose(stats[4], draws.any(axis=(1, 2)).mean(axis=0), atol=0.008)
-    assert stats[4, 0] == pytest.approx(6e-4, rel=1e-3)
 
 
 def test_merged_gradients_travel_once_a_step() -> None:

@@ -27,7 +27,6 @@ from tests.support.planner_cases import cluster, load, profile
 
 KEYSPACE = KeySpace([TableSpec("items", 2000, 16), TableSpec("users", 1000, 16), TableSpec("tags", 800, 32)])
 LAYOUT = RankLayout(2, 2)
-NOBODY = np.empty(0, np.int64)
 
 
 def plan(limits: PlanLimits | None = None, *, live: Placement | None = None, **changes: object) -> Plan:
@@ -199,21 +198,6 @@ def test_slots_that_differ_between_ranks() -> None:
     assert made.replica_slots == (0, 5)
 
 
-def test_more_table_budget_never_costs_more_with_one_tier() -> None:
-    keys = np.arange(200, dtype=np.int64)
-    problem = load(np.random.default_rng(3).pareto(1.0, 200), keys)
-    budget = np.where(keys < 100, 0, -1)
-    layout, none = RankLayout(4, 1), np.zeros(200, np.uint8)
-    costs = [
-        choose_tiers(
-            problem, layout, cluster(), GroupLimits(np.full(4, 40), None, budget, np.array([slots])), none, np.inf
-        ).cost.exposed_seconds
-        for slots in (0, 1, 3, 8, 20, 40, 100)
-    ]
-    assert (np.diff(costs) <= 1e-18).all()
-    assert costs[-1] < costs[0]
-
-
 def test_the_exchange_left_open_is_never_above_either() -> None:
     for latency in (0.0, 1e-6, 1e-4):
         made = plan(machine=cluster(latency=latency), exchange=None)
@@ -252,9 +236,3 @@ def test_frozen_tables_are_replicated_as_far_as_slots_go() -> None:
 def test_bad_limits(limits: PlanLimits, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(limits)
-
-
-@pytest.mark.parametrize("slots", [(-1, 1), (np.array([1, 2]), 1), (1.5, 1), (np.ones((2, 2), int), 1)])
-def test_bad_slots(slots: tuple) -> None:
-    with pytest.raises(PlanError, match="slots"):
-        plan(slots=slots)

@@ -61,19 +61,6 @@ def test_the_bound_holds_and_is_the_least_dual(seed: int) -> None:
     assert price >= 0
 
 
-def test_a_table_has_the_higher_of_its_own_price_and_that_of_all_slots() -> None:
-    node = np.array([5.0, 4.5, 4.0, 3.5, 3.0, 1.4, 1.3, 1.2, 1.1, 1.0])
-    device, budget = np.full(10, -np.inf), np.repeat([0, 1], 5)
-    price, tables, bound = best_price(node, device, 1.0, 3.0, 6.0, budget, np.array([2.0, 9.0]))
-    assert 4.0 <= tables[0] <= 4.5, "two of its rows are worth its two slots"
-    assert 1.0 <= price <= 1.1, "four rows of the other table are worth what is left"
-    assert tables[1] == price
-    assert bound == pytest.approx(5.0 + 4.5 + 1.4 + 1.3 + 1.2 + 1.1)
-    price, tables, _ = best_price(node, device, 1.0, 3.0, 100.0, budget, np.array([50.0, 50.0]))
-    assert price == tables.max() == 0.0
-    assert best_price(np.empty(0), np.empty(0), 1.0, 3.0, 5.0)[2] == 0.0
-
-
 @pytest.mark.parametrize(("rows", "most"), [(0.0, 0.0), (1.0, 5.0), (1.5, 7.0), (2.25, 9.5), (3.0, 11.0), (9.0, 11.0)])
 def test_the_last_row_of_a_single_tier_may_be_a_fraction(rows: float, most: float) -> None:
     assert single_tier_bound(np.array([2.0, -3.0, 5.0, 4.0]), rows) == pytest.approx(most)

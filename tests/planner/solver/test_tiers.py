@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
 from flexd.planner.solver.tiers import TierChoice, choose_tiers
@@ -48,16 +47,6 @@ def test_more_budget_never_costs_more(seed: int, layout: RankLayout) -> None:
     assert np.all(np.diff(costs) <= 1e-18)
 
 
-def test_more_budget_never_costs_more_with_both_tiers() -> None:
-    problem = load(zipf(4000, 1.1, 4000.0), np.random.default_rng(0).permutation(4000).astype(np.int64))
-    machine = cluster(exposed=Exposed(1.0, 1.0, 0.5))
-    choices = [choose_tiers(problem, LAYOUT, machine, slots, no_live(4000), NONE) for slots in range(0, 1500, 100)]
-    costs = [choice.cost.exposed_seconds for choice in choices]
-    assert np.all(np.diff(costs) <= 0)
-    assert costs[-1] < 0.9 * costs[0]
-    assert max(1 - choice.lower_bound_seconds / choice.objective_seconds for choice in choices) < 1e-3
-
-
 def test_does_not_depend_on_the_order_of_rows() -> None:
     rng = np.random.default_rng(5)
     accesses, keys = zipf(500, 1.0, 500.0), rng.permutation(2000)[:500].astype(np.int64)
@@ -66,38 +55,6 @@ def test_does_not_depend_on_the_order_of_rows() -> None:
     second = choose_tiers(load(accesses[order], keys[order]), LAYOUT, cluster(), 60, no_live(500), NONE)
     assert np.array_equal(first.tiers, second.tiers)
     assert first.objective_seconds == second.objective_seconds
-
-
-def test_uniform_traffic_stays_at_home_when_copies_do_not_pay() -> None:
-    problem = load(np.full(1000, 0.01))
-    choice = choose_tiers(problem, LAYOUT, cluster(all_reduce=15e9), 1000, no_live(1000), NONE)
-    assert (choice.tiers == Tier.HOME).all()
-    assert choice.objective_seconds == choice.cost.exposed_seconds
-
-
-def test_hot_rows_are_replicated_and_cold_ones_are_not() -> None:
-    accesses = np.concatenate([np.full(50, 5.0), np.full(950, 1e-3)])
-    choice = choose_tiers(load(accesses), LAYOUT, cluster(), 1000, no_live(1000), NONE)
-    assert (choice.tiers[:50] != Tier.HOME).all()
-    assert (choice.tiers[50:] == Tier.HOME).all()
-    assert (choice.gains[:50] > 0).all()
-    assert (choice.gains[50:] == 0).all()
-
-
-def test_never_above_the_chain_without_replicas() -> None:
-    # An all-reduce slower than the all-to-all: replicas lose.
-    machine = cluster(all_reduce=5e9, intra=100e9)
-    problem = load(zipf(300, 1.2, 3000.0))
-    choice = choose_tiers(problem, RankLayout(4, 1), machine, 300, no_live(300), NONE)
-    home = group_cost(problem, no_live(300), RankLayout(4, 1), machine)
-    assert (choice.tiers == Tier.HOME).all()
-    assert choice.cost.exposed_seconds == home.exposed_seconds
-
-
-def test_a_sync_latency_that_eats_the_gain_means_no_replicas() -> None:
-    problem = load(zipf(100, 1.2, 100.0))
-    assert choose_tiers(problem, LAYOUT, cluster(), 50, no_live(100), NONE).tiers.any()
-    assert not choose_tiers(problem, LAYOUT, cluster(latency=1e-3), 50, no_live(100), NONE).tiers.any()
 
 
 def test_one_node_uses_device_and_one_rank_a_node_uses_node() -> None:
@@ -167,23 +124,6 @@ def test_bandwidth_that_depends_on_size() -> None:
     assert choice.cost.exposed_seconds < home.exposed_seconds
     assert LAYOUT.replica_slots_used(problem.keys, choice.tiers).max() <= 80
     assert choice.lower_bound_seconds <= choice.objective_seconds
-
-
-def test_bad_arguments() -> None:
-    problem = load(np.ones(3))
-    with pytest.raises(PlanError, match="replica slots"):
-        choose_tiers(problem, LAYOUT, cluster(), -1, no_live(3), NONE)
-    with pytest.raises(PlanError, match="horizon"):
-        choose_tiers(problem, LAYOUT, cluster(), 1, no_live(3), 0.0)
-    with pytest.raises(PlanError, match="horizon"):
-        choose_tiers(problem, LAYOUT, cluster(), 1, no_live(3), float("nan"))
-
-
-def test_no_listed_rows() -> None:
-    problem = load(np.empty(0), bin_accesses=(0.5,), bin_rows=(1000.0,))
-    choice = choose_tiers(problem, LAYOUT, cluster(), 10, no_live(0), NONE)
-    assert len(choice.tiers) == 0
-    assert choice.cost.exposed_seconds > 0
 
 
 def test_an_upper_bound_never_keeps_a_placement_that_the_estimate_prices_above_home() -> None:

@@ -17,7 +17,7 @@ from flexd.planner.model.workload import (
     STATISTICS,
 )
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
-from flexd.planner.tables.options import HomeKind, Option, TableOptions
+from flexd.planner.tables.options import Option, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads
 from flexd.planner.tables.table_work import TableWork
 from tests.support.planner_cases import cluster
@@ -98,7 +98,3 @@ def best_by_milp(tables: TableOptions, layout: RankLayout, memory: float) -> flo
     )
     assert result.status == 0, result.message
     return float(result.fun) * unit
-
-
-def whole_tables_only(options: tuple[Option, ...]) -> tuple[Option, ...]:
-    return tuple(option for option in options if option.rule is HomeKind.RANK)

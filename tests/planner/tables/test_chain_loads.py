@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -19,14 +17,13 @@ from flexd.planner.model.workload import (
     STATISTICS,
     SYNCED,
 )
-from flexd.planner.tables.chain_loads import copy_loads, kernel_bytes, parts_of_bags, row_loads, sum_loads
+from flexd.planner.tables.chain_loads import copy_loads, row_loads, sum_loads
 from flexd.planner.tables.options import HomeKind
 from flexd.planner.tables.table_work import TableWork
 from tests.planner.tables.cases import work_of
 
 LAYOUTS = [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]
 ROWS, BAGS, LENGTH, DIM = 600, 200, 5, 8
-MESSAGES = {"ids": 0, "values": 1, "gradients": 2}
 INTRA, INTER = 0, 1
 
 
@@ -147,23 +144,3 @@ def test_tables_that_every_rank_has_cost_what_plans_say_of_rows_at_device(layout
                 assert with_rows[table, 2, link, direction] == pytest.approx(bytes_[Phase.BACKWARD_ROWS, of])
                 sums = bytes_[Phase.SYNC_SUMS, of] + bytes_[Phase.SYNC_ROWS, of]
                 assert summed[table, link, direction] == pytest.approx(sums)
-
-
-def test_frozen_tables_have_no_gradients():
-    layout = RankLayout(2, 2)
-    work = work_of(0, 4, layout)
-    statistics = work.statistics.copy()
-    statistics[:, [BACK_PER_RANK, BACK_PER_NODE, ANYWHERE]] = 0.0
-    frozen = replace(work, statistics=statistics, trained=np.zeros(4))
-    for rule in (HomeKind.ALL, HomeKind.NODE, HomeKind.RANK):
-        for of in (row_loads, sum_loads):
-            assert not of(frozen, layout, rule).reshape(4, 4, 3, 4)[:, :, 2].any()
-        for sums in (False, True):
-            assert not kernel_bytes(frozen, layout, rule, sums=sums)[..., 1].any()
-    assert not copy_loads(frozen, layout).any()
-    assert not kernel_bytes(frozen, layout, HomeKind.COPIES, sums=False)[..., 1].any()
-
-
-def test_parts_of_bags():
-    np.testing.assert_allclose(parts_of_bags(np.array([0.5, 1.0, 2.0, 1e6]), 4), [0.5, 1.0, 1.75, 4.0])
-    np.testing.assert_allclose(parts_of_bags(np.array([0.25, 3.0]), 1), [0.25, 1.0])

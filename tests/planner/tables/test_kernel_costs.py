@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from flexd.core.errors import PlanError
-from flexd.planner.tables.kernel_costs import HeldOutError, KernelCosts, PhysicalModel, work_of
+from flexd.planner.tables.kernel_costs import KernelCosts, work_of
 from flexd.planner.tables.kernel_work import DIMS_TERM, TERMS, analytic_bytes
-from flexd.topology.kernel_file import TableSet
 from tests.support.kernel_sets import measured, physical_law, stepped_law
 
 
 @pytest.fixture(scope="module")
 def stepped() -> KernelCosts:
     return KernelCosts.learned(measured(stepped_law, 120))
-
-
-def test_prices_of_a_sum_of_terms_are_found() -> None:
-    work = work_of(measured(physical_law))
-    model = PhysicalModel.fit(work, physical_law(work))
-    np.testing.assert_allclose(model.seconds(work), physical_law(work), rtol=0.02)
-    assert (model.prices >= 0).all()
-    assert model.seconds(np.zeros((1, len(TERMS))))[0] == 0
 
 
 def test_a_sum_of_terms_predicts_sets_that_it_was_not_fitted_to(stepped: KernelCosts) -> None:
@@ -55,23 +43,3 @@ def test_beyond_the_data_seconds_grow_with_the_bytes(stepped: KernelCosts) -> No
     np.testing.assert_allclose(phase.measured_share(far), 0.1)
     assert phase.measured_share(edge) == 1.0
     assert phase.seconds(np.zeros((1, len(TERMS))))[0] == 0.0
-
-
-def test_too_few_sets_are_refused() -> None:
-    few = measured(physical_law, 20)
-    with pytest.raises(PlanError, match="20 measured sets of tables, 40 are needed"):
-        KernelCosts.learned(few)
-    enough = measured(physical_law, 60)
-    with pytest.raises(PlanError, match="took no time"):
-        KernelCosts.learned(replace(enough, update_seconds=np.zeros(60)))
-
-
-def test_errors_are_relative() -> None:
-    error = HeldOutError.of(np.array([1.1, 2.0, 3.0]), np.array([1.0, 2.0, 6.0]))
-    assert error.median == pytest.approx(0.1)
-    assert error.high == pytest.approx(0.46)
-
-
-def test_a_set_has_one_dtype() -> None:
-    with pytest.raises(Exception, match="dtype"):
-        TableSet("int4", *(np.ones(1),) * 6)

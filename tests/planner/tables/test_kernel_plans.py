@@ -64,13 +64,3 @@ def test_a_plan_sees_costs_that_bytes_do_not_have() -> None:
     assert some.rank_work(found.pieces)[:, 0].max() <= 4
     assert found.spread_seconds == pytest.approx(2 * COUNT, rel=0.01)
     assert found.bound_seconds == 0
-
-
-def test_planned_seconds_are_those_of_sets() -> None:
-    """The costs are a sum here, so the scale is 1 and what is planned is what is priced."""
-    some = prices(1e-4, 1e-8)
-    placed = place_tables(some.tables, LAYOUT, 1e12, evaluations=300)
-    priced = some.priced(placed.pieces)
-    np.testing.assert_allclose(priced.seconds_per_unit[-2:], 1.0)
-    again = place_tables(priced, LAYOUT, 1e12, evaluations=300)
-    assert again.seconds == pytest.approx(some.seconds(again.pieces))

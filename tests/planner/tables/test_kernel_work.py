@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexd.planner.tables.kernel_work import DIMS_TERM, TERMS, Pieces, analytic_bytes
-from flexd.topology.kernel_file import TableSet
+from flexd.planner.tables.kernel_work import DIMS_TERM, TERMS, Pieces
 
 
 def pieces(count: int = 6) -> Pieces:
@@ -30,17 +29,6 @@ def test_work_of_places_is_the_sum_of_their_tables() -> None:
     assert dict(zip(TERMS, terms[0], strict=True))["read_bytes"] == some.ids[0] * 2 * some.dim[0]
 
 
-def test_the_tables_of_measured_sets_are_pieces() -> None:
-    sets = (
-        TableSet("float16", *(np.array(v, float) for v in ([5, 6], [8, 16], [7, 9], [2, 3], [0, 1], [4, 4]))),
-        TableSet("float32", *(np.array([v], float) for v in (10, 4, 8, 2, 0, 6))),
-    )
-    found, place = Pieces.of_sets(sets)
-    assert place.tolist() == [0, 0, 1]
-    assert found.row_bytes.tolist() == [16, 32, 16]
-    assert found.distinct.tolist() == [4, 4, 6]
-
-
 @pytest.mark.parametrize("name", ["rows", "dim", "ids", "bags", "distinct"])
 def test_no_term_falls_when_a_table_grows(name: str) -> None:
     some = pieces()
@@ -49,9 +37,3 @@ def test_no_term_falls_when_a_table_grows(name: str) -> None:
         larger = replace(larger, row_bytes=1.5 * some.row_bytes)
     assert (larger.terms() >= some.terms()).all()
     assert (larger.terms() > some.terms()).any()
-
-
-def test_analytic_bytes_are_those_of_the_planner() -> None:
-    work = Pieces(*(np.array([v]) for v in (100.0, 8.0, 50.0, 10.0, 20.0, 16.0))).work(np.zeros(1, np.int64), 1)
-    # Look-ups read 50 rows; an update reads as many gradients and reads and writes 20 rows with 4 bytes of state.
-    assert analytic_bytes(work).tolist() == [[800.0, 800.0 + 2 * 20 * 20]]

@@ -14,7 +14,6 @@ from flexd.core.layout import RankLayout
 from flexd.planner.tables.chain_costs import OPTIONS
 from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
 from flexd.planner.tables.rank_loads import RankLoads
-from flexd.planner.tables.relaxation import relax
 from flexd.planner.tables.solve import TablePlacement, place_tables
 from tests.planner.tables.cases import best_by_milp, options_of
 
@@ -77,19 +76,6 @@ def test_a_placement_costs_what_it_says_fits_and_is_no_worse_than_spreading(seed
     assert again.rules() == placed.rules()
 
 
-def test_the_bound_holds_for_drawn_placements():
-    layout, rng = RankLayout(3, 2), np.random.default_rng(0)
-    for seed in range(20):
-        tables = with_sums_for_nothing(options_of(seed, 8, layout))
-        bound = relax(tables, layout, np.full(layout.world_size, ROOMY)).bound_seconds
-        for _ in range(30):
-            loads = RankLoads(tables, layout, np.full(layout.world_size, ROOMY))
-            for table in range(8):
-                option = int(rng.choice(np.flatnonzero(tables.allowed[table])))
-                loads.add(table, option, int(rng.integers(0, tables.options[option].places(layout))))
-            assert bound <= loads.seconds() * (1 + 1e-9)
-
-
 def test_sums_only_if_they_pay_for_their_collectives():
     layout = RankLayout(2, 2)
     tables = options_of(3, 8, layout)
@@ -98,20 +84,6 @@ def test_sums_only_if_they_pay_for_their_collectives():
     assert Answer.SUMS in {answer for _, answer in cheap.rules()}
     assert Answer.SUMS not in {answer for _, answer in dear.rules()}
     assert dear.bound_seconds >= cheap.bound_seconds
-
-
-def test_copies_on_every_rank_only_if_they_pay_for_their_collectives():
-    layout = RankLayout(2, 2)
-    tables = options_of(0, 8, layout, largest=200.0)
-    # An all-reduce between the nodes, an all-to-all inside.
-    assert dict(tables.answer_seconds)[Answer.NONE] == pytest.approx(2e-6)
-    cheap = place_tables(replace(tables, answer_seconds=()), layout, ROOMY, evaluations=400)
-    dear = place_tables(
-        replace(tables, answer_seconds=((Answer.SUMS, 0.0), (Answer.NONE, 10.0))), layout, ROOMY, evaluations=400
-    )
-    assert "every rank" in {rule for rule, _ in cheap.rules()}
-    assert "every rank" not in {rule for rule, _ in dear.rules()}
-    assert dear.seconds < 10.0
 
 
 def test_columns_are_on_ranks_of_their_own():
@@ -130,14 +102,6 @@ def test_columns_are_on_ranks_of_their_own():
     assert ranks
     assert all(sorted(of_table) == ["0", "1", "2", "3"] for of_table in ranks)
     assert price_of(placed) == pytest.approx(placed.seconds)
-
-
-def test_whole_tables_are_placed_where_there_is_no_other_option():
-    layout = RankLayout(1, 4)
-    tables = options_of(3, 24, layout, (Option(HomeKind.RANK, Answer.SUMS),), pooled=1.1)
-    placed = place_tables(tables, layout, ROOMY, evaluations=800)
-    assert placed.seconds < 0.5 * placed.spread_seconds  # all on rank 0
-    assert placed.balance > 0.3
 
 
 def test_what_does_not_fit_is_an_error():
