@@ -9,23 +9,53 @@ use the tiers that ``flexshard_tiers`` returns.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Placement
 from flexd.planner.model.balance import rank_bytes, sums_by_home
 from flexd.planner.model.cost import CostBreakdown, LoadSums, cost_of_ranks
 from flexd.planner.model.prices import exposed_share, linear_exposure, prices, slower_link_only
 from flexd.planner.model.row_bytes import Exchange, direct_byte_factors
-from flexd.planner.model.workload import STATISTICS
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import STATISTICS, make_loads
+from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
+
+
+def flexshard_placement(
+    profile: Profile,
+    keyspace: KeySpace,
+    layout: RankLayout,
+    cluster: Cluster,
+    replica_slots: Sequence[int],
+    shape: TrainingShape | None = None,
+) -> Placement:
+    """The tiers of all listed rows within the memory of ``replica_slots`` of every rank, one number a dim-group.
+
+    A cap on memory is in bytes: dim-groups share it. Gradients are pushed in every pass, as fused optimizers do.
+
+    Raises:
+        PlanError: the profile is empty or of other tables.
+    """
+    shape = replace(shape or TrainingShape(), merged_backward=False)
+    loads = make_loads(profile, keyspace, layout, shape)
+    cap = float(np.dot([load.row_bytes + load.state_bytes for load in loads], replica_slots))
+    found = flexshard_tiers([LoadSums(load, layout) for load in loads], layout, cluster, cap)
+    keys = np.concatenate([load.keys for load in loads])
+    tiers = np.concatenate(found.listed)
+    above = np.flatnonzero(tiers)
+    return Placement.of(keys[above], tiers[above])
+
 
 _SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 """Of the memory for replicas that are tried: busiest ranks and latencies are no part of a row's saving."""

@@ -19,11 +19,10 @@ from flexd.planner.delta import delta_chunks
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import Accesses
-from flexd.simulate.bit_words import BitWords
-from flexd.simulate.byte_counter import CollectiveBytes, StepByteCounter, StepPart, sent_bytes
+from flexd.simulate.byte_counter import BitWords, CollectiveBytes, StepByteCounter, StepPart, sent_bytes
 from flexd.simulate.collective_pricer import CollectivePricer
 from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.flexshard_placement import flexshard_placement
+from flexd.simulate.flexshard_tiers import flexshard_placement
 from flexd.simulate.step_keys import StepPasses
 from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
 from flexd.simulate.touches import TouchCounter

@@ -10,12 +10,12 @@ import pytest
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.planner.model.row_bytes import Exchange
-from flexd.simulate.bit_words import BitWords
 from flexd.simulate.byte_counter import (
     ALL_TO_ALL_PARTS,
     INTER,
     INTRA,
     SYNC_PARTS,
+    BitWords,
     StepByteCounter,
     StepPart,
     sent_bytes,

@@ -7,8 +7,17 @@ from itertools import islice
 
 import numpy as np
 
-from flexd.planner.tables.kernel_costs import PHASES, HeldOutError, KernelCosts, PhaseCosts, PhysicalModel, work_of
-from flexd.planner.tables.kernel_work import IDS, SUM_BYTES, TERMS
+from flexd.planner.tables.kernel_costs import (
+    IDS,
+    PHASES,
+    SUM_BYTES,
+    TERMS,
+    HeldOutError,
+    KernelCosts,
+    PhaseCosts,
+    PhysicalModel,
+    work_of,
+)
 from flexd.topology.kernel_design import KernelRange, designed_sets
 from flexd.topology.kernel_file import KernelMeasurements
 

@@ -1,4 +1,11 @@
-"""Homes of rows learnt from a window of samples."""
+"""Homes of rows learnt from a window of samples: balanced in rows and load, moved only where that pays.
+
+Samples are first divided by recursive bisection by probabilistic fanout, the Social Hash Partitioner (Kabiljo et al.,
+PVLDB 10(11), 2017): a row that ``c`` samples of a side use counts ``1 - (1 - p)**c`` there. Every sample's gain of
+changing sides follows from counts by row; the samples of the two sides with the largest gains are exchanged in pairs,
+so the sides stay equal. With ``p`` one over the number of batches this is the expected number of touches in a batch; a
+larger ``p`` counts rows that many samples share for less.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from flexd.planner.affinity.bisection import bisect
 from flexd.planner.affinity.dealing import deal
-from flexd.planner.affinity.homes import choose_homes
 from flexd.planner.affinity.sample_rows import SampleRows
 
 if TYPE_CHECKING:
@@ -18,6 +23,166 @@ if TYPE_CHECKING:
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+_BISECTION_ROUNDS = 20
+_SETTLED = 0.002
+"""Share of the samples that changes sides in a round below which it ends."""
+
+
+def bisect(
+    matrix: csr_matrix, nodes: int, probability: float, seed: int = 0, weight: Float32Array | None = None
+) -> Int64Array:
+    """Return int64 [samples]: nodes of the samples, in equal numbers, such that few rows are used in several.
+
+    Args:
+        matrix: float32 [samples, rows], a one for each row of a sample.
+        probability: of one use of a row to count, 0 to 1.
+        weight: float32 [rows], what a row costs where it is used; None: all alike.
+    """
+    to = np.zeros(matrix.shape[0], dtype=np.int64)
+    # A row of one sample costs the same wherever that is trained.
+    shared = np.flatnonzero(np.bincount(matrix.indices, minlength=matrix.shape[1]) > 1)
+    if len(shared) < matrix.shape[1]:
+        matrix = matrix[:, shared]
+        weight = None if weight is None else weight[shared]
+    _divide(matrix, weight, np.arange(matrix.shape[0]), 0, nodes, probability, np.random.default_rng(seed), to)
+    return to
+
+
+def _divide(
+    matrix: csr_matrix, weight: Float32Array | None, samples: Int64Array, first: int, nodes: int, probability: float,
+    rng: np.random.Generator, to: Int64Array,
+) -> None:  # fmt: skip
+    if nodes == 1 or not len(samples):
+        to[samples] = first
+        return
+    right = nodes // 2
+    side = _bisect(matrix[samples], weight, right / nodes, probability, rng)
+    _divide(matrix, weight, samples[~side], first, nodes - right, probability, rng, to)
+    _divide(matrix, weight, samples[side], first + nodes - right, right, probability, rng, to)
+
+
+def _bisect(
+    matrix: csr_matrix, weight: Float32Array | None, share: float, probability: float, rng: np.random.Generator
+) -> npt.NDArray[np.bool_]:
+    count = matrix.shape[0]
+    side = np.zeros(count, dtype=np.bool_)
+    side[rng.permutation(count)[: round(share * count)]] = True
+    stays = np.float32(max(1e-6, 1 - probability))
+    transposed = matrix.T
+    uses = transposed @ np.ones(count, dtype=np.float32)
+    for _ in range(_BISECTION_ROUNDS):
+        on_right = transposed @ side.astype(np.float32)
+        # What leaving one side wins, and arriving on the other costs; of the sample's own use there is one less.
+        left_log, right_log = stays ** (uses - on_right), stays**on_right
+        gains = np.stack([left_log / stays - right_log, right_log / stays - left_log], axis=1)
+        if weight is not None:
+            gains *= weight[:, None]
+        gain_left, gain_right = (matrix @ gains.astype(np.float32)).T
+        gain = np.where(side, gain_right, gain_left)
+        order_left = np.flatnonzero(~side)
+        order_left = order_left[np.argsort(-gain[order_left], kind="stable")]
+        order_right = np.flatnonzero(side)
+        order_right = order_right[np.argsort(-gain[order_right], kind="stable")]
+        pairs = min(len(order_left), len(order_right))
+        wins = int(np.count_nonzero(gain[order_left[:pairs]] + gain[order_right[:pairs]] > 0))
+        # Gains hold for one change at a time: half are changed at once, so that neighbours do not pass one another.
+        chosen = rng.random(wins) < 0.5
+        side[order_left[:wins][chosen]], side[order_right[:wins][chosen]] = True, False
+        if np.count_nonzero(chosen) <= _SETTLED * count:
+            break
+    return side
+
+
+_LEVEL_ROUNDS = 8
+"""Over the weights: rows that leave a node for their bytes may bring another above its number of rows."""
+
+
+def choose_homes(
+    touches: Float32Array,
+    current: Int64Array,
+    *,
+    min_gain: float | Float32Array,
+    row_slack: float,
+    load_slack: float,
+    row_bytes: Float32Array | None = None,
+) -> Int64Array:
+    """Return int64 [rows]: the node of each row's home: the one that touches it most, within the limits.
+
+    A row moves if its touches by the new node are ``min_gain`` more than those by its node of now. A node that then has
+    too many rows, too many of their bytes, or too much load (touches by any node of its rows), gives up those that lose
+    least, a row to its next best node with room.
+
+    Args:
+        touches: float32 [rows, nodes], expected touches a batch of each row by each node.
+        current: int64 [rows], nodes of the homes now.
+        min_gain: touches a batch that a move must win; float32 [rows] or one number.
+        row_slack, load_slack: how far above the mean a node's rows (and their bytes) and load may be, as shares of the
+            mean; no limit is below what the node has now.
+        row_bytes: float32 [rows], of a row with its optimizer state, where they differ.
+    """
+    rows, nodes = touches.shape
+    each = np.arange(rows)
+    best = touches.argmax(axis=1)
+    pays = touches[each, best] - touches[each, current] > min_gain
+    home = np.where(pays, best, current)
+    load, ones = touches.sum(axis=1, dtype=np.float64), np.ones(rows)
+    weights = [(ones, row_slack), (load, load_slack), (ones, row_slack)]
+    if row_bytes is not None:
+        weights.append((row_bytes.astype(np.float64), row_slack))
+    limits = [
+        np.maximum((1 + slack) * weight.sum() / nodes, np.bincount(current, weights=weight, minlength=nodes))
+        for weight, slack in weights
+    ]
+    for _ in range(_LEVEL_ROUNDS):
+        for (weight, _slack), limit in zip(weights, limits, strict=True):
+            level(touches, home, weight, limit)
+        if all(_is_level(home, weight, limit) for (weight, _slack), limit in zip(weights, limits, strict=True)):
+            break
+    return home
+
+
+def _is_level(home: Int64Array, weight: Float64Array, limit: Float64Array) -> bool:
+    """Return whether no node is above its limit by more than the heaviest row."""
+    held = np.bincount(home, weights=weight, minlength=len(limit))
+    return bool((held <= limit + weight.max(initial=0.0)).all())
+
+
+def level(gains: Float32Array, home: Int64Array, weight: Float64Array, limit: Float64Array) -> None:
+    """Move rows of nodes above their limit to nodes with room, those first that lose least by weight; changes ``home``.
+
+    Args:
+        gains: float32 [rows, nodes], of having a row in a node.
+        weight: float64 [rows].
+        limit: float64 [nodes], sum of weights. Where rows are too heavy to fit anywhere, a node stays above it.
+    """
+    nodes = gains.shape[1]
+    for _ in range(2 * nodes):
+        held = np.bincount(home, weights=weight, minlength=nodes)
+        room = limit - held
+        over = np.flatnonzero(room < 0)
+        if not len(over):
+            return
+        for node in over:
+            mine = np.flatnonzero(home == node)
+            elsewhere = np.where(room > 0, gains[mine], -np.inf)
+            elsewhere[:, node] = -np.inf
+            target = elsewhere.argmax(axis=1)
+            lost = gains[mine, node] - elsewhere[np.arange(len(mine)), target]
+            if not np.isfinite(lost).any():
+                return
+            order = np.argsort(lost / np.maximum(weight[mine], 1e-30), kind="stable")
+            order = order[np.isfinite(lost[order]) & (weight[mine[order]] > 0)]
+            before = np.cumsum(weight[mine[order]]) - weight[mine[order]]
+            leaving = order[before < -room[node]]
+            for to in np.unique(target[leaving]):
+                going = leaving[target[leaving] == to]
+                fits = going[np.cumsum(weight[mine[going]]) <= room[to]]
+                home[mine[fits]] = to
+                room[to] -= weight[mine[fits]].sum()
+                room[node] += weight[mine[fits]].sum()
+
 
 FROM_HOMES = 0.0
 """As ``AffinityLimits.probability``: begin at the homes of now instead of with a bisection (``gather_samples``)."""

@@ -13,7 +13,7 @@ from flexd.core.node_map import NodeMap
 from flexd.planner.affinity.partition import FROM_HOMES, AffinityLimits, NodeHomes, learn_homes
 from flexd.planner.affinity.sampled_window import SampledWindow
 from flexd.planner.affinity.traffic import MIN_SAVING, AffinityTraffic, rule_nodes, traffic
-from flexd.planner.affinity.users import crossing_by_user, users_of_window
+from flexd.planner.affinity.user_nodes import crossing_by_user, users_of_window
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

@@ -44,13 +44,6 @@ class AnswerBytes:
     rows: Float64Array
     sums: Float64Array
 
-    @property
-    def sums_over_rows(self) -> float | None:
-        """Bytes of sums over those of rows, between nodes, or inside the node if there is only one; None if neither
-        sends any."""
-        at = 1 if self.rows[1] > 0 else 0
-        return float(self.sums[at] / self.rows[at]) if self.rows[at] > 0 else None
-
 
 def answer_bytes(
     profile: Profile,

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from flexd.core.layout import RankLayout
 from flexd.planner.model.workload import ACCESSES, ANYWHERE, PER_RANK
-from flexd.planner.tables.chain_loads import parts_of_bags
+from flexd.planner.tables.chain_costs import parts_of_bags
 from flexd.planner.tables.kernel_costs import PHASES, KernelCosts
-from flexd.planner.tables.kernel_work import Pieces as KernelPieces
+from flexd.planner.tables.kernel_costs import Pieces as KernelPieces
 from flexd.planner.tables.options import HomeKind, Option, Part, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.solve import TablePlacement, place_tables

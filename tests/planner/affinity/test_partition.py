@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexd.planner.affinity.homes import choose_homes
 from flexd.planner.affinity.partition import (
     AffinityLimits,
     NodeHomes,
+    choose_homes,
     learn_homes,
     named_as_homes,
 )
@@ -49,7 +49,7 @@ def test_expected_crossing_is_what_batches_of_the_window_cross():
     homes = learn_homes(window, batch, window.keys % NODES, NODES, AffinityLimits(rounds=0, min_gain=1e9))
     assert homes.moved == 0
     # Homes by rule; the division that was learnt is used again on batches drawn anew.
-    from flexd.planner.affinity.bisection import bisect
+    from flexd.planner.affinity.partition import bisect
 
     to = named_as_homes(bisect(window.matrix(), NODES, 1 / 20), window.matrix(), window.keys % NODES, NODES)
     counted = np.mean([

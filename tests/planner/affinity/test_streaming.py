@@ -16,7 +16,7 @@ from flexd.planner.affinity.sample_rows import SampleRows, sorted_distinct
 from flexd.planner.affinity.sampled_window import SampledWindow, row_costs, sampled_window
 from flexd.planner.affinity.streaming import FORGOTTEN_AFTER, plan_affinity
 from flexd.planner.affinity.traffic import rule_nodes
-from flexd.planner.affinity.users import users_of_window
+from flexd.planner.affinity.user_nodes import users_of_window
 from flexd.sketch.coaccess import NO_USER, CoAccess, CoAccessSample
 
 LAYOUT = RankLayout(2, 4)

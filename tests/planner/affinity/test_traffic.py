@@ -8,7 +8,7 @@ from flexd.core.layout import RankLayout
 from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.traffic import WireBytes, crossing_rows, rule_nodes
-from flexd.planner.affinity.users import assign_users
+from flexd.planner.affinity.user_nodes import assign_users
 
 LAYOUT, WIRE = RankLayout(2, 2), WireBytes(row=520.0)
 

@@ -51,9 +51,7 @@ def plan(limits: PlanLimits | None = None, *, live: Placement | None = None, **c
     )
 
 
-def milp_gain(
-    keys: np.ndarray, gains: np.ndarray, layout: RankLayout, limits: GroupLimits, trained: np.ndarray
-) -> float:
+def milp_gain(keys: np.ndarray, gains: np.ndarray, layout: RankLayout, limits: GroupLimits) -> float:
     """The most the free rows gain within every limit: HiGHS, exact."""
     tiers, n, world = usable_tiers(layout), len(keys), layout.world_size
     held = np.concatenate(
@@ -127,7 +125,7 @@ def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> Non
     gains = (factors[Tier.HOME] - factors) @ problem.listed_statistics(layout)
     base = group_cost(problem, home, layout, machine).exposed_seconds
     ours = base - choice.cost.exposed_seconds
-    best = milp_gain(problem.keys, gains, layout, limits, trained)
+    best = milp_gain(problem.keys, gains, layout, limits)
     assert ours <= best * (1 + 1e-9) + 1e-15
     assert choice.lower_bound_seconds <= base - best + 1e-15
     assert ours == pytest.approx(best, rel=1e-9, abs=1e-15)

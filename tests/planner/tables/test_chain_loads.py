@@ -17,7 +17,7 @@ from flexd.planner.model.workload import (
     STATISTICS,
     SYNCED,
 )
-from flexd.planner.tables.chain_loads import copy_loads, row_loads, sum_loads
+from flexd.planner.tables.chain_costs import copy_loads, row_loads, sum_loads
 from flexd.planner.tables.options import HomeKind
 from flexd.planner.tables.table_work import TableWork
 from tests.planner.tables.cases import work_of

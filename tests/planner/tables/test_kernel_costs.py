@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.planner.tables.kernel_costs import KernelCosts, work_of
-from flexd.planner.tables.kernel_work import DIMS_TERM, TERMS, analytic_bytes
+from flexd.planner.tables.kernel_costs import DIMS_TERM, TERMS, KernelCosts, analytic_bytes, work_of
 from tests.support.kernel_sets import measured, physical_law, stepped_law
 
 

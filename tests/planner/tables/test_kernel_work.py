@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flexd.planner.tables.kernel_work import DIMS_TERM, TERMS, Pieces
+from flexd.planner.tables.kernel_costs import DIMS_TERM, TERMS, Pieces
 
 
 def pieces(count: int = 6) -> Pieces:
