@@ -108,10 +108,3 @@ def test_moved_bytes() -> None:
     assert moved == {0: 0, 1: payload[0], 2: payload[0], 2200: 0, 2500: payload[wide]}
     # With one node NODE brings no copies.
     assert moved_bytes(delta, KEYSPACE, RankLayout(1, 4)).tolist().count(0) == 4
-
-
-def test_a_live_placement_beyond_the_slots_is_demoted_first() -> None:
-    live = Placement.of(np.arange(40), np.full(40, Tier.DEVICE, np.uint8))
-    target = Placement.of(np.arange(100, 104), np.full(4, Tier.DEVICE, np.uint8))
-    delta = plan_delta(live, target, np.ones(4), KEYSPACE, RankLayout(2, 2), [3, 3])
-    assert (delta.new_tiers[:40] == Tier.HOME).all()

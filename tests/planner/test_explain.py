@@ -143,26 +143,6 @@ def test_micro_batches_and_frozen_tables_are_priced_as_the_plan_prices_them(slot
             assert (row.accesses_per_step > node.promote_accesses) == (row.planned is not Tier.HOME)
 
 
-def test_a_row_that_is_not_listed_is_taken_for_an_average_one() -> None:
-    profile = profile_of(listed=100)
-    listed = set(profile.tables[0].hot_rows.tolist())
-    other = next(row for row in range(ROWS) if row not in listed)
-    (row,) = explained(planned(300, profile), rows=[other]).explained
-    assert (row.listed, row.place) == (False, 0)
-    share = float(profile.tables[0].bin_share[0])
-    assert row.accesses_per_step == pytest.approx(share * 40_000)
-    (hot,) = explained(planned(300, profile), rows=[int(profile.tables[0].hot_rows[4])]).explained
-    assert (hot.listed, hot.place) == (True, 5)
-
-
-def test_live_tiers_are_those_of_the_placement() -> None:
-    row = int(profile_of().tables[0].hot_rows[-1])
-    live = Placement.of(np.array([row]), np.array([Tier.DEVICE], np.uint8))
-    answer = explained(planned(300, live=live), rows=[row])
-    assert answer.explained[0].live is Tier.DEVICE
-    assert answer.live_rows[Tier.DEVICE] == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [

@@ -111,18 +111,6 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
         assert (budgets.used(placement.keys, placement.tiers) <= budgets.limits).all()
 
 
-def test_the_certificate_is_that_of_the_copies_without_moves_and_dealing() -> None:
-    """What moves and dealing save is stated beside it: the bound holds for plans of copies alone."""
-    copies = some_placement(1, 30, [10, 10]).copies
-    plan = PlannedCopies(copies, np.ones(len(copies)), Delta.empty())
-    moved = MoveRoom(KEYSPACE, LAYOUT, [10, 10], copies).fit_placement(some_placement(2, 30, [20, 20]).moved)
-    made = with_moves(cast(Plan, plan), moved, Placement.empty(), KEYSPACE, LAYOUT, [20, 20], {}, 1e-3)
-    assert len(made.target.moved) > 0
-    assert made.moves_save_seconds == 1e-3
-    certificate = (made.objective_seconds, made.lower_bound_seconds, made.home_seconds)
-    assert certificate == (plan.objective_seconds, plan.lower_bound_seconds, plan.home_seconds)
-
-
 def test_placed_homes_are_those_of_the_placement() -> None:
     homes = some_homes(5)
     rule = rule_nodes(homes.keys, LAYOUT)

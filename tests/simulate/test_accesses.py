@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.core.errors import ConfigError, SketchError
+from flexd.core.errors import ConfigError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import MAX_STEP_ACCESSES, ProfileAccesses, RowFormat, TraceAccesses, ZipfAccesses
@@ -81,17 +81,13 @@ def test_rows_of_bins_are_drawn_outside_the_listed_ones() -> None:
     np.testing.assert_allclose(counts, expected, atol=0.006)
 
 
-def test_accesses_that_cannot_be_drawn_are_refused(tmp_path) -> None:
+def test_accesses_that_cannot_be_drawn_are_refused() -> None:
     with pytest.raises(ConfigError, match="look-ups a sample"):
         ZipfAccesses(
             LAYOUT, RowFormat(), table_rows=10, exponent=1.0, drift_rows=0.0, accesses_per_rank=MAX_STEP_ACCESSES,
             steps=4, seed=0,
         )  # fmt: skip
-    with pytest.raises(ConfigError, match="Zipf"):
-        ZipfAccesses(
-            LAYOUT, RowFormat(), table_rows=10, exponent=9.0, drift_rows=0.0, accesses_per_rank=4, steps=4, seed=0
-        )
-    for change in ({"table_rows": 0}, {"table_rows": 2**40 + 1}, {"drift_rows": -1.0}, {"seed": -1}, {"exponent": 0.0}):
+    for change in ({"table_rows": 0}, {"table_rows": 2**40 + 1}, {"drift_rows": -1.0}, {"seed": -1}, {"exponent": 9.0}):
         numbers = {"table_rows": 10, "exponent": 1.0, "drift_rows": 0.0, "seed": 0} | change
         with pytest.raises(ConfigError, match="Zipf"):
             ZipfAccesses(LAYOUT, RowFormat(), accesses_per_rank=4, steps=4, **numbers)  # type: ignore[arg-type]
@@ -101,8 +97,3 @@ def test_accesses_that_cannot_be_drawn_are_refused(tmp_path) -> None:
         )
     with pytest.raises(ConfigError, match="other tables"):
         ProfileAccesses("p", profile_of(), [TableSpec("u", 10, 4)], LAYOUT, accesses_per_rank=4, steps=4, seed=0)
-    with pytest.raises(SketchError, match="No such file"):
-        read_profile(tmp_path / "nothing.npz")
-    (tmp_path / "text.npz").write_text("no profile")
-    with pytest.raises(SketchError):
-        read_profile(tmp_path / "text.npz")

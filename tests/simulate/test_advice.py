@@ -80,20 +80,6 @@ def test_the_range_holds_the_figure_and_widens_with_the_error_of_the_prices() ->
     assert widths[0] > 0, "steps differ"
 
 
-def test_prices_that_do_not_fit_the_step_advise_nothing() -> None:
-    found = advice(step_seconds=1e-4)
-    assert not found.prices_fit
-    assert found.best is None
-
-
-def test_a_larger_job_takes_bytes_and_seconds_in_proportion() -> None:
-    one, three = advice(), advice(scale=3.0, step_seconds=0.3)
-    assert three.exchange_seconds == pytest.approx(3 * one.exchange_seconds)
-    for name, found in one.predictions.items():
-        assert three.predictions[name].step_seconds.expected == pytest.approx(3 * found.step_seconds.expected)
-        assert three.predictions[name].inter_node_bytes == pytest.approx(3 * found.inter_node_bytes)
-
-
 def test_the_reused_share_is_that_of_the_rows_of_two_steps() -> None:
     class Two:
         name, steps, micro_batches = "two", 2, 1

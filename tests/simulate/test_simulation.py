@@ -19,7 +19,7 @@ from flexd.simulate.accesses import RowFormat, ZipfAccesses
 from flexd.simulate.byte_counter import INTER, StepPart
 from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.simulation import Simulation, SimulationSettings, simulate
-from flexd.simulate.strategies import REPLANNED, STATIC, TWO_HOP
+from flexd.simulate.strategies import REPLANNED, TWO_HOP
 from flexd.simulate.summary import compared_steps, summarise
 from flexd.topology.files import load_preset
 from flexd.topology.scale import scale_model
@@ -115,15 +115,6 @@ def test_a_replay_repeats_itself_bit_by_bit(simulation: Simulation) -> None:
     assert summarise(again) == summarise(simulation)
     other = simulate(drifting(seed=2), LAYOUT, CLUSTER, SETTINGS, strategies=[TWO_HOP])
     assert (other.runs["two_hop"].sent != simulation.runs["two_hop"].sent).any()
-
-
-def test_without_drift_one_plan_is_enough() -> None:
-    settings = SimulationSettings(0.08, interval_steps=5, half_life_steps=float("inf"), horizon_steps=200.0)
-    still = simulate(drifting(0.0), LAYOUT, CLUSTER, settings, strategies=[TWO_HOP, STATIC, REPLANNED])
-    summary = summarise(still)
-    assert summary["settings"]["half_life_steps"] is None
-    static, replanned = (summary["strategies"][name]["exposed_seconds"] for name in ("static", "replanned"))
-    assert replanned == pytest.approx(static, rel=0.02)
 
 
 def test_migrations_keep_to_the_cap_of_a_step() -> None:

@@ -55,22 +55,3 @@ def test_savings_are_against_the_two_hop_chain_over_the_last_quarter() -> None:
     assert summary["drift"]["exposed_saved_over_static"] == pytest.approx(2.5)
     assert summary["drift"]["oracle_critical_bytes_saved_over_static"] == pytest.approx(5.0)
     assert summary["bound"] == {"exposed_seconds": pytest.approx(0.4), "saved_exposed_seconds": pytest.approx(0.6)}
-
-
-def test_a_saving_is_a_saving_and_a_cost_is_a_cost_in_words() -> None:
-    words = summarise(simulated((600, 0.75), (1084, 1.084)))["words"]
-    assert words[1] == (
-        "Against the same chain without replicas, re-planning saves 25.0 % of the exposed time and saves 40.0 % of the "
-        "inter-node bytes that a step waits for; the plan made once costs 8.4 % more exposed time and costs 8.4 % more "
-        "inter-node bytes that a step waits for."
-    )
-    worse = summarise(simulated((1000, 1.2), (1000, 1.0)))["words"]
-    assert "re-planning costs 20.0 % more exposed time and leaves the inter-node bytes" in worse[1]
-    assert "the plan made once leaves the exposed time unchanged" in worse[1]
-    assert not any("-" in word.removeprefix("re-").removeprefix("inter-") for word in worse[1].split())
-
-
-def test_no_replicas_are_explained() -> None:
-    words = summarise(simulated((1000, 1.0), (1000, 1.0), rows=0))["words"]
-    assert "No row is replicated" in words[1]
-    assert len(words) == 2

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexd.core.errors import TopologyError
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link, LinkModel, StepCosts, WorldModel
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link, LinkModel, StepCosts, WorldModel
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster, preset_names, write_cluster
 
 COSTS = {"sums_seconds": 2e-3, "copies_seconds": 1e-3, "row_bytes_per_second": 1e9}
@@ -107,16 +107,6 @@ def test_invalid_files_are_refused_by_key(change, message: str) -> None:
     with pytest.raises(TopologyError, match=message) as caught:
         parse_cluster(broken(change), origin="my.yaml")
     assert str(caught.value).startswith("my.yaml")
-
-
-def test_exposed_may_be_left_out_and_numbers_without_a_dot_are_numbers() -> None:
-    top = data()
-    del top["exposed"]
-    text = yaml.safe_dump(top).replace("25000000000.0", "25e9")
-    assert "25e9" in text
-    cluster = parse_cluster(text, origin="x")
-    assert cluster.exposed == Exposed()
-    assert cluster.inter_node.wire_bytes_per_second == 25e9
 
 
 def test_step_costs_are_read_back_and_no_part_of_a_rehearsal(tmp_path: Path) -> None:

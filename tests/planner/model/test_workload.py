@@ -13,15 +13,10 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import (
-    BACK_PER_NODE,
-    BACK_PER_RANK,
-    PER_NODE,
-    PER_RANK,
     SYNCED,
     GroupLoad,
     make_loads,
     make_table_loads,
-    statistics,
 )
 from flexd.sketch.profile import Profile
 from tests.support.planner_cases import cluster, profile
@@ -78,18 +73,6 @@ def test_loads_by_table_sum_to_the_loads_by_dim_group() -> None:
         np.testing.assert_allclose(total[0], np.sum(total[1:], axis=0))
     assert tables[2].listed_statistics(LAYOUT)[SYNCED].sum() == 0
     assert tables[0].listed_statistics(LAYOUT)[SYNCED].sum() == 3 * 50, "a bit in each of three passes"
-
-
-def test_merged_gradients_travel_once_a_step() -> None:
-    accesses = np.array([0.1, 1.0, 20.0])
-    once = statistics(accesses, LAYOUT)
-    merged = statistics(accesses, LAYOUT, micro_batches=4, merged_backward=True)
-    apart = statistics(accesses, LAYOUT, micro_batches=4)
-    for forward, backward, ranks in ((PER_RANK, BACK_PER_RANK, 1), (PER_NODE, BACK_PER_NODE, 2)):
-        np.testing.assert_allclose(merged[forward], 4 * (1 - np.exp(-ranks * accesses / 4)))
-        np.testing.assert_array_equal(apart[forward], merged[forward])
-        np.testing.assert_array_equal(apart[backward], apart[forward])
-        np.testing.assert_allclose(merged[backward], once[backward])
 
 
 @pytest.mark.parametrize(

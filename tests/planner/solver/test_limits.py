@@ -145,14 +145,6 @@ def test_pins_hold_whether_they_pay_or_not_and_unlisted_rows_are_listed() -> Non
     assert made.budgets.used(made.target.keys, made.target.tiers)[0].max() >= 110
 
 
-def test_a_later_pin_counts_and_a_whole_table_can_be_pinned() -> None:
-    rows = np.arange(3)
-    limits = PlanLimits(pins=(RowPin("tags", Tier.HOME), RowPin("tags", Tier.NODE, rows)))
-    made = plan(limits)
-    of_tags = made.target.keys[KEYSPACE.table_of(made.target.keys) == 2]
-    assert of_tags.tolist() == KEYSPACE.keys(2, rows).tolist()
-
-
 def test_excluded_tables_stay_home_and_their_live_rows_come_down() -> None:
     first = plan()
     assert (KEYSPACE.table_of(first.target.keys) == 1).any()

@@ -57,20 +57,6 @@ def test_does_not_depend_on_the_order_of_rows() -> None:
     assert first.objective_seconds == second.objective_seconds
 
 
-def test_one_node_uses_device_and_one_rank_a_node_uses_node() -> None:
-    problem = load(np.full(40, 3.0))
-    one_node = choose_tiers(problem, RankLayout(1, 4), cluster(), 40, no_live(40), NONE)
-    assert set(one_node.tiers) == {Tier.DEVICE}
-    one_rank = choose_tiers(problem, RankLayout(4, 1), cluster(), 40, no_live(40), NONE)
-    assert set(one_rank.tiers) == {Tier.NODE}
-    # Live rows under the other name of the same copies are no change that costs.
-    live = np.full(40, Tier.DEVICE, np.uint8)
-    same = choose_tiers(problem, RankLayout(4, 1), cluster(), 40, live, 1e-12)
-    assert set(same.tiers) == {Tier.NODE}
-    alone = choose_tiers(problem, RankLayout(1, 1), cluster(), 40, no_live(40), NONE)
-    assert not alone.tiers.any()
-
-
 def test_a_migration_must_pay_within_the_horizon() -> None:
     problem = load(np.full(40, 3.0))
     assert choose_tiers(problem, LAYOUT, cluster(), 40, no_live(40), 1000.0).tiers.all()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from flexd.cli.model_tables import tables_of_model
 from flexd.core.errors import ConfigError, PlanError
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.options import HomeKind, Part
@@ -124,23 +122,6 @@ def test_json_and_csv_say_the_same(tmp_path: Path):
     (tmp_path / "t.json").write_text(json.dumps([entry]))
     (of_csv,), (of_json,) = read_tables(tmp_path / "t.csv"), read_tables(tmp_path / "t.json")
     assert replace(of_csv, perf_ms=0.0) == replace(of_json, perf_ms=0.0)
-
-
-def test_configurations_of_a_model_are_read_without_torchrec():
-    half = SimpleNamespace(name="FP16")
-    config = SimpleNamespace(
-        name="t", num_embeddings=9, embedding_dim=4, feature_names=["a", "b"], pooling=1, data_type=half
-    )
-    (found,) = tables_of_model(([config], {"t": SimpleNamespace(pooling_factors=[3.0, 5.0])}), "m:f", 32)
-    assert (found.lookups, found.bags, found.batch, found.dtype) == (8.0, 2.0, 32, "float16")
-    for bad, message in (
-        (([config], {"x": None}), "constraints of no table: x"),
-        (([config], {"t": SimpleNamespace(pooling_factors=[1.0, 2.0, 3.0])}), "2 features, its constraints 3"),
-        (object(), "no tables in a object"),
-        ([SimpleNamespace(**(vars(config) | {"data_type": SimpleNamespace(name="INT4")}))], "data type INT4"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            tables_of_model(bad, "m:f", 32)
 
 
 def test_the_plan_of_a_list_is_priced_as_the_own():
