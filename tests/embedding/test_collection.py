@@ -66,27 +66,6 @@ def test_zero_grad_drops_the_gradients_of_a_backward_pass() -> None:
     assert close(collection, plain)
 
 
-def test_gradients_of_two_backward_passes_are_summed() -> None:
-    collection, plain = pair()
-    loss = collection(ids(1, 1, 4))["item"].values.sin().sum()
-    loss.backward(retain_graph=True)
-    (2 * loss).backward()
-    (3 * plain(torch.tensor([1, 1, 4])).sin().sum()).backward()
-    collection.optimizer.step()
-    torch.optim.SGD(plain.parameters(), lr=0.3).step()
-    assert close(collection, plain)
-
-
-def test_a_step_without_a_forward_pass_does_nothing() -> None:
-    collection, plain = pair()
-    called = []
-    collection.engine.after_step = lambda: called.append(1)
-    collection.optimizer.step()
-    assert collection.steps == 0
-    assert not called
-    assert close(collection, plain)
-
-
 def test_too_many_passes_without_a_step_are_refused() -> None:
     collection, _ = pair()
     for _ in range(64):
@@ -129,13 +108,6 @@ def test_copied_bytes_of_a_step_are_capped() -> None:
             collection(ids(1))
         versions.append(collection.placement_version)
     assert versions == [0, 2, 4, 5, 6, 6]
-
-
-def test_a_collection_has_no_named_parameters() -> None:
-    """DDP and dense optimizers must not handle the tables."""
-    collection, _ = pair()
-    assert list(collection.parameters()) == []
-    assert list(collection.buffers()) == []
 
 
 def test_evaluation_neither_synchronises_nor_leaves_a_pending_pass(ranks: Ranks) -> None:

@@ -18,10 +18,8 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.connect import Connection, _agreed_attempt
-from flexd.embedding.exchange.collectives import Traffic, TrafficKind
-from flexd.embedding.exchange.process_groups import ChainGroups
-from tests.support.certificates import Authority
+from flexd.embedding.connect import Connection
+from flexd.embedding.exchange.collectives import TrafficKind
 from tests.support.collection_jobs import listed_by, random_placement, some, tables
 from tests.support.connection_jobs import connected_alone
 from tests.support.plain_tables import ids, pair
@@ -76,38 +74,6 @@ def test_missing_arguments_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for path, cause in ((empty, "empty"), (tmp_path / "none", "secret")):
         with pytest.raises(ConfigError, match=cause):
             flexd.connect(collection, "127.0.0.1:1", job="job", secret_file=path)
-
-
-def test_certificates_are_checked_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    collection, _ = pair()
-    files = Authority(tmp_path).issue("rank")
-    given = {"cert_file": files.cert_file, "key_file": files.key_file, "ca_file": files.ca_file}
-    with pytest.raises(ConfigError, match="set FLEXD_CONTROL_KEY_FILE and FLEXD_CONTROL_CA_FILE"):
-        flexd.connect(collection, "127.0.0.1:1", job="job", cert_file=files.cert_file)
-    with pytest.raises(ConfigError, match=r"flexd\.connect\.ca_file: .*No such file"):
-        flexd.connect(collection, "127.0.0.1:1", job="job", **{**given, "ca_file": tmp_path / "none"})
-    for name in ("cert_file", "key_file", "ca_file"):
-        monkeypatch.setenv(f"FLEXD_CONTROL_{name.upper()}", str(given[name]))
-    connection = flexd.connect(collection, "127.0.0.1:1", job="job", ca_file=files.ca_file)
-    connection.close(10.0)
-
-
-def test_each_launch_has_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun sets the run id "none" if there is no other."""
-    groups = ChainGroups(RankLayout(1, 1), Traffic(), torch.device("cpu"))
-    for run in (None, "none"):
-        if run is None:
-            monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        else:
-            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-        attempts = {_agreed_attempt(groups, torch.device("cpu")) for _ in range(3)}
-        assert len(attempts) == 3
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    # A requeued job has the same run id, and its restarts count from 0 again.
-    attempts = {_agreed_attempt(groups, torch.device("cpu")) for _ in range(3)}
-    assert len(attempts) == 3
-    assert all(attempt.startswith("job-7-2-") for attempt in attempts)
 
 
 Ranks = Callable[[int], RankPool]

@@ -79,27 +79,3 @@ def test_the_daemon_sees_what_slow_memory_did() -> None:
         if sample.name == "flexd_slow_memory_rows_missed_total"
     }  # fmt: skip
     assert by_table == {"item": 6, "shop": 3}
-
-
-def test_rows_that_are_all_fast_are_not_reported() -> None:
-    assert trained([{"item": [1], "shop": [2]}], Daemon(), fast_memory_bytes=None) is None
-
-
-def test_counts_go_on_after_the_tables_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    collection = flexd.EmbeddingCollection(TABLES, optimizer=flexd.SGD(0.1), fast_memory_bytes=480)
-    daemon = Daemon()
-    connection = Connection(collection, daemon)  # type: ignore[arg-type]
-
-    def step() -> None:
-        jagged = flexd.Jagged(torch.tensor([5, 6]), torch.tensor([2]))
-        found = collection(dict.fromkeys(("item", "shop"), jagged))
-        sum(rows.values.sum() for rows in found.values()).backward()  # type: ignore[union-attr]
-        collection.optimizer.step()
-
-    step()
-    collection.reset_parameters()
-    step()
-    connection.close()
-    totals = daemon.monitor.totals()
-    assert totals is not None
-    assert totals.by_table[:, :2].tolist() == [[4, 4], [4, 4], [0, 0]], "rows are missed again, and nothing is lost"

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 import flexd
-from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
 from flexd.embedding import dense_adam
 from flexd.embedding.row_optimizers import GroupUpdate
 
@@ -76,43 +74,3 @@ def test_copies_of_narrow_rows_are_rounded_by_their_keys(dtype: torch.dtype) -> 
         )
         assert torch.equal(copies, rows[7:9])
     assert (rows[7] != 1).any()
-
-
-def test_lazy_adam_is_another_training() -> None:
-    """The case for it: momentum of rows that are looked up once moves them for many steps."""
-    moved = []
-    for optimizer in (flexd.Adam(0.01), flexd.DenseAdam(0.01)):
-        items = flexd.Embedding(ROWS, DIM, optimizer=optimizer)
-        before = items.weight.detach().clone()
-        items(torch.tensor([3])).sum().backward()
-        items.optimizer.step()
-        for _ in range(20):
-            items(torch.tensor([4])).sum().backward()
-            items.optimizer.step()
-        after = items.weight.detach()
-        assert torch.equal(after[5], before[5]), "no gradient yet: no momentum"
-        moved.append(float((after[3] - before[3]).abs().max()))
-    assert moved[0] == pytest.approx(0.01, rel=1e-3)
-    assert moved[1] > 0.02
-
-
-def test_rows_in_two_memories_are_refused() -> None:
-    with pytest.raises(EmbeddingError, match="fast_memory_bytes with DenseAdam"):
-        flexd.EmbeddingCollection(
-            [flexd.EmbeddingTable("items", 50, 4)], layout=RankLayout(1, 1), optimizer=flexd.DenseAdam(),
-            fast_memory_bytes=1000,
-        )  # fmt: skip
-
-
-def test_a_checkpoint_of_either_adam_is_one_of_the_other(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    def make(optimizer: flexd.Adam) -> flexd.EmbeddingCollection:
-        return flexd.EmbeddingCollection([flexd.EmbeddingTable("items", ROWS, DIM)], optimizer=optimizer)
-
-    lazy, dense = make(flexd.Adam(0.1)), make(flexd.DenseAdam(0.1))
-    lazy({"items": torch.tensor([3])})["items"].values.sum().backward()
-    lazy.optimizer.step()
-    flexd.save_checkpoint(lazy, tmp_path / "saved")
-    flexd.load_checkpoint(dense, tmp_path / "saved")
-    assert torch.equal(dense.engine.stores[0].state, lazy.engine.stores[0].state)
-    assert dense.engine.stores[0].state.any()
-    assert dense.steps == 1

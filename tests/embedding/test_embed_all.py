@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,33 +74,3 @@ def test_a_module_at_two_paths_stays_one() -> None:
     assert type(model.inner["positions"]) is nn.Embedding
     assert [table.name for table in tables.tables] == ["items"]
     assert torch.equal(model.items.weight.detach(), values)
-
-
-def test_only_named_subclasses_are_replaced() -> None:
-    class Other(nn.Embedding):
-        pass
-
-    model = nn.Sequential(Other(5, 3), nn.Embedding(5, 3))
-    flexd.embed_all(model)
-    assert [type(module) for module in model] == [Other, flexd.Embedding]
-    flexd.embed_all(model, names=["0"])
-    assert [type(module) for module in model] == [flexd.Embedding, flexd.Embedding]
-    assert model[0].collection is not model[1].collection
-
-
-def test_the_state_of_the_model_has_the_rows_once(tmp_path: Path) -> None:
-    models = [
-        nn.ModuleDict({"products": nn.Embedding(5, 3), "inner": nn.ModuleList([nn.Embedding(4, 3)])}) for _ in "ab"
-    ]
-    tables, other = (flexd.embed_all(each, optimizer=flexd.SGD(1.0)) for each in models)
-    positions, others = (each["inner"][0] for each in models)
-    assert sum("group0.rows" in key for key in models[0].state_dict()) == 1
-    models[1].load_state_dict(models[0].state_dict())
-    assert torch.equal(others.weight, positions.weight)
-    # A path with dots is the name of a table in checkpoints of any number of ranks, too.
-    positions(torch.tensor([1])).sum().backward()
-    tables.optimizer.step()
-    assert not torch.equal(others.weight, positions.weight)
-    flexd.save_checkpoint(tables, tmp_path / "saved")
-    flexd.load_checkpoint(other, tmp_path / "saved")
-    assert torch.equal(others.weight, positions.weight)

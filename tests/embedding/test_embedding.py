@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import nn
 
 import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from tests.support.rank_pool import RankPool
 from tests.support.trainer_jobs import Training, train_alone
@@ -58,35 +56,6 @@ def test_inputs_that_cannot_be_looked_up_are_errors_on_every_rank(ranks: Ranks) 
     assert "embedding.collection({'embedding': ids})" in second[4]
 
 
-@pytest.mark.slow
-def test_a_model_with_an_embedding_compiles_around_it() -> None:
-    """Losses and rows after two steps, with ``.weight`` read in training as a softmax over all rows reads it."""
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.items = flexd.Embedding(20, 4, dtype=torch.float64, optimizer=flexd.SGD(0.5), layout=RankLayout(1, 1))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            hidden = (self.items(ids) * 2).sin().sum(1)
-            return torch.nn.functional.cross_entropy(hidden @ self.items.weight.T, ids[:, 0])
-
-    torch._dynamo.reset()
-    losses, tables = [], []
-    for compiled in (False, True):
-        model = Model()
-        forward = torch.compile(model, backend="aot_eager") if compiled else model
-        for step in range(2):
-            loss = forward(torch.arange(6).view(3, 2) + step)
-            loss.backward()
-            model.items.optimizer.step()
-            losses.append(loss.item())
-        tables.append(model.items.eval().weight.clone())
-        model.items.collection.close()
-    assert losses[:2] == pytest.approx(losses[2:], rel=1e-12)
-    torch.testing.assert_close(*tables)
-
-
 def test_the_weight_is_gathered_once_for_each_change_of_rows(ranks: Ranks) -> None:
     for result in ranks(2).run("trainer_jobs:weights_read", RankLayout(1, 2)):
         assert result["seen"] == [
@@ -94,14 +63,6 @@ def test_the_weight_is_gathered_once_for_each_change_of_rows(ranks: Ranks) -> No
         ]
         assert not result["grad"]
         assert result["trains"]
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_batches_are_looked_up_ahead(ranks: Ranks, optimizer: str) -> None:
-    for result in ranks(4).run("trainer_jobs:looked_ahead", FOUR, optimizer):
-        np.testing.assert_allclose(*result["losses"], rtol=0, atol=1e-9)
-        np.testing.assert_allclose(*result["tables"], rtol=0, atol=1e-9)
-        assert result["unused"] == [0, 0]
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0), (0,), (2, 1, 4)])
@@ -134,27 +95,3 @@ def test_the_row_of_padding_begins_with_zeros_on_meta_too() -> None:
     weight = model[0].weight.detach()
     assert not weight[2].any()
     assert weight[1].all()
-
-
-def test_dtypes_follow_torch_and_others_are_refused() -> None:
-    assert flexd.Embedding(5, 3, dtype=torch.bfloat16)(torch.tensor(1)).dtype == torch.bfloat16
-    assert flexd.Embedding(5, 3)(torch.tensor(1)).dtype == torch.get_default_dtype()
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"dtype": torch.int8}, "torch.int8"),
-        ({"padding_idx": 5}, "padding_idx=5 of 5 rows"),
-        ({"max_norm": 1.0}, "max_norm"),
-    ]
-    for arguments, text in refused:
-        with pytest.raises(EmbeddingError, match=text):
-            flexd.Embedding(5, 3, **arguments)
-
-
-def test_embeddings_of_one_collection_may_be_in_different_modes() -> None:
-    tables = flexd.EmbeddingCollection([flexd.EmbeddingTable("a", 5, 3), flexd.EmbeddingTable("b", 5, 3)])
-    one, other = flexd.Embedding.of(tables, "a").eval(), flexd.Embedding.of(tables, "b")
-    assert not one(torch.tensor([1])).requires_grad
-    assert other(torch.tensor([1])).requires_grad
-    assert len(tables.engine.passes) == 1
-    with pytest.raises(EmbeddingError, match="no table 'c' - one of a, b"):
-        flexd.Embedding.of(tables, "c")
-    assert repr(one) == "Embedding(5, 3, name='a')"

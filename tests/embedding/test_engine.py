@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 
-import pytest
 import torch
 
 import flexd
@@ -34,14 +32,3 @@ def test_run_ahead_replaces_every_hook() -> None:
                 "overlapped", "prefetched_batches", "unused_batches", "exchanges", "deferred",
             ), name  # fmt: skip
     assert set(vars(StepHooks())) == set(), "a plain step has no state"
-
-
-def test_a_route_cannot_be_changed() -> None:
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 4)])
-    route = collection.engine.find(torch.tensor([1, 2, 2]), trains=True).route
-    assert all(isinstance(part, tuple) for part in (route.stations, route.requested, route.served, route.keys))
-    assert all(isinstance(part, tuple) for part in (*route.stations, *route.keys))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        route.stations = ()  # type: ignore[misc]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        route.stations[0][0].rows = 0  # type: ignore[misc]

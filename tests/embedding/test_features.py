@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 
@@ -44,12 +42,6 @@ def test_features_become_keys_and_rows_become_features() -> None:
     assert all(out[name].lengths is features[name].lengths for name in features)
 
 
-def test_no_features_give_no_keys() -> None:
-    found = feature_map().keys({})
-    assert found.keys.shape == (0,)
-    assert found.faulty is None
-
-
 @pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize(
     ("feature", "values", "cause"),
@@ -67,13 +59,6 @@ def test_invalid_ids_are_refused(feature: str, values: torch.Tensor, cause: str,
     more = {"a2": Jagged(torch.tensor([3]), torch.tensor([1]))} if others else {}
     with pytest.raises(EmbeddingError, match=f"rank 3.*{cause}"):
         feature_map().keys({**more, feature: Jagged(values, torch.tensor([1]))})
-
-
-def test_what_hinders_the_joining_of_valid_ids_is_raised() -> None:
-    features = {"b": Jagged(torch.tensor([1]), torch.tensor([1]))}
-    fault = torch.OutOfMemoryError("out of memory")
-    with mock.patch("flexd.embedding.features._joined", side_effect=fault), pytest.raises(torch.OutOfMemoryError):
-        feature_map().keys(features)
 
 
 @pytest.mark.parametrize("others", [False, True])

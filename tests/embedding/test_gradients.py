@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.mistakes import MistakeLog
 from flexd.core.placement import Delta
@@ -59,15 +58,6 @@ def test_training_equals_one_process(ranks: Ranks, case: Clipping) -> None:
         assert expected["scales"][1] == expected["scales"][0] / 2, "step 1 must overflow"
 
 
-def test_clipping_sends_one_number_more(ranks: Ranks) -> None:
-    case = Clipping(RankLayout(2, 2))
-    without, with_clip = (ranks(4).run("gradient_jobs:traffic", case, clip) for clip in (False, True))
-    number = 2 * 8 * 3 // 4
-    for before, after in zip(without, with_clip, strict=True):
-        more = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-        assert more == {"all_to_all_intra_bytes": number // 3, "all_to_all_inter_bytes": number * 2 // 3}
-
-
 def test_an_overflow_of_the_sum_is_seen_by_every_rank(ranks: Ranks) -> None:
     for scales, steps, right in ranks(4).run("gradient_jobs:overflow_in_the_sum", RankLayout(2, 2)):
         assert scales == [2.0, 2.0]
@@ -85,17 +75,6 @@ def backward(collection: flexd.EmbeddingCollection, *rows: int, times: float = 1
 
 def moved(collection: flexd.EmbeddingCollection) -> list[float]:
     return (collection.initial_table("item") - collection.gather_table("item"))[:, 0].tolist()
-
-
-def test_zero_grad_drops_clipped_gradients() -> None:
-    collection = make()
-    backward(collection, 1)
-    collection.clip_grad_norm_(1e-3)
-    collection.optimizer.zero_grad()
-    backward(collection, 2)
-    collection.optimizer.step()
-    np.testing.assert_allclose(moved(collection)[:4], [0, 0, 0.5, 0], atol=1e-12)
-    assert collection.steps == 1
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -175,32 +154,3 @@ def test_no_chunk_is_applied_while_gradients_wait() -> None:
             collection.optimizer.step()
         versions.append(collection.placement_version)
     assert versions == [0, 0, 0, 1, 1, 1]
-
-
-def test_norms_that_are_not_finite() -> None:
-    collection = make()
-    backward(collection, 1, times=math.inf)
-    with pytest.raises(EmbeddingError, match=r"all gradients is inf - skip the step with zero_grad"):
-        collection.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    assert math.isinf(collection.clip_grad_norm_(1.0))
-    collection.optimizer.zero_grad()
-    for norm_type in (0.0, -1.0, math.nan):
-        backward(collection, 1)
-        with pytest.raises(EmbeddingError, match="a number above 0"):
-            collection.clip_grad_norm_(1.0, norm_type)
-
-
-def test_clipping_without_a_pass_clips_the_dense_part() -> None:
-    dense = torch.nn.Parameter(torch.zeros(2))
-    dense.grad = torch.tensor([3.0, 4.0])
-    idle = torch.nn.Parameter(torch.zeros(2))
-    assert make().clip_grad_norm_(1.0, also=[dense, idle]).item() == pytest.approx(5.0)
-    torch.testing.assert_close(dense.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
-    assert make().clip_grad_norm_(1.0).item() == 0.0
-
-
-def test_a_gradient_cannot_be_set() -> None:
-    anchor = make().optimizer.param_groups[0]["params"][0]
-    assert anchor.grad is None
-    with pytest.raises(EmbeddingError, match=r"call backward"):
-        anchor.grad = torch.ones(())

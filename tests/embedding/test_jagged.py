@@ -40,11 +40,6 @@ def test_padding_keeps_rows_and_masks_the_rest(lengths: list[int], length: int, 
         assert mask[sample].tolist() == [at < len(truncated) for at in range(length)]
 
 
-def test_padding_hides_infinite_rows() -> None:
-    padded, _ = Jagged(torch.tensor([[float("inf")], [2.0]]), torch.tensor([1, 1])).to_padded(2)
-    assert padded[1].tolist() == [[2.0], [0.0]]
-
-
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (3, 2, 2), (0, 4), (3, 0)])
 def test_a_dense_tensor_has_equally_many_ids_a_sample(shape: tuple[int, ...]) -> None:
     ids = torch.arange(math.prod(shape)).view(shape)
@@ -52,12 +47,6 @@ def test_a_dense_tensor_has_equally_many_ids_a_sample(shape: tuple[int, ...]) ->
         jagged = as_jagged(dense, "a")
         assert torch.equal(jagged.values, dense.flatten())
         assert jagged.lengths.tolist() == [dense[0].numel() if len(dense) else 0] * len(dense)
-
-
-def test_a_scalar_or_a_sparse_tensor_is_refused() -> None:
-    for bad in (torch.tensor(1), torch.eye(2).to_sparse()):
-        with pytest.raises(EmbeddingError, match="Tensor instead of a Jagged"):
-            as_jagged(bad, "a")
 
 
 def test_all_types_of_input_give_equal_rows() -> None:
@@ -92,15 +81,3 @@ def test_other_types_of_input_are_refused(bad: object) -> None:
         as_jagged(bad, "item")
     with pytest.raises(EmbeddingError):
         flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 2)])({"item": bad})  # type: ignore[dict-item]
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_of_another_layout_are_refused() -> None:
-    strided = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.strided)
-    with pytest.raises(EmbeddingError, match="is not jagged"):
-        as_jagged(strided, "item")
-
-
-def test_input_that_is_no_mapping_is_refused() -> None:
-    with pytest.raises(EmbeddingError, match="a Tensor instead of features by name"):
-        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 50, 2)])(torch.tensor([1]))  # type: ignore[arg-type]

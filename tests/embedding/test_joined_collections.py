@@ -93,29 +93,6 @@ def test_prefetch_looks_up_all_of_them_at_once() -> None:
     assert tap.counters.accesses == 4 * (2 + 1 + 2)
 
 
-def test_a_tap_counts_look_ups_of_each() -> None:
-    items, ads = two()
-    tables = flexd.join_collections(items, ads)
-    tap = flexd.Tap(tables)
-    items({"history": ids(1, 2)})
-    ads({"clicked": ids(1)})
-    assert tap.counters.accesses == 3
-    assert tap.counters.failures == 0
-
-
-def test_a_model_saves_them_once() -> None:
-    models = []
-    for seed in (3, 4):
-        items, ads = two()
-        items.load_rows("items", 0, torch.full((20, 4), float(seed)))
-        flexd.join_collections(items, ads)
-        models.append(torch.nn.ModuleDict({"first": items, "second": ads}))
-    state = models[0].state_dict()
-    assert sum(value.numel() for name, value in state.items() if name.endswith("rows")) == (20 + 30) * 4
-    models[1].load_state_dict(state)
-    assert torch.equal(models[1]["second"].gather_table("items"), torch.full((20, 4), 3.0))
-
-
 def test_what_cannot_be_joined_is_named() -> None:
     items, ads = two()
     other = flexd.EmbeddingCollection([flexd.EmbeddingTable("ads", 3, 2)], layout=RankLayout(1, 1))

@@ -27,35 +27,6 @@ def test_a_saved_training_goes_on_as_one_that_was_not(ranks: Ranks) -> None:
         assert result["through"] == result["resumed"]
 
 
-def test_groups_are_those_of_the_optimizers() -> None:
-    dense, items, optimizer = made()
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
-    before = items.weight.detach().clone()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.25
-    (items(torch.tensor([2])).sum() + dense.sum()).backward()
-    optimizer.step()
-    assert torch.equal(dense.detach(), torch.full((3,), 0.75))
-    assert torch.equal(items.weight[2].detach(), before[2] - 0.25)
-    assert optimizer.defaults.keys() == {"lr", "weight_decay"}
-
-
-def test_parameters_may_be_added() -> None:
-    dense, items, optimizer = made(momentum=0.5)
-    later = nn.Parameter(torch.zeros(2))
-    optimizer.add_param_group({"params": [later], "lr": 1.0})
-    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0, 0.5]
-    for _ in range(2):
-        optimizer.zero_grad()
-        (later.sum() + dense.sum() + items(torch.tensor(1)).sum()).backward()
-        optimizer.step()
-    assert later.detach().tolist() == [-2.5, -2.5]
-    saved = optimizer.state_dict()
-    assert [group["params"] for group in saved["param_groups"]] == [[0], [1], [2]]
-    assert sorted(saved["state"]) == [0, 1, 2]
-    assert saved["state"][2]["step"] == 2
-
-
 def test_the_state_of_dense_parameters_follows_a_load() -> None:
     dense, items, optimizer = made(momentum=0.5)
     (dense.sum() + items(torch.tensor(1)).sum()).backward()
@@ -68,27 +39,6 @@ def test_the_state_of_dense_parameters_follows_a_load() -> None:
     assert other.optimizers[0].param_groups[0]["lr"] == 7.0
     with pytest.raises(EmbeddingError, match="a saved optimizer of 1 parameter groups, this one has 2"):
         other.load_state_dict(optimizer.optimizers[0].state_dict())
-
-
-def test_zero_grad_and_a_closure() -> None:
-    dense, items, optimizer = made()
-    before = items.weight.detach().clone()
-    (items(torch.tensor([2])).sum() + dense.sum()).backward()
-    optimizer.zero_grad()
-    assert dense.grad is None
-    calls = []
-
-    def closure() -> torch.Tensor:
-        calls.append(1)
-        loss = items(torch.tensor([3])).sum() + dense.sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == pytest.approx(before[3].sum().item() + 3, rel=1e-6)
-    assert calls == [1]
-    assert torch.equal(items.weight[2].detach(), before[2])
-    assert torch.equal(items.weight[3].detach(), before[3] - 0.5)
-    assert torch.equal(dense.detach(), torch.full((3,), 0.9))
 
 
 @pytest.mark.parametrize("where", ["dense", "rows", "nowhere"])

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from flexd.api.training import training_status
 from flexd.cli.status_command import status_blocks
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
@@ -52,9 +50,3 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     counted = {sample.labels["kind"]: sample.value for sample in families["flexd_training_mistakes"].samples}
     assert counted["numpy"] == 0
     assert all(counted[kind] > 0 for kind in kinds)
-
-
-@pytest.mark.parametrize(("arguments", "text"), [("seed", "seeds"), ("rows", "names or row counts of tables")])
-def test_ranks_that_begin_differently_are_told_by_what(ranks: Ranks, arguments: str, text: str) -> None:
-    for told in ranks(2).run("mistake_jobs:begin_differently", arguments):
-        assert f"ranks [1] have other {text} than rank 0" in told

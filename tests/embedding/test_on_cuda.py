@@ -27,7 +27,6 @@ from flexd.embedding.checkpoint.checkpoint import (
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.pretended_cuda import DEVICE, LookupWithoutAutograd, PretendedCuda
-from tools.bench import mirror_ranks
 from tools.bench.mirror_ranks import MirrorPeers, mirrored
 from tools.bench.sections.dispatch import MAX_WAITS, Case, batch, keyspace_of, placement, tables_of
 
@@ -152,28 +151,6 @@ def test_everything_beside_a_step_mixes_no_devices() -> None:
         collection.load_state_dict(saved)
         made.step(given)
         collection.memory()
-
-
-def test_gather_table_gathers_the_table_alone() -> None:
-    """Its dim-group has other tables: they would be gathered on every rank too."""
-    sizes = []
-    with job(SMALL, copies=0.0) as made:
-        case = made.case
-        rows = [table.rows for table in tables_of(case)]
-
-        def counted(peers: MirrorPeers, part: torch.Tensor) -> torch.Tensor:
-            sizes.append(part.shape[0] * peers.size)
-            return all_gather(peers, part)
-
-        all_gather = MirrorPeers.all_gather
-        tables = [flexd.EmbeddingTable("a", rows[0], 16), flexd.EmbeddingTable("b", 100_000, 16)]
-        mirror_ranks.hop_ranges[:] = [(0, rows[0] + 100_000)]
-        collection = flexd.EmbeddingCollection(tables, layout=SMALL, device="cuda")
-        with mock.patch.object(MirrorPeers, "all_gather", counted):
-            whole = collection.gather_table("a")
-    assert whole.shape == (rows[0], 16)
-    assert whole.device == DEVICE
-    assert sum(sizes) < rows[0] + SMALL.world_size
 
 
 def test_tables_leave_the_device_window_by_window() -> None:

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from tests.support.ddp_jobs import ddp_alone
 from tests.support.rank_pool import RankPool
@@ -54,18 +52,6 @@ def test_a_compiled_model_trains_equally(ranks: Ranks, expected: list[dict[str, 
     same(ranks(2).run("pytorch_jobs:compiled", TWO, whole), expected)
 
 
-def test_nested_tensors_train_equally(ranks: Ranks, expected: list[dict[str, Any]]) -> None:
-    same(ranks(2).run("pytorch_jobs:nested", TWO), expected)
-
-
-def test_autocast_leaves_rows_in_the_dtype_of_their_table(ranks: Ranks) -> None:
-    results = ranks(2).run("pytorch_jobs:autocast", TWO)
-    same(results, ranks(2).run("pytorch_jobs:plain", TWO, "float32"), tolerance=0.5)
-    for result in results:
-        assert result["dtypes"] == ["torch.bfloat16", "torch.float32"]
-        assert result["table"].dtype == torch.float32
-
-
 def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
     for result in ranks(2).run("pytorch_jobs:whole_model_state", TWO):
         assert result["loaded"] == "<All keys matched successfully>"
@@ -86,23 +72,6 @@ def test_copies_and_moves_of_a_collection_are_refused(ranks: Ranks) -> None:
         assert ["cannot be copied or pickled" in text for text in texts[:4]] == [True] * 4
         assert "cannot be moved to meta - construct the collection with device=" in texts[4]
         assert texts[5] == "torch.float64 torch.float16"
-
-
-def test_loaded_rows_replace_those_of_the_table(ranks: Ranks) -> None:
-    for rows in ranks(2).run("pytorch_jobs:load", TWO):
-        assert torch.equal(rows["table"], rows["expected"])
-        assert torch.equal(rows["looked_up"], rows["expected"])
-        assert rows["equal"]
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 2)])
-    for name, first, values in (
-        ("item", 4, torch.zeros(2, 2)),
-        ("item", 0, torch.zeros(2, 3)),
-        ("item", -1, torch.zeros(1, 2)),
-    ):
-        with pytest.raises(EmbeddingError, match="first_row"):
-            collection.load_rows(name, first, values)
-    with pytest.raises(EmbeddingError, match="no table 'shop'"):
-        collection.load_rows("shop", 0, torch.zeros(1, 2))
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -12,38 +12,9 @@ import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.keyspace import OPTIMIZERS, DimGroup, TableSpec, state_columns
-from flexd.core.layout import RankLayout
+from flexd.core.keyspace import OPTIMIZERS, state_columns
 from flexd.embedding import devices
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, GroupUpdate, RowOptimizer, RowWiseAdagrad, RowWiseAdam
-from flexd.embedding.store.store import GroupStore
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_sgd_equals_torch_sgd(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    rows = torch.randn(9, 4).to(dtype)
-    index, grads = torch.tensor([7, 0, 3]), torch.randn(3, 4).to(dtype)
-    weight = torch.nn.Parameter(rows.clone())
-    weight.grad = torch.zeros_like(weight).index_copy_(0, index, grads)
-    torch.optim.SGD([weight], lr=0.1).step()
-    SGD(0.1).update(rows, torch.zeros(9, 0), index, grads, 1)
-    if dtype == torch.float16:  # ours rounds once
-        torch.testing.assert_close(rows, weight.detach(), rtol=1e-3, atol=1e-4)
-    else:
-        assert torch.equal(rows, weight.detach())
-
-
-def test_half_precision_does_not_depend_on_the_position_of_a_row() -> None:
-    torch.manual_seed(0)
-    rows, grads = torch.randn(7, 5).half(), torch.randn(7, 5).half()
-    for optimizer in (SGD(0.1), RowWiseAdagrad(0.1)):
-        together, alone = rows.clone(), rows.clone()
-        states = torch.zeros(2, 7, 1)
-        optimizer.update(together, states[0], torch.arange(7), grads, 1)
-        for row in range(7):
-            optimizer.update(alone, states[1], torch.tensor([row]), grads[row : row + 1], 1)
-        assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
@@ -155,36 +126,6 @@ def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
     embedding.optimizer.step()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "theirs"),
-    [
-        (SGD(0.2), lambda p: torch.optim.SGD(p, 0.2)),
-        (Adagrad(0.2, eps=0.01), lambda p: torch.optim.Adagrad(p, 0.2, eps=0.01)),
-        (Adam(0.2, (0.6, 0.9), 0.05), lambda p: torch.optim.SparseAdam(p, 0.2, (0.6, 0.9), 0.05)),
-    ],
-)
-def test_updates_of_some_rows_equal_the_sparse_optimizer(
-    optimizer: RowOptimizer, theirs: Callable[..., torch.optim.Optimizer]
-) -> None:
-    rows, state = start(optimizer)
-    plain = torch.nn.Parameter(rows.clone())
-    sparse = theirs([plain])
-    rng = np.random.default_rng(1)
-    for step in range(1, 9):
-        index = torch.from_numpy(rng.permutation(ROWS)[: step % ROWS])
-        grads = gradients(step, index)
-        if isinstance(optimizer, Adam):  # torch adds eps before the correction of v, FBGEMM and we after it
-            sparse.param_groups[0]["eps"] = 0.05 * (1 - 0.9**step) ** 0.5
-        plain.grad = torch.sparse_coo_tensor(index[None], grads, (ROWS, DIM), check_invariants=True).coalesce()
-        sparse.step()
-        before, state_before = rows.clone(), state.clone()
-        optimizer.update(rows, state, index, grads, step)
-        torch.testing.assert_close(rows, plain.detach(), rtol=0, atol=1e-12)
-        others = torch.ones(ROWS, dtype=torch.bool).index_fill_(0, index, False)
-        assert torch.equal(rows[others], before[others])
-        assert torch.equal(state[others], state_before[others])
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_row_wise_adam_equals_the_definition_of_fbgemm(decay: float) -> None:
     """fbgemm_gpu, codegen/genscript/optimizers.py, partial_rowwise_adam: ``momentum2`` of the mean of squares, weights
@@ -203,18 +144,6 @@ def test_row_wise_adam_equals_the_definition_of_fbgemm(decay: float) -> None:
         weights[index] -= 0.2 * (m_hat / (np.sqrt(v_hat) + 0.05) + decay * weights[index])
         np.testing.assert_allclose(rows.numpy(), weights, rtol=0, atol=1e-12)
     np.testing.assert_allclose(state.numpy(), np.hstack([m, v]), rtol=1e-12)
-
-
-def test_row_wise_adam_of_one_column_equals_adam() -> None:
-    index = torch.arange(ROWS)
-    ends = []
-    for optimizer in (Adam(0.1), RowWiseAdam(0.1)):
-        rows, state = start(optimizer, dim=1)
-        for step in range(1, 4):
-            optimizer.update(rows, state, index, gradients(step, index, 1), step)
-        ends.append((rows, state))
-    assert torch.equal(ends[0][0], ends[1][0])
-    assert torch.equal(ends[0][1], ends[1][1])
 
 
 @pytest.mark.parametrize(
@@ -281,20 +210,6 @@ def test_the_size_of_blocks_does_not_change_results(monkeypatch: pytest.MonkeyPa
         assert torch.equal(ends[0][1], ends[1][1])
 
 
-@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
-def test_the_state_of_a_row_has_the_stated_columns(optimizer: RowOptimizer) -> None:
-    for dtype, width in (("float64", 8), ("float32", 4), ("float16", 4)):
-        store = GroupStore(
-            DimGroup(DIM, dtype, optimizer.name, 0, 9, (0,)), RankLayout(1, 1), 0, 2, torch.device("cpu")
-        )
-        assert store.state.shape == (11, sum(state_columns(optimizer.name, DIM).values()))
-        assert store.state.element_size() == width
-        spec = TableSpec("t", 9, DIM, dtype, optimizer.name)
-        assert store.row_bytes == spec.row_bytes + spec.state_bytes
-    expected = {"sgd": 0, "adagrad": DIM, "rowwise_adagrad": 1, "adam": 2 * DIM, "rowwise_adam": DIM + 1}
-    assert store.state.shape[1] == expected[optimizer.name]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -310,15 +225,6 @@ def test_the_state_of_a_row_has_the_stated_columns(optimizer: RowOptimizer) -> N
 def test_settings_out_of_range_are_refused(make: Callable[[], RowOptimizer]) -> None:
     with pytest.raises(EmbeddingError, match=r"at least 0|two numbers"):
         make()
-
-
-def collection(optimizer: RowOptimizer) -> flexd.EmbeddingCollection:
-    return flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 20, 4, dtype="float64")], optimizer=optimizer)
-
-
-def test_initial_state_is_in_the_store() -> None:
-    made = collection(RowWiseAdagrad(initial_accumulator_value=0.25))
-    assert bool((made.engine.stores[0].state == 0.25).all())
 
 
 @pytest.mark.parametrize("optimizer", [SGD(), Adagrad(), RowWiseAdagrad(weight_decay=0.1), Adam(), RowWiseAdam()])

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import torch
-
 from flexd.core.layout import RankLayout
-from flexd.embedding.side_stream import SideStream
 from tests.embedding.test_on_cuda import job, placement
 
 
@@ -40,9 +37,3 @@ def test_chunks_are_prepared_on_a_stream_of_their_own_and_training_waits_for_the
         assert len({shape for _, shape, _ in cuda.streams.of("record_stream")}) > 1
         assert {stream for *_, stream in cuda.streams.of("record_stream")} == {"default"}
         assert not cuda.streams.of("synchronize")
-
-
-def test_a_cpu_has_no_streams() -> None:
-    side = SideStream(torch.device("cpu"))
-    with side.work():
-        assert side.finished() is None

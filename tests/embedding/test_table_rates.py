@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
 import pytest
 import torch
 
@@ -12,36 +9,13 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.table_rates import TableRates
-from tests.support.exactness import Scenario, train_alone
-from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop
 
-Ranks = Callable[[int], RankPool]
 ALONE = flexd.RankLayout(1, 1)
 
 
 def two_tables(**settings: object) -> flexd.EmbeddingCollection:
     tables = [flexd.EmbeddingTable("a", 9, 4), flexd.EmbeddingTable("b", 7, 4, lr=0.5)]
     return flexd.EmbeddingCollection(tables, layout=ALONE, **settings)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("accelerator", [False, True])
-@pytest.mark.parametrize(
-    "optimizer", ["sgd", "sgd_decay", "rowwise_adagrad", "adagrad", "adam", "dense_adam", "rowwise_adam"]
-)
-def test_training_is_that_of_two_parameter_groups(ranks: Ranks, optimizer: str, accelerator: bool) -> None:
-    scenario = Scenario(
-        nodes=1, local_ranks=2, optimizer=optimizer, steps=8, second_rate=0.25, gamma=0.9,
-        two_dims=accelerator, second_dtype="" if optimizer != "sgd" else "float32",
-    )  # fmt: skip
-    job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
-    results = ranks(2).run(*job, scenario, Loop(ahead=not accelerator))
-    losses, tables = train_alone(scenario)
-    tolerance = 1e-4 if scenario.second_dtype else 1e-9
-    for rank, result in enumerate(results):
-        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
-        for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
 
 
 def test_groups_name_their_tables_and_schedulers_reach_them() -> None:
@@ -58,20 +32,6 @@ def test_groups_name_their_tables_and_schedulers_reach_them() -> None:
     other.optimizer.load_state_dict(saved)
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
     assert other.steps == 1
-
-
-def test_rates_and_joined_optimizers_go_together() -> None:
-    collection = two_tables(optimizer=flexd.SGD(lr=0.1))
-    dense = torch.nn.Linear(4, 1)
-    joined = flexd.JoinedOptimizer(torch.optim.SGD(dense.parameters(), 0.2), collection.optimizer)
-    assert [group["lr"] for group in joined.param_groups] == [0.2, 0.1, 0.5]
-    before = collection.gather_table("b")
-    rows = collection({"a": torch.tensor([1]), "b": torch.tensor([2])})
-    (rows["a"].values.sum() + rows["b"].values.sum()).backward()
-    joined.param_groups[2]["lr"] = 0.0
-    joined.step()
-    assert torch.equal(collection.gather_table("b"), before)
-    joined.load_state_dict(joined.state_dict())
 
 
 def test_other_settings_by_table_are_refused() -> None:

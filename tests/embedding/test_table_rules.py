@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flexd
-from flexd.core.errors import EmbeddingError, TopologyError
+from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
 from tests.support.rank_pool import RankPool
 
@@ -44,14 +44,6 @@ def test_rules_and_answers_of_the_plan_replace_those_of_the_tables():
     assert plain.homes == "all"
 
 
-def test_a_name_of_two_modules_is_that_of_the_first():
-    rules = flexd.TableRules.read(
-        document(entry("a", 3, 4, "rank:1", "rows", "x.one"), entry("a", 5, 4, "rank:2", "rows", "x.two"))
-    )
-    first, second = rules.apply([flexd.EmbeddingBagTable("a", 3, 4), flexd.EmbeddingBagTable("x.two/a", 5, 4)])
-    assert (first.homes, second.homes) == ("rank:1", "rank:2")
-
-
 @pytest.mark.parametrize(
     ("change", "tables", "message"),
     [
@@ -68,13 +60,6 @@ def test_a_name_of_two_modules_is_that_of_the_first():
 def test_rules_of_something_else_are_refused_by_name(change: dict[str, Any], tables: Any, message: str):
     with pytest.raises(flexd.core.errors.FlexdError, match=message):
         flexd.TableRules.read(document() | change).apply(tables)
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path: Path):
-    (tmp_path / "rules.json").write_text("{")
-    for name in ("rules.json", "none.json"):
-        with pytest.raises(EmbeddingError, match=f"{name}: cannot be read"):
-            flexd.TableRules.read(tmp_path / name)
 
 
 def test_a_plan_for_other_ranks_is_refused():

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from flexd.core.errors import EmbeddingError, SlowMemoryError
 from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import LogRows
@@ -22,7 +19,6 @@ from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
 
 Ranks = Callable[[int], RankPool]
-TABLES = [EmbeddingTable("item", 50, 4)]
 
 
 @pytest.mark.parametrize(
@@ -76,26 +72,6 @@ def test_float32_is_bit_equal_to_rows_that_are_all_fast(ranks: Ranks, more: dict
             np.testing.assert_array_equal(slow["tables"][name], table)
 
 
-def test_several_collections_are_in_two_memories(tmp_path: Path) -> None:
-    """Each in a directory of its own; the same one is refused by name."""
-    ids = [torch.from_numpy(np.random.default_rng(step).integers(0, 50, 20)) for step in range(12)]
-    tables = []
-    for memories in ([{"fast_memory_bytes": 800, "slow_memory_dir": tmp_path / name} for name in "ab"], [{}, {}]):
-        pair = [EmbeddingCollection(TABLES, optimizer=SGD(0.1), seed=n, **memories[n]) for n in range(2)]
-        for step in ids:
-            rows = [each({"item": Jagged(step, torch.tensor([20]))})["item"].values for each in pair]
-            (rows[0] * rows[1]).sum().backward()
-            for each in pair:
-                each.optimizer.step()
-        if memories[0]:
-            with pytest.raises(SlowMemoryError, match="rows: is in use"):
-                EmbeddingCollection(TABLES, **memories[0])
-        tables.append([each.gather_table("item") for each in pair])
-        for each in pair:
-            each.close()
-    assert all(torch.equal(*each) for each in zip(*tables, strict=True))
-
-
 def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budget(tmp_path: Path) -> None:
     table = EmbeddingTable("item", 1_000, 32)
     for fast_memory_bytes, kind in ((4 * 5_000, LogRows), (4 * 5_000 - 1, FileRows)):
@@ -108,13 +84,6 @@ def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budge
         left = fast_memory_bytes - (5_000 if kind is LogRows else 0)
         assert tier.frames == left // (128 + 64)
         collection.close()
-
-
-def test_settings_that_contradict_are_refused() -> None:
-    with pytest.raises(EmbeddingError, match="slow_memory_dir without fast_memory_bytes"):
-        EmbeddingCollection(TABLES, layout=RankLayout(1, 1), slow_memory_dir="somewhere")
-    with pytest.raises(EmbeddingError, match="fast_memory_bytes=0 - give at least the bytes of a row"):
-        EmbeddingCollection(TABLES, layout=RankLayout(1, 1), fast_memory_bytes=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -130,10 +99,6 @@ def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_p
         assert not result["initial"]
         assert result["left"] == [], "files go with the collection"
         assert result["memory"][0] != result["memory"][1]
-
-
-def test_pooled_tables_are_in_two_memories_too(ranks: Ranks) -> None:
-    assert ranks(2).run("two_memories_jobs:bags", RankLayout(1, 2)) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from torch import nn
 
 import flexd
 import flexd.core.errors
-from flexd.core.errors import FlexdError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 
@@ -124,26 +123,6 @@ def train_alone(world_size: int) -> tuple[list[list[float]], list[list[dict[str,
     return losses, weight_grads, {name: bag.weight.detach() for name, bag in bags.items()}
 
 
-def train_narrow(rank: int, layout: RankLayout, copies: bool) -> torch.Tensor:
-    """Return a float32 table after training by sums that travel as float16, with copies of its rows or without."""
-    collection = flexd.EmbeddingBagCollection(
-        [flexd.EmbeddingBagTable("item", 61, 8, init_scale=0.5, answer="sums")],
-        optimizer=flexd.SGD(0.1), layout=layout, replica_slots=[61], comm_dtype="float16", replica_sums="home",
-    )  # fmt: skip
-    if copies:
-        keys = np.arange(61)
-        collection.engine.inbox.offer(1, Delta(keys, np.zeros(61, np.uint8), (keys % 3).astype(np.uint8)))
-    for step in range(STEPS):
-        features = batch(step, rank)[0]
-        features = {"item": features["history"]} if "history" in features else {}
-        loss = loss_of(collection(features))
-        if loss.requires_grad:
-            loss.backward()
-        collection.optimizer.step()
-    assert collection.placement_version == int(copies)
-    return collection.gather_table("item")
-
-
 def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS) -> list[str]:
     """Return the errors of invalid bags on every rank, with a valid batch in between."""
     collection = flexd.EmbeddingBagCollection(tables(answers), layout=layout)
@@ -171,13 +150,3 @@ def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS)
         loss_of(collection(good)).backward()
         collection.optimizer.step()
     return errors
-
-
-def sums_without_pooling(rank: int, layout: RankLayout) -> str:
-    """Make a plain collection with a table that answers by sums on rank 1 alone; return the error."""
-    answer = "sums" if rank == 1 else "rows"
-    try:
-        flexd.EmbeddingCollection([flexd.EmbeddingBagTable("tag", 61, 8, answer=answer)], layout=layout)
-    except FlexdError as error:
-        return str(error)
-    return "no error"

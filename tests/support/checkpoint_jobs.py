@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint import blocks, checkpoint
+from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
@@ -160,16 +157,6 @@ def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]
     return text, all(np.array_equal(before[key], after[key]) for key in before)
 
 
-def save_twice(rank: int, layout: RankLayout, path: str) -> str:
-    collection = make(layout, "sgd", 1)
-    checkpoint.save_checkpoint(collection, path)
-    try:
-        checkpoint.save_checkpoint(collection, path)
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
-
-
 def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Export plain tables and load them into a collection that was trained on other values."""
     first, second, third = (make(layout, "adam", seed) for seed in (1, 2, 3))
@@ -201,102 +188,10 @@ def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def load_whole(rank: int, layout: RankLayout, optimizer: str, delta: Delta, with_state: bool) -> dict[str, Any]:
-    """Load whole tables into a collection with replicas, and train on beside a collection without any."""
-    source, loaded = (make(layout, optimizer, seed) for seed in (1, 2))
-    train_steps(source, 0, 3)
-    state = checkpoint.whole_state_dict(source)
-    offer(loaded, delta)
-    train_steps(loaded, 5, 2)
-    if with_state:
-        reference = source
-    else:
-        reference = make(layout, optimizer, 3)
-        state = {key: value for key, value in state.items() if key.startswith("embeddings.")}
-        for name in ROWS:
-            reference.load_rows(name, 0, state[f"embeddings.{name}.weight"])
-    replicas = sum(len(store.directory) for store in loaded.engine.stores)
-    checkpoint.load_whole_state_dict(loaded, state)
-    at_start = {key: value.numpy() for key, value in checkpoint.whole_state_dict(loaded).items()}
-    expected_at_start = {key: value.numpy() for key, value in checkpoint.whole_state_dict(reference).items()}
-    equal = train_steps(loaded, 10, 3)
-    train_steps(reference, 10, 3)
-    return {
-        "replicas": replicas, "at_start": at_start, "expected_at_start": expected_at_start, "equal": equal,
-        "end": tables_of(loaded), "expected_end": tables_of(reference),
-    }  # fmt: skip
-
-
-def missing_file(rank: int, layout: RankLayout, path: str, damage: str) -> str:
-    """Load a checkpoint that was damaged after it was saved."""
-    collection = make(layout, "adam", 1)
-    checkpoint.save_checkpoint(collection, path)
-    files = sorted(Path(path).glob("*.distcp"))
-    if layout.world_size > 1:
-        torch.distributed.barrier()
-    if rank == 0:
-        if damage == "metadata":
-            Path(path, ".metadata").unlink()
-        elif damage == "file":
-            files[-1].unlink()
-        else:
-            os.truncate(files[-1], files[-1].stat().st_size // 2)
-    if layout.world_size > 1:
-        torch.distributed.barrier()
-    before = whole(collection)
-    try:
-        checkpoint.load_checkpoint(collection, path)
-        return "loaded"
-    except CheckpointError as error:
-        after = whole(collection)
-        assert all(np.array_equal(before[key], after[key]) for key in before)
-        return str(error)
-
-
 def loss(collection: EmbeddingCollection, step: int) -> float:
     return float(loss_of(collection(share(step, collection.rank, collection.layout.world_size))))
-
-
-def load_saved_in_blocks(rank: int, layout: RankLayout, path: str) -> bool:
-    """Load a checkpoint whose tables were all saved in blocks, and return whether its values are there.
-
-    It was saved by 3 ranks with seed 7 after 3 steps; the state of each row was set to its key.
-    """
-    checkpoint_windows(100)
-    specs = [EmbeddingTable("item", 40, 4), EmbeddingTable("odd", 7, 3, dtype="float16")]
-    expected, loaded = (
-        EmbeddingCollection(specs, optimizer=RowWiseAdagrad(), layout=layout, seed=seed) for seed in (7, 8)
-    )
-    checkpoint.load_checkpoint(loaded, path)
-    state = checkpoint.whole_state_dict(loaded)
-    same = all(torch.equal(state[f"embeddings.{t.name}.weight"], expected.initial_table(t.name)) for t in specs)
-    sums = [state[f"optimizer.rowwise_adagrad.{t.name}.sum"].view(-1) for t in specs]
-    return same and torch.equal(torch.cat(sums), torch.arange(47.0)) and loaded.steps == 3
 
 
 def saved_keys(rank: int, layout: RankLayout) -> list[str]:
     checkpoint_windows(2**20)
     return list(checkpoint.sharded_state_dict(make(layout, "adam", 1)))
-
-
-def beyond_a_window(rank: int, layout: RankLayout, path: str) -> dict[str, bool]:
-    """Read, save and load a table that is larger than a window."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 140_001, 64)], optimizer=SGD(0.1), layout=layout)
-    expected = collection.initial_table("item")
-    sharded = checkpoint.sharded_state_dict(collection)["embeddings.item.weight"]
-    answers = {
-        "beyond": expected.nbytes > blocks.MAX_WINDOW_BYTES,
-        "sharded": isinstance(sharded, DTensor) and len(sharded.to_local()) < len(expected),
-        "full": torch.equal(sharded.full_tensor(), expected),
-        "whole": torch.equal(checkpoint.whole_state_dict(collection)["embeddings.item.weight"], expected),
-    }
-    checkpoint.save_checkpoint(collection, path)
-    local = collection.state_dict()
-    collection.load_rows("item", 0, torch.zeros_like(expected))
-    answers["emptied"] = not collection.gather_table("item").any()
-    checkpoint.load_checkpoint(collection, path)
-    answers["loaded"] = torch.equal(collection.gather_table("item", device="cpu"), expected)
-    collection.load_rows("item", 0, torch.zeros_like(expected))
-    collection.load_state_dict(local)
-    answers["local"] = torch.equal(collection.gather_table("item"), expected)
-    return answers

@@ -8,7 +8,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from flexd.core.errors import EmbeddingError, FlexdError, TopologyError
@@ -97,20 +96,6 @@ def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
     return "constructed"
 
 
-def shared_groups(rank: int, layout: RankLayout) -> tuple[bool, bool]:
-    """Return whether two collections share the trainer's process groups and train equally beside each other."""
-    first, second = (EmbeddingCollection(tables(), layout=layout, replica_slots=[20, 20, 3]) for _ in range(2))
-    same = all(
-        getattr(first.engine.groups, name).group is getattr(second.engine.groups, name).group
-        for name in ("world", "node", "rail")
-    )
-    for step in range(3):
-        for collection in (first, second):
-            train_step(collection, some(0, step, rank))
-    equal = all(torch.equal(first.gather_table(name), second.gather_table(name)) for name in ROWS)
-    return same, equal
-
-
 def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Count the process groups that collections and loops of ``prefetch`` make, and those that are left at the end."""
     made: list[str] = []
@@ -158,15 +143,6 @@ def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
         out["closed"] = str(error)
     kept.close()
     return out
-
-
-def torch_sees(rank: int, layout: RankLayout) -> tuple[list[int], int, str]:
-    """Return ranks and name of the node's group as torch knows them, and the sum of its ranks by an all-reduce."""
-    group = EmbeddingCollection(tables(), layout=layout)._groups.node.group
-    total = torch.tensor([rank])
-    dist.all_reduce(total, group=group)
-    dist.barrier(group)
-    return dist.get_process_group_ranks(group), int(total), group.group_name
 
 
 def late(rank: int, layout: RankLayout, missing: list[int], where: str, seconds: float) -> str:

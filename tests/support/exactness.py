@@ -12,7 +12,6 @@ from torch import nn
 
 from flexd.core.errors import ChunkRefusedError
 from flexd.core.home_rules import SPREAD, HomeRule
-from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import MOVED, RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
@@ -379,7 +378,3 @@ def refused(rank: int, layout: RankLayout) -> str:
     except ChunkRefusedError as error:
         return str(error)
     return "accepted"
-
-
-def spec_digest() -> str:
-    return KeySpace([TableSpec("item", 61, 8)]).digest

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
 import flexd.embedding.exchange.collectives as collectives_module
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -131,38 +129,11 @@ def collectives_of_a_chunk(rank: int, layout: RankLayout, dims: list[int], train
     }  # fmt: skip
 
 
-def chunk_of_a_pass_given_up(rank: int, layout: RankLayout, dims: list[int]) -> tuple[int, bool]:
-    """Apply a chunk in a pass that every rank gives up: (version after it, whether replicas are bit-equal)."""
-    collection = make(layout, dims, ["float32"] * len(dims), True)
-    step(collection, [1])
-    collection.engine.inbox.offer(2, promotions(collection))
-    features = batch(collection, 1)
-    with torch.no_grad():
-        collection(features)  # agrees on the chunk
-        if rank == 0:
-            name, jagged = next(iter(features.items()))
-            features[name] = Jagged(jagged.values + 10**6, jagged.lengths)
-        with pytest.raises(EmbeddingError, match=r"outside|rank 0 has input"):
-            collection(features)
-    return collection.placement_version, collection.replicas_bit_equal()
-
-
 def promotions(collection: EmbeddingCollection) -> Delta:
     """Make a chunk that promotes all rows that ``make`` has moved, and those it has not, to DEVICE."""
     keys = np.arange(collection.engine.keyspace.total_rows)
     old = (keys % 3).astype(np.uint8)
     return Delta(keys[old < 2], old[old < 2], np.full(int((old < 2).sum()), 2, np.uint8))
-
-
-def pushed(rank: int, layout: RankLayout, seeds: list[int]) -> int:
-    """Count the bytes that ``optimizer.step`` sends after these passes."""
-    collection = make(layout, [8, 4], ["float32"] * 2, True)
-    for seed in seeds:
-        torch.stack([j.values.sum() for j in collection(batch(collection, seed)).values()]).sum().backward()
-    before = collection.traffic.totals()
-    collection.optimizer.step()
-    after = collection.traffic.totals()
-    return sum(after[name] - before[name] for name in after)
 
 
 def summed_gradients(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from contextlib import nullcontext
@@ -60,31 +59,6 @@ def lose_a_rank(rank: int, layout: RankLayout, victim: int, fault: str, timeout_
     return "no error", time.monotonic() - started
 
 
-def two_collections(rank: int, layout: RankLayout, together: bool) -> list[Any]:
-    """Train two collections of one process, alternately or one after the other, and return their tables."""
-
-    def make(seed: int) -> EmbeddingCollection:
-        return EmbeddingCollection([EmbeddingTable("item", 50, 4, dtype="float64")], layout=layout, seed=seed)
-
-    if together:
-        pair = [make(0), make(1)]
-        for _ in range(4):
-            rows = [collection(IDS)["item"].values for collection in pair]
-            (rows[0].sin() * (1 + rank)).sum().add(rows[1].cos().sum()).backward()
-            for collection in pair:
-                collection.optimizer.step()
-    else:
-        pair = []
-        for seed in (0, 1):
-            collection = make(seed)
-            for _ in range(4):
-                values = collection(IDS)["item"].values
-                ((values.sin() * (1 + rank)) if seed == 0 else values.cos()).sum().backward()
-                collection.optimizer.step()
-            pair.append(collection)
-    return [collection.gather_table("item").numpy() for collection in pair]
-
-
 def diverge(rank: int, layout: RankLayout, odd: int, fault: str, exchange: str) -> tuple[str, bool]:
     """Let one rank diverge from the rest; return the error of this rank, and whether all can continue."""
     collection = EmbeddingCollection(
@@ -128,19 +102,6 @@ def other_loop(rank: int, layout: RankLayout, odd: int, arguments: dict[str, Any
         collection(ids)["item"].values.sum().backward()
         collection.optimizer.step()
     return text, collection.steps
-
-
-def other_clipping(rank: int, layout: RankLayout, odd: int) -> tuple[int, str]:
-    """Clip to another norm on one rank in step 2; return the steps done and the error of this rank."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
-    try:
-        for number in range(6):
-            collection(IDS)["item"].values.sum().backward()
-            collection.clip_grad_norm_(1.0 if number != 2 or rank != odd else 0.5)
-            collection.optimizer.step()
-    except FlexdError as error:
-        return collection.steps, f"{type(error).__name__}: {error}"
-    return collection.steps, "no error"
 
 
 def other_settings(rank: int, layout: RankLayout, odd: int, ahead: bool) -> tuple[int, str]:
@@ -193,30 +154,3 @@ def fails_in_a_step(rank: int, layout: RankLayout, odd: int, where: str, ahead: 
     except Exception as error:
         return f"{type(error).__name__}: {error}", collection.steps
     return "no error", collection.steps
-
-
-def changed_ids(rank: int, layout: RankLayout, what: str) -> tuple[int, int, list[str]]:
-    """Train on the prefetched ids, copies of them, or other ones. Return batches located twice, all, and warnings."""
-    messages: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Lines()
-    logging.getLogger("flexd.embedding").addHandler(handler)
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
-    batches = [{"item": Jagged(torch.arange(50), torch.tensor([50]))} for _ in range(5)]
-    try:
-        for ids in prefetch(batches, collection):
-            with torch.no_grad():
-                collection(IDS)
-            values = ids["item"].values
-            other = {"same": values, "copies": values.clone(), "others": values.flip(0)}[what]
-            used = ids if what == "same" else {"item": Jagged(other, ids["item"].lengths)}
-            collection(used)["item"].values.sum().backward()
-            collection.optimizer.step()
-    finally:
-        logging.getLogger("flexd.embedding").removeHandler(handler)
-    hooks = collection.engine.hooks
-    return hooks.unused_batches, hooks.prefetched_batches, messages

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 from typing import Any
-from unittest import mock
 
 import torch
 
-from flexd.core.errors import CollectiveError, EmbeddingError
+from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.checkpoint import blocks, lone_saves
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.load_tables import load_tables
-from flexd.embedding.prefetch.loop import prefetch
 from tests.support.collection_jobs import some, tables, train_step
 
 
@@ -131,24 +129,3 @@ def saves_alone(rank: int, layout: RankLayout, savers: list[int]) -> list[str]:
     finally:
         lone_saves.logger.removeHandler(kept)
     return kept.texts
-
-
-def saves_alone_in_a_loop(rank: int, layout: RankLayout, savers: list[int]) -> dict[str, Any]:
-    """Call ``state_dict`` on some ranks in a loop of ``prefetch``; return warnings and the error of this rank."""
-    collection = EmbeddingCollection(tables(), layout=layout)
-    collection.engine.lone_saves._timeout_seconds = 2.0
-    kept = Kept()
-    lone_saves.logger.addHandler(kept)
-    text = "ended"
-    try:
-        with mock.patch.object(lone_saves, "_POLL_SECONDS", 0.01), collection:
-            batches = [some(0, step, rank) for step in range(4)]
-            for step, batch in enumerate(prefetch(batches, collection, timeout_seconds=20)):
-                train_step(collection, batch)
-                if step == 1 and rank in savers:
-                    collection.state_dict()
-    except CollectiveError as error:
-        text = str(error)
-    finally:
-        lone_saves.logger.removeHandler(kept)
-    return {"text": text, "warnings": kept.texts}

@@ -117,22 +117,6 @@ def train_alone(case: Clipping) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def traffic(rank: int, case: Clipping, clip: bool) -> dict[str, int]:
-    """Return the bytes of one step."""
-    collection = EmbeddingCollection(tables(), optimizer=SGD(0.1), layout=case.layout, replica_slots=[61, 23, 3])
-    offer(collection, case.delta)
-    with torch.no_grad():
-        collection(some(9, 9, rank))
-        collection(some(9, 9, rank))
-    before = collection.traffic.totals()
-    loss_of(collection(some(0, 0, rank))).backward()
-    if clip:
-        collection.clip_grad_norm_(1.0)
-    collection.optimizer.step()
-    after = collection.traffic.totals()
-    return {name: after[name] - before[name] for name in after if name.endswith("bytes")}
-
-
 def overflow_in_the_sum(rank: int, layout: RankLayout) -> tuple[list[float], int, bool]:
     """Train on gradients that are finite on each rank and overflow in the sum; then on finite ones."""
     collection = EmbeddingCollection(

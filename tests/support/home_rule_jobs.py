@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import flexd
-from flexd.core.errors import ChunkRefusedError, TopologyError
+from flexd.core.errors import ChunkRefusedError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.checkpoint import blocks
@@ -72,18 +72,6 @@ def load(rank: int, layout: RankLayout, rules: Rules, directory: str, form: str,
     return {"saved": loaded, "after": whole(tables)}
 
 
-def given_rows(rank: int, layout: RankLayout, rules: Rules) -> list[np.ndarray]:
-    """Load rows of one rank, and of every rank, into the middle of a table; return the tables."""
-    tables = collection(layout, rules)
-    values = torch.arange(40.0, dtype=torch.float64).view(5, 8) + 1
-    tables.load_rows("item", 3, values if rank == 1 else None, source=1)
-    tables.load_rows("shop", 9, values[:4])
-    state = tables.state_dict()
-    train(tables, 0, 1)
-    tables.load_state_dict(state)
-    return [whole(tables)[name] for name in ("item", "shop")]
-
-
 def copied(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
     """Train a table that every rank has copies of, and offer a chunk of its rows."""
     tables = flexd.EmbeddingCollection(
@@ -103,22 +91,6 @@ def copied(rank: int, layout: RankLayout, exchange: str) -> dict[str, Any]:
         "bit_equal": tables.replicas_bit_equal(), "listed": len(tables.engine.migrator.placement()[0]),
         "refused": refused, "slots": tables.replica_slots[0],
     }  # fmt: skip
-
-
-def impossible(rank: int, layout: RankLayout) -> str:
-    try:
-        collection(layout, ("all", "node:2", "all"))
-    except TopologyError as error:
-        return str(error)
-    return "accepted"
-
-
-def unequal(rank: int, layout: RankLayout) -> str:
-    try:
-        collection(layout, ("all", f"rank:{rank % 2}", "all"))
-    except TopologyError as error:
-        return str(error)
-    return "accepted"
 
 
 def planned(rank: int, layout: RankLayout, tables: Any, rules: str | None) -> dict[str, Any]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from tests.support.collection_jobs import ROWS, look_everything_up, loss_of, offer, some, tables, train_step
 
@@ -49,18 +47,3 @@ def save_and_load(rank: int, layout: RankLayout, first: Delta, second: Delta, pe
             float((old.gather_table(name) - new.gather_table(name)).abs().max()) for name in ROWS
         ),
     }  # fmt: skip
-
-
-def load_of_another_rank(rank: int, layout: RankLayout) -> str:
-    """Load the rows of rank 0. All shards of ``item`` are equally large: only the shard's numbers tell them apart."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 64, 2)], layout=layout)
-    state = collection.state_dict()
-    holder = [torch.empty_like(value) for value in state.values()]
-    for value, part in zip(state.values(), holder, strict=True):
-        part.copy_(value)
-        dist.broadcast(part, src=0)
-    try:
-        collection.load_state_dict(dict(zip(state, holder, strict=True)))
-    except RuntimeError as error:
-        return str(error)
-    return "loaded"

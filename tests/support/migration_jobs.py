@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexd.core.errors import ChunkRefusedError, EmbeddingError, FlexdError, PlacementError
+from flexd.core.errors import ChunkRefusedError, EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -88,43 +88,6 @@ def follow_chunks(rank: int, layout: RankLayout, chunks: list[Delta], slots: lis
     }  # fmt: skip
 
 
-def follow_at_once(rank: int, layout: RankLayout, chunks: list[Delta], slots: list[int]) -> dict[str, Any]:
-    """Apply the first chunk at one step and all others at another."""
-    collection = _collection(layout, slots, 2**20)
-    inbox = collection.engine.inbox
-    everything = {table.name: Jagged(torch.arange(table.rows), torch.tensor([table.rows])) for table in TABLES}
-    before = {table.name: collection.gather_table(table.name) for table in TABLES}
-    steps = 0
-    for upto in (1, len(chunks)):
-        for version in range(inbox._received_version + 1, upto + 1):
-            inbox.offer(version, chunks[version - 1])
-        for _ in range(2):
-            with torch.no_grad():
-                collection(everything)
-            steps += collection.placement_version == upto
-    return {
-        "steps": steps, "bit_equal": collection.replicas_bit_equal(),
-        "tables_unchanged": all(torch.equal(collection.gather_table(name), table) for name, table in before.items()),
-    }  # fmt: skip
-
-
-def apply_out_of_turn(rank: int, layout: RankLayout, delta: Delta) -> tuple[str, bool]:
-    """Apply a chunk that was prepared before another was applied; return the error, and whether nothing changed."""
-    collection = _collection(layout, [61, 23], 2**20)
-    migrator = collection.engine.migrator
-    early, late = migrator.prepare(delta, None), migrator.prepare(delta, None)
-    migrator.apply([early])
-    directory = collection.engine.stores[0].directory
-    before = directory.version, migrator.digest
-    try:
-        migrator.apply([late])
-        text = "applied"
-    except PlacementError as error:
-        text = str(error)
-    after = directory.version, migrator.digest
-    return text, before == after and collection.replicas_bit_equal()
-
-
 def refuse(rank: int, layout: RankLayout, good: list[Delta], wrong: Delta, applied: bool) -> tuple[str, bool]:
     """Offer a wrong chunk after good ones (applied, or waiting); return the error, and whether the next chunk fits."""
     collection = _collection(layout, [61, 23], 2**20)
@@ -171,49 +134,6 @@ def refresh_in_blocks(rank: int, layout: RankLayout, delta: Delta, cap: int) -> 
         "bit_equal": collection.replicas_bit_equal(), "largest": max(gathers, default=0), "gathers": len(gathers),
         "right": all(torch.equal(looked_up[t.name].values, other.gather_table(t.name)) for t in TABLES),
     }  # fmt: skip
-
-
-def follow_placements(rank: int, layout: RankLayout, deltas: list[Delta], slots: list[int]) -> list[dict[str, Any]]:
-    """For every chunk: offer it, train a step and return the rows of this rank."""
-    collection = EmbeddingCollection(
-        jobs.tables(), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=slots
-    )
-    jobs.train_step(collection, jobs.some(0, 999, rank))
-    states = []
-    for step, delta in enumerate(deltas):
-        jobs.offer(collection, delta)
-        jobs.train_step(collection, jobs.some(0, step, rank))
-        unequal_before = not collection.replicas_bit_equal()
-        looked_up = jobs.look_everything_up(collection)  # applies the chunk
-        keys, tiers = collection.engine.migrator.placement()
-        whole = {name: collection.gather_table(name).numpy() for name in jobs.ROWS}
-        slots_by_key = [listed_slots(store) for store in collection.engine.stores]
-        states.append(
-            {
-                "version": collection.placement_version, "digest": collection.engine.migrator.digest,
-                "keys": keys, "tiers": tiers, "free": [store.free_slots for store in collection.engine.stores],
-                "slots_distinct": all(len(set(slots)) == len(slots) for slots in slots_by_key),
-                "lookups_right": all(np.array_equal(looked_up[name], whole[name]) for name in jobs.ROWS),
-                "bit_equal": collection.replicas_bit_equal() and not unequal_before,
-            }
-        )  # fmt: skip
-    return states
-
-
-def wrong_chunk(rank: int, layout: RankLayout, good: Delta, wrong: Delta) -> tuple[str, bool]:
-    """Return the error of a chunk that does not start from the placement, and whether the collection is unchanged."""
-    collection = EmbeddingCollection(jobs.tables(), layout=layout, replica_slots=[30, 30, 3])
-    jobs.offer(collection, good)
-    jobs.look_everything_up(collection)
-    jobs.look_everything_up(collection)
-    before = [store.free_slots for store in collection.engine.stores], collection.engine.migrator.digest
-    try:
-        collection.engine.migrator.prepare(wrong, None)
-        text = "applied"
-    except FlexdError as error:
-        text = f"{type(error).__name__}: {error}"
-    after = [store.free_slots for store in collection.engine.stores], collection.engine.migrator.digest
-    return text, before == after and collection.replicas_bit_equal()
 
 
 def chunk_in_inference_mode(rank: int, layout: RankLayout, delta: Delta) -> bool:

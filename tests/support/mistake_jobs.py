@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 import flexd
-from flexd.core.errors import EmbeddingError, TopologyError
+from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.mistakes import MISTAKES
 from flexd.embedding.jagged import Jagged
@@ -51,12 +51,3 @@ def make_mistakes(rank: int, port: int) -> dict[str, str]:
     connection.close(5.0)
     collection.close()
     return {report.kind: report.text for report in MISTAKES.reports()}
-
-
-def begin_differently(rank: int, what: str) -> str:
-    table = flexd.EmbeddingTable("item", 10 + (rank if what == "rows" else 0), 4)
-    try:
-        flexd.EmbeddingCollection([table], layout=RankLayout(2, 1), seed=rank if what == "seed" else 0)
-    except TopologyError as error:
-        return str(error)
-    return "accepted"

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 import flexd
-from flexd.affinity import NodeSampler
 from flexd.core.layout import MOVED, RankLayout
 from flexd.core.placement import Placement
 from flexd.embedding.collection import EmbeddingCollection
@@ -70,20 +69,6 @@ def load(rank: int) -> list[dict[str, Any]]:
     collection.load_state_dict(kept)
     found.append(whole_tables(collection))
     found.append(look_up(collection))
-    collection.close()
-    return found
-
-
-def read_by_loader(rank: int) -> list[list[int]]:
-    """Return the samples that a loader which deals reads on this rank, before and after their rows have moved. Each
-    sample uses one row."""
-    collection = made()
-    dataset = {"item": Jagged(torch.arange(ROWS), torch.ones(ROWS, dtype=torch.int64))}
-    sampler = NodeSampler(dataset, collection, ROWS // 2, shuffle=False)
-    before = next(iter(sampler))
-    begun = iter(sampler)
-    move_to_the_other_node(collection, np.arange(2 * ROWS))
-    found = [before, next(begun), next(iter(sampler))]
     collection.close()
     return found
 

@@ -156,11 +156,3 @@ def step_costs(rank: int, layout: RankLayout, budget_seconds: float) -> tuple[St
         patch.setattr(step_probe, "_steps", counted)
         costs = step_probe.measure_step_costs(layout, torch.device("cpu"), budget_seconds)
     return costs, turns
-
-
-def step_error(rank: int, layout: RankLayout, budget_seconds: float) -> str:
-    try:
-        step_probe.measure_step_costs(layout, torch.device("cpu"), budget_seconds)
-    except TopologyError as error:
-        return str(error)
-    return "no error"

@@ -142,20 +142,6 @@ def compiled(rank: int, layout: RankLayout, whole: bool) -> dict[str, Any]:
     return train(rank, collection, lambda step: dense(collection(features(step, rank))["item"].values), tower)
 
 
-def autocast(rank: int, layout: RankLayout) -> dict[str, Any]:
-    collection, tower = collection_of(layout, "float32"), Tower(torch.float32)
-    dtypes = set()
-
-    def loss_of(step: int) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            rows = collection(features(step, rank))["item"].values
-            dtypes.update({str(rows.dtype), str(tower.first(rows).dtype)})
-            loss: torch.Tensor = tower(rows)
-        return loss
-
-    return {**train(rank, collection, loss_of, tower), "dtypes": sorted(dtypes)}
-
-
 def nested(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Train with nested tensors as inputs and outputs."""
     collection, tower = collection_of(layout), Tower()

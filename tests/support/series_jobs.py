@@ -9,16 +9,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.embedding.checkpoint import blocks, saved_rows, series_directory
 from flexd.embedding.checkpoint.series import CheckpointSeries
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.dense_adam import DenseAdam
-from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.checkpoint_jobs import OPTIMIZERS, share, train_steps, whole
@@ -181,23 +179,6 @@ def end_while_saving(rank: int, layout: RankLayout, path: str, where: str) -> No
     series.save()
 
 
-def mistakes(rank: int, layout: RankLayout, path: str) -> list[str]:
-    """Return the errors of a second series, of settings that differ, and of numbers below 1."""
-    texts = []
-    collection = made(layout, "sgd", 1)
-    series = CheckpointSeries(collection, path)
-    for settings in ({}, {"keep": rank + 1}, {"keep": 0}):
-        if settings:
-            series.close()
-        try:
-            series = CheckpointSeries(collection, path, **settings)
-            texts.append("made")
-        except CheckpointError as error:
-            texts.append(str(error))
-    series.close()
-    return texts
-
-
 def dense_adam(rank: int, layout: RankLayout, path: str) -> list[dict[str, Any]]:
     """Save a series of an optimizer that moves all rows."""
     collection = made(layout, "adam", 1, rule=DenseAdam(0.05))
@@ -207,32 +188,4 @@ def dense_adam(rank: int, layout: RankLayout, path: str) -> list[dict[str, Any]]
         train_steps(collection, step, 1)
         found.append(saved(collection, series))
     series.close()
-    return found
-
-
-def launches(rank: int, layout: RankLayout, path: str) -> dict[str, list[int]]:
-    """Return the dispatched operators of a step with and without a series, for few and many dim-groups."""
-
-    class Counter(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            Counter.count += 1
-            return function(*args, **(kwargs or {}))
-
-    found: dict[str, list[int]] = {"without": [], "with": []}
-    for dims in (2, 9):
-        specs = [EmbeddingTable(f"t{dim}", 40, dim) for dim in range(1, dims + 1)]
-        collection = EmbeddingCollection(specs, layout=layout)
-        batch = {spec.name: Jagged(torch.arange(20), torch.tensor([20])) for spec in specs}
-        for name in ("without", "with"):
-            series = CheckpointSeries(collection, path) if name == "with" else None
-            train_step(collection, batch)
-            Counter.count = 0
-            torch.stack([out.values.sum() for out in collection(batch).values()]).sum().backward()
-            with Counter():
-                collection.optimizer.step()
-            found[name].append(Counter.count)
-            if series is not None:
-                series.close()
     return found

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from tests.support.checkpoint_jobs import train_steps
 from tests.support.series_jobs import made
@@ -38,16 +37,3 @@ def export(rank: int, layout: RankLayout, optimizer: str, more: dict[str, Any]) 
         }
     collection.close()
     return result
-
-
-def export_broken(rank: int, layout: RankLayout) -> str:
-    """Return the error of int8 rows of a table with a row that is not finite."""
-    collection = made(layout, "sgd", 1)
-    collection.load_rows("item", 11, torch.full((1, collection.tables[0].dim), torch.inf))
-    try:
-        flexd.export_table(collection, "item", int8=True, block_rows=4)
-    except EmbeddingError as error:
-        return str(error)
-    finally:
-        collection.close()
-    return ""

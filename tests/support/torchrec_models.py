@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
@@ -23,7 +20,6 @@ from torchrec.models.dlrm import DenseArch, InteractionArch, SparseArch
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint.checkpoint import whole_state_dict
 from flexd.torchrec import FusedOptimizerState, ModelState, replace
 
 ROWS = {"user": 41, "shop": 17, "tag": 23, "item": 61, "word": 29}
@@ -306,69 +302,6 @@ def there_and_back(rank: int, layout: RankLayout, optimizer: str, steps: int, fo
         after.fused_optimizer.load_state_dict(back["optimizer"])
     losses += train_sharded(after, rank, 2 * steps, steps)
     return {"expected": expected, "losses": losses, "replicas_equal": equal}
-
-
-@contextmanager
-def adam_state() -> Iterator[None]:
-    """Let TorchRec's fused optimizers that are made meanwhile have the state of Adam.
-
-    FBGEMM has no Adam on a CPU: its module is one of Adagrad, and says what it says with Adam,
-    {"exp_avg", "exp_avg_sq"}. The names, shards and checkpoints that come of it are TorchRec's own.
-    """
-
-    def of_adam(module: Any) -> list[dict[str, torch.Tensor]]:
-        firsts = [states[0] for states in module.split_optimizer_states()]
-        module.second_moments = getattr(module, "second_moments", None) or [torch.zeros_like(one) for one in firsts]
-        return [
-            {"exp_avg": first, "exp_avg_sq": second}
-            for first, second in zip(firsts, module.second_moments, strict=True)
-        ]
-
-    with mock.patch.object(SplitTableBatchedEmbeddingBagsCodegen, "get_optimizer_state", of_adam):
-        yield
-
-
-def adam_there_and_back(rank: int, layout: RankLayout, steps: int, folder: str) -> dict[str, Any]:
-    """Train with Adam in flexd, move the checkpoint through ``DistributedModelParallel``, sharded by rows, tables and
-    columns, and train on from what TorchRec saved; another job never moves."""
-
-    def moved_to(path: str | None) -> tuple[Any, Any]:
-        model = make(weighted=False)
-        tables = replace(model, layout=layout, optimizer=flexd.Adam(0.05), replica_slots=[80, 40])
-        if path is not None:
-            train_moved(model, tables, rank, 90, 2)
-            state = {"model": ModelState(model, tables), "optimizer": FusedOptimizerState(tables, steps=steps)}
-            dcp.load(state, checkpoint_id=path)
-        return model, tables
-
-    stayed, of_stayed = moved_to(None)
-    of_stayed.engine.inbox.offer(1, every_second_row())
-    losses = [train_moved(stayed, of_stayed, rank, 0, steps)]
-    state = {"model": ModelState(stayed, of_stayed), "optimizer": FusedOptimizerState(of_stayed)}
-    dcp.save(state, checkpoint_id=f"{folder}/flexd")
-    with adam_state():
-        torchrec_model = sharded("adagrad", layout.world_size, columns=True)
-    back = {"model": torchrec_model.state_dict(), "optimizer": torchrec_model.fused_optimizer.state_dict()}
-    names = sorted(name for of_weight in back["optimizer"]["state"].values() for name in of_weight)
-    dcp.load(back, checkpoint_id=f"{folder}/flexd")
-    torchrec_model.load_state_dict(back["model"])
-    torchrec_model.fused_optimizer.load_state_dict(back["optimizer"])
-    dcp.save({"model": torchrec_model, "optimizer": torchrec_model.fused_optimizer}, checkpoint_id=f"{folder}/torchrec")
-    moved, of_moved = moved_to(f"{folder}/torchrec")
-    states = [whole_state_dict(each) for each in (of_stayed, of_moved)]
-    differing = [key for key, value in states[0].items() if not torch.equal(value, states[1][key])]
-    for model, tables in ((stayed, of_stayed), (moved, of_moved)):
-        losses.append(train_moved(model, tables, rank, steps, steps))
-    without = replace(make(weighted=False), layout=layout, optimizer=flexd.Adam(0.05))
-    try:
-        dcp.load({"optimizer": FusedOptimizerState(without)}, checkpoint_id=f"{folder}/torchrec")
-        text = "loaded"
-    except (Exception, CheckpointException) as error:
-        text = str(error)
-    return {
-        "names": names, "differing": differing, "losses": losses, "text": text,
-        "moments": float(states[0]["optimizer.adam.item.exp_avg_sq"].max()), "equal": of_moved.replicas_bit_equal(),
-    }  # fmt: skip
 
 
 def differing_checkpoints(rank: int, layout: RankLayout, folder: str) -> dict[str, Any]:

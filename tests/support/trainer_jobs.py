@@ -232,35 +232,6 @@ def resumed(rank: int, layout: RankLayout) -> dict[str, Any]:
     return {"through": steps(*one, range(3, 6)), "resumed": steps(*other, range(3, 6))}
 
 
-def looked_ahead(rank: int, layout: RankLayout, optimizer: str) -> dict[str, Any]:
-    """Train one embedding with and without ``flexd.prefetch``, on batches of ids of several shapes."""
-    shapes = [(4, 3), (12,), (2, 2, 3), (1, 9)]
-    batches = [
-        torch.from_numpy(np.random.default_rng([5, rank, step]).integers(0, ITEMS, shapes[step % len(shapes)]))
-        for step in range(12)
-    ]
-    tables, losses, unused = [], [], []
-    for ahead in (False, True):
-        items = flexd.Embedding(
-            ITEMS, DIM, 0, dtype=torch.float64, layout=layout, optimizer=row_optimizer(Training(optimizer=optimizer))
-        )
-        loader: Any = batches
-        if ahead:
-            loader = flexd.prefetch(batches, items.collection, features=lambda ids: {"embedding": ids})
-        of_run = []
-        for ids in loader:
-            rows = items(ids)
-            assert rows.shape == (*ids.shape, DIM)
-            loss = rows.sin().sum()
-            loss.backward()
-            items.optimizer.step()
-            of_run.append(float(loss.detach()))
-        losses.append(of_run)
-        unused.append(items.collection.engine.hooks.unused_batches)
-        tables.append(items.collection.gather_table(items.name).numpy())
-    return {"losses": losses, "tables": tables, "unused": unused}
-
-
 def faults(rank: int, layout: RankLayout) -> list[str]:
     """Give one rank input that cannot be looked up; every rank must raise an error, and go on."""
     items = flexd.Embedding(ITEMS, DIM, layout=layout)

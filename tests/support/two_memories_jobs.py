@@ -15,11 +15,9 @@ import torch
 
 from flexd.core.errors import CollectiveError, FlexdError
 from flexd.core.layout import RankLayout
-from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.jagged import Jagged
-from flexd.embedding.row_optimizers import Adam, RowWiseAdagrad
+from flexd.embedding.row_optimizers import Adam
 from flexd.embedding.store.slow.block_file import PAGE_BYTES
 from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from tests.support.checkpoint_jobs import as_numpy, train_steps
@@ -76,26 +74,6 @@ def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]
 
 def _differ(some: dict[str, np.ndarray], others: dict[str, np.ndarray]) -> list[str]:
     return [key for key in some if some[key].tobytes() != others[key].tobytes()]
-
-
-def bags(rank: int, layout: RankLayout) -> bool:
-    """Train pooled tables of both kinds; return whether they are equal, bit for bit."""
-    specs = [EmbeddingBagTable("item", 200, 8), EmbeddingBagTable("shop", 31, 8)]
-    results = []
-    for fast_memory_bytes in (1_000, None):
-        collection = EmbeddingBagCollection(
-            specs, optimizer=RowWiseAdagrad(0.1), layout=layout, fast_memory_bytes=fast_memory_bytes
-        )
-        for step in range(4):
-            rng = np.random.default_rng([step, rank])
-            features = {
-                t.name: Jagged(torch.from_numpy(rng.integers(0, t.rows, 12)), torch.tensor([5, 0, 7])) for t in specs
-            }
-            sum(value.square().sum() for value in collection(features).values()).backward()
-            collection.optimizer.step()
-        results.append([collection.gather_table(t.name) for t in specs])
-        collection.close()
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def fail_the_disk(rank: int, layout: RankLayout, failing: int, fault: str) -> tuple[str, str]:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 torchrec = pytest.importorskip("torchrec")
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType  # noqa: E402
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType  # noqa: E402
 
 from flexd.core.errors import EmbeddingError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
-from flexd.torchrec import FlexEmbeddingBagCollection, FlexEmbeddingCollection  # noqa: E402
+from flexd.torchrec import FlexEmbeddingBagCollection  # noqa: E402
 from tests.support.rank_pool import RankPool  # noqa: E402
 
 
@@ -28,35 +28,6 @@ def test_weights_are_factors_of_the_rows(answer: str) -> None:
     table.pooling = PoolingType.MEAN
     with pytest.raises(EmbeddingError, match=r"pooled by MEAN: item.*sum to 1"):
         FlexEmbeddingBagCollection([table], is_weighted=True)
-
-
-def by_key(inverse: list[list[int]] | None, sizes: tuple[int, int] = (2, 3)) -> KeyedJaggedTensor:
-    """Return keys with batch sizes of 2 and 3."""
-    indices = None if inverse is None else (["a", "b"], torch.tensor(inverse))
-    return KeyedJaggedTensor(
-        keys=["a", "b"], values=torch.tensor([1, 2, 3, 4, 5, 6]), lengths=torch.tensor([1, 2, 0, 2, 1]),
-        stride_per_key_per_rank=[[sizes[0]], [sizes[1]]], inverse_indices=indices,
-    )  # fmt: skip
-
-
-def test_batch_sizes_may_differ_by_key() -> None:
-    names = {"name": "item", "num_embeddings": 20, "embedding_dim": 4, "feature_names": ["a", "b"]}
-    sequences = FlexEmbeddingCollection([EmbeddingConfig(**names)])
-    out = sequences(by_key(None))
-    table = sequences.gather_table("item")
-    assert torch.equal(out["a"].values(), table[[1, 2, 3]])
-    assert [out[key].lengths().tolist() for key in ("a", "b")] == [[1, 2], [0, 2, 1]]
-
-    bags = FlexEmbeddingBagCollection([EmbeddingBagConfig(**names)])
-    plain = torchrec.EmbeddingBagCollection(tables=[EmbeddingBagConfig(**names)])
-    plain.embedding_bags["item"].weight.data.copy_(bags.gather_table("item"))
-    kjt = by_key([[0, 1, 1, 0], [2, 0, 1, 1]])
-    torch.testing.assert_close(bags(kjt).values(), plain(kjt).values())
-    with pytest.raises(EmbeddingError, match="batch sizes differ by feature"):
-        bags(by_key(None))
-    for bad in ([[0, 1, 2, 0], [2, 0, 1, 1]], [[0, 1, 1, 0], [2, 0, 1, -1]]):
-        with pytest.raises(EmbeddingError, match="inverse_indices are missing or outside"):
-            bags(by_key(bad))
 
 
 @pytest.mark.parametrize("one_thread", [False, True])

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from flexd.core.errors import TopologyError
 from flexd.topology.kernel_design import drawn_ids
 from flexd.topology.kernel_file import TableSet
 
 pytest.importorskip("fbgemm_gpu")
-from flexd.torchrec.fused_kernels import FbgemmKernels, RowMemory, bag_offsets
+from flexd.torchrec.fused_kernels import FbgemmKernels, bag_offsets
 
 COLUMNS = [np.array(v, float) for v in ([40, 30], [8, 4], [50, 20], [10, 10], [1, 0], [0, 0])]
 
@@ -32,15 +31,3 @@ def test_phases_are_those_of_a_step(dtype: str) -> None:
     # Ten bags of five ids of the first table: each sum is five times a half.
     torch.testing.assert_close(out[:, :8], torch.full((10, 8), 2.5))
     assert not out[:, 8:].any()
-
-
-def test_bags_share_the_ids_of_a_table() -> None:
-    tables = TableSet("float32", *(np.array(v, float) for v in ([40, 20], [8, 8], [50, 33], [10, 10], [1, 0], [0, 0])))
-    assert np.diff(bag_offsets(tables, np.arange(2))).tolist() == [5] * 10 + [3, 3, 3, 4, 3, 3, 4, 3, 3, 4]
-
-
-def test_tables_beyond_the_memory_are_refused() -> None:
-    memory = RowMemory(1000, torch.device("cpu"))
-    assert [t.shape for t in memory.tensors([(3, 4), (7, 8)], torch.float32)] == [(3, 4), (7, 8)]
-    with pytest.raises(TopologyError, match="measure smaller sets"):
-        memory.tensors([(1000, 8)], torch.float32)

@@ -21,7 +21,6 @@ from flexd.core.errors import EmbeddingError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingCollection, replace  # noqa: E402
 from tests.support.torchrec_models import (  # noqa: E402
-    OPTIMIZERS,
     ROWS,
     batch,
     collections,
@@ -31,7 +30,6 @@ from tests.support.torchrec_models import (  # noqa: E402
 )
 
 STEPS = 6
-ONE = RankLayout(1, 1)
 
 
 @pytest.mark.parametrize(
@@ -127,25 +125,6 @@ def test_outputs_equal_those_before() -> None:
         assert torch.equal(tables(kjt)["tags"].values(), model.tags(kjt).values())
 
 
-def test_modules_share_one_look_up_and_each_has_its_own_without() -> None:
-    for one_lookup, expected in ((True, 1), (False, 4)):
-        model = make()
-        tables = replace(model, one_lookup=one_lookup)
-        model(*batch(0, 0)).backward()
-        assert len(tables.engine.passes) == expected
-        tables.optimizer.step()
-
-
-def test_a_tap_counts_the_look_ups_of_all_modules() -> None:
-    model = make()
-    tables = replace(model)
-    counted: dict[str, int] = {}
-    tables.after_lookup = lambda features: counted.update({n: one.values.numel() for n, one in features.items()})
-    kjt = batch(0, 0)[1]
-    model(*batch(0, 0))
-    assert counted == dict(zip(kjt.keys(), kjt.length_per_key(), strict=True))
-
-
 def test_rows_that_are_read_again_after_a_step_are_looked_up_again() -> None:
     model, kjt = make(), batch(0, 0)[1]
     tables = replace(model)
@@ -193,20 +172,6 @@ def test_equal_names_are_told_apart_and_a_module_in_two_places_stays_one() -> No
     assert torch.equal(model.rows(kjt)["f"].values(), values[1][5:7])
 
 
-def test_planned_home_rules_reach_the_tables_of_the_model_by_name() -> None:
-    model = make()
-    dims = {name: 4 if name in ("tag", "word") else 8 for name in ROWS}
-    entries = [
-        {"name": name, "rows": ROWS[name], "dim": dims[name], "homes": "node:0", "answer": answer}
-        for name, answer in (("user", "sums"), ("shop", "rows"), ("tag", "sums"), ("item", None), ("word", None))
-    ]
-    document = {"format": 1, "for": "flexd", "nodes": 1, "local_ranks": 1, "tables": entries}
-    tables = replace(model, layout=ONE, rules=flexd.TableRules.read(document))
-    assert {(table.name, table.homes, getattr(table, "answer", None)) for table in tables.tables} == {
-        (entry["name"], entry["homes"], entry["answer"]) for entry in entries
-    }
-
-
 @pytest.mark.parametrize("later", [False, True])
 def test_modules_on_meta_get_the_values_of_their_configurations(later: bool) -> None:
     init_fn = partial(nn.init.normal_, std=2.0)
@@ -225,31 +190,6 @@ def test_modules_on_meta_get_the_values_of_their_configurations(later: bool) -> 
     tables.load_rows("rows/t", 0, torch.zeros(300, 4))
     tables.reset_parameters()
     assert torch.equal(tables.gather_table("rows/t"), loaded)
-
-
-def test_values_are_loaded_without_init_fn_which_a_reset_calls() -> None:
-    calls = []
-
-    def init_fn(weight: torch.Tensor) -> None:
-        calls.append(weight.shape)
-        weight.data.copy_(torch.arange(1200.0).view(300, 4) + len(calls))
-
-    model = Two(init_fn=init_fn)
-    tables = replace(model)
-    assert len(calls) == 2, "TorchRec's own"
-    assert torch.equal(tables.gather_table("t"), torch.arange(1200.0).view(300, 4) + 1)
-    tables.reset_parameters()
-    assert torch.equal(tables.gather_table("rows/t"), torch.arange(1200.0).view(300, 4) + 4)
-
-
-def test_each_module_has_its_own_mode() -> None:
-    model = make()
-    tables = replace(model, one_lookup=False)
-    model.sparse.eval()
-    kjt = batch(0, 0)[1]
-    assert not model.sparse(kjt).requires_grad
-    assert model.items(kjt)["history"].values().requires_grad
-    assert len(tables.engine.passes) == 1
 
 
 def refused(change: Any) -> Two:
@@ -312,19 +252,6 @@ def test_what_cannot_be_replaced_is_refused_by_name_and_the_model_is_unchanged(c
     assert dict(model.named_modules()) == before
 
 
-def test_models_without_a_place_for_collections_are_refused() -> None:
-    with pytest.raises(EmbeddingError, match=r"Linear has no torchrec\.EmbeddingCollection"):
-        replace(nn.Linear(1, 1))
-    with pytest.raises(EmbeddingError, match=r"itself a torchrec\.EmbeddingCollection"):
-        replace(Two().rows)
-    with pytest.raises(EmbeddingError, match="tables rows/t, t have values, and device is meta"):
-        replace(Two(), device="meta")
-    model = Two()
-    replace(model)
-    with pytest.raises(EmbeddingError, match="has no torchrec"):
-        replace(model)
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "expected"),
     [
@@ -345,24 +272,3 @@ def test_the_attached_optimizer_is_taken_over(kind: Any, settings: dict[str, Any
     attached = Two()
     apply(torch.optim.RMSprop, {"lr": 0.1})(attached)
     assert replace(attached, optimizer=flexd.Adam(0.2)).optimizer._current() == flexd.Adam(0.2)
-
-
-def test_tables_keep_optimizers_of_their_own() -> None:
-    model = Two()
-    apply(torch.optim.Adagrad, {"lr": 0.5}, "rows")(model)
-    tables = replace(model)
-    assert {table.name: table.optimizer for table in tables.keyspace.tables} == {"t": "sgd", "rows/t": "adagrad"}
-    assert [(group["tables"], group["lr"]) for group in tables.optimizer.param_groups] == [
-        (["t"], 0.01),
-        (["rows/t"], 0.5),
-    ]
-    model = Two()
-    apply(torch.optim.SGD, {"lr": 0.25}, "rows")(model)
-    apply(torch.optim.SGD, {"lr": 0.5}, "pooled")(model)
-    groups = replace(model).optimizer.param_groups
-    assert [(group["tables"], group["lr"]) for group in groups] == [(["t"], 0.5), (["rows/t"], 0.25)]
-
-
-def test_every_optimizer_of_the_training_tests_is_known() -> None:
-    for name in OPTIMIZERS:
-        assert {table.optimizer for table in replace(make(name)).keyspace.tables} == {name}

@@ -17,7 +17,7 @@ from torchrec.modules.embedding_modules import (  # noqa: E402
     EmbeddingCollectionInterface,
 )
 
-from flexd.core.errors import EmbeddingError, FlexdError  # noqa: E402
+from flexd.core.errors import FlexdError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingCollection  # noqa: E402
 from tests.support.torchrec_jobs import batch, configs, make, plain_of, train_alone  # noqa: E402
@@ -73,18 +73,6 @@ def test_collections_implement_the_interfaces_of_torchrec() -> None:
     unnamed = EmbeddingConfig(name="t", num_embeddings=3, embedding_dim=2)
     assert FlexEmbeddingCollection([unnamed]).embedding_names_by_table() == [["t"]]
     assert unnamed.feature_names == [], "a configuration is not changed"
-
-
-def test_ids_are_returned_as_weights_if_needed() -> None:
-    ours = FlexEmbeddingCollection(configs(False), None, True)
-    kjt = batch(0, 0, samples=4)
-    assert torch.equal(ours(kjt)["target@shop"].weights(), kjt["target"].values())
-
-
-def test_tables_of_several_dims_are_refused() -> None:
-    two = [EmbeddingConfig(name=name, num_embeddings=40, embedding_dim=dim) for name, dim in (("t", 8), ("u", 4))]
-    with pytest.raises(EmbeddingError, match=r"tables of dims \[4, 8\]"):
-        FlexEmbeddingCollection(two)
 
 
 def test_without_torchrec_the_import_error_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,12 +83,3 @@ def test_a_plan_of_something_else_is_refused_by_name(change: Any, message: str):
     change(bad)
     with pytest.raises(EmbeddingError, match=message):
         sharding_plan(model("meta"), bad, device_type="cpu")
-
-
-def test_ranks_of_the_plan_are_those_of_the_shards():
-    from tests.support.sharding_jobs import model
-
-    plan = sharding_plan(model("meta"), document(KINDS), device_type="cpu").plan
-    assert {name: entry.ranks for name, entry in plan["bags"].items()} == {
-        n: r for n, (_, r) in KINDS.items() if n[0] == "t"
-    }

@@ -14,7 +14,7 @@ torchrec = pytest.importorskip("torchrec")
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.embedding.checkpoint.checkpoint import whole_state_dict  # noqa: E402
 from flexd.torchrec import FusedOptimizerState, ModelState, replace  # noqa: E402
-from tests.support.torchrec_models import ROWS, batch, make, plain_tables  # noqa: E402
+from tests.support.torchrec_models import batch, make, plain_tables  # noqa: E402
 
 STEPS = 4
 
@@ -27,20 +27,6 @@ def test_a_job_that_moves_to_flexd_and_back_has_the_losses_of_one_that_never_mov
     for result in results:
         assert result["losses"] == pytest.approx(result["expected"], abs=2e-6)
         assert result["replicas_equal"]
-
-
-def test_adam_moves_through_a_checkpoint_of_torchrec_bit_for_bit(pair: RankPool, tmp_path: Path) -> None:
-    """FBGEMM has no Adam on a CPU, so TorchRec loads and saves its state here and does not step."""
-    results = pair.run("torchrec_models:adam_there_and_back", RankLayout(2, 1), STEPS, str(tmp_path))
-    names = {name for result in results for name in result["names"]}
-    assert names == {f"{name}.{state}" for name in ROWS for state in ("momentum1", "exp_avg_sq")}
-    for result in results:
-        assert result["differing"] == []
-        assert result["moments"] > 0
-        _, stayed, moved = result["losses"]
-        assert moved == pytest.approx(stayed, abs=2e-6)
-        assert result["equal"]
-        assert "the state of adam without the number of steps" in result["text"]
 
 
 def test_checkpoints_that_do_not_fit_are_refused_by_name_and_any_sharding_is_read(

@@ -123,17 +123,6 @@ def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
         assert unchanged
 
 
-@pytest.mark.parametrize("damage", ["metadata", "file", "half a file"])
-def test_an_incomplete_checkpoint_is_refused(ranks: Ranks, tmp_path: Path, damage: str) -> None:
-    for text in ranks(2).run("checkpoint_jobs:missing_file", RankLayout(2, 1), str(tmp_path / "x"), damage, timeout=60):
-        assert ("no complete checkpoint" if damage == "metadata" else "cannot read") in text
-
-
-def test_a_directory_with_a_checkpoint_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for text in ranks(2).run("checkpoint_jobs:save_twice", RankLayout(2, 1), str(tmp_path / "x")):
-        assert "holds a checkpoint already - save into a new directory" in text
-
-
 @pytest.mark.parametrize("layout", [FOUR_RANKS, ONE_RANK])
 def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: RankLayout) -> None:
     for result in ranks(layout.world_size).run("checkpoint_jobs:plain_tables", layout):
@@ -144,37 +133,8 @@ def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: Ran
         assert "optimizer.adam.odd.exp_avg is missing" in result["text"]
 
 
-@pytest.mark.parametrize("with_state", [True, False])
-@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
-def test_whole_tables_loaded_over_replicas_train_as_without_replicas(
-    ranks: Ranks, optimizer: str, with_state: bool
-) -> None:
-    for result in ranks(4).run("checkpoint_jobs:load_whole", FOUR_RANKS, optimizer, replicate(5), with_state):
-        assert result["replicas"] > 10
-        for key, expected in result["expected_at_start"].items():
-            np.testing.assert_array_equal(result["at_start"][key], expected, err_msg=key)
-            if not with_state and optimizer == "rowwise_adagrad" and key.endswith(".sum"):
-                assert (expected == 0.1).all(), "the state is the optimizer's initial value, not 0"
-        assert result["equal"], "a replica differed from its home copy"
-        for name, table in result["expected_end"].items():
-            np.testing.assert_allclose(result["end"][name], table, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("layout", [FOUR_RANKS, ONE_RANK])
-def test_a_checkpoint_with_all_tables_in_blocks_is_read(ranks: Ranks, layout: RankLayout) -> None:
-    """Earlier versions saved a block of every table on every rank."""
-    path = Path(__file__).parent / "saved_in_blocks"
-    assert all(ranks(layout.world_size).run("checkpoint_jobs:load_saved_in_blocks", layout, str(path)))
-
-
 def test_one_rank_saves_a_table_that_fits_a_window(ranks: Ranks) -> None:
     """The size of a checkpoint's metadata grows with the tables, not with tables times ranks."""
     by_rank = ranks(4).run("checkpoint_jobs:saved_keys", FOUR_RANKS)
     keys = [key for keys in by_rank for key in keys if key != "optimizer.adam.step"]
     assert len(keys) == len(set(keys)) == 4 * len(ROWS)
-
-
-@pytest.mark.long
-def test_a_table_larger_than_a_window_is_read_saved_and_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    for answers in ranks(2).run("checkpoint_jobs:beyond_a_window", RankLayout(2, 1), str(tmp_path / "saved")):
-        assert all(answers.values()), answers

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.load_tables import load_tables
-from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -49,15 +45,6 @@ def test_a_mistake_of_one_rank_is_refused_on_every_rank(ranks: Ranks, mistake: s
         assert results[0][0].endswith("load those of one rank with source=0")
 
 
-def test_an_unknown_source_is_refused() -> None:
-    collection, _ = pair()
-    for source in (-1, 1):
-        with pytest.raises(EmbeddingError, match=f"source={source} - a rank below 1, or None"):
-            collection.load_rows("item", 0, torch.zeros(1, 4), source=source)
-    collection.load_rows("item", 2, torch.full((3, 4), 7.0), source=0)
-    assert (collection.gather_table("item")[2:5] == 7).all()
-
-
 @pytest.mark.parametrize("source", [0, 2])
 def test_tables_are_loaded_by_keys_of_another_trainer(ranks: Ranks, source: int) -> None:
     for rank, result in enumerate(ranks(4).run("given_rows_jobs:load_by_keys", FOUR_RANKS, source, "")):
@@ -85,13 +72,3 @@ def test_a_mistake_in_keys_loads_nothing_on_any_rank(
         else:
             assert (elsewhere if rank else at_source) in result["text"]
         assert result["unchanged"] == ["item", "odd", "tiny"]
-
-
-def test_unknown_tables_and_sources_of_keys_are_refused() -> None:
-    collection, _ = pair()
-    with pytest.raises(EmbeddingError, match="load_tables: no table 'itm' - one of item"):
-        load_tables(collection, {}, {"itm": "a"})
-    with pytest.raises(EmbeddingError, match="load_tables: source=1 - a rank below 1"):
-        load_tables(collection, {}, {"item": "a"}, source=1)
-    assert load_tables(collection, {"a": torch.ones(20, 4), "b": torch.ones(1)}, {"item": "a"}) == ("b",)
-    assert (collection.gather_table("item") == 1).all()

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from tests.support.collection_jobs import random_placement
-from tests.support.plain_tables import ids, pair
+from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
 
 
@@ -41,18 +40,6 @@ def test_unequal_state_dicts_are_refused() -> None:
     assert torch.equal(collection.gather_table("item"), saved["rank0.group0.rows"] + 1)
 
 
-def test_a_state_dict_is_a_copy() -> None:
-    collection, _ = pair()
-    model = nn.ModuleDict({"towers": nn.ModuleDict({"emb": collection})})
-    saved = model.state_dict()
-    before = collection.gather_table("item")
-    collection(ids(1))["item"].values.sum().backward()
-    collection.optimizer.step()
-    assert torch.equal(saved["towers.emb.rank0.group0.rows"], before)
-    model.load_state_dict(saved)
-    assert torch.equal(collection.gather_table("item"), before)
-
-
 Ranks = Callable[[int], RankPool]
 
 
@@ -69,10 +56,3 @@ def test_a_checkpoint_of_home_rows_restores_everything(
         assert result["lookups_right"]
         assert all(result["bit_equal"])
         assert pending or result["difference"] < 1e-12
-
-
-def test_the_shard_of_another_rank_is_refused(ranks: Ranks) -> None:
-    texts = ranks(4).run("local_state_jobs:load_of_another_rank", RankLayout(2, 2))
-    assert texts[0] == "loaded"
-    for rank, text in enumerate(texts[1:], 1):
-        assert f"saved by rank 0 of 4, loaded by rank {rank} of 4" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -27,25 +26,3 @@ def test_ranks_that_save_alone_are_warned_once(ranks: Ranks, layout: RankLayout)
 
 def test_no_rank_is_warned_where_all_save(ranks: Ranks) -> None:
     assert ranks(3).run("given_rows_jobs:saves_alone", RankLayout(1, 3), [0, 1, 2]) == [[], [], []]
-
-
-def test_a_rank_that_saves_alone_in_a_loop_does_not_hang() -> None:
-    pool = RankPool(2)  # of its own: the process groups are of no use afterwards
-    try:
-        zero, one = pool.run("given_rows_jobs:saves_alone_in_a_loop", RankLayout(1, 2), [0], timeout=60)
-    finally:
-        pool.close()
-    cause = (
-        r"rank 0: state_dict\(\) in a loop of flexd.prefetch, or with rows in other nodes than their home, exchanges "
-        r"rows with all ranks \(all_to_all\), and ranks \[1\] have not called it after \d+ s; it has 44 of 87 rows"
-    )
-    assert re.search(cause, zero["text"])
-    assert "call state_dict() on every rank" in zero["text"]
-    assert len(zero["warnings"]) == 1
-    assert re.search(cause, zero["warnings"][0])
-    assert re.search(cause.partition(",")[0], one["text"]), "the other rank is told why"
-
-
-def test_all_ranks_save_in_a_loop(ranks: Ranks) -> None:
-    for result in ranks(2).run("given_rows_jobs:saves_alone_in_a_loop", RankLayout(1, 2), [0, 1], timeout=60):
-        assert result == {"text": "ended", "warnings": []}

@@ -101,11 +101,6 @@ def test_any_series_is_exact(
             check(result, saves)
 
 
-def test_an_optimizer_that_moves_all_rows_saves_all_of_them(ranks: Ranks, tmp_path: Path) -> None:
-    saves = ranks(4).run("series_jobs:dense_adam", FOUR_RANKS, str(tmp_path))[0]
-    assert [(save["base"], save["rows"]) for save in saves] == [(None, 87), (None, 87)]
-
-
 def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Path) -> None:
     events = [event for _ in range(9) for event in (("train", 1), ("save", None))]
     kept = {"keep": 2, "whole_every": 3}
@@ -230,18 +225,3 @@ def test_a_job_that_ends_while_it_saves_leaves_the_checkpoint_before(tmp_path: P
     assert series.save().number == 3
     assert sorted(entry.name for entry in Path(path).iterdir()) == ["save-00000001", "save-00000003"]
     series.close()
-
-
-def test_mistakes_are_named_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
-    for second, differing, below in ranks(2).run("series_jobs:mistakes", RankLayout(2, 1), str(tmp_path)):
-        assert "the collection has a CheckpointSeries already" in second
-        assert "differ between ranks" in differing
-        assert "keep=0, whole_every=10: both must be at least 1" in below
-
-
-def test_noting_changed_rows_takes_no_kernel_where_there_is_no_series_and_few_where_there_is(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    found = ranks(1).run("series_jobs:launches", RankLayout(1, 1), str(tmp_path))[0]
-    added = [some - none for some, none in zip(found["with"], found["without"], strict=True)]
-    assert 0 < added[0] == added[1] <= 10, "it does not depend on the number of dim-groups"

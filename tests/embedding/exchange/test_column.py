@@ -105,12 +105,3 @@ def test_received_rows_are_added_in_the_order_of_the_peers_and_the_own_ones_last
     with mock.patch.object(devices, "in_host_memory", return_value=host):
         received_of(parts, 1, host).add_to(total, torch.tensor([1, 1, 1, 1]))
     assert total.flatten().tolist() == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("host", [True, False])
-def test_received_rows_are_copied_to_their_places(host: bool) -> None:
-    parts = [torch.tensor([[1.0], [2.0]]), torch.empty(0, 1), torch.tensor([[3.0]], dtype=torch.float64)]
-    rows = torch.zeros(4, 1)
-    with mock.patch.object(devices, "in_host_memory", return_value=host):
-        received_of(parts, 2, host).copy_to(rows, torch.tensor([3, 0, 1]))
-    assert rows.flatten().tolist() == [2.0, 3.0, 0.0, 1.0]

@@ -112,9 +112,3 @@ def test_auto_begins_with_the_priced_exchange_and_keeps_the_measured_one() -> No
     trial.begin_with("direct")
     steps(3)
     assert choice.name == "chain", "only the first price counts"
-
-
-def test_a_price_after_the_first_measurement_changes_nothing() -> None:
-    choice = ExchangeChoice("chain", ExchangeReason.MEASURED)
-    ExchangeTrial(choice).begin_with("direct")
-    assert (choice.proposed, choice.reason) == (0, ExchangeReason.MEASURED)

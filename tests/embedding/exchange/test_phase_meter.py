@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.control.protocol.report import PhaseReport, StepPhase, merge_phases
+from flexd.control.protocol.report import PhaseReport, StepPhase
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange import phase_meter
 from flexd.embedding.exchange.phase_meter import PhaseMeter
@@ -78,27 +78,6 @@ def test_collectives_beside_the_thread_are_exposed_as_far_as_it_waits(clock: _Cl
     assert cover == 3, "nine seconds beside the job, of which it computed six itself"
     assert (found["ids"].overlapped_seconds, found["rows"].overlapped_seconds) == (3, 1)
     assert (found["ids"].exposed_seconds, found["rows"].exposed_seconds) == (0.75, 0.25)
-
-
-def test_a_job_in_the_thread_itself_covers_nothing(clock: _Clock) -> None:
-    meter = PhaseMeter()
-    job = meter.beside = PhaseMeter()
-    meter.begin_job()
-    with job.phase(StepPhase.ROWS):
-        clock.now += 1
-        job.begin_collective()
-        clock.now += 2
-        job.end_collective(leaves_node=True)
-    meter.skip()
-    found, cover = taken(meter)
-    assert (found["rows"].computed_seconds, found["rows"].exposed_seconds, cover) == (1, 2, 0)
-    assert found["dense"].computed_seconds == found["rows"].overlapped_seconds == 0
-
-
-def test_phases_merge_by_name() -> None:
-    a, b = PhaseReport("ids", 1.0, inter_bytes=3), PhaseReport("ids", 2.0, inter_bytes=4)
-    new = PhaseReport("later version", 1.0)
-    assert merge_phases((a,), (b, new)) == (PhaseReport("ids", 3.0, inter_bytes=7), new)
 
 
 @pytest.mark.slow

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
-import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from tests.support.rank_pool import RankPool
 
@@ -47,27 +44,3 @@ def test_a_chunk_adds_no_collective(ranks: Ranks, nodes: int, trains: bool) -> N
         assert counted["migrated"] > 0
         assert counted["listed"] == 80
         assert trains or counted["equal"]
-
-
-def test_a_chunk_of_a_pass_that_is_given_up_is_copied(ranks: Ranks) -> None:
-    results = ranks(4).run("exchange_jobs:chunk_of_a_pass_given_up", RankLayout(2, 2), [8, 3])
-    assert results == [(2, True)] * 4
-
-
-@pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_equal_passes_are_pushed_as_one(ranks: Ranks, nodes: int) -> None:
-    layout = RankLayout(nodes, 4 // nodes)
-    once, thrice, others = (ranks(4).run("exchange_jobs:pushed", layout, seeds) for seeds in ([1], [1] * 3, [1, 2, 3]))
-    assert once == thrice
-    assert sum(once) > 0
-    assert sum(once) < sum(others) < 3 * sum(once)
-
-
-def test_a_single_rank_rounds_rows_to_the_wire_dtype() -> None:
-    """Rows are rounded although no row is sent."""
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 3)], comm_dtype="bfloat16")
-    out = collection({"item": flexd.Jagged(torch.arange(9), torch.tensor([9]))})["item"].values
-    assert torch.equal(out, collection.initial_table("item").bfloat16().float())
-    assert not torch.equal(out, collection.gather_table("item"))
-    with pytest.raises(EmbeddingError, match="'int8'"):
-        flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 9, 3)], comm_dtype="int8")

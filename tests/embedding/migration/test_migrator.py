@@ -164,16 +164,3 @@ def test_several_deltas_are_merged(steps: list[dict[int, int]]) -> None:
     assert together.keys.tolist() == sorted(passed)
     assert together.old_tiers.tolist() == [min(passed[key]) for key in sorted(passed)]
     assert together.new_tiers.tolist() == placement.tiers_of(together.keys).tolist()
-
-
-def test_a_row_that_is_demoted_and_promoted_at_once_is_copied(ranks: Ranks) -> None:
-    """Both chunks are applied at one step, and other rows get the slot that the row had."""
-    chunks = [chunk({0: 2, 1: 2}), chunk({0: 0, 1: 0}, {0: 2, 1: 2}), chunk({5: 2, 9: 2}), chunk({0: 2, 1: 2})]
-    for result in ranks(4).run("migration_jobs:follow_at_once", RankLayout(2, 2), chunks, SLOTS):
-        assert result == {"steps": 2, "tables_unchanged": True, "bit_equal": True}
-
-
-def test_a_chunk_prepared_for_another_placement_is_not_applied(ranks: Ranks) -> None:
-    for text, unchanged in ranks(2).run("migration_jobs:apply_out_of_turn", RankLayout(2, 1), GOOD[0]):
-        assert "chunks were prepared for another placement" in text
-        assert unchanged

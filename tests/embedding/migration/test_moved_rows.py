@@ -8,33 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.support.exactness import Scenario, train_alone
+from tests.support.exactness import Scenario
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
 
 Ranks = Callable[[int], RankPool]
 MOVED = Scenario(2, 2, "adam", moved=True, replica_fraction=1.0, two_dims=True, passes=3)
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        MOVED,
-        Scenario(2, 1, "rowwise_adagrad", moved=True, replica_fraction=1.0, migrate_every=1, seed=1),
-        Scenario(3, 2, "sgd", moved=True, replica_fraction=1.0, migrate_every=1, seed=2),
-    ],
-    ids=["2x2", "2x1", "3x2"],
-)
-def test_training_with_moved_rows_equals_one_process(ranks: Ranks, scenario: Scenario, ahead: bool) -> None:
-    results = ranks(scenario.layout.world_size).run("run_ahead_jobs:train", scenario, Loop(ahead=ahead))
-    losses, tables = train_alone(scenario)
-    for rank, result in enumerate(results):
-        assert result["most_moved"] > 5
-        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
-        assert result["unequal"] == 0
-        for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -77,10 +56,3 @@ def test_the_host_waits_for_nothing_more_where_rows_have_moved(ranks: Ranks) -> 
     ):
         assert moved[1] == still[1]
         assert still[0] < moved[0] <= still[0] + 2 * 22, "22 kernels a station, whatever the tables"
-
-
-def test_a_loader_deals_by_where_rows_are_when_it_begins(ranks: Ranks) -> None:
-    """Ranks that see a chunk at different times of an iteration would read samples twice, or not at all."""
-    for rank, (before, begun_before, after) in enumerate(ranks(2).run("moved_jobs:read_by_loader")):
-        assert before == begun_before == list(range(rank, 40, 2))
-        assert after == list(range(1 - rank, 40, 2))

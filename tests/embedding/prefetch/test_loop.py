@@ -38,10 +38,6 @@ def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing
             assert text.startswith(f"EmbeddingError: rank {failing}: its loader raised an error")
 
 
-def test_loaders_without_batches_end_at_once(ranks: Ranks) -> None:
-    assert ranks(2).run("run_ahead_jobs:uneven", RankLayout(2, 1), [0, 0]) == [(0, "", [])] * 2
-
-
 @pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}])
 def test_wrong_arguments_are_refused(wrong: dict[str, float]) -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
@@ -57,8 +53,3 @@ def test_a_second_loop_at_a_time_is_refused() -> None:
         next(iter(flexd.prefetch([{}], collection, timeout_seconds=5.0)))
     first.close()
     assert list(flexd.prefetch([{}], collection)) == [{}]
-
-
-def test_prefetch_has_the_length_of_its_loader() -> None:
-    collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
-    assert len(flexd.prefetch([{}, {}, {}], collection)) == 3

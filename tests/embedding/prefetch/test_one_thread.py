@@ -12,7 +12,6 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
-from tests.embedding.prefetch.test_run_ahead import check
 from tests.support.exactness import Scenario
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -47,38 +46,6 @@ def test_one_thread_makes_no_process_groups_of_its_own(ranks: Ranks) -> None:
     two_threads = pool.run("collective_order_jobs:issued", SCENARIO, Loop(one_thread=False))
     assert [made for _, made in two_threads] == [2] * 4, "this rank's node and rail"
     assert {thread for thread, _, _ in two_threads[0][0]} == {"training", "other"}
-
-
-@pytest.mark.parametrize(
-    ("passes", "loop"),
-    [
-        (1, Loop(one_thread=True)),
-        (3, Loop(one_thread=True)),
-        (1, Loop(one_thread=True, evaluate_every=2, extra_every=3, save_every=3)),
-        pytest.param(1, Loop(one_thread=True, max_norm=0.05), marks=pytest.mark.long),
-        pytest.param(1, Loop(one_thread=True, break_at=7), marks=pytest.mark.long),
-        (1, Loop(one_thread=True, bad_at=6, loops=3)),
-    ],
-    ids=["plain", "three passes", "other work", "clip", "break", "bad input"],
-)
-def test_one_thread_trains_equally(ranks: Ranks, passes: int, loop: Loop) -> None:
-    scenario = Scenario(2, 2, "rowwise_adagrad", two_dims=True, passes=passes, steps=12, seed=5)
-    results = check(scenario, ranks, loop)
-    assert results[0]["versions"][-1] >= 3, "the scenario must really migrate rows"
-    assert (results[0]["deferred"] > 0) == (loop.max_norm == 0)
-
-
-def test_an_error_of_a_loader_is_named_on_every_rank(ranks: Ranks) -> None:
-    results = ranks(4).run("run_ahead_jobs:failing_loader", RankLayout(2, 2), 2, 2, True, timeout=60)
-    assert [steps for steps, _, _ in results] == [2] * 4
-    for rank, (_, text, _) in enumerate(results):
-        assert ("OSError: the disk is gone" if rank == 2 else "rank 2: its loader raised an error") in text
-
-
-def test_a_rank_without_further_batch_is_named_on_every_rank(ranks: Ranks) -> None:
-    for steps, text, _ in ranks(4).run("run_ahead_jobs:uneven", RankLayout(2, 2), [4, 4, 3, 4], True, timeout=60):
-        assert steps == 3
-        assert "rank 2 has no further batch" in text
 
 
 def test_an_accelerator_always_uses_one_thread() -> None:

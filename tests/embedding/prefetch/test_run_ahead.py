@@ -69,13 +69,6 @@ def test_run_ahead_with_the_kernels_of_an_accelerator(ranks: Ranks) -> None:
     assert results[0]["deferred"] > 0
 
 
-def test_replicas_on_one_rail_only_train_equally(ranks: Ranks) -> None:
-    """The ranks of the other rail list no replicated row, so bits and gradients go over one rail only."""
-    results = check(Scenario(2, 2, "rowwise_adagrad", seed=4, only_rail=1), ranks)
-    assert results[0]["versions"][-1] >= 3
-    check(Scenario(2, 2, passes=3, seed=4, only_rail=0), ranks)
-
-
 @pytest.mark.parametrize("exchange", ["direct", "direct_no_dedup"])
 def test_direct_exchanges_train_equally(ranks: Ranks, exchange: str) -> None:
     check(Scenario(2, 2, "rowwise_adagrad", exchange=exchange, two_dims=True, seed=3), ranks)
@@ -148,14 +141,6 @@ def test_ids_masked_out_of_range_raise_as_without_run_ahead(ranks: Ranks, one_th
     assert "rank 1 has input" in plain[0]
 
 
-def test_a_rank_without_input_trains_equally(ranks: Ranks) -> None:
-    check(Scenario(2, 2, "rowwise_adagrad", idle_rank=3, two_dims=True, gamma=0.8), ranks)
-
-
-def test_float32_beside_float64_trains_equally(ranks: Ranks) -> None:
-    check(Scenario(2, 2, "rowwise_adagrad", second_dtype="float32", two_dims=True), ranks, tolerance=1e-5)
-
-
 scenarios = st.builds(
     Scenario,
     nodes=st.sampled_from([1, 2, 3]),
@@ -206,12 +191,6 @@ def test_run_ahead_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, in
     for result in ranks(4).run("ddp_jobs:ddp_with_run_ahead", RankLayout(2, 2), inside, 6):
         for name, values in expected.items():
             np.testing.assert_allclose(result[name], values, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_bags_train_equally(ranks: Ranks, weighted: bool) -> None:
-    for plain, ahead in ranks(4).run("run_ahead_jobs:pooled", RankLayout(2, 2), weighted, 6):
-        np.testing.assert_allclose(ahead, plain, rtol=0, atol=1e-9)
 
 
 def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> None:

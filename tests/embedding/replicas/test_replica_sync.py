@@ -62,18 +62,3 @@ def test_messages_of_an_accelerator_round_in_the_same_places_at_every_tier(ranks
         for table, equal in pool.run(f"accelerator_jobs:{kernels}", *job):
             assert equal, "a replica differed from its home copy"
             np.testing.assert_array_equal(table, home[0][0])
-
-
-@pytest.mark.parametrize(("nodes", "local_ranks"), [(2, 2), (3, 2), (4, 1)])
-def test_float32_gradients_that_are_summed_at_home_are_added_in_the_same_order_at_every_tier(
-    ranks: Ranks, nodes: int, local_ranks: int
-) -> None:
-    layout = RankLayout(nodes, local_ranks)
-    pool = ranks(layout.world_size)
-    home, *others = (
-        pool.run("exchange_jobs:summed_gradients", layout, tier, "float32", None, "home") for tier in (0, 1, 2, None)
-    )
-    for results in (home, *others):
-        for table, equal in results:
-            assert equal, "a replica differed from its home copy"
-            np.testing.assert_array_equal(table, home[0][0])

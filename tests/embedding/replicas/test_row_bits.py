@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -17,12 +16,6 @@ CPU = torch.device("cpu")
 BLOCKS = 5
 WEIGHTS = 2 ** torch.arange(8, dtype=torch.uint8)
 members = st.lists(st.integers(0, 64 * BLOCKS - 1), max_size=80)
-
-
-@pytest.fixture(params=[True, False], ids=["words", "bytes"])
-def as_words(request: pytest.FixtureRequest) -> Iterator[bool]:
-    with mock.patch.object(devices, "in_host_memory", return_value=request.param):
-        yield request.param
 
 
 def bits_of(numbers: list[int]) -> row_bits.RowBits:
@@ -45,13 +38,6 @@ def test_sets_of_rows_are_sets(words: bool, a: list[int], b: list[int]) -> None:
         sent = row_bits.packed(first, WEIGHTS)
         assert len(sent) == BLOCKS + 1
         assert torch.equal(row_bits.unpacked(sent, WEIGHTS), first)
-
-
-@pytest.mark.usefixtures("as_words")
-def test_rows_are_added_to_those_that_were_there() -> None:
-    bits = bits_of([3, 63])
-    row_bits.mark(bits, torch.tensor([63, 64, 63, 2]))
-    assert row_bits.positions_of(bits).tolist() == [2, 3, 63, 64]
 
 
 def test_words_of_both_kinds_are_equal() -> None:

@@ -10,18 +10,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout, Tier
 from flexd.embedding import devices
-from flexd.embedding.exchange.hop import Hop, PeerWords
+from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.replicas import row_bits
 from flexd.embedding.replicas.replica_sync import ReplicaSync
 from flexd.embedding.replicas.sum_lists import SumLists
-from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
-from flexd.embedding.store.directory import Directory
+from flexd.embedding.replicas.touched_rows import SyncList, SyncLists
 from flexd.embedding.store.store import GroupStore, make_stores
 
 CPU = torch.device("cpu")
@@ -54,124 +51,6 @@ def stores_of(layout: RankLayout, rank: int, tiers: np.ndarray) -> list[GroupSto
     slots = np.arange(len(listed), dtype=np.int32)
     stores[0].directory.change(np.empty(0, np.int64), listed, slots, tiers[listed].astype(np.uint8))
     return stores
-
-
-class Rank:
-    def __init__(self, layout: RankLayout, rank: int, tiers: np.ndarray, requested: set[int], *, direct: bool) -> None:
-        self.layout = layout
-        self.rank = rank
-        self.stores = stores_of(layout, rank, tiers)
-        self.hops = hops_of(layout, rank, direct=direct)
-        self.touched = TouchedRows(SyncLists.of(self.stores[0].directory, self.hops, layout), CPU)
-        self.requested = requested
-
-    def pass_station(self) -> None:
-        """Add the requested rows that this rank holds, and keep the others."""
-        missing: set[int] = set()
-        for store in self.stores:
-            keys = torch.tensor(sorted(k for k in self.requested if store.group.first_key <= k < store.group.end_key))
-            held, _, entries = store.locate(keys.to(torch.int64))
-            listed = held & (entries >= 0)
-            self.touched.add(entries[listed])
-            missing |= set(keys[~held].tolist())
-        self.requested = missing
-
-    def listed(self, keys: set[int]) -> set[int]:
-        return set(self.directory.rows()[0].tolist()) & keys
-
-    def marked(self, touched: TouchedRows) -> set[int]:
-        keys = self.directory.rows()[0]
-        of_entries = dict(zip(self.directory.find(torch.from_numpy(keys)).tolist(), keys.tolist(), strict=True))
-        found = {of_entries[entry] for group in range(2) for entry in touched.entries_of_group(group).tolist()}
-        assert found == {of_entries[entry] for entry in touched.all_positions().tolist()}
-        return found
-
-    @property
-    def directory(self) -> Directory:
-        return self.stores[0].directory
-
-
-def deliver(world: list[Rank], hop: int, words: list[PeerWords]) -> list[torch.Tensor]:
-    """Exchange the words over a hop, all to all."""
-    sent = {}
-    for one, mine in zip(world, words, strict=True):
-        for peer, part in zip(one.hops[hop].peers.ranks, torch.split(mine.words, list(mine.sent)), strict=True):
-            sent[one.rank, peer] = part
-    received = []
-    for one, mine in zip(world, words, strict=True):
-        parts = [sent[peer, one.rank] for peer in one.hops[hop].peers.ranks]
-        assert [len(part) for part in parts] == list(mine.received)
-        received.append(torch.cat(parts))
-    return received
-
-
-def agree(layout: RankLayout, tiers: np.ndarray, requested: list[set[int]], *, direct: bool) -> list[Rank]:
-    world = [Rank(layout, rank, tiers, keys, direct=direct) for rank, keys in enumerate(requested)]
-    hops = len(world[0].hops)
-    for hop in range(hops):
-        for one in world:
-            one.pass_station()
-        for one, words in zip(world, deliver(world, hop, [one.touched.up(hop) for one in world]), strict=True):
-            one.touched.recv_up(hop, words)
-        moved: list[set[int]] = [set() for _ in world]
-        for one in world:
-            peers = one.hops[hop].peers.ranks
-            for key in one.requested:
-                moved[peers[int(one.hops[hop].destination(torch.tensor([key % layout.world_size])))]].add(key)
-        for one, keys in zip(world, moved, strict=True):
-            one.requested = keys
-    for one in world:
-        one.pass_station()
-        assert one.requested == set(), "the home holds every row"
-        assert one.touched.complete == (hops == 0)
-    for hop in reversed(range(hops)):
-        for one, words in zip(world, deliver(world, hop, [one.touched.down(hop) for one in world]), strict=True):
-            one.touched.recv_down(hop, words)
-    return world
-
-
-layouts = st.sampled_from([RankLayout(1, 1), RankLayout(1, 3), RankLayout(2, 1), RankLayout(2, 2), RankLayout(3, 2)])
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    layout=layouts,
-    seed=st.integers(0, 999),
-    density=st.sampled_from([0.02, 0.3, 1.0]),
-    tier=st.integers(-1, 2),
-    direct=st.booleans(),
-)
-def test_every_rank_receives_the_rows_that_any_rank_touches(
-    layout: RankLayout, seed: int, density: float, tier: int, direct: bool
-) -> None:
-    rng = np.random.default_rng(seed)
-    tiers = rng.integers(0, 3, ROWS) if tier < 0 else np.full(ROWS, tier)
-    passes, ranks = [], []
-    for _ in range(2):
-        requested = [
-            set(np.flatnonzero(rng.random(ROWS) < density * rng.random()).tolist()) for _ in range(layout.world_size)
-        ]
-        ranks = agree(layout, tiers, requested, direct=direct)
-        for one in ranks:
-            assert one.touched.complete
-            assert one.marked(one.touched) == one.listed(set().union(*requested))
-        passes.append((requested, [one.touched for one in ranks]))
-    (first, of_first), (second, of_second) = passes
-    either, both = set().union(*first, *second), set().union(*first) & set().union(*second)
-    for one, a, b in zip(ranks, of_first, of_second, strict=True):
-        assert one.marked(TouchedRows.union([a, b])) == one.listed(either)
-        shared, rest = a.split(b)
-        assert one.marked(shared) == one.listed(both)
-        assert one.marked(rest) == one.listed(set().union(*first) - both)
-        assert shared.complete
-        assert rest.complete
-        for part, whole in ((shared, a), (rest, a)):
-            for bits, of_whole in zip(
-                [*part.up_sent, *part.up_received, *part.down_sent, *part.down_received],
-                [*whole.up_sent, *whole.up_received, *whole.down_sent, *whole.down_received],
-                strict=True,
-            ):
-                assert torch.equal(bits | of_whole, of_whole)
 
 
 @pytest.fixture(params=["words", "bytes"])

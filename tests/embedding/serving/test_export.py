@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional
 
 import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.serving.serving_table import ServingTable, quantize_rows
+from flexd.embedding.serving.serving_table import quantize_rows
 from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
 
@@ -33,25 +32,6 @@ def test_blocks_and_exports_are_the_tables(ranks: Ranks, optimizer: str, more: d
             found = table["numbers"] * table["scales"].astype(np.float64)[:, None]
             assert (np.abs(found - whole) <= bound).all()
             assert (table["numbers"] != 0).any(axis=1).all()
-
-
-def test_int8_rows_of_a_table_that_is_not_finite_are_an_error_on_every_rank(ranks: Ranks) -> None:
-    for error in ranks(4).run("serving_jobs:export_broken", RankLayout(2, 2)):
-        assert "table 'item': row 11 has a number that is not finite" in error
-
-
-def test_mistakes_are_named() -> None:
-    collection, _ = pair()
-    for call, part in (
-        (lambda: flexd.export_table(collection, "none"), "no table 'none'"),
-        (lambda: flexd.export_table(collection, "item", rank=1), "on rank 1"),
-        (lambda: flexd.export_table(collection, "item", pooling="max"), "pooling 'max'"),
-        (lambda: flexd.table_blocks(collection, "item", 0), "blocks of 0 rows"),
-        (lambda: ServingTable(torch.zeros(2, 3))(torch.arange(2), torch.arange(2)), "pooling None with offsets"),
-        (lambda: ServingTable(torch.zeros(2, 3), None, "sum")(torch.arange(2)), "pooling sum without offsets"),
-    ):
-        with pytest.raises(EmbeddingError, match=part):
-            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

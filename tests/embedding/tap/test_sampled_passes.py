@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 import flexd
 from flexd.core import tap_counts
-from flexd.core.errors import ConfigError
 from flexd.core.tap_counts import PassRows
 from flexd.embedding.tap.sampled_passes import PassSample, thinned
 from tests.support.until import until
@@ -45,12 +43,6 @@ def test_a_tap_sends_the_distinct_rows_of_one_pass_in_so_many():
         assert each.accesses == (35, 0)
 
 
-@pytest.mark.parametrize(("every", "kept"), [(0, 0), (1, 40)])
-def test_none_or_all_passes_are_kept(every, kept):
-    sample = PassSample(every, 1, 10**6)
-    assert sum(sample.wants(number) for number in range(40)) == kept
-
-
 def test_a_rank_at_its_limit_keeps_a_part_of_what_the_others_keep():
     few, many = PassSample(1, 1, 100), PassSample(1, 1, 10**6)
     for number in range(200):
@@ -62,18 +54,6 @@ def test_a_rank_at_its_limit_keeps_a_part_of_what_the_others_keep():
     assert 2 <= len(limited) <= 11
     assert all(few.wants(number) for number in range(9)), "the next interval starts with the sample that was asked for"
     assert limited == [each.number for each in thinned([_of(n, 9) for n in range(200)], 12 * len(limited))]
-
-
-def test_a_pass_beyond_the_limit_is_left_out():
-    sample = PassSample(1, 1, 100)
-    sample.add(0, [[torch.arange(101)]])
-    assert sample.drain() == []
-    assert thinned([_of(0, 101)], 100) == []
-
-
-def test_a_negative_sample_is_refused():
-    with pytest.raises(ConfigError, match="touch_steps"):
-        flexd.Tap(flexd.EmbeddingCollection([flexd.EmbeddingTable("t", 10, 2)]), touch_steps=-1)
 
 
 def _of(number: int, rows: int) -> PassRows:

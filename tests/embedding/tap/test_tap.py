@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 import torch
 
 import flexd
 from flexd.core import tap_counts
-from flexd.core.errors import ConfigError, EmbeddingError
 from flexd.core.tap_counts import TapCounts
 from flexd.embedding.tap.counters import TableCounter
 from tests.support.until import until
@@ -107,19 +105,6 @@ def test_without_acknowledgements_counts_add_up_in_bounded_memory_and_no_step_wa
     assert len(deltas) < 10, "pending intervals are merged"
 
 
-def test_only_training_look_ups_are_counted():
-    job = Job(interval_steps=1)
-    with torch.no_grad():
-        job.collection(job.features())
-    job.collection.eval()
-    job.collection(job.features())
-    job.collection.train()
-    with pytest.raises(EmbeddingError):
-        job.collection({"shop": flexd.Jagged(torch.tensor([50]), torch.tensor([1]))})
-    assert job.tap.counters.accesses == 0
-    assert job.tap._counting.steps == 0
-
-
 def test_a_step_that_cannot_be_counted_still_trains(monkeypatch, caplog):
     job = Job()
     monkeypatch.setattr(TableCounter, "add", lambda *_: 1 / 0)
@@ -158,36 +143,3 @@ def test_counts_too_large_for_one_message_are_split(monkeypatch):
     assert max(tap_counts.value_count(batch.tables) for batch in deltas) <= 40
     lengths = sum(int(t.lengths.counts.sum()) for b in deltas for t in b.tables)
     assert lengths == 4 * 3 * 2
-
-
-def test_close_without_a_daemon_returns_at_its_deadline():
-    job = Job(interval_steps=1)
-    job.tap.start()
-    job.step()
-    started = time.monotonic()
-    assert not job.tap.close(0.3)
-    assert time.monotonic() - started < 10
-    assert job.collection.after_lookup is None
-
-
-@pytest.mark.parametrize("options", [{"interval_seconds": 0.0}, {"interval_steps": 0}])
-def test_an_interval_that_is_not_positive_is_refused(options):
-    with pytest.raises(ConfigError, match="interval"):
-        flexd.Tap(collection(), **options)
-
-
-def test_tables_that_do_not_fit_the_memory_are_refused_by_name():
-    tables = collection()
-    with pytest.raises(ConfigError, match=r"table 'item' \(20000 rows\) needs 192776 bytes") as caught:
-        flexd.Tap(tables, max_bytes=200_000)
-    assert "max_bytes=225952" in caught.value.remedy
-    assert tables.after_lookup is None, "a refused tap leaves the collection as it was"
-    flexd.Tap(tables, max_bytes=225_952)
-
-
-def test_a_second_tap_and_a_tap_of_another_collection_are_refused():
-    job = Job()
-    with pytest.raises(ConfigError, match="has a tap already"):
-        flexd.Tap(job.collection)
-    with pytest.raises(ConfigError, match="of another collection"):
-        flexd.connect(collection(), "127.0.0.1:1", job="j", attempt="a", tap=job.tap)
