@@ -173,12 +173,7 @@ def advise(
         ConfigError: a number is out of range, there are fewer than 4 steps, or there is one rank, which has nothing to
             exchange.
     """
-    if layout.world_size == 1:
-        raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
-    if not (math.isfinite(step_seconds) and step_seconds > 0):
-        raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
-    if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
-        raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
+    check_measured(layout, step_seconds, computing_seconds)
     if not (math.isfinite(row_work_seconds) and 0 <= row_work_seconds < step_seconds):
         raise ConfigError(f"row work {row_work_seconds} s", remedy="a part of the computing: at least 0")
     if not (math.isfinite(scale) and scale > 0):
@@ -203,6 +198,16 @@ def advise(
         now, step_seconds, exchange_seconds, model.correction, price_error, reused, predictions,
         max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), worth, simulation,
     )  # fmt: skip
+
+
+def check_measured(layout: RankLayout, step_seconds: float, computing_seconds: float | None) -> None:
+    """Raise ConfigError for one rank, which exchanges nothing, or times that no step has."""
+    if layout.world_size == 1:
+        raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
+    if not (math.isfinite(step_seconds) and step_seconds > 0):
+        raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
+    if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
+        raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
 
 
 def reused_share(accesses: Accesses, steps: slice, samples: int = 8) -> float:

@@ -6,13 +6,11 @@ it where the accesses are not known. Latencies are left out, and so is run-ahead
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.chain_costs import chain_options
 from flexd.planner.tables.options import TableOptions
@@ -21,7 +19,7 @@ from flexd.planner.tables.sharding import TableStatistics, listed_pieces, listed
 from flexd.planner.tables.solve import EVALUATIONS, place_tables
 from flexd.planner.tables.table_list import ListedTable
 from flexd.planner.tables.torchrec_costs import OPTIONS, torchrec_options
-from flexd.simulate.advice import HOURS_PER_DAY, Range, Saving
+from flexd.simulate.advice import HOURS_PER_DAY, Range, Saving, check_measured
 from flexd.topology.cluster import Cluster
 
 SKEW_RANGE = 0.15
@@ -106,12 +104,7 @@ def advise_on_tables(
         ConfigError: a number is out of range, or there is one rank.
         PlanError: no plan fits into the memory, or the list's plan is of more ranks.
     """
-    if layout.world_size == 1:
-        raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
-    if not (math.isfinite(step_seconds) and step_seconds > 0):
-        raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
-    if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
-        raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
+    check_measured(layout, step_seconds, computing_seconds)
     statistics = statistics or TableStatistics()
     skews = (statistics.zipf, max(0.0, statistics.zipf - SKEW_RANGE), statistics.zipf + SKEW_RANGE)
     by_skew = [_Loads.of(tables, layout, cluster, replace(statistics, zipf=zipf)) for zipf in skews]

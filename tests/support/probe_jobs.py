@@ -15,7 +15,6 @@ import torch.distributed as dist
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
 from flexd.embedding.kernels import step_probe
-from flexd.topology import probe as probe_module
 from flexd.topology import timing
 from flexd.topology.cluster import Cluster, Collective, Link, StepCosts
 from flexd.topology.probe import ProbeOptions, probe
@@ -31,23 +30,6 @@ def measured(rank: int, layout: RankLayout, options: ProbeOptions) -> tuple[Clus
     groups.close()
     sizes = {f"{link} {collective}": times.message_bytes.tolist() for (link, collective), times in report.times.items()}
     return report.cluster(), sizes
-
-
-def measured_by_size(rank: int, layout: RankLayout, size: int, options: ProbeOptions) -> Cluster:
-    """Return the cluster of a probe whose sub-groups have this size."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe_module, "_sub_group_sizes", lambda ranks: [size] if ranks > size else [])
-        return measured(rank, layout, options)[0]
-
-
-def error_of(rank: int, layout: RankLayout, own: dict[int, ProbeOptions]) -> str:
-    """Return the error of a probe with these options on each rank."""
-    try:
-        groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
-        probe(groups, own.get(rank, SMALL))
-    except TopologyError as error:
-        return str(error)
-    return "no error"
 
 
 def groups_of(rank: int, layouts: dict[int, RankLayout]) -> str:

@@ -71,11 +71,6 @@ def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
 def test_ranks_left_over_by_a_group_size_take_part_in_the_agreement(pool: RankPool) -> None:
     assert pool.run("probe_jobs:sub_groups", RankLayout(1, 4), 3) == [[0, 1, 2]] * 3 + [None]
     assert pool.run("probe_jobs:sub_groups", RankLayout(2, 2), 2)[3] == [2, 3]
-    # Several of these sizes are rounded up to the same one.
-    options = ProbeOptions(min_bytes=4, max_bytes=20, growth=1.3, budget_seconds=0.05, sub_groups=True)
-    clusters = pool.run("probe_jobs:measured_by_size", RankLayout(1, 4), 3, options)
-    assert all(one == clusters[0] for one in clusters)
-    assert [group.ranks for group in clusters[0].intra_node.all_reduce.groups] == [3]
 
 
 def test_a_small_budget_measures_only_the_smallest_size(pool: RankPool) -> None:
@@ -83,12 +78,6 @@ def test_a_small_budget_measures_only_the_smallest_size(pool: RankPool) -> None:
     cluster, sizes = pool.run("probe_jobs:measured", LAYOUT, options)[0]
     assert all(len(measured) == 1 for measured in sizes.values())
     assert "within the budget" in cluster.source
-
-
-def test_different_options_are_refused_on_every_rank_by_name(pool: RankPool) -> None:
-    other = ProbeOptions(max_bytes=1024)
-    texts = pool.run("probe_jobs:error_of", LAYOUT, {2: other})
-    assert all("probe options of rank 2" in text for text in texts)
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["dies", "hangs"])
