@@ -64,14 +64,3 @@ def test_replicas_fill_the_cap_of_the_fullest_rank_and_no_more() -> None:
         used = LAYOUT.replica_slots_used(hot.keys, found.listed[0]) * hot.row_bytes
         assert (used == found.replica_bytes).all()
         assert free.cost.peak_exposed_seconds < found.cost.peak_exposed_seconds
-
-
-def test_bins_are_cut_by_rows_and_listed_rows_by_accesses() -> None:
-    hot = load(zipf(100, 1.0, 1e3), bin_accesses=(0.5, 2.0), bin_rows=(1000.0, 50.0))
-    rows = _Rows(LoadSums(hot, LAYOUT), LAYOUT)
-    ahead = int((hot.accesses >= 2.0).sum())
-    listed, bins = rows.tiers(_Cuts(10.0, ahead + 20.0))
-    assert listed[:10].tolist() == [Tier.DEVICE] * 10
-    assert listed[10:ahead].tolist() == [Tier.NODE] * (ahead - 10)
-    assert not listed[ahead:].any()
-    assert bins.tolist() == [[1000.0, 30.0], [0.0, 20.0], [0.0, 0.0]]

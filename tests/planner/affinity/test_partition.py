@@ -6,14 +6,12 @@ import itertools
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from flexd.planner.affinity.partition import (
     AffinityLimits,
     NodeHomes,
     choose_homes,
     learn_homes,
-    named_as_homes,
 )
 from flexd.planner.affinity.sample_rows import SampleRows
 from flexd.planner.affinity.traffic import crossing_rows
@@ -40,22 +38,6 @@ def test_planted_groups_are_found():
     # A division of the groups would have none.
     assert homes.crossing * 20 < 0.05 * apart
     assert np.bincount(homes.home, minlength=NODES).max() <= 1.05 * len(window.keys) / NODES + 1
-
-
-def test_expected_crossing_is_what_batches_of_the_window_cross():
-    window, _ = grouped(1280, seed=4)
-    rng = np.random.default_rng(5)
-    batch = rng.permutation(1280) // 64
-    homes = learn_homes(window, batch, window.keys % NODES, NODES, AffinityLimits(rounds=0, min_gain=1e9))
-    assert homes.moved == 0
-    # Homes by rule; the division that was learnt is used again on batches drawn anew.
-    from flexd.planner.affinity.partition import bisect
-
-    to = named_as_homes(bisect(window.matrix(), NODES, 1 / 20), window.matrix(), window.keys % NODES, NODES)
-    counted = np.mean([
-        crossing_rows(window, rng.integers(0, 20, 1280), to, homes.home, NODES) / 20 for _ in range(20)
-    ])  # fmt: skip
-    assert homes.crossing == pytest.approx(counted, rel=0.01)
 
 
 def test_a_small_window_is_divided_as_well_as_an_exhaustive_search_divides_it():

@@ -90,14 +90,6 @@ def test_expected_bytes_are_those_of_drawn_bags(
     np.testing.assert_allclose(expected.sums, counted[1], rtol=0.06)
 
 
-def test_a_table_without_look_ups_or_lengths_has_no_answer_to_choose() -> None:
-    layout, shares = RankLayout(2, 2), _shares(1.0)
-    seen = _profile(shares, 100.0, 10)
-    assert answer_bytes(seen, KEYSPACE, layout, {}) == {}
-    assert answer_bytes(seen, KEYSPACE, layout, {"item": np.empty(0)}) == {}
-    assert answer_bytes(seen, KEYSPACE, layout, {"item": np.zeros(3)}) == {}
-
-
 def test_shares_of_homes_sum_to_one_and_a_bag_has_no_more_parts_than_ids_or_places() -> None:
     layout = RankLayout(2, 4)
     shares = home_shares(_profile(_shares(1.2), 100.0, 50).tables[0], 0, KEYSPACE, layout)

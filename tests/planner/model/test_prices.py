@@ -9,9 +9,9 @@ import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import group_cost
-from flexd.planner.model.prices import latencies, prices
+from flexd.planner.model.prices import prices
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
-from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel, WorldModel
+from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 from tests.support.planner_cases import cluster, flat, load, zipf
 
 A = 0.7
@@ -86,32 +86,6 @@ def test_a_message_is_that_of_one_micro_batch_and_of_all_tiers() -> None:
             sizes = sent[:, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE].sum() / 4
         np.testing.assert_allclose(price[:, phase, TrafficLink.INTER_NODE], rising.seconds_per_byte(sizes))
     assert (price[:, :, TrafficLink.SELF] == 0).all()
-
-
-def test_a_direct_exchange_between_nodes_is_priced_as_the_all_to_all_over_all_ranks() -> None:
-    rising = CollectiveCurve(9e-5, ((1.0, 1e5), (1e9, 1e10)))
-    machine = cluster(latency=1e-6)
-    over_world = replace(machine, world=WorldModel(LAYOUT.nodes, LAYOUT.local_ranks, rising))
-    sent = np.random.default_rng(1).uniform(1e5, 1e6, (3, 6, 3))
-    np.testing.assert_array_equal(prices(sent, over_world, 4), prices(sent, machine, 4))
-    world = {(Tier.HOME, phase) for phase in EXCHANGE_PHASES}
-    world |= {(Tier.DEVICE, Phase.BACKWARD_ROWS), (Tier.DEVICE, Phase.SYNC_SUMS)}
-    for exchange in (Exchange.DIRECT, Exchange.DIRECT_DEDUP):
-        price, rails = prices(sent, over_world, 4, exchange), prices(sent, machine, 4, exchange)
-        np.testing.assert_array_equal(price[:, :, TrafficLink.INTRA_NODE], rails[:, :, TrafficLink.INTRA_NODE])
-        for tier in Tier:
-            for phase in Phase:
-                size = sent[:, phase, TrafficLink.INTER_NODE].sum() / (4 if phase in EXCHANGE_PHASES else 1)
-                expected = rails[tier, phase, TrafficLink.INTER_NODE]
-                if (tier, phase) in world:
-                    expected = rising.seconds_per_byte(size)
-                elif (tier, phase, exchange) == (Tier.DEVICE, Phase.SYNC_MASK, Exchange.DIRECT_DEDUP):
-                    expected = price[Tier.HOME, Phase.FORWARD_ROWS, TrafficLink.INTER_NODE]  # travels with the rows
-                assert price[tier, phase, TrafficLink.INTER_NODE] == pytest.approx(expected)
-        fixed = latencies(over_world, LAYOUT, exchange, [Tier.HOME])
-        assert fixed.sum() == pytest.approx(4 * 9e-5)
-    chain = latencies(over_world, LAYOUT, Exchange.CHAIN, [Tier.HOME])
-    np.testing.assert_array_equal(chain, latencies(machine, LAYOUT, Exchange.CHAIN, [Tier.HOME]))
 
 
 def test_replicas_of_flexshard_pass_a_node_in_two_messages_of_half_the_bytes() -> None:

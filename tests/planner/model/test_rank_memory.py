@@ -14,10 +14,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.embedding.store.directory import Directory, max_listed_rows
 from flexd.embedding.store.store import make_stores
-from flexd.planner.model.cost import group_cost
 from flexd.planner.model.rank_memory import Buffer, placement_memory
-from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
-from tests.support.planner_cases import cluster, load
 
 KEYSPACE = KeySpace(
     [
@@ -77,37 +74,3 @@ def test_a_directory_takes_what_is_said() -> None:
         directory.change(np.empty(0, np.int64), *at)
     assert 0.9 * memory.directory[0] < directory.nbytes + 4 * int(listed.sum())
     assert directory.nbytes < memory.directory[0]
-
-
-@pytest.mark.parametrize("layout", [LAYOUT, RankLayout(1, 4), RankLayout(4, 1)], ids=["3x2", "1x4", "4x1"])
-@pytest.mark.parametrize("exchange", [Exchange.CHAIN, Exchange.DIRECT_DEDUP, Exchange.DIRECT], ids=lambda e: e.value)
-@pytest.mark.parametrize("passes", [1, 4])
-@pytest.mark.parametrize("narrow", [False, True], ids=["as added", "narrow"])
-def test_buffers_by_hand(layout: RankLayout, exchange: Exchange, passes: int, narrow: bool) -> None:
-    rng = np.random.default_rng(2)
-    keys = np.sort(rng.choice(300, 50, replace=False)).astype(np.int64)
-    a = rng.pareto(1.0, 50)
-    problem = load(a, keys, row_bytes=64)
-    problem = type(problem)(
-        **{**problem.__dict__, "micro_batches": passes, "comm_row_bytes": 32, "sums_at_home": narrow}
-    )
-    tiers = rng.integers(0, 3, 50).astype(np.uint8)
-    if layout.local_ranks == 1:
-        tiers[tiers == Tier.DEVICE] = Tier.NODE
-    if layout.nodes == 1:
-        tiers[tiers == Tier.NODE] = Tier.HOME
-    cost = group_cost(problem, tiers, layout, cluster(), exchange)
-    world = layout.world_size
-    buffers = cost.buffer_bytes
-    each = a / passes if exchange is Exchange.DIRECT else 1 - np.exp(-a / passes)
-    assert buffers[Buffer.ROWS] == pytest.approx(np.full(world, 32 * each.sum()))
-    assert buffers[Buffer.GRADIENTS] == pytest.approx(buffers[Buffer.ROWS])
-    union = 32 * (1 - np.exp(-world * a))
-    for rank in range(world):
-        rail = (tiers == Tier.NODE) & (keys % layout.local_ranks == layout.local_rank_of(rank))
-        assert buffers[Buffer.SYNC, rank] == pytest.approx(union[rail | (tiers == Tier.DEVICE)].sum())
-    # What all ranks send, all ranks receive; gradients are more than rows where those of copies travel with them.
-    sent = cost.bytes[:, :, TrafficLink.INTRA_NODE :].sum(axis=(0, 2))
-    expected = 2 * (sent[Phase.FORWARD_IDS] + sent[Phase.BACKWARD_ROWS]) / passes
-    assert sent[Phase.BACKWARD_ROWS] >= sent[Phase.FORWARD_ROWS] * (1 - 1e-9)
-    assert buffers[Buffer.EXCHANGE].mean() == pytest.approx(expected)

@@ -147,20 +147,6 @@ def test_touches_stay_possible_whatever_is_measured() -> None:
     assert (relation.touches(accesses)[0] <= accesses).all()
 
 
-def test_micro_batches_repeat_the_touches_of_a_pass() -> None:
-    profile = exact_profile(bursty_steps(), KEYSPACE, LAYOUT)
-    (table,) = profile.tables
-    assert table.touches is not None
-    # Two passes of the measured kind in one optimizer step.
-    twice = Profile((replace(table, accesses_per_step=2 * table.accesses_per_step),))
-    statistics = load_of(twice, TrainingShape(micro_batches=2, merged_backward=True)).listed_statistics(LAYOUT)
-    rank = table.touches.per_rank[np.argsort(table.hot_rows)]
-    anywhere = table.touches.anywhere[np.argsort(table.hot_rows)]
-    np.testing.assert_allclose(statistics[PER_RANK], 2 * rank)
-    np.testing.assert_allclose(statistics[BACK_PER_RANK], 1 - (1 - rank) ** 2)
-    np.testing.assert_allclose(statistics[ANYWHERE], 1 - (1 - anywhere) ** 2)
-
-
 def test_touches_of_batches_of_another_size_are_not_used():
     table = exact_profile(bursty_steps(), KEYSPACE, LAYOUT).tables[0]
     assert table.touches is not None

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout
-from flexd.planner.model.workload import ACCESSES, ANYWHERE
-from flexd.planner.tables.kernel_plans import KernelPrices, held_pieces, place_by_kernels
+from flexd.planner.tables.kernel_plans import KernelPrices, place_by_kernels
 from flexd.planner.tables.rank_loads import Pieces
 from flexd.planner.tables.solve import place_tables
-from flexd.planner.tables.torchrec_costs import OPTIONS, torchrec_options
+from flexd.planner.tables.torchrec_costs import torchrec_options
 from tests.planner.tables.cases import work_of
 from tests.support.kernel_sets import known_costs
 from tests.support.planner_cases import cluster
@@ -26,20 +25,6 @@ def prices(by_table: float, by_id: float) -> KernelPrices:
     dims = (work.row_bytes / 4).astype(int).tolist()
     options = torchrec_options(work, dims, LAYOUT, cluster(latency=1e-6))
     return KernelPrices.of(options, work, dims, LAYOUT, known_costs(by_table, by_id))
-
-
-def test_ranks_hold_what_an_option_gives_them() -> None:
-    work = work_of(3, COUNT, LAYOUT, pooled=1.0)
-    held = held_pieces(work, [8] * COUNT, LAYOUT, OPTIONS)
-    ids = held.ids.reshape(COUNT, len(OPTIONS))
-    all_ids = work.statistics[:, ACCESSES] * 4
-    np.testing.assert_allclose(ids / all_ids[:, None], np.broadcast_to([1 / 4, 1 / 2, 1, 1 / 4, 1, 1], ids.shape))
-    bags = held.bags.reshape(COUNT, len(OPTIONS))
-    np.testing.assert_allclose(bags[:, 2], work.bags * 4)
-    assert (bags[:, 0] <= bags[:, 2]).all()
-    assert (bags[:, 0] >= bags[:, 2] / 4 * (1 - 1e-9)).all()
-    np.testing.assert_allclose(held.dim.reshape(COUNT, -1)[:, 4:], [[4.0, 2.0]] * COUNT)
-    np.testing.assert_allclose(held.distinct.reshape(COUNT, -1)[:, 1], work.statistics[:, ANYWHERE] / 2)
 
 
 def test_the_work_of_ranks_is_that_of_what_they_hold() -> None:
