@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -26,19 +26,20 @@ from flexd.embedding.exchange.route import Route
 from flexd.embedding.features import FeatureKeys, FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
-from flexd.embedding.lookup_function import LookupFunction
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
-from flexd.embedding.prefetch.announced_input import InputValues
-from flexd.embedding.routed_input import JoinedTables, RoutedInput
+from flexd.embedding.routed_input import JoinedTables, LookupFunction, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.same_settings import Setting, check_same_settings, rows_of_tables, seed_of_tables
 from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
 from flexd.embedding.store.memory import RankMemory
-from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
-from flexd.embedding.table_rules import TableRules
+
+if TYPE_CHECKING:
+    from flexd.embedding.prefetch.announced_input import InputValues
+    from flexd.embedding.store.slow.two_memories import TwoMemories
+    from flexd.embedding.table_rules import TableRules
 
 JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, a dense tensor, or (values, offsets)."""
@@ -154,7 +155,7 @@ class EmbeddingCollection(TableAccess):
     ) -> None:
         super().__init__(device)
         row_optimizer = optimizer or SGD()
-        planned = None if rules is None else TableRules.read(rules)
+        planned = None if rules is None else _rules_of(rules)
         self.tables = tuple(tables if planned is None else planned.apply(tables))
         optimizers = [table.optimizer or row_optimizer for table in tables]
         self.keyspace = KeySpace(
@@ -186,7 +187,7 @@ class EmbeddingCollection(TableAccess):
                 comm_dtype=comm_dtype,
                 replica_sums=replica_sums,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
-                two_memories=TwoMemories.of(fast_memory_bytes, slow_memory_dir, optimizers),
+                two_memories=_two_memories(fast_memory_bytes, slow_memory_dir, optimizers),
                 planned=planned,
             )
         )
@@ -402,6 +403,8 @@ class EmbeddingCollection(TableAccess):
         Raises:
             EmbeddingError: the input cannot be looked up.
         """
+        from flexd.embedding.prefetch.announced_input import InputValues
+
         factors = self.factors_of(given)
         return InputValues(self.as_features(given), factors, self._features.summed(factors))
 
@@ -543,3 +546,20 @@ class EmbeddingCollection(TableAccess):
     def memory(self) -> RankMemory:
         """Return the current bytes and upper bounds of this rank, by part. Not collective."""
         return self.engine.memory()
+
+
+# Loaded where a job has them, as what reads tables as wholes.
+def _rules_of(rules: TableRules | str | Path) -> TableRules:
+    from flexd.embedding.table_rules import TableRules
+
+    return TableRules.read(rules)
+
+
+def _two_memories(
+    fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizers: Sequence[RowOptimizer]
+) -> TwoMemories | None:
+    if fast_memory_bytes is None and directory is None:
+        return None
+    from flexd.embedding.store.slow.two_memories import TwoMemories
+
+    return TwoMemories.of(fast_memory_bytes, directory, optimizers)

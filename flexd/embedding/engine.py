@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +22,7 @@ from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.checkpoint.lone_saves import LoneSaves
 from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
-from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
-from flexd.embedding.exchange.exchange_hops import bag_hops, row_hops
+from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial, bag_hops, row_hops
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -37,9 +37,11 @@ from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.memory import RankMemory, rank_memory
-from flexd.embedding.store.slow.frame_division import FrameDivision
-from flexd.embedding.store.slow.two_memories import TwoMemories, first_home_slots, initial_rows_of
-from flexd.embedding.store.store import make_stores
+from flexd.embedding.store.store import GroupStore, make_stores
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.frame_division import FrameDivision
+    from flexd.embedding.store.slow.two_memories import TwoMemories
 
 MAX_PENDING_PASSES = 64
 
@@ -111,7 +113,7 @@ class RowEngine:
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
-        self.frame_division = FrameDivision.of(self.stores)
+        self.frame_division = None if two_memories is None else _frame_division(self.stores)
         """None where fewer than two dim-groups are in two memories."""
         self.hooks = StepHooks()
         """Passes whose gradients are not pushed yet, oldest first; equally many on every rank."""
@@ -150,6 +152,8 @@ class RowEngine:
         for number, store in enumerate(self.stores):
             state = states[store.group.optimizer]
             if self._two_memories is not None and store.tier is not None:
+                from flexd.embedding.store.slow.two_memories import first_home_slots, initial_rows_of
+
                 make = initial_rows_of(store, self.keyspace, scales, seed, state)
                 self._two_memories.begin(self.stores, number, make, *first_home_slots(store, self.homes))
                 continue
@@ -465,6 +469,12 @@ class RowEngine:
             )
         self.inbox.applied(chunks[-1][0])
         self.apply_seconds += time.perf_counter() - started
+
+
+def _frame_division(stores: Sequence[GroupStore]) -> FrameDivision | None:
+    from flexd.embedding.store.slow.frame_division import FrameDivision
+
+    return FrameDivision.of(stores)
 
 
 def _digest_of(settings: str) -> int:

@@ -10,9 +10,8 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.gradients import StepGradients
-from flexd.embedding.optimizers_by_group import OptimizersByGroup
 from flexd.embedding.row_optimizers import RowOptimizer
-from flexd.embedding.table_rates import TableRates
+from flexd.embedding.table_rates import OptimizersByGroup, TableRates
 
 
 class SteppedRows(Protocol):

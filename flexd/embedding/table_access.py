@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
-from flexd.embedding.checkpoint.blocks import TableHomes
-from flexd.embedding.checkpoint.given_rows import agree_on_rows, send_rows
-from flexd.embedding.checkpoint.local_state import load_local, save_local
-from flexd.embedding.checkpoint.whole_tables import gather_rows, replicas_bit_equal
 from flexd.embedding.deferred_tables import DeferredTables
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.checkpoint.blocks import TableHomes
 
 
 class TableAccess(DeferredTables):
@@ -50,6 +49,8 @@ class TableAccess(DeferredTables):
             EmbeddingError: on every rank: the values do not fit the table on one, or ranks gave different values,
                 rows or tables. Nothing is loaded. On this rank: the table or the source is unknown.
         """
+        from flexd.embedding.checkpoint.given_rows import agree_on_rows, send_rows
+
         if name not in self.keyspace.index:
             raise EmbeddingError(f"no table {name!r}", remedy=f"one of {', '.join(self.keyspace.index)}")
         if source is not None and not 0 <= source < self.layout.world_size:
@@ -88,17 +89,23 @@ class TableAccess(DeferredTables):
         Args:
             device: of the result; default that of the tables. With "cpu" an accelerator holds one window at a time.
         """
+        from flexd.embedding.checkpoint.whole_tables import gather_rows
+
         store, homes = self._homes(self.keyspace.index[name])
         self.engine.settle()
         with self.traffic.uncounted():
             return gather_rows(self._groups.world, homes, store.rows, device)
 
     def _homes(self, table: int) -> tuple[GroupStore, TableHomes]:
+        from flexd.embedding.checkpoint.blocks import TableHomes
+
         store = next(store for store in self.engine.stores if table in store.group.tables)
         return store, TableHomes(self.engine.homes, table, self.rank)
 
     def replicas_bit_equal(self) -> bool:
         """Collective. Return whether all replicas, with optimizer state, equal their home copies bit for bit."""
+        from flexd.embedding.checkpoint.whole_tables import replicas_bit_equal
+
         self.engine.hooks.wait()
         self.engine.migrator.complete()
         with self.traffic.uncounted():
@@ -107,8 +114,12 @@ class TableAccess(DeferredTables):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.__dict__.get("_joined") is None:  # else the first of the joined collections has the tables
+            from flexd.embedding.checkpoint.local_state import save_local
+
             save_local(self.engine, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.__dict__.get("_joined") is None:
+            from flexd.embedding.checkpoint.local_state import load_local
+
             load_local(self.engine, state_dict, prefix, *args[2:5])

@@ -56,15 +56,6 @@ def test_inputs_that_cannot_be_looked_up_are_errors_on_every_rank(ranks: Ranks) 
     assert "embedding.collection({'embedding': ids})" in second[4]
 
 
-def test_the_weight_is_gathered_once_for_each_change_of_rows(ranks: Ranks) -> None:
-    for result in ranks(2).run("trainer_jobs:weights_read", RankLayout(1, 2)):
-        assert result["seen"] == [
-            (label, 1, True, True) for label in ("first", "step", "rows loaded", "state loaded", "reset")
-        ]
-        assert not result["grad"]
-        assert result["trains"]
-
-
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 0), (0,), (2, 1, 4)])
 @pytest.mark.parametrize("padding_idx", [None, 0, -1])
 def test_rows_and_gradients_are_those_of_nn_embedding(shape: tuple[int, ...], padding_idx: int | None) -> None:

@@ -15,47 +15,10 @@ from flexd.core.layout import RankLayout
 from flexd.core.mistakes import MistakeLog
 from flexd.core.placement import Delta
 from flexd.embedding import gradients
-from tests.support.gradient_jobs import Clipping, train_alone
 from tests.support.plain_tables import ids
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Clipping(RankLayout(2, 2)),
-        Clipping(RankLayout(2, 2), passes=3, early=True),
-        Clipping(RankLayout(2, 2), norm_type=math.inf, max_norm=0.2),
-        Clipping(RankLayout(2, 1), norm_type=1.0, max_norm=40.0, passes=3),
-        Clipping(RankLayout(1, 2)),
-        Clipping(RankLayout(1, 1), passes=3, early=True),
-        Clipping(RankLayout(2, 2), scaled=True),
-        Clipping(RankLayout(1, 2), scaled=True, passes=2),
-    ],
-    ids=lambda case: f"{case.layout.nodes}x{case.layout.local_ranks}-{case.norm_type:g}-{case.passes}-{case.scaled}",
-)
-def test_training_equals_one_process(ranks: Ranks, case: Clipping) -> None:
-    results = ranks(case.layout.world_size).run("gradient_jobs:train", case)
-    expected = train_alone(case)
-    finite = [norm for norm in expected["norms"] if math.isfinite(norm)]
-    assert min(finite) < case.max_norm < max(finite), "some steps are clipped and some are not"
-    for result in results:
-        assert np.array_equal(result["norms"], results[0]["norms"], equal_nan=True), (
-            "bit-equal, because replicas are updated with it"
-        )
-        for ours, theirs in zip(result["norms"], expected["norms"], strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-9) or not (math.isfinite(ours) or math.isfinite(theirs))
-        assert result["scales"] == expected["scales"]
-        assert result["equal"], "a replica differed from its home copy"
-        assert result["steps"] == 4 - int(case.scaled)
-        np.testing.assert_allclose(result["dense"], expected["dense"], rtol=0, atol=1e-9)
-        for name, table in expected["tables"].items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
-    assert case.layout.world_size == 1 or min(result["replicas"] for result in results) > 5
-    if case.scaled:
-        assert expected["scales"][1] == expected["scales"][0] / 2, "step 1 must overflow"
 
 
 def test_an_overflow_of_the_sum_is_seen_by_every_rank(ranks: Ranks) -> None:

@@ -142,20 +142,6 @@ def compiled(rank: int, layout: RankLayout, whole: bool) -> dict[str, Any]:
     return train(rank, collection, lambda step: dense(collection(features(step, rank))["item"].values), tower)
 
 
-def nested(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Train with nested tensors as inputs and outputs."""
-    collection, tower = collection_of(layout), Tower()
-
-    def loss_of(step: int) -> torch.Tensor:
-        inputs = torch.nested.nested_tensor(list(ids(step, rank).split([5, 7])), layout=torch.jagged)
-        rows = collection({"item": inputs})["item"].to_nested()
-        assert rows.is_nested
-        assert rows.shape[0] == 2
-        return tower(torch.cat(rows.unbind()))
-
-    return train(rank, collection, loss_of, tower)
-
-
 def whole_model_state(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Save a model during training, load it into another one and train both on."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torchrec
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor
@@ -302,48 +300,3 @@ def there_and_back(rank: int, layout: RankLayout, optimizer: str, steps: int, fo
         after.fused_optimizer.load_state_dict(back["optimizer"])
     losses += train_sharded(after, rank, 2 * steps, steps)
     return {"expected": expected, "losses": losses, "replicas_equal": equal}
-
-
-def differing_checkpoints(rank: int, layout: RankLayout, folder: str) -> dict[str, Any]:
-    """Load checkpoints that do not fit, and return the errors; then one of TorchRec into a flexd job."""
-    before = sharded("rowwise_adagrad", layout.world_size, columns=True)
-    train_sharded(before, rank, 0, 2)
-    dcp.save({"model": before, "optimizer": before.fused_optimizer}, checkpoint_id=folder)
-    model = make("rowwise_adagrad", weighted=False)
-    tables = replace(model, layout=layout)
-    errors: dict[str, str] = {}
-
-    def attempt(name: str, call: Callable[[], object]) -> None:
-        try:
-            call()
-            errors[name] = "no error"
-        except (Exception, CheckpointException) as error:
-            errors[name] = f"{type(error).__name__}: {error}"
-
-    attempt("columns", lambda: dcp.load({"optimizer": FusedOptimizerState(tables)}, checkpoint_id=folder))
-    model_state, optimizer_state = ModelState(model, tables), FusedOptimizerState(tables)
-    untouched = tables.gather_table("item")
-    state = model_state.state_dict()
-    weight = "items.embeddings.item.weight"
-    if rank:
-        del state[weight]
-    attempt("missing", lambda: model_state.load_state_dict(state))
-    state = model_state.state_dict() | {weight: state["words.embeddings.word.weight"]}
-    attempt("shape", lambda: model_state.load_state_dict(state))
-    state = model_state.state_dict() | {weight: torch.zeros(61, 8)}
-    attempt("plain", lambda: model_state.load_state_dict(state))
-    attempt("no state", lambda: optimizer_state.load_state_dict({"state": {}}))
-    unchanged = torch.equal(tables.gather_table("item"), untouched)
-    adam = replace(make(weighted=False), layout=layout, optimizer=flexd.Adam(0.1))
-    saved = FusedOptimizerState(adam).state_dict()
-    attempt("adam", lambda: FusedOptimizerState(adam).load_state_dict(saved))
-    FusedOptimizerState(adam, steps=7).load_state_dict(saved)
-    dcp.load({"model": ModelState(DistributedDataParallel(model), tables)}, checkpoint_id=folder)
-    return {
-        "errors": errors,
-        "unchanged": unchanged,
-        "steps": adam.steps,
-        "keys": sorted(key for key in saved["state"]["tags.embedding_bags.tag.weight"]),
-        "shapes": {key: tuple(value.shape) for key, value in saved["state"][weight].items()},
-        "tables": {name: tables.gather_table(name) for name in ROWS},
-    }

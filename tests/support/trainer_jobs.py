@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,42 +249,3 @@ def faults(rank: int, layout: RankLayout) -> list[str]:
         items(torch.tensor(3)).sum().backward()
         items.optimizer.step()
     return texts
-
-
-def weights_read(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Count gathers of ``.weight`` in evaluation, between changes of all kinds."""
-    items = flexd.Embedding(ITEMS, DIM, layout=layout, optimizer=flexd.SGD(0.5)).eval()
-    collection = items.collection
-    gathers = 0
-    gather: Callable[..., torch.Tensor] = collection.gather_table
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        nonlocal gathers
-        gathers += 1
-        return gather(*arguments)
-
-    collection.gather_table = counted  # type: ignore[method-assign]
-    seen = []
-
-    def read(label: str) -> None:
-        before = gathers
-        for _ in range(3):
-            read_now = items.weight
-        blocks = torch.cat([items(torch.arange(first, min(first + 10, ITEMS))) for first in range(0, ITEMS, 10)])
-        seen.append((label, gathers - before, torch.equal(read_now, blocks), torch.equal(read_now, gather(items.name))))
-
-    read("first")
-    items.train()
-    items(torch.tensor([1, 2])).sum().backward()
-    items.optimizer.step()
-    items.eval()
-    read("step")
-    items.load_rows(3, torch.ones(2, DIM))
-    read("rows loaded")
-    state = collection.state_dict()
-    items.load_rows(0, torch.zeros(ITEMS, DIM))
-    collection.load_state_dict(state)
-    read("state loaded")
-    collection.reset_parameters()
-    read("reset")
-    return {"seen": seen, "grad": items.weight.requires_grad, "trains": items.train().weight.requires_grad}

@@ -13,7 +13,7 @@ from tests.support.rank_pool import RankPool
 
 torchrec = pytest.importorskip("torchrec")
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward  # noqa: E402
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec import EmbeddingBagConfig, EmbeddingConfig  # noqa: E402
 from torchrec.types import DataType  # noqa: E402
 
 import flexd  # noqa: E402
@@ -84,14 +84,6 @@ def test_names_values_and_modes_stay() -> None:
         _ = model.tags.embedding_bags
 
 
-def test_values_are_loaded_in_the_order_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each load is collective, and ranks order sets of names differently."""
-    loaded: list[str] = []
-    monkeypatch.setattr("flexd.torchrec.replacement._load", lambda _, name, __: loaded.append(name))
-    replace(make("sgd"))
-    assert loaded == ["user", "shop", "tag", "item", "word"]
-
-
 def test_the_models_state_dict_has_the_tables_once() -> None:
     model, other = make("sgd"), make("sgd")
     tables, others = replace(model, seed=1), replace(other, seed=1)
@@ -125,16 +117,6 @@ def test_outputs_equal_those_before() -> None:
         assert torch.equal(tables(kjt)["tags"].values(), model.tags(kjt).values())
 
 
-def test_rows_that_are_read_again_after_a_step_are_looked_up_again() -> None:
-    model, kjt = make(), batch(0, 0)[1]
-    tables = replace(model)
-    with torch.no_grad():
-        model.items(kjt)
-        tables.load_rows("word", 0, torch.ones(29, 4))
-        tables.engine.steps += 1  # what a step does
-        assert model.words(kjt)["words"].values().eq(1).all()
-
-
 def test_a_module_that_is_not_called_with_the_same_input_is_named() -> None:
     model = make()
     replace(model)
@@ -157,19 +139,6 @@ class Two(nn.Module):
         self.pooled = torchrec.EmbeddingBagCollection([EmbeddingBagConfig(**config)], device=torch.device(device))
         self.rows = torchrec.EmbeddingCollection([EmbeddingConfig(**config)], device=torch.device(device))
         self.again = self.rows
-
-
-def test_equal_names_are_told_apart_and_a_module_in_two_places_stays_one() -> None:
-    model = Two()
-    values = [model.pooled.embedding_bags["t"].weight.detach().clone(), model.rows.embeddings["t"].weight.detach()]
-    tables = replace(model)
-    assert [table.name for table in tables.tables] == ["t", "rows/t"]
-    assert torch.equal(tables.gather_table("t"), values[0])
-    assert torch.equal(tables.gather_table("rows/t"), values[1])
-    assert model.again is model.rows
-    kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([5, 6]), torch.tensor([2]))
-    assert torch.equal(model.pooled(kjt).values()[0], values[0][5:7].sum(0))
-    assert torch.equal(model.rows(kjt)["f"].values(), values[1][5:7])
 
 
 @pytest.mark.parametrize("later", [False, True])

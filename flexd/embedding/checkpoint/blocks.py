@@ -7,13 +7,16 @@ ranks and any home rule. Arithmetic determines which rows a rank sends to anothe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from flexd.core.homes import HomeRun, Homes
 from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.store.slow.tier import RowColumn
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tier import RowColumn
 
 MAX_WINDOW_BYTES = 32 * 2**20
 """Bytes that each rank sends at once, and receives at once."""

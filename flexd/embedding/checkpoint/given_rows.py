@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from flexd.core.errors import EmbeddingError
@@ -12,7 +14,9 @@ from flexd.embedding.checkpoint import blocks
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.checkpoint.fingerprint import fingerprint
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.store.slow.tier import RowColumn
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tier import RowColumn
 
 _NONE_GIVEN, _DOES_NOT_FIT = -1, -2
 

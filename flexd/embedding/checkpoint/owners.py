@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,9 @@ from flexd.embedding import devices
 from flexd.embedding.checkpoint import blocks
 from flexd.embedding.checkpoint.blocks import TableHomes
 from flexd.embedding.exchange.collectives import Peers
-from flexd.embedding.store.slow.tier import RowColumn
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tier import RowColumn
 
 Owned = tuple[int, int]
 """The owner of a table, and the round in which it travels."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,10 @@ from flexd.embedding import devices
 from flexd.embedding.checkpoint.blocks import MAX_WINDOW_BYTES, TableHomes
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.store.slow.tier import RowColumn
 from flexd.embedding.store.store import GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tier import RowColumn
 
 
 def gather_rows(

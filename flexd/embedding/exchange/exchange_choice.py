@@ -1,12 +1,75 @@
-"""The exchange that ranks use, the agreement to change it between two steps, and the choice by measured steps."""
+"""The exchange that ranks use: its hops, the agreement to change it between two steps, the choice by measured steps."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from flexd.control.protocol.report import ExchangeReason
-from flexd.embedding.step_times import CLEAR_MARGIN, StepTimes, is_clearly_less
+from flexd.core.errors import EmbeddingError
+from flexd.embedding.exchange.hop import Hop
+from flexd.embedding.exchange.process_groups import ChainGroups
+
+CLEAR_MARGIN = 0.03
+"""Share of a step that another way must save to be used instead: less is within what medians of 30 steps differ by."""
+
+
+def is_clearly_less(seconds: float, usual_seconds: float, margin: float = CLEAR_MARGIN) -> bool:
+    """Return whether steps of ``seconds`` save at least ``margin`` of steps of ``usual_seconds``."""
+    return seconds < usual_seconds * (1 - margin)
+
+
+class StepTimes:
+    """Times of the newest steps that count.
+
+    Args:
+        steps: how many make a median.
+        leave_out: first steps that do not count.
+        clock: seconds.
+    """
+
+    def __init__(self, steps: int, *, leave_out: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._times: deque[float] = deque(maxlen=steps)
+        self._left_out = leave_out
+        self._clock = clock
+        self._last: float | None = None
+
+    def step(self, *, counts: bool = True) -> None:
+        """Count a step; call it after each one.
+
+        Args:
+            counts: False: this one is neither counted nor one of those to leave out.
+        """
+        now, last = self._clock(), self._last
+        self._last = now
+        if not counts:
+            return
+        if self._left_out > 0:
+            self._left_out -= 1
+        elif last is not None:
+            self._times.append(now - last)
+
+    def leave_out(self, steps: int) -> None:
+        """Begin anew after ``steps`` further ones, or more if more were to be left out already."""
+        self._times.clear()
+        self._left_out = max(self._left_out, steps)
+
+    def interrupt(self) -> None:
+        """Do not count the time until the next step, which is none of training."""
+        self._last = None
+
+    @property
+    def begun(self) -> bool:
+        """True if a step has been counted since the last beginning."""
+        return bool(self._times)
+
+    @property
+    def median_seconds(self) -> float | None:
+        """Median of the newest steps; None until there are enough."""
+        return median(self._times) if len(self._times) == self._times.maxlen else None
+
 
 _NAMES = ("chain", "direct")
 _MAX_PROPOSALS = 2**14
@@ -114,3 +177,38 @@ class ExchangeTrial:
         if not is_clearly_less(typical, usual, self._margin):
             self._choice.propose(name)
         self._times.leave_out(self._pause_steps)
+
+
+def row_hops(exchange: str, groups: ChainGroups, replica_sums: str) -> list[Hop]:
+    """Return the hops of requests for rows: with "chain" inside the node to the node owner, then over the rail.
+
+    Raises:
+        EmbeddingError: an unknown exchange, or an unknown way to sum gradients of copies.
+    """
+    if replica_sums not in ("all_reduce", "home"):
+        raise EmbeddingError(f"replica_sums {replica_sums!r}", remedy="one of all_reduce, home")
+    local_ranks = groups.layout.local_ranks
+    if exchange == "chain":
+        hops = [
+            Hop(groups.node, lambda homes: homes % local_ranks),
+            Hop(groups.rail, lambda homes: homes // local_ranks, all_reduces=replica_sums == "all_reduce"),
+        ]
+    elif exchange in ("direct", "direct_no_dedup"):
+        hops = [Hop(groups.world, lambda homes: homes)]
+    else:
+        raise EmbeddingError(f"exchange {exchange!r}", remedy="one of auto, chain, direct, direct_no_dedup")
+    return [hop for hop in hops if hop.peers.size > 1]
+
+
+def bag_hops(exchange: str, groups: ChainGroups) -> list[Hop]:
+    """Return the hops of bags that are answered by sums: with "chain" over the rail first, so that the sums of a node
+    are added before they leave it, then inside the node of the homes."""
+    local_ranks = groups.layout.local_ranks
+    if exchange == "chain":
+        hops = [
+            Hop(groups.rail, lambda homes: homes // local_ranks),
+            Hop(groups.node, lambda homes: homes % local_ranks),
+        ]
+    else:
+        hops = [Hop(groups.world, lambda homes: homes)]
+    return [hop for hop in hops if hop.peers.size > 1]

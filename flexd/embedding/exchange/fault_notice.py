@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from itertools import count
 
-from flexd.embedding.exchange.bounded_store import BoundedStore, Store
-from flexd.embedding.exchange.meeting import meet
+from flexd.embedding.exchange.bounded_store import BoundedStore, Store, meet
 
 FIRST_LOOK = timedelta(seconds=1)
 """Time in a collective after which a rank looks for a notice; equal to the time between looks."""

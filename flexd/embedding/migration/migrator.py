@@ -26,12 +26,10 @@ from flexd.core.errors import PlacementError
 from flexd.core.homes import Homes
 from flexd.core.layout import Tier, is_moved, without_moves
 from flexd.core.placement import Delta
+from flexd.embedding.devices import SideStream, receive
 from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.migration.row_carrier import RowCarrier, SlotsByPeer
-from flexd.embedding.migration.row_copies import copy_rows
-from flexd.embedding.migration.row_mover import ChangesHomeRows, RowMover
-from flexd.embedding.side_stream import SideStream, receive
+from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover, SlotsByPeer, copy_rows
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
 Int32Array = npt.NDArray[np.int32]

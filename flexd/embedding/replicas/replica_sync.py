@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,17 +25,18 @@ from flexd.control.protocol.report import StepPhase
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.checkpoint.changed_rows import ChangedRows
-from flexd.embedding.exchange.dedup import Dedup
 from flexd.embedding.exchange.hop import PeerWords
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import Route, StationRows
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.replicas.replica_sums import ReplicaSums, sum_lists
-from flexd.embedding.replicas.sum_lists import SumLists
+from flexd.embedding.exchange.station_lookup import Dedup
+from flexd.embedding.replicas.replica_sums import ReplicaSums, SumLists, sum_lists
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
 from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer, UpdatesGroups
-from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.store import GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tier import Tier
 
 
 @dataclass(frozen=True)

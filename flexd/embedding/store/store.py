@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,9 @@ from flexd.embedding.rounding import HALF_DTYPES
 from flexd.embedding.store.device_homes import DeviceHomes
 from flexd.embedding.store.directory import Directory, max_listed_rows
 from flexd.embedding.store.moved_rows import NOT_MOVED
-from flexd.embedding.store.slow.tier import RowColumn, Tier, TieredColumn
+
+if TYPE_CHECKING:
+    from flexd.embedding.store.slow.tier import RowColumn, Tier
 
 TORCH_DTYPES = {
     "float64": torch.float64,
@@ -112,6 +115,8 @@ class GroupStore:
         self.tier: Tier | None = None
         """Of home rows in two memories."""
         if fast_home_rows < self.home_rows:
+            from flexd.embedding.store.slow.tier import Tier, TieredColumn  # loaded where a job has slow rows
+
             self.tier = Tier(rows, state, fast_home_rows, self.home_rows)
             self.rows, self.state = TieredColumn(self.tier, rows), TieredColumn(self.tier, state)
         if directory is None:

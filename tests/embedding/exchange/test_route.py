@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import flexd
 from flexd.embedding import devices
-from flexd.embedding.exchange.dedup import MAX_TABLE_ROWS, Dedup
+from flexd.embedding.exchange.station_lookup import MAX_TABLE_ROWS, Dedup
 
 
 @settings(max_examples=60, deadline=None)

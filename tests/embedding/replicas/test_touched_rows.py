@@ -16,8 +16,8 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.replicas import row_bits
+from flexd.embedding.replicas.replica_sums import SumLists
 from flexd.embedding.replicas.replica_sync import ReplicaSync
-from flexd.embedding.replicas.sum_lists import SumLists
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists
 from flexd.embedding.store.store import GroupStore, make_stores
 
