@@ -12,7 +12,7 @@ from flexd.api.planning import GateReport, gate_report
 
 if TYPE_CHECKING:
     from flexd.operations.gates import Gate
-    from flexd.planner.explanation_types import RowExplanation, TableExplanation
+    from flexd.planner.explain import RowExplanation, TableExplanation
 
 MAX_EXPLAINED_ROWS = 1000
 ReasonName = Literal["saves", "pinned", "excluded", "no_gain", "slot_price", "migration", "latency"]

@@ -43,7 +43,7 @@ from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
-    from flexd.planner.memory.saving import MemoryPoint
+    from flexd.planner.memory.miss_curve import MemoryPoint
     from flexd.simulate.accesses import Accesses, RowFormat
     from flexd.simulate.advice import Advice, Prediction, Range
     from flexd.sketch.coaccess import CoAccess
@@ -176,12 +176,11 @@ def advise(
         _show(f"flexd advise: {tables}", answer, blocks, html, output)
         return
     from flexd.core.layout import RankLayout
-    from flexd.planner.memory.saving import memory_points
+    from flexd.planner.memory.miss_curve import memory_points
     from flexd.simulate.accesses import RowFormat
-    from flexd.simulate.advice import NOW
+    from flexd.simulate.advice import NOW, miss_curves
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.affinity import affinity_outlook, outlook_of_samples
-    from flexd.simulate.miss_curves import miss_curves
     from flexd.simulate.simulation import SimulationSettings
 
     layout = RankLayout(nodes, local_ranks)

@@ -35,8 +35,7 @@ from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.affinity.outlook import AffinityOutlook
 from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
-from flexd.planner.explain import explain
-from flexd.planner.explanation_types import TableExplanation
+from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster

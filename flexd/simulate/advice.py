@@ -16,8 +16,12 @@ import numpy.typing as npt
 
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
+from flexd.planner.memory.miss_curve import MissCurve
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.model.workload import make_loads
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import INTER, StepPart
+from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.simulation import Simulation, SimulationSettings, StrategyRun, simulate
 from flexd.simulate.strategies import DIRECT, REPLANNED, ROW_WISE, TWO_HOP, Strategy
 from flexd.simulate.summary import compared_steps
@@ -305,3 +309,16 @@ def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
         forward = model.run(option).sent[model.steps, :, StepPart.FORWARD, :].sum(axis=2)
         total += int(model.scale * forward.max(initial=0))
     return total
+
+
+def miss_curves(accesses: Accesses, layout: RankLayout, steps: range | None = None) -> tuple[MissCurve, ...]:
+    """Return a curve a dim-group, from the touches of every row in these steps (default: all).
+
+    Raises:
+        PlanError: nothing was looked up in them.
+    """
+    passes = [one for step in steps or range(accesses.steps) for one in accesses.passes(step)]
+    profile = exact_profile(passes, accesses.keyspace, layout, accesses.micro_batches)
+    loads = make_loads(profile, accesses.keyspace, layout, TrainingShape(micro_batches=accesses.micro_batches))
+    groups = accesses.keyspace.groups
+    return tuple(MissCurve.of(load, layout, groups[load.group].rows) for load in loads)

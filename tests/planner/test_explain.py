@@ -11,8 +11,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.planner.explain import explain
-from flexd.planner.explanation_types import TableExplanation, TierReason
+from flexd.planner.explain import TableExplanation, TierReason, explain
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import PlanLimits, RowPin

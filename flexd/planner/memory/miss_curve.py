@@ -10,18 +10,20 @@ than distinct rows of a pass, those beyond them have gone when their update come
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.fast_memory import FRAME_BYTES, FrameCurve
+from flexd.core.fast_memory import FRAME_BYTES, FrameCurve, divide_frames, total_misses
 from flexd.core.layout import RankLayout
 from flexd.planner.model.touches import independent
 from flexd.planner.model.workload import GroupLoad
 
 Float64Array = npt.NDArray[np.float64]
 
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _ANYWHERE = 2
 """Place of w among touches."""
 
@@ -90,3 +92,46 @@ class MissCurve:
         of_class = np.searchsorted(ends, middle)
         saved = np.append(self.touches, 0.0)[of_class] + (middle < self.distinct_rows)
         return FrameCurve(frames, self.passes * saved, self.home_rows, self.frame_bytes)
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """One size of fast memory on a rank.
+
+    Attributes:
+        share: of the bytes that frames for all rows take.
+        fast_bytes, saved_bytes: fast memory of frames, and what it is less than rows that are all fast.
+        missed_rows, missed_share: expected reads from slow memory in a step, and of the distinct rows that it uses.
+        stall_seconds: of these in a step, nothing of it hidden.
+    """
+
+    share: float
+    fast_bytes: int
+    saved_bytes: int
+    missed_rows: float
+    missed_share: float
+    stall_seconds: float
+
+
+def memory_points(
+    curves: Sequence[MissCurve], miss_seconds: float, shares: Sequence[float] = SHARES
+) -> tuple[MemoryPoint, ...]:
+    """Return a point a share, each with its own best division over the dim-groups.
+
+    Args:
+        miss_seconds: price of a row read from slow memory.
+    """
+    whole = sum(curve.home_rows * curve.frame_bytes for curve in curves)
+    used = sum(curve.used_rows for curve in curves)
+    by_frames = [curve.frame_curve() for curve in curves]
+    points = []
+    for share in shares:
+        frames = divide_frames(by_frames, share * whole)
+        taken = sum(count * curve.frame_bytes for count, curve in zip(frames, curves, strict=True))
+        missed = total_misses(by_frames, frames)
+        points.append(
+            MemoryPoint(
+                share, taken, whole - taken, missed, missed / used if used else 0.0, missed * miss_seconds
+            )
+        )  # fmt: skip
+    return tuple(points)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.planner.memory.miss_curve import MissCurve
-from flexd.planner.memory.saving import SHARES, memory_points
+from flexd.planner.memory.miss_curve import SHARES, MissCurve, memory_points
 
 
 def test_less_memory_saves_bytes_and_costs_misses() -> None:
