@@ -65,24 +65,6 @@ def test_a_stream_is_read_to_its_end_and_nothing_is_written(flexd_command, tmp_p
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_stream_of_samples_says_what_affinity_would_win(flexd_command, tmp_path: Path):
-    log, rng = FileLogSink(tmp_path / "log", "p0"), np.random.default_rng(0)
-    for number in range(20):
-        group = rng.integers(0, 30, (64, 1))
-        rows = (group * 100 + rng.integers(0, 100, (64, 16))).reshape(-1)
-        lengths = np.full(64, 16, dtype=np.int32)
-        log.send(encode_arrow([AccessBatch("item", rows, 0, 1.7e9 + number, sequence_lengths=lengths)]))
-    log.close()
-    file = configured(tmp_path, {"kind": "file_log", "path": str(tmp_path / "log")})
-    done = flexd_command("advise", "--step-ms", 5, "-c", file, "--scale", 1000, *SMALL, "-o", "json")
-    assert done.returncode == 0, done.stderr
-    affinity = json.loads(done.stdout)["affinity"]
-    assert affinity["samples"] == 20 * 64
-    assert affinity["batch_samples"] == 4 * 16 * 4 // 16
-    assert affinity["loader"]["expected"] < affinity["dealing_loader"]["expected"] < 1
-    assert affinity["words"][0].startswith("With homes by affinity and a loader that deals")
-
-
 def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, tmp_path: Path):
     file = configured(tmp_path, {"kind": "tap"})
     state = {"state": {"dir": str(tmp_path / "state")}}
@@ -115,14 +97,6 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
     assert (done.returncode, damaged.name in done.stderr) == (ExitCode.FAILED, True), done.stderr
 
 
-def test_a_stream_without_messages_is_named(flexd_command, tmp_path: Path):
-    (tmp_path / "log").mkdir()
-    empty = configured(tmp_path, {"kind": "file_log", "path": str(tmp_path / "log")})
-    done = flexd_command("advise", "--step-ms", 5, "-c", empty, "--for", 1, *SMALL)
-    assert done.returncode == ExitCode.FAILED
-    assert "no access was read in 1 s" in done.stderr
-
-
 def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, tmp_path: Path):
     profile = tmp_path / "p.npz"
     made = flexd_command(
@@ -151,15 +125,6 @@ def test_a_measured_computing_time_corrects_the_prices_and_the_answer_says_so(fl
     assert corrected["exchange_seconds"] == pytest.approx(0.03)
     assert any("The prices were multiplied by" in line for line in corrected["words"])
     assert not any("multiplied" in line for line in found[()]["words"])
-
-
-@pytest.mark.parametrize("given", [(), ("--trace", "t.npz", "--profile", "t.npz")])
-def test_one_source_is_needed(flexd_command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]):
-    monkeypatch.chdir(tmp_path)
-    Path("t.npz").touch()
-    done = flexd_command("advise", "--step-ms", 5, *given)
-    assert done.returncode == ExitCode.USAGE
-    assert "give one of --trace, --profile, --config and --tables" in done.stderr
 
 
 def test_fast_memory_is_shown_over_what_a_step_waits_for_it(flexd_command, trace: Path):
@@ -204,14 +169,3 @@ def test_a_list_of_tables_with_its_plan_is_the_job(flexd_command, tmp_path: Path
     assert "Worth it" in (tmp_path / "answer.html").read_text()
     text = " ".join(flexd_command("advise", "--step-ms", 400, "--tables", tables).stdout.split())
     assert "TorchRec, the plan of the list: 400 ms a step" in text
-
-
-def test_a_list_of_tables_may_say_not_here_or_that_the_prices_do_not_fit(flexd_command, tmp_path: Path):
-    tables = listed(tmp_path)
-    for step_ms, verdict in ((1e6, "Not here"), (0.01, "The prices do not fit")):
-        done = flexd_command("advise", "--step-ms", step_ms, "--tables", tables, "-o", "json")
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        assert found["now"] == "row_wise"
-        assert found["best"] is None
-        assert found["words"][0].startswith(verdict)

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from flexd.affinity import NodeMap
 from flexd.api.affinity import UserNodePage
-from flexd.cli.exit_codes import ExitCode
-from flexd.core.errors import ApiError
 from tests.support.fake_planning import USERS
 
 
@@ -35,23 +33,3 @@ def test_pages_of_two_learnings_are_not_mixed(flexd_command, url, daemon, tmp_pa
     out = tmp_path / "nodes.npz"
     assert flexd_command("affinity", "users", "-o", out, "--url", url).returncode == 0
     assert NodeMap.load(out).nodes_of.tolist() == [1] * len(USERS)
-
-
-def test_what_never_stays_is_refused_and_so_is_a_daemon_without_users(
-    flexd_command, url, daemon, tmp_path: Path, monkeypatch
-) -> None:
-    whole, numbers = daemon.planning.user_nodes, iter(range(100))
-    monkeypatch.setattr(
-        daemon.planning,
-        "user_nodes",
-        lambda offset, limit: whole(offset, limit).model_copy(update={"learnt": next(numbers)}),
-    )
-    done = flexd_command("affinity", "users", "-o", tmp_path / "nodes.npz", "--url", url)
-    assert done.returncode == ExitCode.REFUSED
-    assert "learnt anew" in done.stderr
-    daemon.error = ApiError("the node of no user is known", status=409, remedy="send user_ids")
-    monkeypatch.setattr(daemon.planning, "user_nodes", whole)
-    done = flexd_command("affinity", "users", "-o", tmp_path / "nodes.npz", "--url", url)
-    assert done.returncode == ExitCode.REFUSED
-    assert "remedy: send user_ids" in done.stderr
-    assert not (tmp_path / "nodes.npz").exists()

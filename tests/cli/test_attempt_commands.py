@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.support.fake_attempts import ATTEMPTS
 
 
@@ -39,14 +37,6 @@ def test_an_attempt_is_forgotten_unless_its_ranks_hold_the_job(flexd_command, ur
     refused = flexd_command("attempts", "forget", "prod-0-ab12", "--url", url)
     assert refused.returncode == 4
     assert "its ranks are alive" in refused.stderr
-
-
-@pytest.mark.parametrize("verb", ["prefer", "forget"])
-@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
-def test_an_unknown_attempt_is_refused(flexd_command, url, verb, dry_run):
-    ended = flexd_command("attempts", verb, "a/../b", *dry_run, "--url", url)
-    assert ended.returncode == 4
-    assert ended.stderr.startswith("error: no attempt 'a/../b'\n")
 
 
 def test_a_dry_run_changes_nothing(flexd_command, url, daemon):

@@ -56,13 +56,6 @@ def test_a_wrong_configuration_is_a_fault_a_line(flexd_command, file):
     assert "remedies:" in done.stdout
 
 
-def test_the_running_daemon_is_compared_with_the_file(flexd_command, file, url):
-    done = flexd_command("doctor", "-c", file, "-o", "json", "--url", url)
-    report = found(done.stdout)
-    assert report["running configuration"] == "warning"
-    assert report["daemon"] == "warning"
-
-
 def test_the_daemon_is_looked_for_where_the_file_puts_it(flexd_command, file, url):
     port = int(url.rsplit(":", 1)[1])
     file.write_text(file.read_text().replace("server:\n  port: 0", f"server:\n  port: {port}"))

@@ -66,10 +66,3 @@ def test_help_and_docs_list_every_exit_code_with_its_meaning(flexd_command) -> N
     assert {
         int(code): meaning for code, meaning in re.findall(r"^\| (\d+) \| (.*) \|$", table, re.MULTILINE)
     } == expected
-
-
-def test_statuses_that_help_texts_name_exist() -> None:
-    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "flexd" / "cli").glob("*_command*.py"))
-    named = [int(code) for code in re.findall(r"[Ee]xit status (?:is )?(\d+)", source)]
-    assert named
-    assert set(named) <= set(MEANINGS)

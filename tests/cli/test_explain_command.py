@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import yaml
 
-from flexd.cli.exit_codes import ExitCode
 from flexd.cli.explain_command import split_target
-from flexd.core.errors import ApiError
 
 
 @pytest.mark.parametrize(
@@ -40,17 +35,3 @@ def test_explain_reaches_the_daemon(flexd_command, url, daemon):
     assert daemon.calls[-1] == ("explain", "items", None, 3)
     assert "hottest rows" in table.stdout
     assert "promoted from" in table.stdout
-
-
-@pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
-def test_explain_speaks_json_and_yaml(flexd_command, url, output, load):
-    answer = load(flexd_command("explain", "items:7", "-o", output, "--url", url).stdout)
-    assert answer["explained"][0]["row"] == 7
-    assert answer["thresholds"][0]["tier"] == "NODE"
-
-
-def test_explain_of_an_unknown_table_names_the_known_ones(flexd_command, url, daemon):
-    daemon.error = ApiError("no table 'x'", status=404, remedy="one of items")
-    done = flexd_command("explain", "x", "--url", url)
-    assert done.returncode == ExitCode.REFUSED
-    assert done.stderr == "error: no table 'x'\nremedy: one of items\n"

@@ -11,16 +11,6 @@ from tests.support.terminals import ended
 pytestmark = pytest.mark.alone
 
 
-def test_commands_with_effects_need_confirmation(terminal, daemon):
-    process = terminal("pause", "--reason", "night")
-    process.expect(r"Pause\? \[y/N\]")
-    process.sendline("")
-    text, status = ended(process)
-    assert "nothing was changed" in text
-    assert status == ExitCode.FAILED
-    assert daemon.calls == []
-
-
 def test_control_c_at_the_question_changes_nothing(terminal, daemon):
     process = terminal("pause", "--reason", "night")
     process.expect(r"Pause\? \[y/N\]")
@@ -71,12 +61,6 @@ def test_the_question_describes_the_effect_of_a_yes(terminal, daemon, name, answ
     assert after[0][0] == verb
     # Not "latest": that may be another plan by now.
     assert name != "apply" or after[0] == ("apply", "p7")
-
-
-@pytest.mark.parametrize("command", [["throttle"], ["reload", "--yes"], ["throttle", "--adaptive", "on", "--yes"]])
-def test_no_confirmation_without_effects_or_with_yes(terminal, command):
-    text, status = ended(terminal(*command))
-    assert (status, "[y/N]" in text) == (0, False)
 
 
 @pytest.mark.parametrize("command", ["replan", "pause", "resume"])

@@ -49,24 +49,6 @@ def test_home_rules_for_a_flexd_trainer(flexd_command, tmp_path: Path, monkeypat
     assert "rank:" not in text
 
 
-def test_a_plan_of_another_job_in_the_list_is_left_out(flexd_command, tmp_path: Path):
-    """A published list has one for its own ranks."""
-    tables = [
-        {"name": f"t{i}", "rows": 50_000, "dim": 64, "lookups": 20, "bags": 1, "sharding": "TW", "ranks": [rank]}
-        for i, rank in enumerate((3, 0))
-    ]
-    (tmp_path / "tables.json").write_text(json.dumps(tables))
-    source = ("shard", tmp_path / "tables.json", "--plan", tmp_path / "plan.json")
-    priced, other = (
-        json.loads(flexd_command(*source, *more, "-o", "json").stdout)["predicted"]
-        for more in ((), ("--nodes", 1, "--local-ranks", 2))
-    )
-    assert priced["listed_step_seconds"] > 0
-    assert other["listed_step_seconds"] is None
-    text = " ".join(flexd_command(*source, "--nodes", 1, "--local-ranks", 2).stdout.split())
-    assert "not priced: it is for 4 ranks or more" in text
-
-
 def test_a_function_is_called_in_the_working_directory(flexd_command, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_model.py").write_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -51,15 +50,6 @@ def test_simulate_writes_a_page_pictures_and_a_profile(flexd_command, tmp_path: 
     assert json.loads(replayed.stdout)["rows"] == 600
 
 
-def test_pictures_need_matplotlib_and_say_so_before_the_replay(flexd_command, monkeypatch, tmp_path: Path):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
-    done = flexd_command(*SMALL, "--plots", tmp_path)
-    assert done.returncode == ExitCode.USAGE
-    assert "pip install 'flexd[plot]'" in done.stderr
-    assert done.stdout == ""
-
-
 @pytest.mark.parametrize("option", ["--html", "--plots", "--save-profile"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flexd_command, monkeypatch, option):
     monkeypatch.setattr("flexd.simulate.simulation.simulate", lambda *args, **more: pytest.fail("simulated"))
@@ -91,25 +81,3 @@ def test_wrong_usage_of_simulate(flexd_command, arguments):
     assert done.returncode == ExitCode.USAGE, done.stdout
     assert done.stderr.strip()
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--scale", "0.5"], ExitCode.USAGE),
-        (["--preset", "nothing"], ExitCode.USAGE),
-        (["--topology", "nowhere.yaml"], ExitCode.USAGE),
-        (["--trace", __file__], ExitCode.FAILED),
-    ],
-)
-def test_what_simulate_cannot_read(flexd_command, arguments, code):
-    done = flexd_command("simulate", *arguments)
-    assert done.returncode == code
-    assert "remedy: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_an_unknown_preset_is_wrong_usage(flexd_command):
-    done = flexd_command("simulate", "--preset", "azure-a100-20g")
-    assert done.returncode == ExitCode.USAGE
-    assert "azure-a100-200g" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 import yaml
@@ -140,18 +139,6 @@ def test_tiers_come_from_one_copy_to_many_whatever_the_daemons_order():
     placement = PlacementStatus(version=1, rows={"NODE": 8, "DEVICE": 2, "HOME": 12_000})
     status = Status(job="j", version="1", stream=StreamStatus(source="tap"), placement=placement)
     assert "rows     HOME 12,000, NODE 8, DEVICE 2\n" in text_of(status_blocks(status))
-
-
-GOLDEN = Path(__file__).parent / "golden"
-
-
-@pytest.mark.parametrize("name", STATUSES)
-def test_status_as_a_table_in_a_pipe(flexd_command, url, daemon, name):
-    daemon.status = lambda: STATUSES[name]
-    done = flexd_command("status", "--url", url)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\x1b" not in done.stdout
-    assert done.stdout == (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", STATUSES)

@@ -50,9 +50,3 @@ def test_golden_on_a_terminal(terminal, daemon, command, columns):
     assert max(map(len, plain)) <= columns
     shown = "".join(f"{line.rstrip()}\n" for line in plain)
     assert shown == (GOLDEN / f"{command.split()[0]}.terminal-{columns}.txt").read_text(encoding="utf-8")
-
-
-def test_no_color_leaves_no_colour_on_a_terminal(terminal, daemon):
-    daemon.status = lambda: STATUSES["status-degraded-stream"]
-    assert "<red>NOT READY" in marked(ended(terminal("status"))[0])
-    assert "\x1b[1;31m" not in ended(terminal("status", NO_COLOR="1"))[0]

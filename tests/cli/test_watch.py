@@ -14,7 +14,6 @@ import time
 import pytest
 
 from flexd.api.rank import RankPage
-from flexd.cli.exit_codes import ExitCode
 from flexd.cli.view import OutputFormat
 from flexd.cli.watch import emit_watched, with_watch_interval
 from tests.support.repository import ROOT
@@ -54,16 +53,6 @@ def watched(url: str, *arguments: str, answers: int) -> list[str]:
     finally:
         process.kill()
     return lines
-
-
-def test_watched_in_a_pipe_is_a_document_a_line(url):
-    lines = watched(url, "topology", "-o", "json", answers=3)
-    assert [json.loads(line)["total"] for line in lines] == [4, 4, 4]
-
-
-def test_watching_ends_in_a_pipe_when_the_daemon_does(flexd_command):
-    done = flexd_command("status", "--watch", "0.2", "--url", "http://127.0.0.1:1")
-    assert done.returncode == ExitCode.UNREACHABLE
 
 
 @pytest.mark.parametrize("watched", [True, False])

@@ -147,11 +147,6 @@ def test_every_fault_is_listed():
     assert "f.yaml: job: is required" in lines
 
 
-def test_table_names_must_be_unique():
-    data = changed("tables", [MINIMAL["tables"][0]] * 2)
-    assert "tables: each table needs its own name; named twice: items (got a list of 2)" in fault(data)
-
-
 def test_a_secret_or_certificates_allow_other_hosts_and_a_socket_any_host():
     open_to_all = {**MINIMAL, "control": {"listen_host": "0.0.0.0", "secret_file": "/run/s"}}
     assert parse_config(open_to_all).control.listen_host == "0.0.0.0"
@@ -258,11 +253,6 @@ def test_client_options_from_files(tmp_path):
     password.unlink()
     with pytest.raises(ConfigError, match=r"client_option_files\.sasl_plain_password: .* cannot be read"):
         source.resolved_client_options()
-
-
-def test_control_secret_file_is_shown_as_a_path():
-    config = parse_config({**MINIMAL, "control": {"secret_file": "/run/secrets/flexd"}})
-    assert config.document()["control"]["secret_file"] == "/run/secrets/flexd"
 
 
 def test_the_document_of_a_configuration_parses_to_it():

@@ -73,8 +73,3 @@ def test_what_may_not_be_names_the_key(server: dict[str, Any], said: str) -> Non
     with pytest.raises(ConfigError, match=said) as caught:
         parsed(**server)
     assert "hunter2" not in str(caught.value)
-
-
-def test_names_scopes_and_paths_are_shown() -> None:
-    shown = parsed(host="0.0.0.0", tls=CLIENTS, tokens=TOKENS).document()["server"]
-    assert (shown["tokens"], shown["tls"]) == (TOKENS, CLIENTS)

@@ -6,11 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.api.errors import ProbeResult
 from flexd.api.interface import DaemonApi
-from flexd.api.status import Status
-from flexd.core.errors import ApiError
-from flexd.daemon.active_daemon import ActiveDaemon, InactiveDaemon
+from flexd.daemon.active_daemon import ActiveDaemon
 from tests.support.fake_daemon import FakeDaemon
 
 COMMANDS: tuple[Callable[[DaemonApi], object], ...] = (
@@ -27,32 +24,12 @@ COMMANDS: tuple[Callable[[DaemonApi], object], ...] = (
 )
 
 
-class Refusing(InactiveDaemon):
-    def refusal(self) -> ApiError:
-        return ApiError("waiting", status=503)
-
-    def status(self) -> Status:
-        return FakeDaemon().status()
-
-    def health(self) -> ProbeResult:
-        return ProbeResult(ok=True)
-
-    def ready(self) -> ProbeResult:
-        return ProbeResult(ok=False)
-
-
 class Switch(ActiveDaemon):
     def __init__(self, *daemons: DaemonApi) -> None:
         self.daemons = list(daemons)
 
     def active(self) -> DaemonApi:
         return self.daemons[0]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_an_inactive_daemon_refuses_every_command(command: Callable[[DaemonApi], object]) -> None:
-    with pytest.raises(ApiError, match="waiting"):
-        command(Refusing())
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -64,10 +41,3 @@ def test_every_command_is_forwarded_to_the_active_daemon(command: Callable[[Daem
     switch.daemons.reverse()
     command(switch)
     assert (len(first.calls), len(second.calls)) == (before, before)
-
-
-def test_status_and_probes_are_those_of_the_active_daemon() -> None:
-    switch = Switch(FakeDaemon(healthy=ProbeResult(ok=False), paused=True), FakeDaemon())  # type: ignore[arg-type]
-    assert (switch.status().paused, switch.health().ok, switch.ready().ok) == (True, False, True)
-    switch.daemons.reverse()
-    assert (switch.status().paused, switch.health().ok) == (False, True)

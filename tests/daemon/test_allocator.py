@@ -42,7 +42,3 @@ def test_freed_buffers_are_kept():
     pages = 12_000_000 // os.sysconf("SC_PAGE_SIZE")
     assert faults < 2 * pages
     assert probe("leave")[1] > 10 * pages
-
-
-def test_malloc_settings_of_the_environment_are_kept():
-    assert not probe("keep", MALLOC_TRIM_THRESHOLD_="131072")[0]

@@ -18,7 +18,6 @@ from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, Ste
 from flexd.daemon import Daemon
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.ranks_in_threads import Ranks
-from tests.support.report_values import leaves
 from tests.support.until import until
 
 SECONDS = 30.0
@@ -129,20 +128,6 @@ def test_impossible_reports_are_refused_by_field_and_the_rest_goes_on(
     lines = [record for record in caplog.records if "report_refused" in record.message]
     assert len(lines) <= sum(1 + int(math.log2(count)) for count in status.malformed_reports.values())
     assert not [record for record in caplog.records if record.exc_info]
-
-
-@pytest.mark.parametrize("what", ["every float", "slow memory"])
-def test_what_a_rank_cannot_have_measured_does_not_keep_it_out(observed: Observed, what: str) -> None:
-    floats = {leaf.path[0]: math.nan for leaf in leaves() if leaf.type.base is float and len(leaf.path) == 1}
-    tables = tuple(SlowTableReport(at, 10**9, 10**9, 10**9, 10**9) for at in range(1_024))
-    changes: dict[str, Any] = floats if what == "every float" else {"slow_memory": SlowMemoryReport(tables)}
-    epochs = observed.daemon.status().topology.epochs
-    observed.ranks.reported = lambda _, report: replace(report, **changes)
-    sent = observed.reported()
-    until(lambda: observed.reported() >= sent + 5, SECONDS, observed.ranks.state)
-    status = observed.daemon.status().topology
-    assert (status.ranks_ready, status.epochs, status.malformed_reports) == (4, epochs, {})
-    assert observed.ready()
 
 
 @pytest.mark.parametrize("value", [math.nan, object(), "x" * 70_000], ids=["no number", "no JSON", "too long"])

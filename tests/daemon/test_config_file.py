@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -92,14 +91,6 @@ def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile
     assert [each.key for each in job.daemon.preview_reload().changes] == ["planner.exchange"]
 
 
-def test_a_preview_refuses_what_a_reload_would_refuse(job: DaemonOnFile) -> None:
-    job.write(planner={"pins": [{"table": "nothing", "tier": "NODE"}]})
-    with pytest.raises(FlexdError, match="nothing"):
-        job.daemon.preview_reload()
-    assert job.daemon.status().config.reloads["rejected"] == 0, "a preview is not counted as a reload"
-    assert job.daemon.status().config.problem is None
-
-
 def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     job.write(
         planner={"interval_seconds": 7.0, "min_samples": 5, "drift_threshold": 1.5, "exchange": "direct"},
@@ -169,12 +160,6 @@ def test_a_bad_file_is_rejected_and_the_old_one_kept(job: DaemonOnFile, change: 
     assert job.daemon.status().config.reloads["rejected"] == 3
 
 
-def test_a_daemon_without_a_file_refuses_a_reload(tmp_path: Path) -> None:
-    file = ConfigFile(load_config(_written(tmp_path), {}))
-    with pytest.raises(ConfigError, match="not started from a file"):
-        file.reload(lambda _: None)
-
-
 def _written(directory: Path) -> Path:
     path = directory / "flexd.yaml"
     path.write_text(yaml.safe_dump(SETTINGS))
@@ -199,61 +184,6 @@ def test_a_refused_reload_keeps_the_running_configuration(tmp_path: Path) -> Non
     assert file.config is before
     file.reload(lambda _: None)
     assert file.config.shutdown_seconds == 3.0
-
-
-def test_a_hot_key_that_contradicts_a_pending_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No present hot key can, so the test makes the address of the control channel hot."""
-    monkeypatch.setattr("flexd.config.reload.HOT_KEYS", ("control.listen_host",))
-    path = _written(tmp_path)
-    file = ConfigFile(load_config(path, {}), path, {})
-    before = file.config
-    open_to_all = {"secret_file": "/secret", "listen_host": "0.0.0.0"}
-    path.write_text(yaml.safe_dump({**SETTINGS, "control": open_to_all}))
-    for read in (file.reload, file.preview):
-        with pytest.raises(ConfigError, match=r"flexd\.yaml: control\.listen_host.*reachable") as refused:
-            read(lambda _: pytest.fail("nothing is applied"))
-        assert "need a restart" in (refused.value.remedy or "")
-    assert file.config is before
-    assert file.status().reloads["rejected"] == 1
-
-
-def test_a_reload_applies_the_environment_over_the_file(tmp_path: Path) -> None:
-    path, environ = _written(tmp_path), {"FLEXD__PLANNER__MIN_SAMPLES": "77"}
-    file = ConfigFile(load_config(path, environ), path, environ)
-    path.write_text(yaml.safe_dump({**SETTINGS, "planner": {"min_samples": 5}, "shutdown_seconds": 3.0}))
-    assert file.reload(lambda _: None).applied == ("shutdown_seconds",)
-    assert (file.config.planner.min_samples, file.config.shutdown_seconds) == (77, 3.0)
-
-
-def test_reloads_are_counted_by_outcome(tmp_path: Path) -> None:
-    path = _written(tmp_path)
-    file = ConfigFile(load_config(path, {}), path, {})
-    applied: list[Config] = []
-    path.write_text(yaml.safe_dump({**SETTINGS, "job": "other"}))
-    assert file.reload(applied.append).applied == ()
-    assert applied == [], "no key is to be applied"
-    path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
-    file.reload(applied.append)
-    assert applied == [file.config]
-    path.unlink()
-    with pytest.raises(ConfigError):
-        file.reload(applied.append)
-    assert file.status().reloads == {"applied": 1, "unchanged": 1, "rejected": 1}
-
-
-def test_the_status_has_the_time_of_the_last_applied_reload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [500.0]
-    monkeypatch.setattr("flexd.daemon.config_file.time", SimpleNamespace(time=lambda: now[0]))
-    path = _written(tmp_path)
-    file = ConfigFile(load_config(path, {}), path, {})
-    assert file.status().read_unix_seconds == 500.0
-    now[0] = 600.0
-    file.reload(lambda _: None)
-    now[0] = 700.0
-    path.unlink()
-    with pytest.raises(ConfigError):
-        file.reload(lambda _: None)
-    assert file.status().read_unix_seconds == 600.0
 
 
 def test_a_reload_waits_for_a_running_one(tmp_path: Path) -> None:

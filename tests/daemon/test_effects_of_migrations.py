@@ -95,14 +95,6 @@ def saved(effect: EffectRecord | None) -> bool:
     return effect is not None and effect.saving_seconds is not None and effect.saving_seconds > 0
 
 
-def test_the_effect_is_kept_when_the_next_migration_starts(it: Trained) -> None:
-    with it.ranks("a1"):
-        it.move("m1", 1, 0.05)
-        assert it.kept("m1") is None, "still being measured"
-        it.move("m2", 2, 0.2)
-        assert saved(it.kept("m1"))
-
-
 def test_the_effect_is_kept_when_the_ranks_change_and_theirs_do_not_count(it: Trained) -> None:
     with it.ranks("a1"):
         it.move("m1", 1, 0.05)

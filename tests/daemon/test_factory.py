@@ -9,12 +9,9 @@ import pytest
 
 from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.core.errors import ConfigError, FlexdError, SnapshotError, TopologyError
+from flexd.core.errors import ConfigError, SnapshotError
 from flexd.core.secrets import KeyFile
 from flexd.daemon import Daemon, factory
-from flexd.stream.file_log.log import FileLogSource
-from flexd.stream.kafka.source import KafkaSource
-from flexd.stream.synthetic import SyntheticSource
 from tests.support.certificates import Authority
 
 
@@ -27,44 +24,6 @@ def _config(**sections: Any) -> Config:
             **sections,
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("source", "kind"),
-    [
-        ({"kind": "synthetic"}, SyntheticSource),
-        ({"kind": "file_log", "path": "somewhere"}, FileLogSource),
-        ({"kind": "kafka", "bootstrap_servers": "127.0.0.1:1"}, KafkaSource),
-    ],
-)
-def test_the_source_is_the_configured_one(source: dict[str, Any], kind: type) -> None:
-    made = factory.make_source(_config(stream={"source": source}))
-    assert isinstance(made, kind)
-    made.close()
-
-
-def test_a_missing_client_option_file_is_named(tmp_path: Path) -> None:
-    source = {
-        "kind": "kafka", "bootstrap_servers": "127.0.0.1:1",
-        "client_option_files": {"sasl_plain_password": str(tmp_path / "nothing")},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match="sasl_plain_password"):
-        factory.make_source(_config(stream={"source": source}))
-
-
-def test_an_unknown_preset_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(TopologyError, match="azure-a100-200g") as error:
-        factory.make_cluster(_config(topology={"preset": "no-such-cluster"}))
-    assert "no-such-cluster" in str(error.value)
-
-
-def test_the_default_cluster_is_a_preset() -> None:
-    assert factory.make_cluster(_config()).name == factory.DEFAULT_PRESET
-
-
-def test_a_missing_topology_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FlexdError, match=r"cluster\.yaml"):
-        factory.make_cluster(_config(topology={"file": str(tmp_path / "cluster.yaml")}))
 
 
 def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:
@@ -95,19 +54,6 @@ def test_certificate_files_are_checked_before_anything_starts(tmp_path: Path) ->
         with pytest.raises(ConfigError, match=rf"control\.tls\.{key}: .*No such file") as error:
             factory.control_options(_config(control={"tls": {**tls, key: str(tmp_path / "none")}}))
         assert error.value.remedy
-
-
-def test_sketch_and_control_settings_are_passed_on() -> None:
-    config = _config(
-        sketch={
-            "memory_bytes": 2**21, "half_life_seconds": None, "max_hot_rows": 7, "max_future_seconds": 9.0,
-        },
-        control={"listen_port": 0, "timeout_seconds": 3.0, "chunk_rows": 11},
-    )  # fmt: skip
-    sketch, control = factory.sketch_settings(config), factory.control_options(config)
-    assert (sketch.memory_bytes, sketch.half_life_seconds) == (2**21, None)
-    assert (sketch.max_hot_rows, sketch.max_future_seconds) == (7, 9.0)
-    assert (control.job, control.listen_port, control.timeout_seconds, control.max_chunk_rows) == ("j", 0, 3.0, 11)
 
 
 def test_a_state_directory_that_cannot_be_created_is_named(tmp_path: Path) -> None:

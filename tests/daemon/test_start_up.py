@@ -16,7 +16,6 @@ from flexd.control.daemon.channel_server import ChannelServer
 from flexd.daemon.service import Daemon
 from flexd.demo.ports import free_ports
 from tests.support.raw_rank import RawRank
-from tests.support.repository import child_environment
 from tests.support.until import until
 
 LOADED_LATER = ("torch", "scipy.optimize", "httpx", "kafka", "confluent_kafka", "matplotlib", "torchrec")
@@ -51,28 +50,6 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield daemon
     finally:
         daemon.stop(20)
-
-
-def test_a_daemon_that_serves_ranks_does_not_load_torch(tmp_path: Path) -> None:
-    """What the control channel needs is in the standard library: a start, a takeover and its memory are small."""
-    program = """if True:
-        import sys
-        from pathlib import Path
-        from flexd.control.daemon.coordinator import ControlOptions, Coordinator
-        from flexd.control.daemon.journal import PlacementJournal
-        from flexd.core.keyspace import KeySpace, TableSpec
-        from tests.support.raw_rank import RawRank
-
-        tables = KeySpace([TableSpec("item", 100, 4)])
-        coordinator = Coordinator(ControlOptions("job", listen_port=0), tables, PlacementJournal(Path(sys.argv[1])))
-        coordinator.start()
-        with RawRank(coordinator.port, None) as rank:
-            print(rank.notice.job, *({"torch"} & set(sys.modules)))
-        coordinator.stop(20)
-    """
-    command = [sys.executable, "-c", program, str(tmp_path / "state")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=child_environment(), check=True)
-    assert done.stdout.split() == ["job"]
 
 
 def test_a_rank_that_connects_before_the_channel_is_served_waits(

@@ -15,7 +15,7 @@ import yaml
 
 from flexd.config.load import load_config
 from flexd.config.model import Config
-from flexd.core.errors import SnapshotError, StateLockedError
+from flexd.core.errors import StateLockedError
 from flexd.core.fault_points import POINTS, POINTS_OF_A_JOB, VARIABLE
 from flexd.daemon import factory, state_admin
 from flexd.daemon.state_files import check_files
@@ -91,12 +91,6 @@ def test_a_reset_starts_empty_and_the_newest_snapshot_can_be_renamed_back(config
     again = started(config)
     assert again.sketches.samples_by_table() == before.sketches.samples_by_table()
     assert again.positions == before.positions
-
-
-def test_there_are_no_positions_to_keep(config: Config) -> None:
-    state_admin.reset(config, keep_positions=False)
-    with pytest.raises(SnapshotError, match="no snapshot with stream positions"):
-        state_admin.reset(config, keep_positions=True)
 
 
 def test_a_running_daemon_is_not_disturbed(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +107,3 @@ def test_a_waiting_daemon_serves_its_probes_and_starts_after_a_reset(stopped: Ru
 
         until(counting, SECONDS, lambda: answer(stopped, "/readyz"))
     assert list((stopped.config.state.dir / "snapshots").glob("*.unusable"))
-
-
-def test_a_daemon_continues_from_a_copy_of_the_directory(stopped: RunningDaemon, tmp_path: Path) -> None:
-    saved = state_admin.report(stopped.config).snapshots[0]
-    shutil.copytree(stopped.config.state.dir, tmp_path / "backup")
-    changed(stopped, state={"dir": str(tmp_path / "backup")})
-    with stopped:
-        status = stopped.status()
-        assert status["state"]["restored_from"] == saved.name
-        assert status["state"]["outcomes"] == {"kept": 2}
-        assert status["sketch"]["samples"] >= saved.accesses

@@ -13,8 +13,8 @@ import pytest
 from flexd.config.tables_file import load_tables
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.durable import UNUSABLE
-from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
-from flexd.daemon.state_files import FILES, check_files, newer_files, set_aside
+from flexd.core.errors import StateVersionError, UnusableStateError
+from flexd.daemon.state_files import FILES, check_files, set_aside
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.history.store import HistoryStore
 from flexd.operations.plan_log import PlanLog
@@ -26,19 +26,6 @@ BY_NAME = {file.name: file for file in FILES}
 def write_newer(directory: Path, *names: str) -> None:
     for name in names:
         (directory / name).write_text(json.dumps({"format": 99}))
-
-
-def test_an_empty_directory_has_nothing_to_refuse(tmp_path: Path) -> None:
-    assert newer_files(tmp_path) == {}
-    check_files(tmp_path, start_empty=False)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_all_newer_files_are_named_and_none_is_changed(tmp_path: Path) -> None:
-    write_newer(tmp_path, "decisions.json", "poison-offsets.json")
-    with pytest.raises(UnusableStateError, match=r"decisions\.json.*; .*poison-offsets\.json"):
-        check_files(tmp_path, start_empty=False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["decisions.json", "poison-offsets.json"]
 
 
 def test_a_start_from_empty_renames_the_newer_ones_and_leaves_the_others(tmp_path: Path) -> None:
@@ -56,13 +43,6 @@ def test_side_files_go_with_their_file(tmp_path: Path) -> None:
         f"migrations.sqlite{UNUSABLE}": "", f"migrations.sqlite{UNUSABLE}-wal": "-wal",
         f"migrations.sqlite{UNUSABLE}-shm": "-shm",
     }  # fmt: skip
-
-
-def test_a_file_that_cannot_be_renamed_is_an_error(tmp_path: Path) -> None:
-    write_newer(tmp_path, "decisions.json")
-    (tmp_path / f"decisions.json{UNUSABLE}").mkdir()
-    with pytest.raises(SnapshotError, match="cannot be renamed"):
-        set_aside(tmp_path, BY_NAME["decisions.json"])
 
 
 def _newer_history(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -10,19 +9,8 @@ import time
 
 import pytest
 
-from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.core.errors import StateLockedError
 from flexd.daemon.state_lock import StateLock
-
-
-def test_the_second_daemon_reports_the_holder_of_the_directory(tmp_path):
-    first = StateLock(tmp_path)
-    with pytest.raises(StateLockedError, match=rf"process {os.getpid()}") as raised:
-        StateLock(tmp_path)
-    assert exit_code_of(raised.value) == ExitCode.STATE_LOCKED
-    first.release()
-    first.release()
-    StateLock(tmp_path).release()
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path):
@@ -47,8 +35,3 @@ def test_a_process_may_wait_for_the_lock_for_a_bounded_time(tmp_path):
     assert time.monotonic() - began >= 0.2
     threading.Timer(0.2, holder.release).start()
     StateLock(tmp_path, wait_seconds=60.0).release()
-
-
-def test_a_missing_directory_is_an_error(tmp_path):
-    with pytest.raises(StateLockedError, match="cannot be opened"):
-        StateLock(tmp_path / "missing")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ from typer.testing import CliRunner
 
 from flexd.cli.exit_codes import ExitCode, exit_code_of
 from flexd.cli.main import app
-from flexd.config.load import load_config, parse_config
+from flexd.config.load import parse_config
 from flexd.config.model import Config
-from flexd.core.errors import SnapshotError, UnusableStateError
-from flexd.daemon import state_owner
+from flexd.core.errors import UnusableStateError
 from flexd.daemon.run import _daemon_of
 from flexd.daemon.service import Daemon
 from flexd.daemon.tables_from_ranks import TablesFromRanks
-from tests.support.repository import ROOT
 
 TABLES = [{"name": "item", "rows": 100, "dim": 4}]
 
@@ -51,11 +48,6 @@ def content(directory: Path) -> dict[str, bytes]:
     paths = [path for path in (directory / "state").rglob("*") if path.is_file()]
     left_out = ("lock", "-shm", "-wal")
     return {str(path): path.read_bytes() for path in paths if not path.name.endswith(left_out)}
-
-
-def test_the_same_job_continues_and_its_name_is_there(of_laptop: Path) -> None:
-    assert (of_laptop / "state" / "job").read_text() == "laptop\n"
-    run_once(parse_config(document(of_laptop, "laptop")))
 
 
 @pytest.mark.parametrize("on_unusable", ["exit", "reset"])
@@ -107,23 +99,3 @@ def test_tables_that_ranks_say_are_kept_for_their_job_alone(tmp_path: Path) -> N
         assert (tmp_path / "state" / "job").read_text() == "laptop\n"
     finally:
         daemon.stop(20.0)
-
-
-def test_a_full_disk_does_not_prevent_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise SnapshotError("no space left")
-
-    monkeypatch.setattr(state_owner, "replace_file", full)
-    state_owner.open_state(tmp_path, "laptop").release()
-    assert not (tmp_path / "job").exists()
-
-
-def test_each_example_has_a_state_directory_of_its_own() -> None:
-    jobs: dict[Path, set[str]] = defaultdict(set)
-    for path in (*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")):
-        if "job" not in yaml.safe_load(path.read_text()):
-            continue
-        config = load_config(path)
-        jobs[config.state.dir].add(config.job)
-    assert [(path, names) for path, names in jobs.items() if len(names) > 1] == []
-    assert len({name for names in jobs.values() for name in names}) >= 3

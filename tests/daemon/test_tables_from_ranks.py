@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -16,7 +15,7 @@ import yaml
 
 from flexd.config.tables_file import load_tables, save_tables, with_known_tables
 from flexd.control.protocol.report import RankIdentity
-from flexd.core.errors import ConfigError, SnapshotError, StateVersionError
+from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from tests.support.flexd_processes import RunningDaemon
@@ -113,23 +112,6 @@ def test_ranks_with_different_tables_are_named(tmp_path: Path) -> None:
             cause = "ranks of attempt 'a1' have different tables"
             until(lambda: cause in daemon.status()["reasons"][0], 20, lambda: daemon.status()["reasons"])
         assert known(daemon) == {}
-
-
-def test_the_file_of_tables(tmp_path: Path) -> None:
-    assert load_tables(tmp_path) == ()
-    save_tables(tmp_path, TABLES.tables, "a1")
-    assert load_tables(tmp_path) == TABLES.tables
-    path = tmp_path / "tables-of-ranks.json"
-    document = json.loads(path.read_text())
-    path.write_text(json.dumps({**document, "format": 2}))
-    with pytest.raises(StateVersionError, match=r"of format 2, this flexd reads format 1"):
-        load_tables(tmp_path)
-    path.write_text(json.dumps({**document, "tables": [{"name": "a", "rows": "9", "dim": 1}]}))
-    with pytest.raises(SnapshotError, match=r"rows of a table is '9'"):
-        load_tables(tmp_path)
-    path.write_text(json.dumps({**document, "tables": [{"name": "a", "rows": 0, "dim": 1}]}))
-    with pytest.raises(SnapshotError, match=r"cannot be read: table 'a': rows=0, dim=1.* remove it"):
-        load_tables(tmp_path)
 
 
 def test_a_file_without_tables_has_those_of_the_state(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,101 +14,23 @@ import numpy as np
 import pytest
 import yaml
 
-from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core import fault_points as faults
 from flexd.core.supervision import EXIT_UNSAFE_STATE
-from flexd.daemon import Daemon
-from flexd.operations.autoplan import AutoPlanner
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import saved_sketches
 from tests.support.repository import ROOT, child_environment
-from tests.support.until import until
 
 # Fault points belong to the process: HTTP servers that other tests left in it would take some of the faults.
 pytestmark = pytest.mark.alone
-
-SHUTDOWN_SECONDS = 20.0
-
-
-def config(directory: Path, **sections: Any) -> Config:
-    return parse_config(
-        {
-            "job": "j",
-            "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
-            "stream": {"source": {"kind": "synthetic", "accesses_per_second": 20_000}, "poll_seconds": 0.05},
-            "sketch": {"memory_bytes": 2**22},
-            "control": {"listen_port": 0},
-            "planner": {"drift_interval_seconds": 0.05},
-            "server": {"port": 0},
-            "state": {"dir": str(directory / "state"), "snapshot_interval_seconds": 3600.0},
-            "shutdown_seconds": SHUTDOWN_SECONDS,
-            **sections,
-        }
-    )
-
-
-class Running:
-    """The daemon's loop in a thread, as the main thread runs it."""
-
-    def __init__(self, config: Config) -> None:
-        self.daemon = Daemon(config)
-        self.daemon.start()
-        self.ended: bool | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        self.ended = self.daemon.run_until_stopped()
-
-    def until(self, condition: Callable[[], object]) -> Any:
-        return until(condition, 30, self.daemon.status)
-
-    def stop(self) -> None:
-        self.daemon.request_stop()
-        self._thread.join(SHUTDOWN_SECONDS + 5)
-        assert self.ended is True, "the daemon ends in order and within its deadline"
 
 
 @pytest.fixture(autouse=True)
 def _disarm() -> Iterator[None]:
     yield
     faults.arm({})
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    made: list[Running] = []
-
-    def run(**sections: Any) -> Running:
-        made.append(Running(config(tmp_path, **sections)))
-        return made[-1]
-
-    yield run
-    faults.arm({})
-    for running in made:
-        running.stop()
-
-
-def test_a_fault_of_planning_degrades_the_daemon_until_it_works_again(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failing = True
-
-    def tick(_: AutoPlanner) -> None:
-        if failing:
-            raise KeyError("no such column")
-
-    monkeypatch.setattr(AutoPlanner, "tick", tick)
-    running = start()
-    reasons = lambda: [reason for reason in running.daemon.ready().reasons if "planning" in reason]  # noqa: E731
-    running.until(reasons)
-    assert "KeyError: 'no such column'" in reasons()[0]
-    assert running.daemon.health().ok, "a restart would not help, so the daemon is not unhealthy"
-    failing = False
-    running.until(lambda: not reasons())
 
 
 POINTS_OF_THREADS = {
@@ -123,10 +44,12 @@ POINTS_OF_THREADS = {
 }
 
 
-def test_a_fault_in_every_thread_is_counted_shown_and_survived(start: Callable[..., Running]) -> None:
+def test_a_fault_in_every_thread_is_counted_shown_and_survived(
+    start: Callable[..., Any], make_config: Callable[..., Config]
+) -> None:
     """Each thread raises in its work, three times in a row; the daemon stays up, names it, and recovers by itself."""
     faults.arm({faults.VARIABLE: ",".join(f"{point}:1-3:raise" for point in POINTS_OF_THREADS.values())})
-    running = start()
+    running = start(make_config(planner={"drift_interval_seconds": 0.05}))
     daemon, shown = running.daemon, set[str]()
 
     def all_have_failed() -> bool:
@@ -147,8 +70,10 @@ def test_a_fault_in_every_thread_is_counted_shown_and_survived(start: Callable[.
     assert not any("InjectedFault" in reason for reason in daemon.ready().reasons)
 
 
-def test_a_lost_server_thread_serves_the_same_address_again(start: Callable[..., Running]) -> None:
-    running = start()
+def test_a_lost_server_thread_serves_the_same_address_again(
+    start: Callable[..., Any], make_config: Callable[..., Config]
+) -> None:
+    running = start(make_config(planner={"drift_interval_seconds": 0.05}))
     address = running.daemon.address
     faults.arm({faults.VARIABLE: "thread.http:1:raise"})
     running.until(lambda: running.daemon.supervisor.faults()["flexd-http"] == 1)
@@ -157,27 +82,18 @@ def test_a_lost_server_thread_serves_the_same_address_again(start: Callable[...,
     assert httpx.get(f"{address}/healthz", timeout=20).status_code == 200
 
 
-def test_a_half_counted_message_ends_the_daemon_in_order_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_half_counted_message_ends_the_daemon_in_order_and_nothing_is_lost(
+    start: Callable[..., Any], make_config: Callable[..., Config], tmp_path: Path
+) -> None:
     """The counters may hold a part of the message, so nothing is saved; the next start counts everything once."""
     log = FileLogSink(tmp_path / "log", "p0")
     for _ in range(6):
         log.send(encode_arrow([AccessBatch("item", np.arange(100, dtype=np.int32), 0, 1.7e9)]))
     log.close()
-    settings = config(tmp_path, stream={"source": {"kind": "file_log", "path": str(tmp_path / "log")}})
+    source = {"kind": "file_log", "path": str(tmp_path / "log")}
+    settings = make_config(stream={"source": source, "poll_seconds": 0.05})
     file = tmp_path / "flexd.yaml"
-    file.write_text(
-        yaml.safe_dump(
-            {
-                "job": "j",
-                "tables": [{"name": "item", "rows": 3_000, "dim": 4}],
-                "stream": {"source": {"kind": "file_log", "path": str(tmp_path / "log")}, "poll_seconds": 0.05},
-                "sketch": {"memory_bytes": 2**22},
-                "control": {"listen_port": 0},
-                "server": {"port": 0},
-                "state": {"dir": str(settings.state.dir), "snapshot_interval_seconds": 3600.0},
-            }
-        )
-    )
+    file.write_text(yaml.safe_dump(settings.document()))
     environ = {**child_environment(), faults.VARIABLE: "thread.counting:4:raise"}
     done = subprocess.run(
         [sys.executable, "-m", "flexd", "run", "-c", str(file)], capture_output=True, text=True, timeout=90, cwd=ROOT,
@@ -186,7 +102,7 @@ def test_a_half_counted_message_ends_the_daemon_in_order_and_nothing_is_lost(tmp
     assert done.returncode == EXIT_UNSAFE_STATE, done.stderr[-3000:]
     assert "the daemon ends, because it cannot go on safely" in done.stderr
     assert "flexd has stopped" in done.stderr, "every part was stopped"
-    running = Running(settings)
+    running = start(settings)
     running.until(lambda: running.daemon.status().stream.messages == 6)
     running.stop()
     assert saved_sketches(settings).samples == 600

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexd.demo.link import EmulatedLink, link_cluster
-from flexd.topology.cluster import Collective, Link
+from flexd.demo.link import EmulatedLink
 from tests.support.rank_pool import RankPool
 
 
@@ -76,18 +75,6 @@ def test_collectives_of_two_threads_share_the_link(link: EmulatedLink, clock: Cl
     assert times(link, clock, 100, 0) == pytest.approx((0.5, 0.5)), "after the bytes that left before"
     go_on.set()
     thread.join(10)
-
-
-def test_checks_and_exports_cost_no_time(link: EmulatedLink, clock: Clock) -> None:
-    with link.unlimited():
-        assert times(link, clock, 1e9, 1e9) == (0.0, 0.0)
-    assert times(link, clock, 100, 0) == pytest.approx((0.1, 0.1))
-
-
-def test_plans_are_priced_by_the_share_of_a_rank() -> None:
-    cluster = link_cluster(80.0, 2)
-    assert cluster.curve(Link.INTER_NODE, Collective.ALL_TO_ALL).seconds(5e6) == pytest.approx(1.0)
-    assert cluster.curve(Link.INTRA_NODE, Collective.ALL_TO_ALL).seconds(5e6) < 0.01
 
 
 @pytest.mark.parametrize("exchange", ["chain", "direct_no_dedup"])

@@ -7,14 +7,6 @@ import torch
 from flexd.demo.model import NextItem, right_aligned
 
 
-def test_sequences_are_aligned_to_the_right_and_padded_with_zeros() -> None:
-    rows = torch.arange(1.0, 7.0).unsqueeze(1)
-    order = torch.tensor([5, 0, 1, 2, 4, 3])
-    sequences, mask = right_aligned(rows, order, torch.tensor([1, 3, 2]), width=3)
-    assert sequences.squeeze(2).tolist() == [[0, 0, 6], [1, 2, 3], [0, 5, 4]]
-    assert mask.tolist() == [[False, False, True], [True, True, True], [False, True, True]]
-
-
 def test_padding_has_no_part_in_loss_or_gradient() -> None:
     torch.manual_seed(0)
     model = NextItem(4, 3).double()

@@ -38,10 +38,3 @@ def test_options_that_no_run_can_have(options: dict[str, object], named: str) ->
         DemoOptions(**options)  # type: ignore[arg-type]
     assert error.value.message.startswith(named)
     assert error.value.remedy
-
-
-def test_usable_options_are_taken() -> None:
-    assert DemoOptions().has_link
-    assert not DemoOptions(nodes=1).has_link, "one node has no link to another"
-    assert not DemoOptions(link_mbit=0).has_link
-    assert DemoOptions(nodes=3, local_ranks=4, kill_daemon_at=10, restart_daemon_after=0).world_size == 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flexd.core.errors import FlexdError
-from flexd.demo.processes import DaemonProcess, Ranks
+from flexd.demo.processes import Ranks
 
 
 def _ranks_that_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> Ranks:
@@ -36,20 +36,3 @@ def test_a_failed_rank_is_reported_with_the_end_of_its_log(monkeypatch: pytest.M
 
     with pytest.raises(FlexdError, match=r"rank 0 ended with exit code 3:\nwhat went wrong"):
         wait_for_end()
-
-
-def test_a_daemon_that_runs_is_not_started_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\nexec sleep 60\n")
-    script.chmod(0o755)
-    monkeypatch.setattr("flexd.demo.processes.sys.executable", str(script))
-    daemon = DaemonProcess(tmp_path / "flexd.yaml", "http://127.0.0.1:1", tmp_path)
-    daemon.start(wait=False)
-    first = daemon.pid
-    with pytest.raises(FlexdError, match=f"the daemon runs already, process {first} - stop or kill it first"):
-        daemon.start(wait=False)
-    assert (daemon.pid, daemon.alive) == (first, True)
-    daemon.kill()
-    daemon.start(wait=False)
-    assert daemon.pid != first
-    daemon.kill()

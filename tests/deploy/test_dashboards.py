@@ -40,17 +40,6 @@ def test_dashboard_is_complete(board):
 
 
 @each_board
-def test_panels_do_not_overlap(board):
-    taken: set[tuple[int, int]] = set()
-    for panel in board["panels"]:
-        box = panel["gridPos"]
-        cells = {(x, y) for x in range(box["x"], box["x"] + box["w"]) for y in range(box["y"], box["y"] + box["h"])}
-        assert max(x for x, _ in cells) < 24, panel["title"]
-        assert not cells & taken, panel["title"]
-        taken |= cells
-
-
-@each_board
 def test_queries_name_metrics_that_exist_and_select_the_chosen_daemons(board):
     known = known_metrics() | PROCESS
     texts = [query.expression for query in queries(board)]

@@ -28,12 +28,6 @@ MANIFESTS = ROOT / "deploy" / "kubernetes"
 FILES = sorted(MANIFESTS.glob("*.yaml"))
 
 
-def test_both_deployments_exist():
-    assert {file.name for file in FILES} == {
-        "sidecar.yaml", "sidecar-jobset.yaml", "sidecar-pytorchjob.yaml", "standalone.yaml",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_manifest_is_valid_and_runs_the_daemon(file):
     documents = read(file)
@@ -90,12 +84,6 @@ def test_the_schemas_refuse_invalid_manifests():
     deployment["spec"]["template"]["spec"]["containers"][0]["readOnly"] = True
     with pytest.raises(ValidationError):
         check_schema(deployment)
-
-
-def test_variables_of_the_trainer_are_read_by_connect():
-    source = (ROOT / "flexd" / "embedding" / "connect.py").read_text()
-    assert 'ADDRESS_VARIABLE = "FLEXD_CONTROL"' in source
-    assert 'SECRET_VARIABLE = "FLEXD_SECRET_FILE"' in source
 
 
 def test_dockerfile():

@@ -52,18 +52,6 @@ def test_pods_of_a_job_reach_each_other_and_the_metrics_scraper_one_port() -> No
     assert OWN not in peers["9465"]
 
 
-def test_trainers_beside_a_job_reach_its_control_port_only() -> None:
-    peers = admitted(policy_of(rendered(*JOB, *TRAINERS))["ingress"])
-    assert peers["29400"] == [SELECTOR]
-    assert set(peers) == {"any", "29400", "9465"}
-
-
-def test_pods_of_ones_own_are_named() -> None:
-    values = ("--set", "shape=sidecar,sidecar.workload=none,sidecar.nodes=3")
-    peers = admitted(policy_of(rendered(*values, *TRAINERS))["ingress"])
-    assert peers["any"] == [OWN, SELECTOR], "they are the job's pods"
-
-
 def test_egress_reaches_dns_the_job_and_the_given_peers() -> None:
     spec = policy_of(rendered("-f", CHART / "ci" / "standalone-egress-values.yaml"))
     assert spec["policyTypes"] == ["Ingress", "Egress"]

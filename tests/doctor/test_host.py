@@ -84,10 +84,3 @@ def test_ports(tmp_path):
     assert levels(host.ports(wanted, running=True)) == {"control port fault": 1, "api port skipped": 1}
     on_socket = config(tmp_path, control={"listen_port": 0}, server={"unix_socket": str(tmp_path / "s")})
     assert levels(host.ports(on_socket, running=False)) == {"control port skipped": 1}
-
-
-def test_versions(tmp_path, monkeypatch):
-    assert levels(host.versions(config(tmp_path))) == {"versions ok": 1}
-    monkeypatch.setattr(host, "NEEDED", ("numpy", "no-such-library"))
-    (missing, _) = host.versions(config(tmp_path))
-    assert (missing.level, "no-such-library" in missing.text) == (Level.FAULT, True)

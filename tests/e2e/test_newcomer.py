@@ -8,7 +8,6 @@ from pathlib import Path
 
 import newcomer
 import pytest
-import yaml
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -47,11 +46,3 @@ def test_from_torchrec_types_to_the_first_migration(checkout: Path, capsys: pyte
     assert not re.search(r"Traceback|FAILED|ABORTED", shown), shown[-3000:]
     with capsys.disabled():
         print(f"\nto the first migration: {went.seconds:.1f} s")
-
-
-def test_the_commands_use_what_is_there(checkout: Path) -> None:
-    settings = yaml.safe_load((checkout / "examples" / "sasrec.yaml").read_text())
-    commands = newcomer.first_migration_commands(checkout)
-    assert f"FLEXD_CONTROL={settings['control']['listen_host']}:{settings['control']['listen_port']} " in commands
-    for path in re.findall(r"examples/\S+\.(?:py|yaml)", commands):
-        assert (checkout / path).exists(), path

@@ -80,7 +80,7 @@ class Monitored:
         self.daemon = self._demo.daemon
         self.daemon.start(DAEMON_START_SECONDS)
         self.ranks = Ranks(self._demo.setup_file, setup.world_size, directory)
-        self.prometheus = Prometheus(directory, [self.target])
+        self.prometheus = Prometheus(directory, self.target)
         self.get, self.query, self.value = self.prometheus.get, self.prometheus.query, self.prometheus.value
         # One message that is none, so that rejections have a reason to show.
         sink = KafkaSink(setup.kafka, setup.topic)

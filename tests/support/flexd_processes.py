@@ -21,8 +21,6 @@ from flexd.daemon import factory
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess
 from flexd.sketch.sketch_set import SketchSet
-from flexd.stream.codecs.codec import decode
-from flexd.stream.file_log.log import FileLogSource
 from tests.support.repository import ROOT
 from tests.support.saved_sketches import loaded_sketches, newest_snapshot
 from tests.support.until import until
@@ -117,20 +115,6 @@ def saved_sketches(config: Config) -> SketchSet:
     """Return the counters in the newest snapshot of a daemon."""
     meta, arrays = newest_snapshot(config.state.dir / "snapshots")
     return loaded_sketches(config.keyspace().tables, factory.sketch_settings(config), meta["sketches"], arrays)
-
-
-def counted_by_hand(config: Config, log: Path) -> SketchSet:
-    """Return counters that ingested every message of a file log once, in the order of the log's partitions."""
-    sketches = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config))
-    source = FileLogSource(log)
-    try:
-        while messages := source.poll(0.5):
-            for message in messages:
-                for batch in decode(message.payload, config.stream.max_message_bytes):
-                    sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
-    finally:
-        source.close()
-    return sketches
 
 
 def weights(sketches: SketchSet, config: Config) -> dict[str, np.ndarray]:

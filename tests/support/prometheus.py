@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +15,23 @@ from tests.support.ops_tools import tool
 from tests.support.repository import ROOT
 
 _DEPLOYED = ROOT / "deploy" / "prometheus"
-Rules = dict[str, Any]
-
-_RANGES = {"5m": "15s", "10m": "15s", "15m": "60s", "30m": "60s", "1h": "60s", "6h": "15s"}
-_AGES = {"> 3600": "> 4", "> 900": "> 4", "> 120": "> 4"}
-
-
-def often_evaluated(rules: Rules) -> Rules:
-    """Rules whose groups have no interval of their own."""
-    for group in rules["groups"]:
-        group.pop("interval", None)
-    return rules
-
-
-def shortened(rules: Rules) -> Rules:
-    """Rules with ``_RANGES`` in place of their ranges and ``_AGES`` of their ages, which fire without delay."""
-    for rule in (rule for group in often_evaluated(rules)["groups"] for rule in group["rules"]):
-        rule.pop("for", None)
-        expression = re.sub(r"\[(\w+)\]", lambda found: f"[{_RANGES[found[1]]}]", rule["expr"])
-        expression = re.sub(r"offset (\w+)", lambda found: f"offset {_RANGES[found[1]]}", expression)
-        for age, short in _AGES.items():
-            expression = re.sub(rf"{age}\b", short, expression)
-        rule["expr"] = expression
-    return rules
 
 
 class Prometheus:
-    """Scrapes ``targets``, ``host:port`` each, under the name ``flexd``.
+    """Scrapes ``target``, ``host:port``, under the name ``flexd``; its files are in ``directory``."""
 
-    Args:
-        directory: for its files.
-        changed: makes the rules to use of those in deploy/prometheus.
-    """
-
-    def __init__(
-        self, directory: Path, targets: Sequence[str], changed: Callable[[Rules], Rules] = often_evaluated
-    ) -> None:
+    def __init__(self, directory: Path, target: str) -> None:
         (port,) = free_ports(1)
         config = yaml.safe_load((_DEPLOYED / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         for name in config["rule_files"]:
-            rules = changed(yaml.safe_load((_DEPLOYED / name).read_text()))
+            rules = yaml.safe_load((_DEPLOYED / name).read_text())
+            for group in rules["groups"]:
+                group.pop("interval", None)
             (directory / name).write_text(yaml.safe_dump(rules))
         config["rule_files"] = [str(directory / name) for name in config["rule_files"]]
         (scrape,) = config["scrape_configs"]
-        scrape["static_configs"] = [{"targets": list(targets)}]
+        scrape["static_configs"] = [{"targets": [target]}]
         file = directory / "prometheus.yml"
         file.write_text(yaml.safe_dump(config))
         with (directory / "prometheus.log").open("wb") as log:
