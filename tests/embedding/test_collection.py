@@ -11,12 +11,8 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError, TopologyError
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta, Placement
-from tests.support.collection_jobs import random_placement
+from flexd.core.placement import Delta
 from tests.support.plain_tables import close, ids, pair
-from tests.support.rank_pool import RankPool
-
-Ranks = Callable[[int], RankPool]
 
 
 def test_invalid_arguments_are_refused() -> None:
@@ -108,12 +104,3 @@ def test_copied_bytes_of_a_step_are_capped() -> None:
             collection(ids(1))
         versions.append(collection.placement_version)
     assert versions == [0, 2, 4, 5, 6, 6]
-
-
-def test_evaluation_neither_synchronises_nor_leaves_a_pending_pass(ranks: Ranks) -> None:
-    delta = Placement.empty().delta_to(random_placement(3))
-    for result in ranks(4).run("collection_jobs:evaluate", RankLayout(2, 2), delta):
-        assert result["synced"] == 0
-        assert result["device_accesses"] > 0
-        assert (result["steps"], result["pending"]) == (0, 0)
-        assert result["unchanged"]

@@ -58,19 +58,3 @@ def test_a_row_is_bit_equal_on_every_holder() -> None:
             optimizer.update_groups([GroupUpdate(table, state, given)], step)
         assert torch.equal(copies[:2], rows[[20, 4]])
         assert torch.equal(states[1][:2], states[0][[20, 4]])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_copies_of_narrow_rows_are_rounded_by_their_keys(dtype: torch.dtype) -> None:
-    rows, state = torch.ones(ROWS, DIM).to(dtype), torch.zeros(ROWS, 2 * DIM)
-    copies, of_copies = torch.ones(2, DIM).to(dtype), torch.zeros(2, 2 * DIM)
-    optimizer = flexd.DenseAdam(1e-3)
-    for step in range(1, 12):
-        grads = torch.full((1, DIM), 0.3)
-        first = step == 1
-        optimizer.update(rows, state, torch.tensor([7] if first else []).long(), grads[:first], step, lambda at: at)
-        optimizer.update(
-            copies, of_copies, torch.tensor([0] if first else []).long(), grads[:first], step, lambda at: at + 7
-        )
-        assert torch.equal(copies, rows[7:9])
-    assert (rows[7] != 1).any()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -34,10 +33,6 @@ def make(dtype: str = "float64", lr: float = 0.5) -> flexd.EmbeddingCollection:
 
 def backward(collection: flexd.EmbeddingCollection, *rows: int, times: float = 1.0) -> None:
     (collection(ids(*rows))["item"].values.sum() * times).backward()
-
-
-def moved(collection: flexd.EmbeddingCollection) -> list[float]:
-    return (collection.initial_table("item") - collection.gather_table("item"))[:, 0].tolist()
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -72,24 +67,6 @@ def test_clipping_rows_by_torch_is_warned_of_once(
     assert report.kind == "clipped_by_torch"
     assert report.count >= 2
     assert [record.message.count("flexd.JoinedOptimizer") for record in caplog.records] == [1]
-
-
-def test_a_skipped_step_leaves_no_gradients() -> None:
-    """This holds with and without ``zero_grad``."""
-    collection = make()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for zero_grad in (True, False):
-        scaler.scale(collection(ids(1))["item"].values.sum() * math.nan).backward()
-        scaler.step(collection.optimizer)
-        scaler.update()
-        if zero_grad:
-            collection.optimizer.zero_grad()
-        scaler.scale(collection(ids(2))["item"].values.sum()).backward()
-        scaler.step(collection.optimizer)
-        scaler.update()
-    np.testing.assert_allclose(moved(collection)[:4], [0, 0, 1.0, 0], atol=1e-12)
-    assert collection.steps == 2
-    assert scaler.get_scale() == 2.0
 
 
 def test_small_half_precision_gradients_are_unscaled_wide() -> None:

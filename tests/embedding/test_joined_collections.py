@@ -117,26 +117,3 @@ def test_what_cannot_be_joined_is_named() -> None:
     trained.optimizer.step()
     with pytest.raises(EmbeddingError, match="has trained 1 steps"):
         flexd.join_collections(trained)
-
-
-def test_a_table_has_an_optimizer_of_its_own() -> None:
-    collection = flexd.EmbeddingCollection(
-        [
-            flexd.EmbeddingTable("a", 5, 2, optimizer=flexd.Adagrad(lr=0.5)),
-            flexd.EmbeddingTable("b", 5, 2),
-        ],
-        optimizer=flexd.SGD(0.25),
-        layout=RankLayout(1, 1),
-    )
-    before = {name: collection.gather_table(name) for name in "ab"}
-    out = collection({"a": ids(1), "b": ids(1)})
-    (out["a"].values.sum() + out["b"].values.sum()).backward()
-    collection.optimizer.step()
-    assert torch.allclose(collection.gather_table("a")[1], before["a"][1] - 0.5)  # lr * g / sqrt(g * g)
-    assert torch.allclose(collection.gather_table("b")[1], before["b"][1] - 0.25)
-    with pytest.raises(EmbeddingError, match=r"tables a: Adam, tables b have DenseAdam"):
-        flexd.EmbeddingCollection(
-            [flexd.EmbeddingTable("a", 5, 2, optimizer=flexd.Adam()), flexd.EmbeddingTable("b", 5, 2)],
-            optimizer=flexd.DenseAdam(),
-            layout=RankLayout(1, 1),
-        )

@@ -103,22 +103,6 @@ def test_updates_of_all_rows_equal_the_dense_optimizer(
         torch.testing.assert_close(part, torch_state[name].expand(ROWS, width), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("optimizer", ALL, ids=lambda optimizer: optimizer.name)
-def test_gradients_are_not_changed_and_float32_follows_float64(optimizer: RowOptimizer) -> None:
-    """The temporaries of an update are written again and again; none is what the caller gave, or still holds."""
-    rows, state = start(optimizer, torch.float32, 64)
-    index = torch.arange(ROWS)
-    grads = gradients(1, index, 64).float()
-    given = grads.clone()
-    wide_rows, wide_state = rows.double(), state.double()
-    for number in (1, 2):
-        optimizer.update(rows, state, index, grads, number)
-        assert torch.equal(grads, given)
-        optimizer.update(wide_rows, wide_state, index, given.double(), number)
-    torch.testing.assert_close(rows.double(), wide_rows, rtol=0, atol=1e-6)
-    torch.testing.assert_close(state.double(), wide_state, rtol=1e-5, atol=0)
-
-
 def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
     embedding({"item": flexd.Jagged(torch.tensor(rows), torch.tensor([len(rows)]))})[
         "item"
@@ -144,37 +128,6 @@ def test_row_wise_adam_equals_the_definition_of_fbgemm(decay: float) -> None:
         weights[index] -= 0.2 * (m_hat / (np.sqrt(v_hat) + 0.05) + decay * weights[index])
         np.testing.assert_allclose(rows.numpy(), weights, rtol=0, atol=1e-12)
     np.testing.assert_allclose(state.numpy(), np.hstack([m, v]), rtol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "kernel"),
-    [
-        (SGD(0.1), "EXACT_SGD"),
-        (Adagrad(0.1, eps=1e-3), "EXACT_ADAGRAD"),
-        (RowWiseAdagrad(0.1, eps=1e-3), "EXACT_ROWWISE_ADAGRAD"),
-    ],
-)
-def test_updates_equal_the_kernel_of_fbgemm(optimizer: RowOptimizer, kernel: str) -> None:
-    configs = pytest.importorskip("fbgemm_gpu.split_embedding_configs")
-    ops = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_training")
-    dim = 8
-    module = ops.SplitTableBatchedEmbeddingBagsCodegen(
-        [(ROWS, dim, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)],
-        optimizer=getattr(configs.EmbOptimType, kernel), learning_rate=0.1, eps=1e-3,
-    )  # fmt: skip
-    rows, state = start(optimizer, torch.float32, dim)
-    weights = module.split_embedding_weights()[0]
-    weights.copy_(rows)
-    for step in range(1, 5):
-        ids = torch.from_numpy(np.random.default_rng(step).integers(0, ROWS, 6))
-        grads = gradients(step, ids, dim).float()
-        module(ids, torch.arange(7)).backward(grads)
-        index, inverse = torch.unique(ids, return_inverse=True)
-        summed = torch.zeros(len(index), dim).index_add_(0, inverse, grads)
-        optimizer.update(rows, state, index, summed, step)
-        torch.testing.assert_close(rows, weights, rtol=0, atol=1e-6)
-    if state.shape[1]:
-        torch.testing.assert_close(state.view(-1), module.split_optimizer_states()[0][0].view(-1), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

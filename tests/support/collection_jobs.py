@@ -63,29 +63,6 @@ def look_everything_up(collection: EmbeddingCollection) -> dict[str, np.ndarray]
         return {name: jagged.values.numpy() for name, jagged in collection(everything()).items()}
 
 
-def evaluate(rank: int, layout: RankLayout, delta: Delta) -> dict[str, Any]:
-    """Evaluate on replicated tables; return the traffic and the state afterwards."""
-    collection = EmbeddingCollection(tables(), layout=layout, replica_slots=[60, 23, 3])
-    offer(collection, delta)
-    look_everything_up(collection)
-    look_everything_up(collection)
-    before, tables_before = collection.traffic.totals(), collection.gather_table("item")
-    collection.eval()
-    for step in range(70):
-        collection(some(0, step, rank))
-    collection.train()
-    with torch.inference_mode():
-        collection(some(0, 1, rank))
-    collection.optimizer.step()
-    after = collection.traffic.totals()
-    return {
-        "synced": sum(after[name] - before[name] for name in after if name.startswith("sync")),
-        "device_accesses": after["device_accesses"] - before["device_accesses"],
-        "steps": collection.steps, "pending": len(collection.engine.passes),
-        "unchanged": torch.equal(tables_before, collection.gather_table("item")),
-    }  # fmt: skip
-
-
 def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
     """Construct a collection on each rank with its own arguments; return the error."""
     keywords = {"tables": [EmbeddingTable("item", 64, 2)], "layout": RankLayout(2, 2)} | arguments[rank]

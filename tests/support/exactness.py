@@ -261,46 +261,6 @@ def random_chunks(scenario: Scenario, collection: EmbeddingCollection) -> list[D
     return chunks
 
 
-def train(rank: int, scenario: Scenario) -> dict[str, object]:
-    """Train on one rank. Chunks arrive at each rank at its own time; replicas are compared after every step."""
-    collection = EmbeddingCollection(
-        tables_of(scenario), optimizer=row_optimizer(scenario), layout=scenario.layout,
-        replica_fraction=scenario.replica_fraction, exchange=scenario.exchange, seed=scenario.seed,
-        max_migration_bytes_per_step=2000, average_gradients=scenario.average_gradients,
-        replica_sums=scenario.replica_sums, **scenario.memories(),
-    )  # fmt: skip
-    schedule = torch.optim.lr_scheduler.ExponentialLR(collection.optimizer, scenario.gamma)
-    chunks = random_chunks(scenario, collection)
-    rng = np.random.default_rng([scenario.seed, 7, rank])
-    losses, versions, unequal = [], [], 0
-    for step in range(scenario.steps):
-        due = scenario.due(step, len(chunks))
-        while collection.engine.inbox._received_version < due and rng.random() < 0.7:
-            version = collection.engine.inbox._received_version + 1
-            collection.engine.inbox.offer(version, chunks[version - 1])
-        for index in range(scenario.passes):
-            out = collection(batch(scenario, step * scenario.passes + index, rank))
-            loss = loss_of({name: jagged.values for name, jagged in out.items()})
-            if loss.requires_grad:
-                loss.backward()
-            losses.append(float(loss.detach()))
-        collection.optimizer.step()
-        schedule.step()
-        versions.append(collection.placement_version)
-        unequal += not collection.replicas_bit_equal()
-        with torch.no_grad():
-            collection.eval()
-            collection(batch(scenario, 10_000 + step, rank))
-            collection.train()
-    tables = {table.name: collection.gather_table(table.name).double().numpy() for table in collection.tables}
-    keys, tiers = collection.engine.migrator.placement()
-    return {
-        "losses": losses, "versions": versions, "unequal": unequal, "tables": tables, "chunks": len(chunks),
-        "traffic": collection.traffic.totals(), "digest": collection.engine.migrator.digest,
-        "placement": (keys, tiers),
-    }  # fmt: skip
-
-
 def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.ndarray]]:
     """Return losses by rank and the final tables of plain nn.Embedding tables in this process."""
     specs = {table.name: table for table in tables_of(scenario)}

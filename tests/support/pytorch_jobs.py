@@ -186,31 +186,6 @@ def copies(rank: int, layout: RankLayout) -> list[str]:
     return [*texts, f"{rows.dtype} {model.tower.first.weight.dtype}"]
 
 
-def load(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Set rows in the middle of a table of which other rows are replicated."""
-    collection = flexd.EmbeddingCollection(
-        [flexd.EmbeddingTable("other", 7, DIM), flexd.EmbeddingTable("item", ROWS, DIM)],
-        layout=layout, replica_slots=[30],
-    )  # fmt: skip
-    keys = np.arange(5, 30)
-    collection.engine.inbox.offer(1, Delta(keys, np.zeros(25, np.uint8), np.full(25, 2, np.uint8)))
-    everything = {"item": flexd.Jagged(torch.arange(ROWS), torch.tensor([ROWS]))}
-    with torch.no_grad():
-        for _ in range(2):
-            collection(everything)
-    expected = collection.gather_table("item")
-    values = torch.arange(15 * DIM).view(15, DIM).float()
-    expected[12:27] = values
-    collection.load_rows("item", 12, values)
-    with torch.no_grad():
-        looked_up = collection(everything)["item"].values
-    assert collection.placement_version == 1
-    return {
-        "table": collection.gather_table("item"), "looked_up": looked_up, "expected": expected,
-        "equal": collection.replicas_bit_equal(),
-    }  # fmt: skip
-
-
 def from_meta(rank: int, layout: RankLayout) -> dict[str, Any]:
     """Train a model that was constructed on meta; FSDP2's users make its parameters in this way."""
     with torch.device("meta"):

@@ -20,7 +20,6 @@ from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from tests.support import changed_inputs
-from tests.support.collection_jobs import some
 from tests.support.exactness import (
     Scenario,
     batch,
@@ -315,25 +314,6 @@ def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], excha
         after = totals()
         traffic.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
     return traffic
-
-
-def pooled(rank: int, layout: RankLayout, weighted: bool, steps: int) -> list[list[float]]:
-    """Return losses of bags without and with run-ahead."""
-    losses: list[list[float]] = []
-    for ahead in (False, True):
-        collection = flexd.EmbeddingBagCollection(
-            [flexd.EmbeddingBagTable("item", 61, 4, dtype="float64", pooling="sum")],
-            layout=layout, optimizer=flexd.SGD(0.5),
-        )  # fmt: skip
-        loader: Any = [{"item": some(0, step, rank)["item"]} for step in range(steps)]
-        losses.append([])
-        for features in flexd.prefetch(loader, collection) if ahead else loader:
-            weights = {"item": torch.linspace(0.0, 1.0, features["item"].values.numel())} if weighted else None
-            loss = collection(features, weights)["item"].sin().sum()
-            loss.backward()
-            collection.optimizer.step()
-            losses[-1].append(float(loss.detach()))
-    return losses
 
 
 def failing_loader(

@@ -16,7 +16,6 @@ from flexd.core.placement import Placement
 from flexd.embedding.checkpoint import blocks, saved_rows, series_directory
 from flexd.embedding.checkpoint.series import CheckpointSeries
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.dense_adam import DenseAdam
 from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.checkpoint_jobs import OPTIMIZERS, share, train_steps, whole
@@ -177,15 +176,3 @@ def end_while_saving(rank: int, layout: RankLayout, path: str, where: str) -> No
     if rank == 0:
         mock.patch.object(*failing, end).start()
     series.save()
-
-
-def dense_adam(rank: int, layout: RankLayout, path: str) -> list[dict[str, Any]]:
-    """Save a series of an optimizer that moves all rows."""
-    collection = made(layout, "adam", 1, rule=DenseAdam(0.05))
-    series = CheckpointSeries(collection, path)
-    found = []
-    for step in range(2):
-        train_steps(collection, step, 1)
-        found.append(saved(collection, series))
-    series.close()
-    return found

@@ -88,19 +88,3 @@ def test_collections_that_are_closed_or_gone_tell_nobody(end: ProcessEnd) -> Non
     assert (closed.errors, alive.errors, errors) == ([], [error], [])
     end._at_exit()
     assert alive.errors == [error], "told once"
-
-
-def test_an_error_of_a_thread_concerns_the_collections_that_it_used(end: ProcessEnd) -> None:
-    mine, other = Told(), Told()
-    end.watch(mine)
-    end.watch(other)
-
-    def fail() -> None:
-        raise ValueError("x")
-
-    thread = threading.Thread(target=fail)
-    mine.used_by = thread
-    thread.start()
-    thread.join()
-    assert [type(error) for error in mine.errors] == [ValueError]
-    assert other.errors == []

@@ -7,8 +7,7 @@ import torch
 
 import flexd
 from flexd.core import tap_counts
-from flexd.core.tap_counts import PassRows
-from flexd.embedding.tap.sampled_passes import PassSample, thinned
+from flexd.embedding.tap.sampled_passes import PassSample
 from tests.support.until import until
 
 
@@ -41,20 +40,3 @@ def test_a_tap_sends_the_distinct_rows_of_one_pass_in_so_many():
         assert np.array_equal(each.rows[0], drawn[each.number])
         assert len(each.rows[1]) == 0
         assert each.accesses == (35, 0)
-
-
-def test_a_rank_at_its_limit_keeps_a_part_of_what_the_others_keep():
-    few, many = PassSample(1, 1, 100), PassSample(1, 1, 10**6)
-    for number in range(200):
-        for sample in (few, many):
-            if sample.wants(number):
-                sample.add(number, [[torch.arange(9)]])
-    limited, whole = ([each.number for each in sample.drain()] for sample in (few, many))
-    assert whole == list(range(200))
-    assert 2 <= len(limited) <= 11
-    assert all(few.wants(number) for number in range(9)), "the next interval starts with the sample that was asked for"
-    assert limited == [each.number for each in thinned([_of(n, 9) for n in range(200)], 12 * len(limited))]
-
-
-def _of(number: int, rows: int) -> PassRows:
-    return PassRows(number, (np.arange(rows),), (rows,))
