@@ -52,7 +52,6 @@ KNOWN_VALUES = {
     ("flexd_plans", "outcome"): PLAN_OUTCOMES,
     ("flexd_plan_triggers", "trigger"): tuple(kind.value for kind in TriggerKind),
     ("flexd_plan_gate_open", "gate"): GATE_NAMES,
-    ("flexd_plan_gates_overridden", "gate"): GATE_NAMES,
     ("flexd_migrations", "state"): tuple(sorted(state.value for state in FINAL_STATES)),
     ("flexd_throttle_waiting_seconds", "wait"): tuple(wait.value for wait in ThrottleReason),
     ("flexd_control_refused_messages", "kind"): REFUSED_KINDS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from flexd.api.base import FiniteOrNone, Model
-from flexd.api.families import gauge, gauges
+from flexd.api.families import gauges
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -108,7 +108,4 @@ def affinity_metrics(report: AffinityReport | None) -> Iterator[Metric]:
         "Bytes between nodes that homes and dealing by affinity would leave, over the chain's; NaN if unknown.",
         "dealing",
         shares,
-    )
-    yield gauge(
-        "flexd_affinity_samples", "Sampled training samples behind it.", None if report is None else report.samples
     )

@@ -26,7 +26,6 @@ from flexd.api.throttle import throttle_status
 from flexd.api.timeline import Timeline, timeline
 from flexd.api.training import training_status
 from flexd.operations.effects import effect_of
-from flexd.operations.plan_settings import contradictions
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
@@ -85,7 +84,6 @@ class Components:
                     control,
                     self.coordinator.channel_counters(),
                     planning.cluster.name,
-                    () if live is None else contradictions(self.settings.planner, live.trainer, self.keyspace.tables),
                 ),
                 "placement": placement_status(placement, self.keyspace, control.digest_mismatches),
                 "training": training_status(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model
-from flexd.api.families import counters, gauge
+from flexd.api.families import counters
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -59,7 +59,6 @@ class ConfigStatus(Model):
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the configuration."""
         yield counters("flexd_config_reloads", "Reloads by outcome.", "outcome", self.reloads)
-        yield gauge("flexd_config_pending_keys", "Changed keys that need a restart.", len(self.pending))
 
 
 class ConfigReport(Model):

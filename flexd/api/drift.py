@@ -65,20 +65,11 @@ class DriftStatus(Model):
             "the first evaluation.",
             _ratio(self.ratio, self.exposed_seconds),
         )
-        for name, text, plan, live in (
-            ("exposed_seconds", "Exposed communication of a step.", self.plan_exposed_seconds, self.exposed_seconds),
-            (
-                "inter_node_bytes",
-                "Bytes between nodes, per rank and step.",
-                self.plan_inter_node_bytes,
-                self.inter_node_bytes,
-            ),
-            ("total_bytes", "Bytes over all links, per rank and step.", self.plan_total_bytes, self.total_bytes),
-        ):
-            yield gauges(
-                f"flexd_drift_{name}", f"Live placement, and the plan that would be made now. {text}", "placement",
-                {"plan": plan, "live": live},
-            )  # fmt: skip
+        yield gauges(
+            "flexd_drift_exposed_seconds",
+            "Exposed communication of a step at the live placement, and with the plan that would be made now.",
+            "placement", {"plan": self.plan_exposed_seconds, "live": self.exposed_seconds},
+        )  # fmt: skip
         yield gauges(
             "flexd_table_drift_ratio",
             "Exposed communication of each table's bytes at the live placement / with the plan that would be made now.",
@@ -91,13 +82,6 @@ class DriftStatus(Model):
             "table",
             {table.table: table.exposed_seconds for table in self.tables},
         )
-        yield gauges(
-            "flexd_table_inter_node_bytes",
-            "Bytes of each table between nodes, per rank and step, at the live placement, now.",
-            "table",
-            {table.table: table.inter_node_bytes for table in self.tables},
-        )
-        yield gauge("flexd_drift_age_seconds", "Since the newest evaluation of drift.", self.age_seconds)
         yield summary(
             "flexd_drift_evaluation_duration_seconds", "Wall time of evaluating drift.", self.evaluations,
             self.evaluation_seconds,

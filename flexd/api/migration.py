@@ -243,24 +243,9 @@ class MigrationCounts(Model):
             "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.",
             None if running is None else running.progress,
         )  # fmt: skip
-        yield gauge(
-            "flexd_migration_eta_seconds", "Until the migration in flight is applied; NaN if unknown.",
-            None if newest is None else newest.eta_seconds,
-        )  # fmt: skip
-        yield counter(
-            "flexd_migration_illegal_transitions", "Transitions that the state table refused: a fault of flexd.",
-            self.illegal_transitions,
-        )  # fmt: skip
         yield from ((newest and newest.effect) or MigrationEffect()).metrics()
         history = self.history
-        yield counter("flexd_history_entries", "Entries written to the history of migrations.", history.entries)
         yield counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", history.lost)
-        yield counter(
-            "flexd_history_failures", "Writes of the history that failed, and are tried again.", history.failures
-        )
-        yield counter(
-            "flexd_history_quarantined", "History files that were not usable and were quarantined.", history.quarantined
-        )
 
 
 def migration_report(execution: Execution) -> MigrationReport:

@@ -49,16 +49,6 @@ class MigrationEffect(Model):
             "kind",
             {"predicted": self.predicted_saving_seconds, "measured": self.measured_saving_seconds},
         )
-        yield gauges(
-            "flexd_migration_step_seconds",
-            "Mean wall time of the steps before and after the newest migration, without those that applied chunks; NaN "
-            "where none was measured.",
-            "placement",
-            {
-                "before": None if self.before is None else self.before.mean_seconds,
-                "after": None if self.after is None else self.after.mean_seconds,
-            },
-        )
 
 
 def migration_effect(record: EffectRecord) -> MigrationEffect:

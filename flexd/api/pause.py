@@ -43,7 +43,3 @@ class DecisionsStatus(Model):
         yield counter(
             "flexd_decisions_failures", "Writes of decisions.json that failed, and are tried again.", self.failures
         )
-        yield counter(
-            "flexd_decisions_quarantined", "Files of decisions that were not usable and were quarantined.",
-            self.quarantined,
-        )  # fmt: skip

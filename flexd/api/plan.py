@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,7 +138,7 @@ class ReplicaSumsReport(Model):
     """Where the gradients of copied rows are added, in the chain."""
 
     planned: str = "all_reduce"
-    """``all_reduce`` by the ranks of a rail, or at the row's ``home``: ``planner.replica_sums``."""
+    """``all_reduce`` by the ranks of a rail, or at the row's ``home``."""
     other_exposed_seconds: FiniteOrNone = None
     """Exposed time of a step with the other one; null where nothing would be added elsewhere."""
 
@@ -163,7 +162,7 @@ class PooledTableReport(Model):
     """The answer of a pooled table, and the one that would take less time: sent by a rank in a step, no copies."""
 
     answer: Literal["rows", "sums"]
-    """How it answers: ``planner.pooled_tables``."""
+    """How it answers."""
     better: Literal["rows", "sums"]
     """Answer that takes less time. All tables stay with rows if sums save less than their collectives cost."""
     bags_per_step: FiniteOrNone = None
@@ -226,12 +225,6 @@ class PlanReport(Model):
     gap: FiniteOrNone = None
     """Largest share that the plan may miss of what any plan could save in the mean over the ranks: 0 is proven best, 1
     an empty plan where one could save."""
-    busiest_objective_seconds: FiniteOrNone = None
-    """The planner's objective if every collective takes as long as its busiest rank."""
-    busiest_lower_bound_seconds: FiniteOrNone = None
-    """No plan within the replica slots has a smaller objective of the busiest ranks."""
-    busiest_gap: FiniteOrNone = None
-    """The gap of the busiest ranks: 0 is proven best."""
     saved_seconds: FiniteOrNone = None
     """Predicted saving of a step against the live placement, exposed seconds in the mean over the ranks."""
     moved_rows: int = 0
@@ -255,7 +248,7 @@ class PlanReport(Model):
     replica_sums: ReplicaSumsReport = ReplicaSumsReport()
     """Where the gradients of copied rows are added."""
     pooled_tables: dict[str, PooledTableReport] = Field(default_factory=dict)
-    """Answers of pooled tables, by table: those of ``planner.pooled_tables`` that were looked up."""
+    """Answers of pooled tables, by table, as far as they were looked up."""
     affinity: AffinityReport | None = None
     """What homes and dealing by affinity would win; null if rows that occur together are not sampled."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)
@@ -284,22 +277,11 @@ def plan_metrics(newest: PlanReport | None) -> Iterator[Metric]:
         {"before": before, "after": after},
     )
     yield gauge(
-        "flexd_plan_predicted_saving_ratio",
-        "Of a step's communication, by the newest plan, 0-1; NaN before the first.",
-        1 - after / before if before and after is not None else None,
-    )
-    yield gauge(
-        "flexd_plan_predicted_saving_seconds", "Of a step, by the newest plan; NaN before the first.",
-        None if newest is None else newest.saved_seconds,
-    )  # fmt: skip
-    yield gauge(
         "flexd_plan_predicted_step_saving_ratio",
         "Of a step's measured wall time, by the newest plan, 0-1; NaN if either is not known.",
         None if newest is None else newest.saved_share,
     )
     yield from affinity_metrics(None if newest is None else newest.affinity)
-    created = None if newest is None else newest.created_unix_seconds
-    yield gauge("flexd_plan_age_seconds", "Since the newest plan.", None if created is None else time.time() - created)
 
 
 def plan_report(plan: Plan, live: Placement, affinity: AffinityOutlook | None = None) -> PlanReport:

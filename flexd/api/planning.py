@@ -27,11 +27,11 @@ class GateReport(Model):
     """One measure that must be good enough before a plan is made."""
 
     gate: str
-    """``samples``, ``coverage``, ``window``, ``lag``, ``sketch_error`` or ``saving`` (of the plan itself)."""
+    """``samples``, ``coverage``, ``lag`` or ``saving`` (of the plan itself)."""
     key: str
     """Key of the configuration."""
     measured: FiniteOrNone = None
-    """Accesses, share, seconds, messages, share or seconds a step, by the gate."""
+    """Accesses, share, messages or seconds a step, by the gate."""
     required: FiniteOrNone = None
     """The bound."""
     at_most: bool = False
@@ -121,21 +121,11 @@ class PlanningStatus(Model):
         )
         yield gauge("flexd_planner_auto", "1 if plans of the daemon's own are carried out, 0 if proposed.", self.auto)
         yield gauge("flexd_maintenance_window_open", "1 while automatic migrations may start.", self.window_open)
-        yield gauge(
-            "flexd_plan_hold_off_seconds", "Time for which a failed migration holds the daemon's next plan back.",
-            self.hold_off_seconds,
-        )  # fmt: skip
         yield counters("flexd_plan_triggers", "Plans requested, by trigger.", "trigger", _by_name(self.triggers))
         yield gauge("flexd_plan_proposals", "Plans that are kept for flexd apply.", len(self.proposals))
-        for name, text, values in (
-            ("open", "1 if the gate allows a plan.", {gate.gate: float(gate.open) for gate in self.gates}),
-            ("measured", "Measure of the gate in the newest profile.", {g.gate: g.measured for g in self.gates}),
-            ("required", "The configured bound.", {gate.gate: gate.required for gate in self.gates}),
-        ):
-            yield gauges(f"flexd_plan_gate_{name}", text, "gate", values)
-        yield counters(
-            "flexd_plan_gates_overridden", "Plans carried out with a closed gate, by gate.", "gate",
-            self.gates_overridden,
+        yield gauges(
+            "flexd_plan_gate_open", "1 if the gate allows a plan.", "gate",
+            {gate.gate: float(gate.open) for gate in self.gates},
         )  # fmt: skip
         yield from self.verification.metrics()
 

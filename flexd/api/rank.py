@@ -51,8 +51,6 @@ class TopologyStatus(Model):
     """Ranks that the daemon refused in the last seconds, newest first."""
     attempts_waiting: int = 0
     """Attempts that are refused because another one holds the job."""
-    contradictions: tuple[str, ...] = ()
-    """Settings of the configuration that differ from what the trainer says of itself, which counts."""
     cluster: str | None = None
     """Name of the cluster description that prices plans."""
     problem: str | None = None
@@ -197,20 +195,10 @@ class RankPage(Model):
             "flexd_rank_placement_version", "Placement version in the newest report of each rank.", "rank",
             {str(rank.rank): rank.placement_version for rank in ranks},
         )  # fmt: skip
-        for name, text, values in (
-            ("step_seconds", "Wall time of a step.", {str(rank.rank): rank.step_seconds for rank in ranks}),
-            (
-                "inter_node_bytes",
-                "Sent to other nodes in a step.",
-                {str(rank.rank): rank.inter_node_bytes_per_step for rank in ranks},
-            ),
-            (
-                "replica_hit_ratio",
-                "Look-ups that rows above HOME served, 0-1.",
-                {str(rank.rank): rank.replica_share for rank in ranks},
-            ),
-        ):
-            yield gauges(f"flexd_rank_{name}", f"Of each rank, over its newest steps. {text}", "rank", values)
+        yield gauges(
+            "flexd_rank_step_seconds", "Wall time of a step of each rank, over its newest steps.", "rank",
+            {str(rank.rank): rank.step_seconds for rank in ranks},
+        )  # fmt: skip
 
 
 def topology_status(
@@ -218,7 +206,6 @@ def topology_status(
     control: ControlStatus,
     channel: ChannelCounters,
     cluster: str,
-    contradictions: tuple[str, ...],
 ) -> TopologyStatus:
     """Return the ranks that have registered and the state of the control channel."""
     from flexd.control.daemon.channel_types import REFUSED_REASONS
@@ -231,7 +218,6 @@ def topology_status(
         local_ranks=live.layout.local_ranks if live else 0,
         ready=live is not None and live.ready,
         cluster=cluster,
-        contradictions=contradictions,
         problem=control.reason or None,
         connections=channel.peers,
         connections_unproven=channel.unproven,

@@ -87,30 +87,15 @@ class SketchStatus(Model):
                 {t.table: t.error_bound for t in self.tables},
             ),
             (
-                "flexd_sketch_width",
-                "Counters in each row of counters of a table's count-min; 0 for other kinds.",
-                {t.table: t.width for t in self.tables},
-            ),
-            (
                 "flexd_sketch_relative_error_ratio",
                 "Relative standard error of one row's estimate by logarithmic counters; 0 for other kinds.",
                 {t.table: t.relative_error for t in self.tables},
-            ),
-            (
-                "flexd_sketch_counter_bits",
-                "Bits of one row's logarithmic counter; 0 for other kinds.",
-                {t.table: t.counter_bits for t in self.tables},
             ),
             (
                 "flexd_table_affinity",
                 "Excess over chance of two accesses of a row coming from one node: 0 none, 1 always; an unbiased "
                 "estimate, so noise can make it negative; NaN if unknown.",
                 {t.table: t.affinity for t in self.tables},
-            ),
-            (
-                "flexd_table_affinity_error",
-                "Standard error of the affinity.",
-                {t.table: t.affinity_error for t in self.tables},
             ),
         ):
             yield gauges(name, text, "table", values)
@@ -122,8 +107,6 @@ class SketchStatus(Model):
             "Accesses that the listed rows of the newest profile explain for certain (lower bounds), 0-1.",
             profile.listed,
         )
-        yield gauge("flexd_profile_samples", "Accesses behind the newest profile.", profile.samples)
-        yield gauge("flexd_profile_generation", "Profiles made; goes on over restarts.", profile.generation)
 
 
 def sketch_status(choices: Iterable[TableChoice], profile: Profile | None, profile_age_seconds: float) -> SketchStatus:

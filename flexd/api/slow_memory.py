@@ -60,15 +60,12 @@ class SlowMemoryStatus(Model):
         text = {
             "used": "Distinct home rows that look-ups needed, by table, of ranks with rows in two memories.",
             "missed": "Of those, rows that were in slow memory.",
-            "evicted": "Rows that left fast memory, by table.",
-            "written": "Of those, rows that had changed and were written to slow memory.",
         }
         for name, words in text.items():
             by_table = {each.table: getattr(each, name) for each in self.tables}
             yield counters(f"flexd_slow_memory_rows_{name}", words, "table", by_table, MAX_LABEL_VALUES - 1)
         yield counter("flexd_slow_memory_read_bytes", "Read from slow memory by all ranks.", self.bytes_read)
         yield counter("flexd_slow_memory_written_bytes", "Written to slow memory by all ranks.", self.bytes_written)
-        yield counter("flexd_slow_memory_wait_seconds", "Waited for slow memory, over all ranks.", self.wait_seconds)
         yield gauge(
             "flexd_slow_memory_wait_ratio", "Recent wait for slow memory as a share of the steps.", self.wait_share
         )

@@ -36,11 +36,6 @@ class SnapshotStatus(Model):
         """Yield the metric families of the snapshots."""
         yield gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", self.age_seconds)
         yield gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", self.bytes)
-        yield gauge(
-            "flexd_snapshot_pause_seconds",
-            "Time in which counting stood still for the newest snapshot.",
-            self.pause_seconds,
-        )
         yield counter("flexd_snapshots", "Snapshots written.", self.written)
         yield counter("flexd_snapshot_failures", "Snapshots that could not be written.", self.failures)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flexd.api.base import Model
 from flexd.api.config import ConfigStatus
 from flexd.api.drift import DriftStatus
-from flexd.api.families import counter, gauge, info
+from flexd.api.families import gauge, info
 from flexd.api.migration import MigrationCounts, MigrationReport
 from flexd.api.pause import DecisionsStatus
 from flexd.api.placement import PlacementStatus
@@ -110,7 +110,6 @@ class Status(Model):
             "flexd_paused_by_daemon", "1 while they are held because ranks repeatedly reported another placement.",
             self.paused and self.paused_by == DAEMON,
         )  # fmt: skip
-        yield counter("flexd_pauses", "Pauses requested.", self.pauses)
         yield from self.stream.metrics()
         yield from self.sketch.metrics()
         yield from self.drift.metrics()

@@ -61,7 +61,7 @@ class StreamStatus(Model):
     rejected_accesses: dict[str, int] = Field(default_factory=dict)
     """Accesses not counted inside good messages, by reason."""
     adjusted_accesses: dict[str, int] = Field(default_factory=dict)
-    """Accesses counted by rule: ``late`` (older than ``sketch.late_after_seconds``, at their own time),
+    """Accesses counted by rule: ``late`` (older than the newest event by 60 s, at their own time),
     ``future_clamped`` (dated too far ahead, at their arrival)."""
     messages_lost: dict[str, int] = Field(default_factory=dict)
     """Messages that existed and the source could not deliver, by reason."""
@@ -120,10 +120,6 @@ class StreamStatus(Model):
         yield gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", self.lag_messages)
         yield gauge("flexd_ingest_read_share", "Share of the stream's partitions that are read.", self.read_share)
         yield gauge("flexd_ingest_connected", "0 while the source reports a problem.", self.connected)
-        yield counter("flexd_ingest_dead_letters", "Samples of rejected messages kept.", self.dead_letters)
-        yield counter(
-            "flexd_ingest_dead_letter_failures", "Samples that could not be written.", self.dead_letter_failures
-        )
         yield counters(
             "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver, by reason.",
             "reason", self.messages_lost,
@@ -133,7 +129,6 @@ class StreamStatus(Model):
             self.positions_lost,
         )  # fmt: skip
         yield counter("flexd_ingest_source_failures", "Failed reads of the source.", self.source_failures)
-        yield counter("flexd_ingest_commit_failures", "Positions that could not be committed.", self.commit_failures)
         yield gauge(
             "flexd_ingest_newest_event_time_seconds",
             "Newest event time seen, Unix time; NaN before the first.",

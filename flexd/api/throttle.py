@@ -67,14 +67,12 @@ class ThrottleStatus(Model):
             self.effective_bytes_per_step,
         )  # fmt: skip
         yield gauge("flexd_throttle_bytes_per_second", "Limit; NaN without one.", self.bytes_per_second)
-        yield gauge("flexd_throttle_adaptive", "1 if step times slow migrations down.", self.adaptive)
         yield gauge(
             "flexd_throttle_paused",
             "1 while the adaptive controller holds a chunk back.",
             self.waits_for == "adaptive_pause",
         )
         yield counter("flexd_throttle_released_bytes", "Row values and state released.", self.released_bytes)
-        yield counter("flexd_throttle_released_chunks", "Chunks released.", self.released_chunks)
         yield counters(
             "flexd_throttle_waiting_seconds", "Time in which a chunk was held, by what it waited for.", "wait",
             self.waiting_seconds,

@@ -132,10 +132,6 @@ class TrainingStatus(Model):
             "flexd_training_mistakes", "Mistakes of the trainers that ranks recognised, by kind.", "kind",
             with_zeros([kind.value for kind in MistakeKind], {each.kind: each.count for each in self.mistakes}),
         )  # fmt: skip
-        yield gauges_by(
-            "flexd_training_exchange", "1 for the exchange that the ranks use, and why they do.",
-            ("exchange", "reason"), {(self.exchange, self.exchange_reason): 1.0} if self.exchange else {},
-        )  # fmt: skip
         known = {phase.phase: phase for phase in self.phases}
         phases = {phase.value: known.get(phase.value, PhaseStatus(phase=phase.value)) for phase in StepPhase}
         yield gauges_by(
@@ -149,15 +145,6 @@ class TrainingStatus(Model):
                 for part in ("computed", "exposed", "intra", "inter")
             },
         )
-        yield gauges_by(
-            "flexd_training_phase_bytes", "Sent by a rank in a step, by phase and link.", ("phase", "link"),
-            {(name, link): getattr(phase, f"{link}_bytes") for name, phase in phases.items() for link in LINKS},
-        )  # fmt: skip
-        yield gauges_by(
-            "flexd_training_phase_collectives", "Collectives of a rank in a step, by phase and link.",
-            ("phase", "link"),
-            {(name, link): getattr(phase, f"{link}_collectives") for name, phase in phases.items() for link in LINKS},
-        )  # fmt: skip
 
 
 def training_status(

@@ -62,10 +62,6 @@ class VerificationStatus(Model):
         newest = self.newest
         yield counters("flexd_verifications", "Verifications of executed plans ended, by state.", "state", self.ended)
         yield gauge(
-            "flexd_verification_running", "1 while the effect of a plan is being measured.",
-            newest is not None and newest.state == "running",
-        )  # fmt: skip
-        yield gauge(
             "flexd_verification_change_ratio",
             "Measured change of the step time by the newest verified plan, as a share; below 0 is faster.",
             None if newest is None else newest.change,

@@ -28,7 +28,6 @@ from flexd.cli import (
     status_command,
     table_commands,
     throttle_command,
-    top_command,
 )
 from flexd.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
 from flexd.cli.watch import with_watch_interval
@@ -49,7 +48,6 @@ app.command("run")(daemon_commands.run)
 app.command("check-config")(daemon_commands.check_config)
 app.command("version")(daemon_commands.version_command)
 app.command("status")(status_command.status)
-app.command("top")(top_command.top)
 app.command("tables")(table_commands.tables)
 app.command("rows")(table_commands.rows)
 app.command("topology")(table_commands.topology)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_TOPIC = "flexd-accesses"
 PARTITION = "produce"
 CONNECT_SECONDS = 15.0
+MESSAGE_ACCESSES = 4096
+"""Accesses in one message."""
 MAX_FUTURE_SECONDS = 300.0
 """Default of ``sketch.max_future_seconds``, for targets that come without the daemon's configuration."""
 
@@ -79,15 +81,6 @@ def produce(
     as_dated: Annotated[
         bool, typer.Option("--as-dated", help="Keep the event times of the trace (with --speed: only pace by them).")
     ] = False,
-    limit: Annotated[
-        int | None, typer.Option("-n", "--limit", metavar="N", min=1, help="Send the first N accesses only.")
-    ] = None,
-    message: Annotated[
-        int, typer.Option("--message", metavar="N", min=1, max=1_000_000, help="Accesses in one message.")
-    ] = 4096,
-    ranks: Annotated[
-        int, typer.Option("--ranks", metavar="N", min=1, max=65_536, help="Source ranks; they take turns by message.")
-    ] = 1,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="S", min=0.1, max=3600, help="Limit for sending one message.")
     ] = 30.0,
@@ -112,8 +105,7 @@ def produce(
     from flexd.stream import replay
     from flexd.stream.trace import load_trace
 
-    events = _first(load_trace(trace), limit)
-    events = replay.rename_tables(events, _renames(table or ()))
+    events = replay.rename_tables(load_trace(trace), _renames(table or ()))
     target = _Target(log=log) if log is not None else _Target(kafka=kafka or "", topic=topic)
     max_future_seconds = MAX_FUTURE_SECONDS
     if config is not None:
@@ -124,7 +116,7 @@ def produce(
         target = _of_config(config, checked)
         max_future_seconds = checked.sketch.max_future_seconds
     compression = 1.0 if as_dated or speed is None else speed
-    messages = -(-len(events) // message)
+    messages = -(-len(events) // MESSAGE_ACCESSES)
     span = float(events.seconds[-1] - events.seconds[0])
     duration = len(events) / rate if rate is not None else span / speed if speed is not None else None
     what = f"{units.count(len(events))} accesses in {units.plural(messages, 'message')} to {target}"
@@ -137,7 +129,7 @@ def produce(
         pace = replay.constant_rate(rate)
     elif speed is not None:
         pace = replay.trace_times(dated, speed if as_dated else 1.0)
-    _warn_of_future(dated, message, pace, max_future_seconds)
+    _warn_of_future(dated, pace, max_future_seconds)
     if dry_run:
         facts = {"accesses": len(events), "messages": messages, "seconds": duration, "target": str(target)}
         emit({**facts, "sent": False}, [Facts("", (("would send", what),))], output)
@@ -150,7 +142,11 @@ def produce(
     progress = _Progress(len(events))
     try:
         sent = replay.replay(
-            replay.trace_batches(events, message, ranks), sink, pace=pace, timeout_seconds=timeout, progress=progress
+            replay.trace_batches(events, MESSAGE_ACCESSES, ranks=1),
+            sink,
+            pace=pace,
+            timeout_seconds=timeout,
+            progress=progress,
         )
     except StreamError as error:
         sent_part = (
@@ -223,15 +219,6 @@ def _of_config(path: Path, config: Config) -> _Target:
     return _Target(kafka=source.bootstrap_servers, topic=source.topic, options=producer_options(options))
 
 
-def _first(trace: Trace, limit: int | None) -> Trace:
-    if limit is None or limit >= len(trace):
-        return trace
-    user = None if trace.user is None else trace.user[:limit]
-    return replace(
-        trace, table=trace.table[:limit], row=trace.row[:limit], seconds=trace.seconds[:limit], user=user
-    )  # fmt: skip
-
-
 def _renames(pairs: Sequence[str]) -> dict[str, str]:
     """Parse ``OLD=NEW`` arguments. Raises ConfigError if one has another form or repeats an old name."""
     names: dict[str, str] = {}
@@ -245,9 +232,9 @@ def _renames(pairs: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _warn_of_future(trace: Trace, accesses_per_message: int, pace: Pace | None, max_future_seconds: float) -> None:
+def _warn_of_future(trace: Trace, pace: Pace | None, max_future_seconds: float) -> None:
     """Print a note if the daemon would clamp event times because messages are dated far ahead of their arrival."""
-    last = [*range(accesses_per_message, len(trace), accesses_per_message), len(trace)]
+    last = [*range(MESSAGE_ACCESSES, len(trace), MESSAGE_ACCESSES), len(trace)]
     now = time.time()
     ahead = [
         float(trace.seconds[end - 1]) - now - (0.0 if pace is None else pace(float(trace.seconds[end - 1]), end))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -13,8 +13,11 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
-from flexd.cli.fit import GAP, fit
 
+GAP = 2
+"""Cells between two columns."""
+LONGEST_WORD = 24
+"""A column of texts has room for its longest word of at most so many cells, or the table loses a column."""
 _INDENT = (0, 0, 0, 2)
 _WRONG = "bold red"
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B(?:/s)?|[munp]?s|min|h|d)(?!\w))")
@@ -76,7 +79,7 @@ def _sentences(sentences: Sentences) -> RenderableType:
 
 
 class _Fitting:
-    """A table that fits the width of the console."""
+    """A table that fits the width of the console: texts are broken, figures never, and spare columns give way."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -85,23 +88,43 @@ class _Fitting:
         table = self._table
         rows = [[_BEFORE_UNIT.sub(_NO_BREAK, cell) for cell in row] for row in table.rows]
         whole = table.right | table.whole
-        fitted = fit(table.columns, rows, whole, table.spare, options.max_width, cell_len)
-        if fitted is None:
+        least = {
+            name: _least_width(name, [row[i] for row in rows], name in whole) for i, name in enumerate(table.columns)
+        }
+        shown, spare = list(table.columns), list(table.spare)
+        while spare and _width(least, shown) > options.max_width:
+            shown.remove(spare.pop())
+        if _width(least, shown) > options.max_width:
             yield from _one_by_one(table)
             return
+        # Headings of figures get the room that is left before texts do.
+        room = options.max_width - _width(least, shown)
+        widths = {}
+        for name in filter(whole.__contains__, shown):
+            widths[name] = min(max(least[name], cell_len(name)), least[name] + room)
+            room -= widths[name] - least[name]
         grid = Grid(box=None, header_style="dim", padding=(0, GAP, 0, 0), pad_edge=False)
-        for i, width in zip(fitted.columns, fitted.widths, strict=True):
-            name = table.columns[i]
+        for name in shown:
             grid.add_column(
-                Text(name), justify="right" if name in table.right else "left", width=width, overflow="fold",
-                vertical="top",
+                Text(name), justify="right" if name in table.right else "left", overflow="fold", vertical="top",
+                width=widths.get(name),
             )  # fmt: skip
         for row in rows:
-            grid.add_row(*(Text(row[i]) for i in fitted.columns))
+            grid.add_row(*(Text(row[table.columns.index(name)]) for name in shown))
         yield grid
-        left_out = [name for i, name in enumerate(table.columns) if i not in fitted.columns]
-        if left_out:
+        if left_out := [name for name in table.columns if name not in shown]:
             yield Text(f"no room for: {', '.join(left_out)} (-o yaml has them)", style="dim")
+
+
+def _least_width(name: str, texts: Sequence[str], whole: bool) -> int:
+    heading = max(map(cell_len, name.split()), default=0)
+    if whole:
+        return max(heading, *map(cell_len, texts), 0)
+    return max(heading, min(LONGEST_WORD, max((cell_len(word) for text in texts for word in text.split()), default=0)))
+
+
+def _width(widths: Mapping[str, int], columns: Sequence[str]) -> int:
+    return sum(widths[name] for name in columns) + GAP * (len(columns) - 1)
 
 
 def _one_by_one(table: Table) -> Iterable[RenderableType]:

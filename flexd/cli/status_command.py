@@ -53,7 +53,7 @@ def status_blocks(status: Status) -> list[Block]:
         blocks.append(_phases(status))
     if status.slow_memory is not None:
         blocks += slow_memory_blocks(status.slow_memory)
-    if status.prices.curves:
+    if status.prices.links:
         blocks.append(_prices(status))
     if status.drift.ratio is not None:
         blocks.append(_drift(status))
@@ -184,7 +184,6 @@ def _topology(status: Status) -> Facts:
         facts.append(("refused", f"rank {newest.rank} of attempt {newest.attempt}: {newest.reason}"))
     if refusals := topology.refusals():
         facts.append(("refused", f"connections before they proved themselves: {refusals}"))
-    facts += [("contradiction", text) for text in topology.contradictions]
     if unused := status.training.unused_prefetches:
         given = status.training.prefetches
         share = units.share(unused / given) if given else units.UNKNOWN
@@ -242,17 +241,11 @@ def _phases(status: Status) -> Table:
     return Table(f"a step by phase{exchange}", columns, rows, frozenset(columns[1:]), ("intra", "sent intra"))
 
 
-_CURVES = {
-    "intra_all_to_all": "all-to-all in nodes",
-    "inter_all_to_all": "all-to-all between nodes",
-    "world_all_to_all": "all-to-all of all ranks",
-    "inter_all_reduce": "all-reduce between nodes",
-}
+_LINKS = {"intra_node": "in nodes", "inter_node": "between nodes"}
 
 
 def _prices(status: Status) -> Facts:
-    curves = tuple((_CURVES.get(curve.curve, curve.curve), curve.reason) for curve in status.prices.curves)
-    return Facts("prices" if status.prices.used else "prices (not used: planner.correct_prices)", curves)
+    return Facts("prices", tuple((_LINKS.get(link.link, link.link), link.reason) for link in status.prices.links))
 
 
 def _drift(status: Status) -> Facts:

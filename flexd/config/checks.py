@@ -57,9 +57,7 @@ def _table_faults(config: Config) -> Iterator[str]:
     rows_of = {table.name: table.rows for table in config.tables}
     ruled = {table.name for table in config.tables if table.homes != SPREAD}
     named: list[tuple[str, Iterable[str]]] = [
-        ("planner.frozen_tables", planner.frozen_tables),
         ("planner.exclude_tables", planner.exclude_tables),
-        ("planner.pooled_tables", planner.pooled_tables),
         ("planner.table_budgets", planner.table_budgets),
     ]
     for key, names in named:
@@ -73,8 +71,6 @@ def _table_faults(config: Config) -> Iterator[str]:
             continue
         if pin.table in planner.exclude_tables and pin.tier != "HOME":
             yield f"{key}.tier: {pin.table!r} is in planner.exclude_tables, so it must be HOME (got {pin.tier!r})"
-        if planner.pooled_tables.get(pin.table) == "sums" and pin.tier != "HOME":
-            yield f"{key}.tier: {pin.table!r} answers by sums, so it must be HOME (got {pin.tier!r})"
         if pin.table in ruled and pin.tier != "HOME":
             yield f"{key}.tier: {pin.table!r} has a home rule other than all, so it must be HOME (got {pin.tier!r})"
         rows = rows_of[pin.table]
@@ -101,7 +97,7 @@ def _memory_faults(config: Config) -> Iterator[str]:
 
     sketch = config.sketch
     try:
-        choose(config.keyspace().tables, sketch.memory_bytes, sketch.max_hot_rows, logarithmic=sketch.logarithmic)
+        choose(config.keyspace().tables, sketch.memory_bytes, sketch.max_hot_rows)
     except SketchError as error:
         yield f"sketch.memory_bytes: {error}"
     if 0 < sketch.coaccess_memory_bytes < MIN_COACCESS_BYTES:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from flexd.config.base import Float, Int, Port, Seconds, Section, is_loopback
+from flexd.config.base import Int, Port, Seconds, Section, is_loopback
 
 
 class ThrottleConfig(Section):
@@ -22,13 +22,6 @@ class ThrottleConfig(Section):
     one second's bytes."""
     adaptive: bool = False
     """Slow down, and pause, when the ranks' steps become slower than they are without a migration."""
-    tolerance: Annotated[Float, Field(ge=0, le=10)] = 0.1
-    """Adaptive: allowed slowdown of p50 and p90 of the step time, as a share."""
-    floor_bytes_per_step: Annotated[Int, Field(ge=1)] = 16 * 2**10
-    """Adaptive: lower limit of the speed, except during pauses."""
-    pause_seconds: Seconds = 5.0
-    """Adaptive: length of the first pause when steps are too slow at the floor; each further pause is twice as long, up
-    to 16 times this."""
 
 
 class ControlTlsConfig(Section):
@@ -66,10 +59,6 @@ class ControlConfig(Section):
     """Address that the ranks connect to."""
     listen_port: Port = 29_400
     """Port that the ranks connect to; 0 takes any free one."""
-    max_ranks: Annotated[Int, Field(ge=1, le=65_536)] = 4096
-    """Ranks of the largest job that is served, and connections of ranks at a time. The ranks of a larger job are
-    refused. Bounds the memory of the channel, whatever ranks send: 48 KiB for each of them and 332 MiB for all together
-    (with ``control.tls`` 176 KiB and 460 MiB)."""
     chunk_rows: Annotated[Int, Field(ge=1, le=2**20)] = 4096
     """Largest number of rows in a chunk."""
     chunk_bytes: Annotated[Int, Field(ge=1)] = 2**20

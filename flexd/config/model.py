@@ -75,8 +75,6 @@ class StateConfig(Section):
     """Reaction of a start to saved state that it cannot continue from (of a newer flexd, damaged, or of other
     tables). ``exit``: end with exit status 9. ``wait``: count nothing, serve the API, say why on ``/readyz``, and
     start once an operator has run ``flexd state reset``. ``reset``: rename it and start empty."""
-    keep_migrations: Annotated[Int, Field(ge=1, le=1_000_000)] = 1000
-    """Number of migrations in the history (``migrations.sqlite``, some 2 kB each); older ones are deleted."""
 
 
 class LogConfig(Section):

@@ -102,16 +102,6 @@ class VerifyConfig(Section):
     """Steps of a block; a block has at least three reports of every rank."""
     budget_steps: Annotated[Int, Field(ge=1)] = 2_000
     """Training steps after which a verification ends, its migrations included; at least 16 blocks."""
-    confidence: Annotated[Float, Field(ge=0.5, lt=1)] = 0.95
-    """Probability that a plan without effect is not called faster or slower."""
-    resolution: Annotated[Float, Field(ge=0, le=1)] = 0.01
-    """A change of the step within +- this share counts as none and ends the verification."""
-    hold_seconds: Seconds = 600.0
-    """Time for which plans that promote to the same tiers, or that take copies back, are held back after one was rolled
-    back; doubles with each, up to a day. Users' plans are not held back."""
-    max_move_bytes: Annotated[Int, Field(ge=1)] = 2**26
-    """Largest number of bytes of values and optimizer state that one change of blocks copies. Of a larger plan, a
-    random part of this size is measured."""
 
     @field_validator("budget_steps")
     @classmethod
@@ -154,16 +144,8 @@ class PlannerConfig(Section):
     """No plan is made from fewer accesses than this."""
     min_coverage: Annotated[Float, Field(ge=0, le=1)] = 0.5
     """No plan is made from a profile that explains a smaller share of the accesses."""
-    min_window_seconds: Annotated[Float, Field(ge=0)] = 0.0
-    """No plan is made from accesses that span less event time than this."""
     max_lag_messages: Annotated[Int, Field(ge=0)] = 1_000_000
     """No plan is made while more messages of the stream than this are not read yet."""
-    max_sketch_error: Annotated[Float, Field(ge=0, le=1)] = 1.0
-    """No plan is made from a profile whose listed rows have a larger error: the mean width of their bounds as a share
-    of their accesses. Exact counters have none, logarithmic ones of 8 and 3 bits about 0.3 and 1, a count-min some
-    hundredths. 1 refuses nothing."""
-    max_proposal_age_seconds: Seconds = 3600.0
-    """``flexd apply`` refuses a proposal that is older."""
     batch_accesses_per_step: Annotated[Float, Field(gt=0)] | None = None
     """Accesses of the whole job per step, used until the ranks report their own."""
     drift_interval_seconds: Seconds = 60.0
@@ -172,33 +154,15 @@ class PlannerConfig(Section):
     drift_threshold: Annotated[Float, Field(gt=1)] | None = 1.01
     """A new plan is made when the exposed seconds of a step at the live placement exceed those of the plan that would
     be made now by this factor, and that plan saves at least ``planner.min_saving``; null plans at intervals only."""
-    correct_prices: bool = True
-    """Correct the curves of the topology by what training steps report, wherever that predicts their next report
-    better. With false corrections are learnt and shown, and plans are priced by the curves as they are."""
     moved_slots_share: Annotated[Float, Field(ge=0, le=1)] = 0.0
     """Share of each rank's replica slots for rows that live in the node whose samples use them most, instead of in that
     of their home; copies have the others. It wins where a loader deals samples to nodes
     (``flexd.affinity.NodeSampler``), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that
     have moved come home."""
-    exchange: Literal["chain", "direct", "direct_no_dedup"] = "chain"
-    """The trainers' ``EmbeddingCollection(exchange=...)``, where they have ``"auto"``, or a version that does not say
-    it when they register. A running job cannot change it; each plan names a cheaper exchange if there is one."""
     micro_batches: Annotated[Int, Field(ge=1, le=4096)] = 1
     """Forward passes for each optimizer step: rows are looked up in each, replicas synchronised once."""
-    comm_dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    """The trainers' ``EmbeddingCollection(comm_dtype=...)``, where they do not say it when they register; by default
-    rows are sent as they are stored."""
-    replica_sums: Literal["all_reduce", "home"] = "all_reduce"
-    """The trainers' ``EmbeddingCollection(replica_sums=...)``, where they do not say it when they register. A running
-    job cannot change it; each plan names the price of the other way."""
-    frozen_tables: list[str] = []
-    """Read-only tables, which need no backward pass and no synchronisation."""
     exclude_tables: list[str] = []
     """Tables whose rows all stay at HOME."""
-    pooled_tables: dict[str, Literal["rows", "sums"]] = {}
-    """Pooled tables and the trainers' ``EmbeddingBagTable(answer=...)``, by table, where trainers do not say it when
-    they register. Rows of a table that answers by ``sums`` all stay at HOME; every plan states which answer would take
-    less time."""
     verify: VerifyConfig = VerifyConfig()
     """Measurement of executed plans."""
     pins: list[PinConfig] = []

@@ -17,18 +17,12 @@ HOT_KEYS: tuple[str, ...] = (
     "planner.min_saving",
     "planner.min_samples",
     "planner.min_coverage",
-    "planner.min_window_seconds",
     "planner.max_lag_messages",
-    "planner.max_sketch_error",
-    "planner.max_proposal_age_seconds",
     "planner.batch_accesses_per_step",
     "planner.drift_interval_seconds",
     "planner.drift_threshold",
-    "planner.correct_prices",
     "planner.moved_slots_share",
-    "planner.frozen_tables",
     "planner.exclude_tables",
-    "planner.pooled_tables",
     "planner.pins",
     "planner.table_budgets",
     "planner.verify",
@@ -36,14 +30,12 @@ HOT_KEYS: tuple[str, ...] = (
     "control.throttle",
     "state.snapshot_interval_seconds",
     "state.keep_snapshots",
-    "state.keep_migrations",
     "log.level",
     "log.format",
     "shutdown_seconds",
 )
 """Key paths of keys or whole sections that apply at once. The others are read once at the start: addresses and files
-are open, counters have their size, and a running training cannot change its ``planner.exchange``, ``comm_dtype``,
-``replica_sums`` and ``micro_batches``."""
+are open, counters have their size, and a running training cannot change its ``planner.micro_batches``."""
 
 
 @dataclass(frozen=True)

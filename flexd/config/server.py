@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from flexd.config.base import Int, Name, Port, Section, is_loopback, split_address
+from flexd.config.base import Name, Port, Section, is_loopback, split_address
 
 ApiScope = Literal["read", "admin"]
 
@@ -76,8 +76,6 @@ class ServerConfig(Section):
     metrics_listen: str | None = None
     """``host:port`` of a second, read-only listener with nothing but ``/metrics``, ``/healthz`` and ``/readyz``, for
     Prometheus and the kubelet. It may bind any address."""
-    max_connections: Annotated[Int, Field(ge=4, le=10_000)] = 64
-    """Limit on simultaneous connections of each listener; further ones get status 503."""
 
     @field_validator("tokens")
     @classmethod

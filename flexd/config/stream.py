@@ -91,8 +91,6 @@ class SyntheticSource(Section):
     """Rate over all tables."""
     drift_rows_per_second: Annotated[Float, Field(ge=0)] = 0.0
     """Speed at which the popular rows move through the table."""
-    seed: Int = 0
-    """Seed of the random numbers."""
 
 
 class TapSource(Section):
@@ -105,17 +103,6 @@ class TapSource(Section):
 SourceConfig = Annotated[FileLogSource | KafkaSource | SyntheticSource | TapSource, Field(discriminator="kind")]
 
 
-class DeadLetterConfig(Section):
-    """Samples of rejected messages."""
-
-    path: Path | None = None
-    """File of the samples; default: ``dead-letters.jsonl`` in the state directory."""
-    max_bytes: Annotated[Int, Field(ge=0)] = 4 * 2**20
-    """Largest size of the file; 0 keeps no samples."""
-    max_message_bytes: Annotated[Int, Field(ge=16)] = 512
-    """Bytes to keep of each rejected message."""
-
-
 class StreamConfig(Section):
     """The stream of accesses."""
 
@@ -123,17 +110,11 @@ class StreamConfig(Section):
     """Source of the stream."""
     max_message_bytes: Annotated[Int, Field(ge=1024)] = 16 * 2**20
     """A larger message is rejected unread."""
-    max_batch_bytes: Annotated[Int, Field(ge=2**16)] = 64 * 2**20
-    """Largest size of a Kafka record batch after decompression. A larger batch is rejected before it is allocated. The
-    default holds four messages of the largest size, and 64 times the largest compressed batch of a broker with default
-    settings (1 MiB); row ids compress less than tenfold."""
-    max_batch_records: Annotated[Int, Field(ge=1)] = 500_000
-    """Most records of a Kafka record batch. A batch of more is rejected unread: millions of empty records compress to a
-    few kilobytes."""
     poll_seconds: Seconds = 0.2
     """Longest wait of one read for messages."""
-    dead_letters: DeadLetterConfig = DeadLetterConfig()
-    """Samples of rejected messages."""
+    dead_letter_bytes: Annotated[Int, Field(ge=0)] = 4 * 2**20
+    """Largest size of the file with samples of rejected messages, ``dead-letters.jsonl`` in the state directory; 0
+    keeps none."""
 
 
 class SketchConfig(Section):
@@ -150,16 +131,6 @@ class SketchConfig(Section):
     """Accesses with an event time further ahead of their arrival are counted at their arrival (the broker's time where
     the topic has LogAppendTime, else the daemon's). So wrong or hostile clocks reduce the weight of other accesses by
     the decay over this time at most."""
-    conservative: bool = True
-    """Use conservative updates of count-min counters, which have smaller errors. With false counters do not depend on
-    the order of arrival."""
-    logarithmic: bool = True
-    """Count tables that are too large for exact counters with 3, 4 or 8 bits a row where that fits: estimates are
-    unbiased, and every row can be listed, which plans need. With false count-min is used, whose estimates are never too
-    low."""
     coaccess_memory_bytes: Annotated[Int, Field(ge=0)] = 0
     """Memory of a sample of rows that occur together, from which plans learn which rows and samples belong in which
     node: 0 (none), or at least 65536. It needs messages with ``sequence_lengths``."""
-    late_after_seconds: Annotated[Float, Field(ge=0)] = 60.0
-    """Accesses older than the newest event by more than this are reported as late. They are counted at their own time.
-    Ranks and partitions interleave, so small delays are normal."""

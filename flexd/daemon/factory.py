@@ -43,8 +43,6 @@ def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
             connect_timeout_seconds=source.connect_timeout_seconds,
             session_timeout_seconds=source.session_timeout_seconds,
             client_options=source.resolved_client_options(),
-            max_batch_bytes=config.stream.max_batch_bytes,
-            max_batch_records=config.stream.max_batch_records,
             share=source.share,
             job=config.job,
             work=work,
@@ -60,7 +58,6 @@ def make_source(config: Config, work: OffsetsInWork | None = None) -> Source:
         zipf_exponent=source.zipf_exponent,
         accesses_per_second=source.accesses_per_second,
         drift_rows_per_second=source.drift_rows_per_second,
-        seed=source.seed,
     )
 
 
@@ -94,9 +91,6 @@ def sketch_settings(config: Config) -> SketchSettings:
         half_life_seconds=sketch.half_life_seconds,
         max_future_seconds=sketch.max_future_seconds,
         max_hot_rows=sketch.max_hot_rows,
-        conservative=sketch.conservative,
-        late_after_seconds=sketch.late_after_seconds,
-        logarithmic=sketch.logarithmic,
         coaccess_memory_bytes=sketch.coaccess_memory_bytes,
         share=source.share if isinstance(source, KafkaSource) else 1.0,
     )
@@ -130,5 +124,4 @@ def control_options(config: Config) -> ControlOptions:
         tls=control_tls(config),
         timeout_seconds=control.timeout_seconds,
         max_chunk_rows=max(control.chunk_rows, 1),
-        max_ranks=control.max_ranks,
     )

@@ -65,6 +65,8 @@ from flexd.stream.tap_source import TapSource
 logger = logging.getLogger("flexd")
 
 TICK_SECONDS = 0.1
+KEEP_MIGRATIONS = 1000
+"""In the history."""
 API_HEAD_START_SECONDS = 0.1
 """Delay between starting the API and the control channel. Loading torch blocks the interpreter for most of a second; a
 probe that waits for the API gets its response before that."""
@@ -117,7 +119,6 @@ class Daemon:
         check_files(state, start_empty=start_empty)
         cluster = factory.make_cluster(config)
         control = replace(factory.control_options(config), takes_tables=self._takes_tables)
-        letters = config.stream.dead_letters
         self._training = TrainingMonitor()
         self._slow_memory = SlowMemoryMonitor(len(keyspace.tables))
         self._journal = PlacementJournal(state / "placement")
@@ -129,9 +130,7 @@ class Daemon:
             keyspace.tables,
             factory.sketch_settings(config),
             self._snapshots,
-            dead_letters=DeadLetterFile(
-                letters.path or state / "dead-letters.jsonl", letters.max_bytes, letters.max_message_bytes
-            ),
+            dead_letters=DeadLetterFile(state / "dead-letters.jsonl", config.stream.dead_letter_bytes),
             snapshot_interval_seconds=config.state.snapshot_interval_seconds,
             poll_seconds=config.stream.poll_seconds,
             max_message_bytes=config.stream.max_message_bytes,
@@ -145,7 +144,7 @@ class Daemon:
             ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
         )
         self._history = MigrationHistory(
-            state / "migrations.sqlite", config.state.keep_migrations, self._on_event, supervisor=supervisor
+            state / "migrations.sqlite", KEEP_MIGRATIONS, self._on_event, supervisor=supervisor
         )
         self._effects = EffectRecorder(self._training.step_times, self._history.record_effect)
         self._coordinator = Coordinator(
@@ -157,9 +156,7 @@ class Daemon:
         self._operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
         plan_log = PlanLog(state / "plans.jsonl")
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
-        prices = self._prices = LivePrices(
-            config.planner, keyspace, cluster, self._training, self._coordinator
-        )  # fmt: skip
+        prices = self._prices = LivePrices(cluster, self._training, self._coordinator)
         self._drift = DriftMonitor(
             config.planner, keyspace, prices, self._ingestor.profile, self._coordinator, executions, self._training,
             supervisor,
@@ -342,7 +339,6 @@ class Daemon:
         self.inspect.settings = config
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
-        self._history.set_limit(config.state.keep_migrations)
 
     def reload(self, reason: str = "", who: str = "") -> ReloadReport:
         try:

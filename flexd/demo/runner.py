@@ -150,7 +150,6 @@ class Demo:
                 "micro_batches": setup.micro_batches,
                 # The prices leave latencies out or scale them down, so that there are plans to see.
                 "min_saving": {"seconds": 0.0, "share": 0.0},
-                "correct_prices": False,
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
                 "min_samples": setup.steps * setup.micro_batches * setup.batch_size * setup.world_size * HISTORY // 10
                 if not setup.pooled

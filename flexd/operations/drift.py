@@ -20,7 +20,7 @@ from flexd.core.supervision import Supervisor
 from flexd.operations.gates import saving_gate
 from flexd.operations.live_plan import make_live_plan
 from flexd.operations.live_prices import LivePrices
-from flexd.operations.plan_settings import running_exchange, settings_of_job, training_shape
+from flexd.operations.plan_settings import TrainingJob, training_shape
 from flexd.planner.drift import Drift, placement_communication
 from flexd.sketch.profile import Profile
 
@@ -158,19 +158,19 @@ class DriftMonitor:
         with self._guard:
             plans = self._plans
         placement = self._coordinator.placement()
-        settings = settings_of_job(self._settings, live.trainer, self._keyspace.tables)
+        settings, job = self._settings, TrainingJob.of(live.trainer, self._keyspace.tables)
         profile = self._profile(per_step, live.layout)
         if profile.samples < max(1, settings.min_samples):
             return None
         cluster = self._prices.cluster
         plan = make_live_plan(
-            profile, self._keyspace, live, cluster, placement, settings, plan_id="drift",
-            step_seconds=self._training.step_seconds(), bound_busiest_rank=False,
+            profile, self._keyspace, live, cluster, placement, settings, job, plan_id="drift",
+            step_seconds=self._training.step_seconds(),
         )  # fmt: skip
         prices = (
             placement_communication(
-                profile, self._keyspace, live.layout, cluster, each, training_shape(settings),
-                running_exchange(settings),
+                profile, self._keyspace, live.layout, cluster, each, training_shape(settings, job),
+                job.exchange,
             )
             for each in (plan.target, placement)
         )  # fmt: skip

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from flexd.config.planner import MinSavingConfig, PlannerConfig
 from flexd.core.errors import PlanError
 from flexd.planner.plan import Plan
@@ -17,7 +15,7 @@ from flexd.sketch.profile import Profile
 
 SAVING = "saving"
 """The gate that is measured on the plan; the others are measured on its profile."""
-GATE_NAMES = ("samples", "coverage", "window", "lag", "sketch_error", SAVING)
+GATE_NAMES = ("samples", "coverage", "lag", SAVING)
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Gate:
     Attributes:
         name: one of ``GATE_NAMES``.
         key: configuration key of the bound.
-        measured: accesses, share, seconds, messages, share or seconds, in the order of ``GATE_NAMES``.
+        measured: accesses, share, messages or seconds, in the order of ``GATE_NAMES``.
         required: the bound.
         at_most: whether the bound is an upper one.
         problem: description of the fault if the gate is closed.
@@ -52,7 +50,6 @@ def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...
     seen = [table for table in profile.tables if table.weight > 0]
     weight = sum(table.weight for table in seen)
     coverage = sum(table.coverage * table.weight for table in seen) / weight if weight else 0.0
-    error = sketch_error(profile)
     return (
         Gate(
             "samples", "planner.min_samples", profile.samples, settings.min_samples, False,
@@ -65,22 +62,10 @@ def evaluate_gates(profile: Profile, settings: PlannerConfig) -> tuple[Gate, ...
             "raise sketch.memory_bytes or sketch.max_hot_rows, or lower planner.min_coverage",
         ),
         Gate(
-            "window", "planner.min_window_seconds", profile.window_seconds, settings.min_window_seconds, False,
-            f"the accesses seen span {profile.window_seconds:.0f} s, planner.min_window_seconds is "
-            f"{settings.min_window_seconds:.0f}",
-            "wait for more of the stream, or lower planner.min_window_seconds",
-        ),
-        Gate(
             "lag", "planner.max_lag_messages", profile.lag_messages, settings.max_lag_messages, True,
             f"{profile.lag_messages} messages of the stream are not read yet, planner.max_lag_messages is "
             f"{settings.max_lag_messages}",
             "wait until the daemon has caught up, lower stream.source.share, or raise planner.max_lag_messages",
-        ),
-        Gate(
-            "sketch_error", "planner.max_sketch_error", error, settings.max_sketch_error, True,
-            f"the counts of the listed rows may be wrong by {error:.0%}, planner.max_sketch_error is "
-            f"{settings.max_sketch_error:.0%}",
-            "raise sketch.memory_bytes, lower sketch.max_hot_rows, or raise planner.max_sketch_error",
         ),
     )  # fmt: skip
 
@@ -99,19 +84,6 @@ def saving_gate(plan: Plan, settings: MinSavingConfig) -> Gate:
         f"{1e6 * required:.3f} us",
         "nothing to do: the live placement stays; lower planner.min_saving to move rows for less",
     )  # fmt: skip
-
-
-def sketch_error(profile: Profile) -> float:
-    """Return the mean width of the listed rows' bounds as a share of their accesses, 0 to 1; 0 without listed rows.
-
-    A row's width counts up to the row's own share, and tables are weighted by their accesses.
-    """
-    wide = listed = 0.0
-    for table in profile.tables:
-        width = np.minimum(table.hot_upper - table.hot_lower, table.hot_share)
-        wide += float(np.clip(width, 0.0, None).sum()) * table.weight
-        listed += float(table.hot_share.sum()) * table.weight
-    return wide / listed if listed > 0 else 0.0
 
 
 def require_open(checked: Sequence[Gate]) -> None:

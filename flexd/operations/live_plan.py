@@ -13,7 +13,7 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
-from flexd.operations.plan_settings import plan_limits, running_exchange, training_shape
+from flexd.operations.plan_settings import TrainingJob, plan_limits, training_shape
 from flexd.planner.model.bag_answers import LENGTH_RANKS, answer_bytes, choose_answers
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
@@ -30,12 +30,12 @@ def make_live_plan(
     cluster: Cluster,
     live: Placement,
     settings: PlannerConfig,
+    job: TrainingJob,
     *,
     plan_id: str,
     parent_id: str = "",
     reason: str = "",
     step_seconds: float | None = None,
-    bound_busiest_rank: bool = True,
     bag_lengths: LengthQuantiles | None = None,
 ) -> Plan:
     """Return ``make_plan`` with the configured limits and shape of the training.
@@ -46,19 +46,18 @@ def make_live_plan(
     Raises:
         PlanError: as ``make_plan``.
     """
-    shape = training_shape(settings)
+    shape = training_shape(settings, job)
     plan = make_plan(
         profile, keyspace, topology.layout, cluster, slots_of_copies(topology, settings), live, plan_id=plan_id,
         parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
-        now_unix_seconds=time.time(), reason=reason, shape=shape, limits=plan_limits(settings),
-        exchange=running_exchange(settings), step_seconds=step_seconds,
-        bound_busiest_rank=bound_busiest_rank,
+        now_unix_seconds=time.time(), reason=reason, shape=shape, limits=plan_limits(settings, job),
+        exchange=job.exchange, step_seconds=step_seconds,
     )  # fmt: skip
-    if bag_lengths is None or not settings.pooled_tables:
+    if bag_lengths is None or not job.answers:
         return plan
-    lengths = {name: bag_lengths(name, LENGTH_RANKS) for name in settings.pooled_tables}
+    lengths = {name: bag_lengths(name, LENGTH_RANKS) for name in job.answers}
     of_tables = answer_bytes(profile, keyspace, topology.layout, lengths, shape)
-    chosen = choose_answers(of_tables, settings.pooled_tables, cluster, plan.after.bytes, topology.layout, shape)
+    chosen = choose_answers(of_tables, job.answers, cluster, plan.after.bytes, topology.layout, shape)
     return replace(plan, pooled_tables=chosen)
 
 

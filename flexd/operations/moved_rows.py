@@ -19,6 +19,7 @@ def plan_moves(
     keyspace: KeySpace,
     topology: LiveTopology,
     settings: PlannerConfig,
+    by_sums: frozenset[str],
     affinity: AffinityMonitor | None,
     accesses_per_step: float,
 ) -> tuple[Plan, AffinityOutlook | None]:
@@ -31,12 +32,12 @@ def plan_moves(
     Args:
         plan: of copies alone.
         live: with its moved rows.
+        by_sums: tables that answer by sums, whose rows stay.
         affinity: None: rows that are used together are not sampled.
     """
     layout, room = topology.layout, None
     if settings.moved_slots_share > 0 and topology.moves_rows and layout.nodes > 1:
-        by_sums = {name for name, answer in settings.pooled_tables.items() if answer == "sums"}
-        excluded = frozenset(by_sums.union(settings.exclude_tables))
+        excluded = by_sums.union(settings.exclude_tables)
         room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
     outlook = wanted = None
     if affinity is not None:

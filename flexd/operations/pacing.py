@@ -21,6 +21,12 @@ BASELINE_REPORTS = 512
 """Newest step reports without a migration that make up the baseline."""
 MIN_REPORTS = 8
 """Smallest number of reports for a baseline or a decision; at least two per rank are needed as well."""
+TOLERANCE = 0.1
+"""Allowed slowdown of p50 and p90 of the step time, as a share."""
+FLOOR_BYTES_PER_STEP = 16 * 2**10
+"""Lower limit of the speed, except during pauses."""
+PAUSE_SECONDS = 5.0
+"""Length of the first pause when steps are too slow at the floor; each further pause is twice as long."""
 LONGEST_PAUSE = 16
 """Longest pause, as a multiple of the first."""
 _INCREASES = 16
@@ -103,12 +109,11 @@ class MigrationPacing:
         self._set_pace()
 
     def _pace_settings(self) -> PaceSettings:
-        throttle = self._settings.throttle
         ceiling = self._throttle.limits.bytes_per_step or self._settings.chunk_bytes
-        floor = min(throttle.floor_bytes_per_step, ceiling)
+        floor = min(FLOOR_BYTES_PER_STEP, ceiling)
         return PaceSettings(
-            throttle.tolerance, floor, ceiling, max(1, (ceiling - floor) // _INCREASES), throttle.pause_seconds,
-            LONGEST_PAUSE * throttle.pause_seconds,
+            TOLERANCE, floor, ceiling, max(1, (ceiling - floor) // _INCREASES), PAUSE_SECONDS,
+            LONGEST_PAUSE * PAUSE_SECONDS,
         )  # fmt: skip
 
     def add(self, report: StepReport) -> None:

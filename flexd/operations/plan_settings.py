@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,68 +17,43 @@ from flexd.planner.model.training_shape import REPLICA_SUMS, TrainingShape
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
 
-_UNPOOLED = "a table without pooling"
-_EXCHANGES = {
-    "chain": Exchange.CHAIN,
-    "direct": Exchange.DIRECT_DEDUP,
-    "direct_no_dedup": Exchange.DIRECT,
-}
+_EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP, "direct_no_dedup": Exchange.DIRECT}
 
 
-def settings_of_job(
-    settings: PlannerConfig, trainer: TrainerSettings | None, tables: Sequence[TableSpec]
-) -> PlannerConfig:
-    """Return the settings with what the trainer says of itself, which counts more than the configuration.
+@dataclass(frozen=True)
+class TrainingJob:
+    """How the ranks train, as they say when they register.
 
-    Args:
-        trainer: None: nothing is known, and the configuration counts.
-        tables: of the job, in order.
+    Attributes:
+        exchange, comm_dtype, replica_sums: of their collections.
+        answers: "rows" or "sums" by name of each pooled table.
     """
-    return settings if trainer is None else settings.model_copy(update=dict(_told(trainer, tables)))
 
+    exchange: Exchange = Exchange.CHAIN
+    comm_dtype: str | None = None
+    replica_sums: str = REPLICA_SUMS[0]
+    answers: Mapping[str, str] = field(default_factory=dict)
 
-def contradictions(
-    settings: PlannerConfig, trainer: TrainerSettings | None, tables: Sequence[TableSpec]
-) -> tuple[str, ...]:
-    """Name the keys that are configured otherwise than the trainer says."""
-    if trainer is None:
-        return ()
-    found = []
-    for key, told in _told(trainer, tables).items():
-        configured = getattr(settings, key)
-        if key not in settings.model_fields_set:
-            continue
-        if key == "pooled_tables":
-            found += [
-                _contradiction(f"{key}.{table}", answer, told.get(table, _UNPOOLED))
-                for table, answer in configured.items()
-                if told.get(table) != answer
-            ]
-        elif configured != told:
-            found.append(_contradiction(key, configured, told))
-    return tuple(found)
+    @classmethod
+    def of(cls, trainer: TrainerSettings | None, tables: Sequence[TableSpec]) -> TrainingJob:
+        """Return what the trainer says of itself, and the defaults for values that this version does not know.
 
+        Args:
+            tables: of the job, in order.
+        """
+        if trainer is None:
+            return cls()
+        return cls(
+            _EXCHANGES.get(trainer.exchange, cls.exchange),
+            trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
+            trainer.replica_sums if trainer.replica_sums in REPLICA_SUMS else cls.replica_sums,
+            trainer.answer_by_table(tables),
+        )
 
-def _contradiction(key: str, configured: object, told: str | None) -> str:
-    said = {None: "the tables' own dtype", _UNPOOLED: _UNPOOLED}.get(told, repr(told))
-    return f"planner.{key} is {configured!r}, and the trainer has {said}, which counts: remove the key"
-
-
-def _told(trainer: TrainerSettings, tables: Sequence[TableSpec]) -> Mapping[str, Any]:
-    """Return the keys of ``planner`` that the trainer tells, without values that this version does not know."""
-    told: dict[str, Any] = {"pooled_tables": trainer.answer_by_table(tables)}
-    if trainer.exchange in _EXCHANGES:
-        told["exchange"] = trainer.exchange
-    if trainer.comm_dtype is None or trainer.comm_dtype in DTYPE_BYTES:
-        told["comm_dtype"] = trainer.comm_dtype
-    if trainer.replica_sums in REPLICA_SUMS:
-        told["replica_sums"] = trainer.replica_sums
-    return told
-
-
-def running_exchange(settings: PlannerConfig) -> Exchange:
-    """Return the exchange that the trainers run, from its configured name."""
-    return _EXCHANGES[settings.exchange]
+    @property
+    def by_sums(self) -> frozenset[str]:
+        """Tables that answer by sums; none of their rows is copied or moves."""
+        return frozenset(name for name, answer in self.answers.items() if answer == "sums")
 
 
 def cheaper_exchange(plan: Plan) -> str:
@@ -92,25 +67,21 @@ def cheaper_exchange(plan: Plan) -> str:
     return "direct" if direct.exposed_seconds < chain.exposed_seconds else "chain"
 
 
-def training_shape(settings: PlannerConfig) -> TrainingShape:
+def training_shape(settings: PlannerConfig, job: TrainingJob) -> TrainingShape:
     """Return how the job trains. The collection pushes the gradients of all micro-batches of a step once."""
     return TrainingShape(
-        micro_batches=settings.micro_batches,
-        merged_backward=True,
-        comm_dtype=settings.comm_dtype,
-        replica_sums=settings.replica_sums,
-        frozen_tables=frozenset(settings.frozen_tables),
-    )
+        micro_batches=settings.micro_batches, merged_backward=True, comm_dtype=job.comm_dtype,
+        replica_sums=job.replica_sums,
+    )  # fmt: skip
 
 
-def plan_limits(settings: PlannerConfig) -> PlanLimits:
+def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
     """Return pins, excluded tables and table budgets. No row of a table that answers by sums is copied."""
-    by_sums = {name for name, answer in settings.pooled_tables.items() if answer == "sums"}
     return PlanLimits(
         pins=tuple(
             RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
             for pin in settings.pins
         ),
-        exclude_tables=frozenset(settings.exclude_tables) | by_sums,
+        exclude_tables=job.by_sums.union(settings.exclude_tables),
         table_slots=dict(settings.table_budgets),
     )

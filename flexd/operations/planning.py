@@ -24,10 +24,9 @@ from flexd.operations.live_plan import LengthQuantiles, make_live_plan
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.moved_rows import plan_moves
 from flexd.operations.plan_settings import (
+    TrainingJob,
     cheaper_exchange,
     plan_limits,
-    running_exchange,
-    settings_of_job,
     training_shape,
 )
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
@@ -106,20 +105,21 @@ class Planning:
 
     @property
     def _settings(self) -> PlannerConfig:
-        """The settings of the configuration, and what the live ranks say of their job."""
+        return self._config.planner
+
+    @property
+    def _job(self) -> TrainingJob:
+        """How the live ranks train."""
         live = self._coordinator.live()
-        trainer = None if live is None else live.trainer
-        return settings_of_job(self._config.planner, trainer, self._keyspace.tables)
+        return TrainingJob.of(None if live is None else live.trainer, self._keyspace.tables)
 
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
-        plan_limits(config.planner).check(self._keyspace)
-        training_shape(config.planner).check_names(self._keyspace)
+        plan_limits(config.planner, TrainingJob()).check(self._keyspace)
 
     def apply_config(self, config: Config) -> None:
         """Use other settings from the next plan on."""
         self._config = config
-        self.prices.apply_config(config.planner)
         self.executions.apply_config(config.control)
 
     def profile_age_seconds(self) -> float:
@@ -197,7 +197,6 @@ class Planning:
         return outdated(
             proposal, self._coordinator.live(), self._coordinator.placement(), migrating=self.migrating(),
             age_seconds=time.time() - proposal.plan.created_unix_seconds,
-            max_age_seconds=self._config.planner.max_proposal_age_seconds,
         )  # fmt: skip
 
     def _drifted(self, proposal: Proposal) -> str:
@@ -211,10 +210,9 @@ class Planning:
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
 
     def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
-        settings = self._settings
+        job = self._job
         return placement_communication(
-            profile, self._keyspace, layout, self.cluster, placement, training_shape(settings),
-            running_exchange(settings),
+            profile, self._keyspace, layout, self.cluster, placement, training_shape(self._settings, job), job.exchange,
         )  # fmt: skip
 
     def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
@@ -228,12 +226,12 @@ class Planning:
         with self._making:
             plan, profile, live, layout, _ = self._make("explain", checked=False)
             measured = self.last_gates
-        settings = self._settings
+        settings, job = self._settings, self._job
         explained = explain(
             plan, profile, live, self._keyspace, layout,
             horizon_steps=settings.horizon_steps, table=table,
-            rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings),
-            shape=training_shape(settings),
+            rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings, job),
+            shape=training_shape(settings, job),
         )  # fmt: skip
         return explained, measured
 
@@ -250,7 +248,7 @@ class Planning:
     ) -> tuple[Plan, Profile, Placement, RankLayout, AffinityOutlook | None]:
         """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
         topology = self.live_topology()
-        settings = self._settings
+        settings, job = self._settings, TrainingJob.of(topology.trainer, self._keyspace.tables)
         per_step = self._per_step(topology)
         profile = self._profile(per_step, topology.layout)
         self._profiled_at = time.monotonic()
@@ -260,13 +258,15 @@ class Planning:
         live = self._coordinator.placement()
         self._serial += 1
         plan = make_live_plan(
-            profile, self._keyspace, topology, self.cluster, live, settings,
+            profile, self._keyspace, topology, self.cluster, live, settings, job,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
             reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
         )  # fmt: skip
         affinity = None
         if moves:
-            plan, affinity = plan_moves(plan, live, self._keyspace, topology, settings, self.affinity, per_step)
+            plan, affinity = plan_moves(
+                plan, live, self._keyspace, topology, settings, job.by_sums, self.affinity, per_step
+            )
         self.last_gates = (*self.last_gates, saving_gate(plan, settings.min_saving))
         return plan, profile, live, topology.layout, affinity
 

@@ -16,6 +16,8 @@ from flexd.planner.plan import Plan
 
 LATEST = "latest"
 MAX_PER_KIND = 4
+MAX_AGE_SECONDS = 3600.0
+"""An older proposal is not carried out."""
 """Limit of kept dry runs, and of kept proposals that are none. One of a million replicated rows takes about 27 MB."""
 
 
@@ -90,7 +92,6 @@ class Proposals:
 
 def outdated(
     proposal: Proposal, topology: LiveTopology | None, placement: Placement, *, migrating: bool, age_seconds: float,
-    max_age_seconds: float,
 ) -> str:  # fmt: skip
     """Return why a proposal can no longer be executed, without evaluating the accesses; empty if it can."""
     if topology is None or not topology.ready:
@@ -107,8 +108,8 @@ def outdated(
             f"the placement has moved on: it starts from version {proposal.live.version}, the ranks are at "
             f"{placement.version}"
         )
-    if age_seconds > max_age_seconds:
-        return f"it is {age_seconds:.0f} s old, planner.max_proposal_age_seconds is {max_age_seconds:.0f}"
+    if age_seconds > MAX_AGE_SECONDS:
+        return f"it is {age_seconds:.0f} s old, {MAX_AGE_SECONDS:.0f} s at most"
     return ""
 
 

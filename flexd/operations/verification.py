@@ -45,6 +45,16 @@ from flexd.planner.switchback import FIRST_LOOK, Effect, SwitchbackRule, Verdict
 
 logger = logging.getLogger("flexd")
 
+CONFIDENCE = 0.95
+"""Probability that a plan without effect is not called faster or slower."""
+RESOLUTION = 0.01
+"""A change of the step within +- this share counts as none and ends the verification."""
+HOLD_SECONDS = 600.0
+"""Time for which plans that promote to the same tiers, or that take copies back, are held back after one was rolled
+back; doubles with each, up to a day. Users' plans are not held back."""
+MAX_MOVE_BYTES = 2**26
+"""Largest number of bytes of values and optimizer state that one change of blocks copies. Of a larger plan, a random
+part of this size is measured."""
 MAX_PAIRS = 32
 """Pairs of blocks of a verification: more looks would make each of them less sensitive."""
 STALLED_SECONDS = 900.0
@@ -207,11 +217,11 @@ class Verifier:
         if placement.version != migration.progress.last_version:
             return None
         settings = self.settings
-        changes = measured_changes(base, placement, self._keyspace, live.layout, settings.max_move_bytes)
+        changes = measured_changes(base, placement, self._keyspace, live.layout, MAX_MOVE_BYTES)
         if changes.part == 0.0 or (changes.takes_back and not plan.live_fits):
             return None
         pairs = min(MAX_PAIRS, settings.budget_steps // (2 * settings.block_steps))
-        rule = SwitchbackRule(max(FIRST_LOOK, pairs), settings.confidence, settings.resolution)
+        rule = SwitchbackRule(max(FIRST_LOOK, pairs), CONFIDENCE, RESOLUTION)
         run = _Run(
             execution, execution, plan_kind(plan), base, placement, changes, live.generation, live.layout.world_size,
             rule, self._clock(), version=placement.version,
@@ -259,7 +269,7 @@ class Verifier:
         effect = run.rule.effect(run.blocks[False], run.blocks[True])
         verdict = run.rule.verdict(effect, last=spent) if spent or not run.order else None
         if verdict is None:
-            self._report(run, VerificationState.RUNNING, effect.describe(self.settings.confidence))
+            self._report(run, VerificationState.RUNNING, effect.describe(CONFIDENCE))
             self._next_block(run, live)
         else:
             self._conclude(run, verdict, effect, live)
@@ -285,7 +295,7 @@ class Verifier:
         run.moving = True
 
     def _conclude(self, run: _Run, verdict: Verdict, effect: Effect, live: LiveTopology) -> None:
-        words = effect.describe(self.settings.confidence)
+        words = effect.describe(CONFIDENCE)
         migration_id = run.plan.migration.migration_id
         stays = keeps_plan(verdict, takes_back=run.changes.takes_back)
         if not stays and verdict is not Verdict.SLOWER:
@@ -296,7 +306,7 @@ class Verifier:
                 run.at_plan = True
                 self._move(run, run.planned, live)
         else:
-            self.held.hold(run.kind, f"{migration_id} measured {words}", self.settings.hold_seconds, time.time())
+            self.held.hold(run.kind, f"{migration_id} measured {words}", HOLD_SECONDS, time.time())
             run.newest = self._executions.start_rollback(
                 f"{migration_id}{ROLLBACK}", migration_id, lambda: run.base, run.generation,
                 replace(

@@ -23,8 +23,8 @@ from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
 from flexd.planner.replication_summary import summarise_replication
-from flexd.planner.solver.busiest import BusiestBound, missed_share
 from flexd.planner.solver.limits import FREE, PlanLimits, SlotBudgets, slots_of_ranks
+from flexd.planner.solver.missed_share import missed_share
 from flexd.planner.solver.tiers import choose_jointly
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
@@ -58,7 +58,6 @@ class Plan:
         budgets: slots of ranks and tables, as the plan keeps to them.
         memory: of each rank with the target placement.
         home_seconds: objective of the placement with every row at HOME that is not pinned elsewhere.
-        busiest: objective and bound of the busiest ranks of every phase, which a step waits for.
         live_fits: whether the live placement keeps to slots, budgets, pins and excluded tables. If not, the plan is
             needed whatever it saves.
         step_seconds: measured wall time of a step; None if it is not known.
@@ -91,7 +90,6 @@ class Plan:
     budgets: SlotBudgets
     memory: RankMemory
     home_seconds: float
-    busiest: BusiestBound
     live_fits: bool
     step_seconds: float | None = None
     replica_sums: str = "all_reduce"
@@ -123,7 +121,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """Largest share that the plan may miss of what any plan could save against every row at HOME, 0 to 1, in the
-        mean over the ranks; ``busiest.gap`` is that of the busiest.
+        mean over the ranks.
 
         An empty plan has 1 where some plan could save anything, and 0 where none can."""
         return missed_share(self.objective_seconds, self.home_seconds, self.lower_bound_seconds)
@@ -158,9 +156,6 @@ class Plan:
             "objective_seconds": self.objective_seconds,
             "lower_bound_seconds": self.lower_bound_seconds,
             "gap": self.gap,
-            "busiest_objective_seconds": self.busiest.objective_seconds,
-            "busiest_lower_bound_seconds": self.busiest.lower_bound_seconds,
-            "busiest_gap": self.busiest.gap,
             "saved_seconds": self.saved_seconds,
             "saved_busiest_seconds": self.saved_busiest_seconds,
             "saved_share": self.saved_share,
@@ -209,8 +204,6 @@ def make_plan(
     limits: PlanLimits | None = None,
     exchange: Exchange | None = Exchange.CHAIN,
     step_seconds: float | None = None,
-    level_busiest_rank: bool = False,
-    bound_busiest_rank: bool = True,
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
 
@@ -225,8 +218,6 @@ def make_plan(
         exchange: what the job runs, which cannot change while it runs. None: the cheaper of chain and direct with
             dedup; such a plan costs no more than either of them without replicas.
         step_seconds: measured wall time of a step, of which the plan states its saving as a share.
-        level_busiest_rank: take other rows than the best of the mean where the busiest ranks gain by them.
-        bound_busiest_rank: False saves the time of that bound in a plan that nobody sees.
 
     Raises:
         PlanError: the profile is empty, is of other tables or does not know the accesses of a step; the slots are not
@@ -247,19 +238,7 @@ def make_plan(
     group_limits = [limits.of_group(load, keyspace, of_group) for load, of_group in zip(loads, slots, strict=True)]
     live_tiers = [live.tiers_of(load.keys) for load in loads]
     exchanges = (Exchange.CHAIN, Exchange.DIRECT_DEDUP) if exchange is None else (exchange,)
-    choices = {
-        each: choose_jointly(
-            sums,
-            cluster,
-            group_limits,
-            live_tiers,
-            horizon_steps,
-            each,
-            level=level_busiest_rank,
-            bound_busiest=bound_busiest_rank,
-        )
-        for each in exchanges
-    }
+    choices = {each: choose_jointly(sums, cluster, group_limits, live_tiers, horizon_steps, each) for each in exchanges}
     exchange = min(exchanges, key=lambda each: choices[each].cost.exposed_seconds)
     choice = choices[exchange]
     keys = np.concatenate([load.keys for load in loads])
@@ -293,7 +272,6 @@ def make_plan(
         budgets=budgets,
         memory=placement_memory(keyspace, layout, slots, target, choice.cost.buffer_bytes),
         home_seconds=choice.home.exposed_seconds,
-        busiest=choice.busiest,
         live_fits=_fits(live, limits, keyspace, layout, budgets),
         step_seconds=step_seconds,
         replica_sums=shape.replica_sums,

@@ -317,7 +317,7 @@ class DaemonServer:
             port=config.port,
             unix_socket=config.unix_socket,
             tls=ServerTls(config.tls, or_tokens=bool(tokens)) if config.tls.cert_file else None,
-            max_connections=config.max_connections,
+            max_connections=MAX_CONNECTIONS,
             supervisor=supervisor,
         )
         metrics.registry.register(RefusalsCollector(refusals.counts))
@@ -325,7 +325,7 @@ class DaemonServer:
         if config.metrics_listen is not None:
             host, port = split_address(config.metrics_listen)
             self._metrics = HttpListener(
-                create_metrics_app(api, metrics), host=host, port=port, max_connections=config.max_connections,
+                create_metrics_app(api, metrics), host=host, port=port, max_connections=MAX_CONNECTIONS,
                 supervisor=supervisor, thread="flexd-metrics",
             )  # fmt: skip
 

@@ -131,11 +131,11 @@ class CollectiveCurve:
         groups = tuple(group.divide_latency(factor) for group in self.groups)
         return replace(self, latency_seconds=self.latency_seconds / factor, groups=groups)
 
-    def scale_seconds(self, latency: float, transfer: float) -> CollectiveCurve:
-        """Return the same curve with the latency and the time of the bytes multiplied, for groups of every size."""
-        points = tuple((size, bandwidth / transfer) for size, bandwidth in self.points)
-        groups = tuple(group.scale_seconds(latency, transfer) for group in self.groups)
-        return replace(self, latency_seconds=self.latency_seconds * latency, points=points, groups=groups)
+    def scale_seconds(self, factor: float) -> CollectiveCurve:
+        """Return the same curve with all seconds multiplied, for groups of every size."""
+        points = tuple((size, bandwidth / factor) for size, bandwidth in self.points)
+        groups = tuple(group.scale_seconds(factor) for group in self.groups)
+        return replace(self, latency_seconds=self.latency_seconds * factor, points=points, groups=groups)
 
 
 def _between(small: CollectiveCurve, large: CollectiveCurve, ranks: int) -> CollectiveCurve:
@@ -332,18 +332,19 @@ class Cluster:
             world = replace(world, all_to_all=change(Link.INTER_NODE, world.all_to_all))
         return replace(self, intra_node=intra, inter_node=inter, world=world)
 
-    def scale_seconds(
-        self, factors: Mapping[tuple[Link, Collective], tuple[float, float]], world: tuple[float, float]
-    ) -> Cluster:
-        """Return the same cluster with (latency, transfer) seconds of curves multiplied, and of that of the world."""
+    def scale_seconds(self, factors: Mapping[Link, float]) -> Cluster:
+        """Return the same cluster with the seconds of all collectives of links multiplied; those of all ranks take the
+        factor between nodes."""
 
         def of_link(link: Link) -> LinkModel:
-            scaled = {c: self.curve(link, c).scale_seconds(*factors.get((link, c), (1.0, 1.0))) for c in Collective}
+            factor = factors.get(link, 1.0)
+            scaled = {c: self.curve(link, c).scale_seconds(factor) for c in Collective}
             return LinkModel(self.link(link).wire_bytes_per_second, **{c.value: scaled[c] for c in Collective})
 
         over_all = self.world
         if over_all is not None:
-            over_all = replace(over_all, all_to_all=over_all.all_to_all.scale_seconds(*world))
+            factor = factors.get(Link.INTER_NODE, 1.0)
+            over_all = replace(over_all, all_to_all=over_all.all_to_all.scale_seconds(factor))
         return replace(self, intra_node=of_link(Link.INTRA_NODE), inter_node=of_link(Link.INTER_NODE), world=over_all)
 
     def with_exposed(self, exposed: Exposed, name: str = "") -> Cluster:

@@ -128,13 +128,13 @@ def test_an_unknown_preset_is_found_before_the_daemon_runs(flexd_command, tmp_pa
 @pytest.mark.parametrize("command", ["check-config", "run"])
 def test_what_the_parts_would_refuse_is_exit_code_two(flexd_command, tmp_path, command):
     document = yaml.safe_load((ROOT / "configs" / "synthetic.yaml").read_text())
-    document["planner"] = {**document.get("planner", {}), "frozen_tables": ["no-such-table"]}
+    document["planner"] = {**document.get("planner", {}), "exclude_tables": ["no-such-table"]}
     document["topology"] = {"file": str(tmp_path / "missing.yaml")}
     file = tmp_path / "faulty.yaml"
     file.write_text(yaml.safe_dump(document))
     done = flexd_command(command, "-c", file)
     assert done.returncode == 2
-    assert "planner.frozen_tables: no table in tables is named 'no-such-table'" in done.stderr
+    assert "planner.exclude_tables: no table in tables is named 'no-such-table'" in done.stderr
     assert f"topology.file: {tmp_path}/missing.yaml: cannot be read" in done.stderr
     assert done.stdout == ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,15 @@ def read(log: Path) -> list[tuple[str, list[int], int, float]]:
     return [(b.table, b.rows.tolist(), b.source_rank, b.event_time_seconds) for b in batches]
 
 
-def test_every_event_arrives_once_in_order(flexd_command, trace, tmp_path):
+@pytest.fixture
+def message(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    return lambda accesses: monkeypatch.setattr("flexd.cli.produce_command.MESSAGE_ACCESSES", accesses)
+
+
+def test_every_event_arrives_once_in_order(flexd_command, trace, tmp_path, message):
+    message(300)
     log = tmp_path / "log"
-    done = flexd_command("produce", trace, "--log", log, "--message", 300, "--ranks", 3, "--as-dated", "-o", "json")
+    done = flexd_command("produce", trace, "--log", log, "--as-dated", "-o", "json")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert (summary["messages"], summary["accesses"], summary["failed"]) == (4, EVENTS, 0)
@@ -53,15 +60,15 @@ def test_every_event_arrives_once_in_order(flexd_command, trace, tmp_path):
     for index, name in enumerate(events.table_names):
         rows = [row for table, rows, _, _ in found if table == name for row in rows]
         assert rows == events.row[events.table == index].tolist()
-    assert [rank for _, _, rank, _ in found] == [0, 0, 1, 1, 2, 2, 0, 0]
+    assert [rank for _, _, rank, _ in found] == [0] * 8
     assert [at for table, _, _, at in found if table == "items"] == [events.seconds[i] for i in (299, 599, 899, 999)]
 
 
 def test_events_end_now_by_default(flexd_command, trace, tmp_path):
     before = time.time()
-    assert flexd_command("produce", trace, "--log", tmp_path / "log", "--limit", 10, "--yes").returncode == 0
+    assert flexd_command("produce", trace, "--log", tmp_path / "log", "--yes").returncode == 0
     found = read(tmp_path / "log")
-    assert sum(len(rows) for _, rows, _, _ in found) == 10
+    assert sum(len(rows) for _, rows, _, _ in found) == EVENTS
     assert before - 1 <= found[-1][3] <= time.time()
 
 
@@ -88,10 +95,11 @@ def counted_by_a_daemon(log: Path) -> dict[str, int]:
     return {"accepted": counts.accepted, "future_clamped": counts.future_clamped, "late": counts.late}
 
 
-def test_a_long_old_trace_is_clamped_only_where_it_is_dated_ahead_of_its_arrival(flexd_command, tmp_path):
+def test_a_long_old_trace_is_clamped_only_where_it_is_dated_ahead_of_its_arrival(flexd_command, tmp_path, message):
     """100 messages over 10 days, sent at once."""
+    message(10)
     trace = long_trace(tmp_path / "old.npz", days=10.0)
-    arguments = ("--table", "item=items", "--message", 10, "--yes")
+    arguments = ("--table", "item=items", "--yes")
     for options in (("--now", "end"), ("--as-dated",), ("--speed", 864_000)):
         log = tmp_path / options[-1 if len(options) == 1 else 0].strip("-")
         done = flexd_command("produce", trace, "--log", log, *arguments, *options)
@@ -106,12 +114,11 @@ def test_a_long_old_trace_is_clamped_only_where_it_is_dated_ahead_of_its_arrival
     assert counted["future_clamped"] > EVENTS * 0.9
 
 
-def test_speed_paces_by_the_times_of_the_trace_and_starts_now(flexd_command, trace, tmp_path):
+def test_speed_paces_by_the_times_of_the_trace_and_starts_now(flexd_command, trace, tmp_path, message):
     """99.9 s of events take one second: the gaps are a hundredth, and a message is dated when it is sent."""
+    message(100)
     before = time.time()
-    done = flexd_command(
-        "produce", trace, "--log", tmp_path / "log", "--speed", 100, "--message", 100, "-o", "json", "--yes"
-    )
+    done = flexd_command("produce", trace, "--log", tmp_path / "log", "--speed", 100, "-o", "json", "--yes")
     after = time.time()
     assert done.returncode == 0, done.stderr
     assert 0.999 <= json.loads(done.stdout)["seconds"] <= after - before
@@ -130,9 +137,10 @@ def test_speed_paces_by_the_times_of_the_trace_and_starts_now(flexd_command, tra
         (("--now", "start", "--rate", 1e6), 0.0, 99.9),
     ],
 )
-def test_a_trace_starts_or_ends_now(flexd_command, trace, tmp_path, arguments, first, last):
+def test_a_trace_starts_or_ends_now(flexd_command, trace, tmp_path, message, arguments, first, last):
+    message(1)
     before = time.time()
-    done = flexd_command("produce", trace, "--log", tmp_path / "log", "--message", 1, *arguments, "--yes")
+    done = flexd_command("produce", trace, "--log", tmp_path / "log", *arguments, "--yes")
     after = time.time()
     assert done.returncode == 0, done.stderr
     times = [at for _, _, _, at in read(tmp_path / "log")]
@@ -141,10 +149,9 @@ def test_a_trace_starts_or_ends_now(flexd_command, trace, tmp_path, arguments, f
     assert times[-1] - times[0] == pytest.approx(last - first, abs=1e-4)
 
 
-def test_dates_are_kept_on_request_even_where_they_set_the_pace(flexd_command, trace, tmp_path):
-    done = flexd_command(
-        "produce", trace, "--log", tmp_path / "log", "--message", 100, "--as-dated", "--speed", 500, "-o", "json"
-    )
+def test_dates_are_kept_on_request_even_where_they_set_the_pace(flexd_command, trace, tmp_path, message):
+    message(100)
+    done = flexd_command("produce", trace, "--log", tmp_path / "log", "--as-dated", "--speed", 500, "-o", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seconds"] >= 99.9 / 500
     assert sorted({at for _, _, _, at in read(tmp_path / "log")}) == load_trace(trace).seconds[99::100].tolist()

@@ -87,35 +87,36 @@ def expected(events: Trace) -> Counter:
     return Counter(zip((events.table_names[i] for i in events.table), events.row.tolist(), strict=True))
 
 
-def test_the_daemons_source_reads_back_what_was_produced(broker, trace, tmp_path):
+def test_the_daemons_source_reads_back_what_was_produced(flexd_command, broker, trace, tmp_path, monkeypatch):
+    monkeypatch.setattr("flexd.cli.produce_command.MESSAGE_ACCESSES", MESSAGE)
     config = configuration(tmp_path, broker.bootstrap_servers)
-    done = flexd("produce", trace, "-c", config, "--message", MESSAGE, "--ranks", 2, "-o", "json")
+    done = flexd_command("produce", trace, "-c", config, "-o", "json")
     assert done.returncode == ExitCode.OK, done.stderr
     assert done.stderr == ""
     summary = json.loads(done.stdout)
     messages = -(-EVENTS // MESSAGE)
     assert (summary["messages"], summary["accesses"], summary["failed"]) == (messages, EVENTS, 0)
     assert summary["target"] == f"topic {TOPIC} at {broker.bootstrap_servers}"
-    rows, batches = read_by_the_daemons_source(config, EVENTS)
+    rows, _ = read_by_the_daemons_source(config, EVENTS)
     assert rows == expected(load_trace(trace))
-    assert {batch.source_rank for batch in batches} == {0, 1}
 
 
 @pytest.mark.long
-def test_an_old_trace_of_other_tables_arrives_as_if_it_were_live(broker, trace, tmp_path):
+def test_an_old_trace_of_other_tables_arrives_as_if_it_were_live(flexd_command, broker, trace, tmp_path, monkeypatch):
     """``--speed`` dates each message when it is sent; ``--table`` gives the names of the configuration."""
+    monkeypatch.setattr("flexd.cli.produce_command.MESSAGE_ACCESSES", MESSAGE)
     config = configuration(tmp_path, broker.bootstrap_servers)
     events = load_trace(trace)
     np.savez(
         trace, row=events.row, table=events.table, ts=events.seconds, table_rows=events.table_rows,
         table_names=np.array(["item", "users"]),
     )  # fmt: skip
-    arguments = ("produce", trace, "-c", config, "--message", MESSAGE)
-    refused = flexd(*arguments)
+    arguments = ("produce", trace, "-c", config)
+    refused = flexd_command(*arguments)
     assert refused.returncode == ExitCode.USAGE
     assert "--table item=NEW" in refused.stderr
     before = time.time()
-    done = flexd(*arguments, "--table", "item=items", "--speed", 1000)
+    done = flexd_command(*arguments, "--table", "item=items", "--speed", 1000)
     after = time.time()
     assert done.returncode == ExitCode.OK, done.stderr
     rows, batches = read_by_the_daemons_source(config, EVENTS)
@@ -149,9 +150,8 @@ def test_a_broker_that_goes_away_in_the_middle_is_exit_status_4(flexd_command, b
         shown(self, sent)
 
     monkeypatch.setattr(_Progress, "__call__", kill_at_half)
-    done = flexd_command(
-        "produce", trace, "--kafka", broker.bootstrap_servers, "--topic", TOPIC, "--message", 50, "--timeout", 1
-    )
+    monkeypatch.setattr("flexd.cli.produce_command.MESSAGE_ACCESSES", 50)
+    done = flexd_command("produce", trace, "--kafka", broker.bootstrap_servers, "--topic", TOPIC, "--timeout", 1)
     assert done.returncode == ExitCode.REFUSED, done.stderr
     assert done.stdout == ""
     error, remedy = [line for line in done.stderr.splitlines() if line.startswith(("error: ", "remedy: "))]

@@ -11,7 +11,7 @@ import yaml
 from flexd.api.migration import MigrationReport
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
-from flexd.api.prices import CurvePrices, PricesStatus
+from flexd.api.prices import LinkPrices, PricesStatus
 from flexd.api.rank import RefusedRankStatus, TopologyStatus
 from flexd.api.sketch import SketchStatus, TableSketchStatus
 from flexd.api.snapshot import SnapshotStatus
@@ -28,18 +28,15 @@ def text_of(blocks) -> str:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_prices_say_whether_and_why_they_are_corrected(used: bool) -> None:
-    reason = "all x2.60: held-out error 22%, as probed 66%"
-    curves = (
-        CurvePrices(curve="inter_all_to_all", reports=40, correction="common", reason=reason),
-        CurvePrices(curve="of_a_newer_daemon", reason="as probed: 3 of 8 reports"),
+def test_prices_say_whether_and_why_they_are_corrected() -> None:
+    reason = "x2.60: held-out error 22%, as probed 66%"
+    links = (
+        LinkPrices(link="inter_node", reports=40, factor=2.6, reason=reason),
+        LinkPrices(link="of_a_newer_daemon", reason="as probed: 3 of 8 reports"),
     )
-    status = HEALTHY.model_copy(update={"prices": PricesStatus(used=used, curves=curves)})
-    lines = text_of(status_blocks(status)).splitlines()
-    assert next(line for line in lines if "all-to-all between nodes" in line).endswith(reason)
+    lines = text_of(status_blocks(HEALTHY.model_copy(update={"prices": PricesStatus(links=links)}))).splitlines()
+    assert next(line for line in lines if "between nodes" in line and "x2.60" in line).endswith(reason)
     assert any("of_a_newer_daemon" in line and "3 of 8 reports" in line for line in lines)
-    assert any("not used: planner.correct_prices" in line for line in lines) is not used
     assert "prices" not in text_of(status_blocks(HEALTHY))
 
 

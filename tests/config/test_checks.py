@@ -27,7 +27,10 @@ def _kafka(**changed: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"planner": {"frozen_tables": ["item"]}}, "planner.frozen_tables: no table in tables is named 'item'; did you me"),
+    (
+        {"planner": {"exclude_tables": ["item"]}},
+        "planner.exclude_tables: no table in tables is named 'item'; did you me",
+    ),
     ({"planner": {"exclude_tables": ["zzz"]}}, "planner.exclude_tables: no table in tables is named 'zzz'; known tab"),
     (
         {
@@ -35,11 +38,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "planner": {"pins": [{"table": "items", "tier": "NODE"}]},
         },
         "planner.pins[0].tier: 'items' has a home rule other than all",
-    ),
-    ({"planner": {"pooled_tables": {"item": "sums"}}}, "planner.pooled_tables: no table in tables is named 'item'"),
-    (
-        {"planner": {"pooled_tables": {"items": "sums"}, "pins": [{"table": "items", "tier": "NODE"}]}},
-        "planner.pins[0].tier: 'items' answers by sums, so it must be HOME (got 'NODE')",
     ),
     ({"planner": {"table_budgets": {"item": 5}}}, "planner.table_budgets: no table in tables is named 'item'"),
     ({"planner": {"pins": [{"table": "item", "tier": "NODE"}]}}, "planner.pins[0].table: no table in tables is named"),
@@ -92,17 +90,17 @@ def test_what_the_parts_would_refuse_is_named_by_its_key(sections: dict[str, Any
 
 
 def test_all_faults_are_listed() -> None:
-    planner = {"frozen_tables": ["a"], "exclude_tables": ["b"], "pins": [{"table": "c", "tier": "NODE"}]}
+    planner = {"exclude_tables": ["b"], "pins": [{"table": "c", "tier": "NODE"}]}
     config = parse_config(_document(planner=planner, topology={"file": "/nowhere"}))
     with pytest.raises(ConfigError) as raised:
         check_config(config, "f")
     keys = [line.split(": ")[1] for line in raised.value.message.splitlines()]
-    assert keys == ["planner.frozen_tables", "planner.exclude_tables", "planner.pins[0].table", "topology.file"]
+    assert keys == ["planner.exclude_tables", "planner.pins[0].table", "topology.file"]
 
 
 def test_what_is_right_passes() -> None:
     planner = {
-        "frozen_tables": ["users"], "exclude_tables": ["users"], "table_budgets": {"items": 3},
+        "exclude_tables": ["users"], "table_budgets": {"items": 3},
         "pins": [{"table": "items", "tier": "NODE", "rows": [0, 99]}, {"table": "users", "tier": "HOME"}],
     }  # fmt: skip
     options = {"security_protocol": "SASL_SSL", "api_version": "3.0", "ssl_cafile": "/not/here"}
@@ -115,5 +113,5 @@ def test_what_is_right_passes() -> None:
 def test_a_reload_checks_the_tables_alone() -> None:
     config = parse_config(_document(topology={"file": "/nowhere"}))
     check_tables(config)
-    with pytest.raises(ConfigError, match=r"planner\.frozen_tables"):
-        check_tables(parse_config(_document(planner={"frozen_tables": ["x"]})))
+    with pytest.raises(ConfigError, match=r"planner\.exclude_tables"):
+        check_tables(parse_config(_document(planner={"exclude_tables": ["x"]})))

@@ -45,7 +45,7 @@ def test_every_hot_key_is_a_key() -> None:
         ("control.throttle.bytes_per_step", True),
         ("control.throttles", False),
         ("control.listen_port", False),
-        ("planner.exchange", False),
+        ("planner.micro_batches", False),
         ("planner", False),
         ("job", False),
     ],
@@ -57,7 +57,7 @@ def test_hot(path: str, hot: bool) -> None:
 @pytest.mark.parametrize(
     ("section", "cold"),
     [
-        ("planner", {"exchange", "micro_batches", "comm_dtype", "replica_sums"}),
+        ("planner", {"micro_batches"}),
         ("state", {"dir", "on_unusable"}),
         ("log", set()),
     ],

@@ -66,7 +66,6 @@ def test_what_may_be(server: dict[str, Any]) -> None:
         ({"tokens": [{**TOKENS[0], "scope": "root"}]}, r"server.tokens\[0\].scope: Input should be 'read' or 'admin'"),
         ({"tokens": [{"name": "a"}]}, r"server.tokens\[0\].file: is required"),
         ({"tokens": [{"name": "a", "token": "hunter2hunter2"}]}, r"server.tokens\[0\].token: is not a known key"),
-        ({"max_connections": 1}, "server.max_connections: Input should be greater than or equal to 4"),
     ],
 )
 def test_what_may_not_be_names_the_key(server: dict[str, Any], said: str) -> None:

@@ -38,7 +38,7 @@ def test_rows_migrate_while_a_moved_trainer_trains(tmp_path: Path, ranks: Callab
         "topology": {"file": str(tmp_path / "topology.yaml")},
         "planner": {
             "interval_seconds": 2.0, "drift_threshold": None, "min_samples": 500, "min_coverage": 0.1,
-            "horizon_steps": 1e9, "min_saving": {"seconds": 0.0, "share": 0.0}, "correct_prices": False,
+            "horizon_steps": 1e9, "min_saving": {"seconds": 0.0, "share": 0.0},
         },
     }  # fmt: skip
     results: list[Any] = []

@@ -50,7 +50,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
         "topology": {"file": str(prices(tmp_path / "topology.yaml"))},
         "planner": {
             "interval_seconds": 5.0, "drift_threshold": None, "micro_batches": MICRO_BATCHES, "min_samples": 20_000,
-            "min_coverage": 0.1, "horizon_steps": 1e9, "correct_prices": False,
+            "min_coverage": 0.1, "horizon_steps": 1e9,
             "verify": {"enabled": True, "block_steps": 4},
         },
     }  # fmt: skip

@@ -73,7 +73,6 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     families = {family.name: family for family in plan_metrics(report)}
     shares = {sample.labels["dealing"]: sample.value for sample in families["flexd_affinity_bytes_ratio"].samples}
     assert shares["loader"] == pytest.approx(shown.loader.expected)
-    assert families["flexd_affinity_samples"].samples[0].value == 20 * SAMPLES
     assert set(proposal.plan.delta.keys) <= set(proposal.plan.target.keys) | set(proposal.live.keys)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.daemon import Daemon
@@ -153,6 +154,19 @@ def test_half_a_plan_after_an_aborted_migration_is_drift(tmp_path: Path) -> None
     assert drift is not None
     assert drift.ratio > 1.01
     assert harness.monitor.pop_reason() is not None
+
+
+def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
+    prices = []
+    for planner, trainer in (({}, None), ({"micro_batches": 4}, None), ({}, TrainerSettings("direct"))):
+        harness = DriftHarness(tmp_path, **planner)
+        assert harness.coordinator.topology is not None
+        harness.coordinator.topology = replace(harness.coordinator.topology, trainer=trainer)
+        harness.see()
+        drift = harness.monitor.evaluate()
+        assert drift is not None
+        prices.append(drift.live.total.exposed_seconds)
+    assert len(set(prices)) == len(prices)
 
 
 def test_a_live_daemon_plans_once_for_a_stream_that_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from flexd.config.load import parse_config
-from flexd.config.planner import PlannerConfig
-from flexd.config.reload import is_hot
+from flexd.api.prices import prices_status
 from flexd.control.protocol.report import PhaseReport, StepReport
-from flexd.operations.live_prices import MIN_STEPS, STALE_REPORTS, LivePrices
-from flexd.operations.price_samples import PricedCurve
+from flexd.operations.live_prices import MIN_STEPS, LivePrices
 from flexd.operations.training_monitor import TrainingMonitor
-from flexd.planner.model.price_correction import MIN_REPORTS, Correction
+from flexd.planner.model.price_correction import MIN_REPORTS
 from flexd.planner.model.row_bytes import TrafficLink
 from flexd.topology.cluster import Collective, Link
 from tests.support.components import report
@@ -27,19 +24,11 @@ MACHINE = cluster(all_to_all=1e9, all_reduce=2e9, intra=10e9, latency=1e-4)
 MEGABYTES = {"ids": 0.1, "rows": 4.0, "push": 4.0}
 
 
-def config_of(dtype: str = "float32", **planner: Any) -> Any:
-    table = {"name": "item", "rows": 100, "dim": 4, "dtype": dtype}
-    return parse_config({"job": "j", "tables": [table], "stream": {"source": {"kind": "tap"}}, "planner": planner})
+def prices_of(coordinator: FakeCoordinator) -> LivePrices:
+    return LivePrices(MACHINE, TrainingMonitor(), coordinator)
 
 
-def prices_of(coordinator: FakeCoordinator, dtype: str = "float32", **planner: Any) -> LivePrices:
-    config = config_of(dtype, **planner)
-    return LivePrices(config.planner, config.keyspace(), MACHINE, TrainingMonitor(), coordinator)
-
-
-def step_report(
-    factor: float, *, steps: int = 10, exchange: str = "chain", intra: float = 1.0, sync: float = 0.0
-) -> StepReport:
+def step_report(factor: float, *, steps: int = 10, exchange: str = "chain", intra: float = 1.0) -> StepReport:
     """Steps of 0.5 s in which all collectives between nodes take ``factor`` times what the curve says."""
     phases = [
         PhaseReport(
@@ -51,13 +40,6 @@ def step_report(
         )
         for name, size in MEGABYTES.items()
     ]  # fmt: skip
-    if sync:
-        phases.append(
-            PhaseReport(
-                "sync", inter_seconds=steps * sync * (1e-4 + 2e6 / 2e9), inter_bytes=steps * 2_000_000,
-                inter_collectives=steps,
-            )
-        )  # fmt: skip
     return replace(report(1, steps=steps), phases=tuple(phases), phase_steps=steps, exchange=exchange)
 
 
@@ -77,18 +59,8 @@ def test_corrected_prices_are_used_once_they_predict_better() -> None:
         before, after = (of.curve(Link.INTER_NODE, collective) for of in (MACHINE, corrected))
         assert after.seconds(1e6) == pytest.approx(3 * before.seconds(1e6), rel=0.1)
     assert corrected.intra_node == MACHINE.intra_node, "the curve holds there"
-    assert corrected.name.startswith("test (corrected: all-to-all between nodes x2.")
+    assert corrected.name.startswith("test (corrected: between nodes x2.")
     assert MACHINE.name == "test"
-
-
-def test_with_false_corrections_are_learnt_and_not_used() -> None:
-    prices = prices_of(FakeCoordinator(), correct_prices=False)
-    teach(prices, 3.0)
-    assert prices.cluster is MACHINE
-    assert prices.corrections()[PricedCurve.INTER_ALL_TO_ALL].correction is Correction.COMMON
-    prices.apply_config(PlannerConfig(correct_prices=True))
-    assert "corrected" in prices.cluster.name
-    assert is_hot("planner.correct_prices")
 
 
 def test_all_ranks_and_enough_steps_are_needed() -> None:
@@ -100,21 +72,11 @@ def test_all_ranks_and_enough_steps_are_needed() -> None:
     prices.add(3, step_report(3.0, steps=MIN_STEPS - 1))
     assert prices.corrections() == {}
     prices.add(3, step_report(3.0, steps=1))
-    assert prices.corrections()[PricedCurve.INTER_ALL_TO_ALL].reports == 1
+    assert prices.corrections()[Link.INTER_NODE].reports == 1
     short = replace(step_report(3.0), step_seconds=0.01)
     for rank in range(4):
         prices.add(rank, short)
-    assert prices.corrections()[PricedCurve.INTER_ALL_TO_ALL].reports == 1, "less than a second of training"
-
-
-def test_an_all_reduce_has_its_own_factor_while_steps_show_it() -> None:
-    prices = prices_of(FakeCoordinator())
-    teach(prices, 3.0, 20, sync=1.0)
-    reduce = MACHINE.curve(Link.INTER_NODE, Collective.ALL_REDUCE)
-    assert prices.cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE) == reduce
-    teach(prices, 3.0, STALE_REPORTS)
-    later = prices.cluster.curve(Link.INTER_NODE, Collective.ALL_REDUCE)
-    assert later.seconds(1e6) == pytest.approx(3 * reduce.seconds(1e6), rel=0.1), "as its link"
+    assert prices.corrections()[Link.INTER_NODE].reports == 1, "less than a second of training"
 
 
 def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
@@ -128,8 +90,28 @@ def test_plans_and_their_drift_are_priced_with_them(tmp_path: Path) -> None:
             phases = (PhaseReport("rows", inter_seconds=10 * seconds, inter_bytes=100_000, inter_collectives=10),)
             harness.prices.add(rank, replace(report(1, steps=10), phases=phases, phase_steps=10, exchange="chain"))
     after = harness.propose("corrected", dry_run=True).plan
-    assert after.cluster.name.startswith(f"{probed.name} (corrected: all-to-all between nodes x")
+    assert after.cluster.name.startswith(f"{probed.name} (corrected: between nodes x")
     for link, factor in ((TrafficLink.INTRA_NODE, 1.0), (TrafficLink.INTER_NODE, 4.0)):
         seconds = [float(plan.before.phase_seconds[:, link].sum()) for plan in (before, after)]
         assert seconds[0] > 0
         assert seconds[1] == pytest.approx(factor * seconds[0], rel=0.15 if factor > 1 else 1e-9)
+
+
+def test_the_status_says_what_was_learnt_and_why() -> None:
+    prices = prices_of(FakeCoordinator())
+    assert prices_status(prices).links == ()
+    teach(prices, 3.0, 40)
+    status = prices_status(prices)
+    by_link = {link.link: link for link in status.links}
+    across, inside = by_link["inter_node"], by_link["intra_node"]
+    assert across.reports == 40
+    assert across.factor == pytest.approx(3.0, rel=0.1)
+    assert inside.factor == 1.0
+    assert across.probed_error == pytest.approx(2 / 3, rel=0.01)
+    assert across.corrected_error == pytest.approx(0.03, abs=0.03)
+    assert "as probed 67%" in across.reason
+    samples = {
+        (family.name, *sample.labels.values()): sample.value for family in status.metrics() for sample in family.samples
+    }
+    assert samples["flexd_price_factor", "inter_node"] == across.factor
+    assert samples["flexd_price_error", "inter_node", "probed"] == across.probed_error

@@ -96,8 +96,9 @@ def test_a_permanently_slower_job_gets_a_new_baseline() -> None:
     assert figures.baseline.p50_seconds == pytest.approx(2 * STEP_SECONDS, rel=0.05)
 
 
-def test_a_migration_that_always_slows_steps_continues_rarely() -> None:
-    job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(adaptive=True, pause_seconds=1.0))
+def test_a_migration_that_always_slows_steps_continues_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexd.operations.pacing.PAUSE_SECONDS", 1.0)
+    job = Job(seconds_per_byte=1e-6, settings=ThrottleConfig(adaptive=True))
     job.run(2_500)
     figures = job.pacing.snapshot()
     assert figures.pauses >= 2

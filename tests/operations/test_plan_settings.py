@@ -1,53 +1,43 @@
-"""Translation of the planner section of the configuration into settings of the planner."""
+"""What the planner is given: the configuration, and what the trainer says of itself."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
 from flexd.core.keyspace import TableSpec
-from flexd.operations.plan_settings import (
-    contradictions,
-    plan_limits,
-    running_exchange,
-    settings_of_job,
-    training_shape,
-)
+from flexd.core.layout import Tier
+from flexd.operations.plan_settings import TrainingJob, plan_limits, training_shape
 from flexd.planner.model.row_bytes import Exchange
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]
 TOLD = with_answers(TrainerSettings("direct", "float16", "home"), TABLES, {"a": "sums", "c": "rows"})
 
 
-def test_what_the_trainer_says_need_not_be_configured() -> None:
-    settings = PlannerConfig(micro_batches=4)
-    of_job = settings_of_job(settings, TOLD, TABLES)
-    shape = training_shape(of_job)
-    assert (shape.comm_dtype, shape.replica_sums, shape.micro_batches) == ("float16", "home", 4)
-    assert running_exchange(of_job) is Exchange.DIRECT_DEDUP
-    assert of_job.pooled_tables == {"a": "sums", "c": "rows"}
-    assert plan_limits(of_job).exclude_tables == {"a"}
-    assert contradictions(settings, TOLD, TABLES) == ()
-
-
-def test_a_trainer_that_says_nothing_or_what_is_not_known_leaves_the_configuration() -> None:
-    settings = PlannerConfig(exchange="direct_no_dedup", comm_dtype="bfloat16", replica_sums="home")
-    assert settings_of_job(settings, None, TABLES) is settings
-    later = TrainerSettings("auto", "float8", "everywhere")
-    of_job = settings_of_job(settings, later, TABLES)
-    assert of_job == settings
-    assert contradictions(settings, None, TABLES) == contradictions(settings, later, TABLES) == ()
-
-
-def test_what_is_configured_otherwise_is_named_with_both_values_and_does_not_count() -> None:
-    settings = PlannerConfig(
-        exchange="chain", comm_dtype="bfloat16", replica_sums="home", pooled_tables={"a": "rows", "b": "sums"}
+def test_every_setting_is_passed_on() -> None:
+    settings = PlannerConfig.model_validate(
+        {
+            "micro_batches": 4,
+            "exclude_tables": ["b"],
+            "pins": [{"table": "c", "tier": "NODE"}, {"table": "d", "tier": "DEVICE", "rows": [3, 1]}],
+            "table_budgets": {"c": 7},
+        }
     )
-    assert contradictions(settings, TOLD, TABLES) == (
-        "planner.pooled_tables.a is 'rows', and the trainer has 'sums', which counts: remove the key",
-        "planner.pooled_tables.b is 'sums', and the trainer has a table without pooling, which counts: remove the key",
-        "planner.exchange is 'chain', and the trainer has 'direct', which counts: remove the key",
-        "planner.comm_dtype is 'bfloat16', and the trainer has 'float16', which counts: remove the key",
-    )
-    assert settings_of_job(settings, TOLD, TABLES).comm_dtype == "float16"
-    (stored,) = contradictions(PlannerConfig(comm_dtype="float16"), TrainerSettings(), TABLES)
-    assert stored.startswith("planner.comm_dtype is 'float16', and the trainer has the tables' own dtype")
+    job = TrainingJob.of(TOLD, TABLES)
+    limits, shape = plan_limits(settings, job), training_shape(settings, job)
+    assert (shape.micro_batches, shape.comm_dtype, shape.replica_sums) == (4, "float16", "home")
+    assert job.exchange is Exchange.DIRECT_DEDUP
+    assert job.answers == {"a": "sums", "c": "rows"}
+    assert limits.exclude_tables == {"a", "b"}, "no row of a table that answers by sums is copied"
+    assert limits.table_slots == {"c": 7}
+    whole, rows = limits.pins
+    assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)
+    assert (rows.table, rows.tier) == ("d", Tier.DEVICE)
+    assert rows.rows is not None
+    np.testing.assert_array_equal(rows.rows, [3, 1])
+
+
+def test_a_trainer_that_says_nothing_or_what_is_not_known_has_the_defaults() -> None:
+    assert TrainingJob.of(None, TABLES) == TrainingJob()
+    assert TrainingJob.of(TrainerSettings("auto", "float8", "everywhere"), TABLES) == TrainingJob()

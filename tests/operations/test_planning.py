@@ -161,32 +161,34 @@ def test_plans_are_made_one_at_a_time_with_ids_of_their_own(harness: PlanningHar
     assert most == 1
 
 
-def test_an_explanation_names_pins_exclusions_and_frozen_tables(tmp_path: Path) -> None:
-    def explained(row: int, **planner: Any) -> tuple[str, str, float | None]:
+def test_an_explanation_names_pins_and_exclusions(tmp_path: Path) -> None:
+    def explained(row: int, **planner: Any) -> tuple[str, str]:
         harness = PlanningHarness(tmp_path, **planner)
         harness.see(50_000)
         harness.report()
         (answer,) = explanation(*harness.planning.explain("item", row, 0)).explained
-        return answer.planned, answer.reason, answer.anywhere
+        return answer.planned, answer.reason
 
     coldest = ROWS - 1
     pins = [{"table": "item", "tier": "HOME", "rows": [0]}, {"table": "item", "tier": "DEVICE", "rows": [coldest]}]
     assert explained(0)[1] == "saves"
-    assert explained(0, pins=pins)[:2] == ("HOME", "pinned")
-    assert explained(coldest, pins=pins)[:2] == ("DEVICE", "pinned")
-    assert explained(0, exclude_tables=["item"])[:2] == ("HOME", "excluded")
-    assert explained(0, frozen_tables=["item"])[2] == 0, "nothing of it is synchronised"
+    assert explained(0, pins=pins) == ("HOME", "pinned")
+    assert explained(coldest, pins=pins) == ("DEVICE", "pinned")
+    assert explained(0, exclude_tables=["item"]) == ("HOME", "excluded")
+
+
+def planned_for(tmp_path: Path, trainer: TrainerSettings | None) -> tuple[PlanningHarness, Plan]:
+    harness = PlanningHarness(tmp_path)
+    harness.see(50_000)
+    harness.report()
+    harness.coordinator.topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), True, "", trainer=trainer)
+    return harness, harness.propose("why").plan
 
 
 def test_a_plan_states_the_better_answer_of_pooled_tables_and_copies_none_that_answers_by_sums(tmp_path: Path) -> None:
-    def planned(**planner: Any) -> Plan:
-        harness = PlanningHarness(tmp_path, **planner)
-        harness.see(50_000)
-        harness.report()
-        return harness.propose("why").plan
-
-    assert planned().pooled_tables == ()
-    by_rows, by_sums = (planned(pooled_tables={"item": answer}) for answer in ("rows", "sums"))
+    assert planned_for(tmp_path, None)[1].pooled_tables == ()
+    _, by_rows = planned_for(tmp_path, TrainerSettings("chain", pooled="1"))
+    harness, by_sums = planned_for(tmp_path, TrainerSettings("chain", pooled="1", by_sums="1"))
     assert len(by_rows.target) > 0
     assert len(by_sums.target) == 0
     (of_rows,), (of_sums,) = by_rows.pooled_tables, by_sums.pooled_tables
@@ -194,24 +196,12 @@ def test_a_plan_states_the_better_answer_of_pooled_tables_and_copies_none_that_a
     assert of_rows.bytes.bags == pytest.approx(of_sums.bytes.bags)
     told = plan_report(by_sums, Placement.empty()).pooled_tables["item"]
     assert told.sums_inter_node_bytes == of_sums.bytes.sums[1]
+    (answer,) = explanation(*harness.planning.explain("item", 0, 0)).explained
+    assert (answer.planned, answer.reason) == ("HOME", "excluded")
 
 
 def test_plans_and_prices_follow_what_the_trainer_says_of_itself(tmp_path: Path) -> None:
-    def planned(trainer: TrainerSettings | None, **planner: Any) -> tuple[PlanningHarness, Plan]:
-        harness = PlanningHarness(tmp_path, **planner)
-        harness.see(50_000)
-        harness.report()
-        topology = LiveTopology(1, "a", RankLayout(2, 2), (200,), True, "", trainer=trainer)
-        harness.coordinator.topology = topology
-        return harness, harness.propose("why").plan
-
-    _, configured = planned(None, comm_dtype="float16", replica_sums="home")
-    _, told = planned(TrainerSettings("chain", "float16", "home"))
-    _, plain = planned(TrainerSettings("chain"))
-    assert (told.after.exposed_seconds, told.replica_sums) == (configured.after.exposed_seconds, "home")
+    _, told = planned_for(tmp_path, TrainerSettings("chain", "float16", "home"))
+    _, plain = planned_for(tmp_path, TrainerSettings("chain"))
+    assert told.replica_sums == "home"
     assert plain.after.exposed_seconds > told.after.exposed_seconds
-    harness, by_sums = planned(TrainerSettings("chain", pooled="1", by_sums="1"))
-    assert len(by_sums.target) == 0
-    assert [one.answer for one in by_sums.pooled_tables] == ["sums"]
-    (answer,) = explanation(*harness.planning.explain("item", 0, 0)).explained
-    assert (answer.planned, answer.reason) == ("HOME", "excluded")

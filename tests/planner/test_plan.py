@@ -127,16 +127,6 @@ def test_presets_with_a_large_job(name: str, rows: int) -> None:
     assert made.gap < 1e-3
 
 
-def test_a_plan_without_the_bound_of_the_busiest_rank_is_the_same_plan() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=800)
-    bounded, unbounded = plan(seen), plan(seen, bound_busiest_rank=False)
-    assert unbounded.target.digest() == bounded.target.digest()
-    assert unbounded.after.exposed_seconds == bounded.after.exposed_seconds
-    assert unbounded.saved_busiest_seconds == bounded.saved_busiest_seconds
-    assert bounded.busiest.gap < 1.0
-    assert unbounded.busiest.gap == 1.0, "nothing is known of what is missed"
-
-
 def test_placement_cost_of_nothing_is_the_chain() -> None:
     loads = make_loads(profile(KEYSPACE, ACCESSES, hot=50), KEYSPACE, LAYOUT)
     made = plan(profile(KEYSPACE, ACCESSES, hot=50), slots=(0, 0))

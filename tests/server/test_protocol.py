@@ -29,7 +29,8 @@ def daemon() -> FakeDaemon:
 def served(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[DaemonServer]:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(protocol, "WRITE_SECONDS", 0.3)
-    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0, max_connections=LIMIT))
+    monkeypatch.setattr("flexd.server.http.MAX_CONNECTIONS", LIMIT)
+    server = DaemonServer(daemon, Metrics(daemon), ServerConfig(port=0))
     server.start()
     yield server
     assert server.stop(10)

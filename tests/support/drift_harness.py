@@ -67,7 +67,7 @@ class DriftHarness:
         self.profile_rates: list[float] = []
         self.during: Callable[[], None] = lambda: None
         self.clock = 0.0
-        prices = LivePrices(self.config.planner, self.keyspace, CLUSTER, self.training, self.coordinator)
+        prices = LivePrices(CLUSTER, self.training, self.coordinator)
         self.monitor = DriftMonitor(
             self.config.planner, self.keyspace, prices, self._profile, self.coordinator,
             self.executions, self.training,  # type: ignore[arg-type]

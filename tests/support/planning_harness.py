@@ -54,7 +54,7 @@ class PlanningHarness:
         self.log_path = directory / "plans.jsonl"
         executions = Executions(self.config.control, keyspace, self.coordinator, PlanLog(self.log_path))  # type: ignore[arg-type]
         cluster = scale_model(make_cluster(self.config), 1e6)
-        self.prices = LivePrices(self.config.planner, keyspace, cluster, self.training, self.coordinator)
+        self.prices = LivePrices(cluster, self.training, self.coordinator)
         self.planning = Planning(
             self.config, keyspace, self.prices, self._make_profile, self.coordinator,  # type: ignore[arg-type]
             self.training, executions, bag_lengths=self.sketches.sequence_length_quantiles,

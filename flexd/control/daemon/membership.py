@@ -341,7 +341,7 @@ class Membership:
             fault = f"{hello.nodes} nodes x {hello.local_ranks} local ranks are not {hello.world_size} ranks"
         elif hello.world_size > self._max_ranks:
             fault = f"the job has {hello.world_size} ranks, and the daemon serves {self._max_ranks} at most"
-            remedy = "raise control.max_ranks in the daemon's configuration"
+            remedy = f"train with at most {self._max_ranks} ranks"
         elif hello.trainer is not None and (of_trainer := hello.trainer.fault(len(self._keyspace.tables))):
             fault, remedy = of_trainer, "run the same version of flexd on all ranks"
         elif not 0 < len(hello.attempt) <= MAX_NAME_CHARACTERS:

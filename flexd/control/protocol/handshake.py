@@ -241,7 +241,7 @@ def _proven_key(keys: tuple[bytes, ...], binding: bytes, proofs: bytes) -> bytes
 
 def _refusal(status: Status) -> ControlError:
     if status == Status.TOO_MANY:
-        return ControlError("the daemon has too many connections", remedy="raise control.max_ranks at the daemon")
+        return ControlError("the daemon has too many connections", remedy="run a daemon for each job")
     return AuthenticationError("the daemon refuses this trainer's secret", remedy="give both the same secret file")
 
 

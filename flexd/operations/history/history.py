@@ -178,10 +178,6 @@ class MigrationHistory:
         """Return the newest kept verdict, without waiting for the file. Raises SnapshotError if it cannot be read."""
         return self._store.newest_verdict()
 
-    def set_limit(self, migrations: int) -> None:
-        """Use another limit of migrations and actions from the next entry on."""
-        self._store.keep = migrations
-
     def _run(self) -> None:
         if self._attempt([]):
             self._watch.progress()

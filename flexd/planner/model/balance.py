@@ -81,22 +81,6 @@ def rank_bytes(by_home: Float64Array, factors: Float64Array, layout: RankLayout,
     return _spread_over_ranks(np.einsum("tpls,tsw->tplw", factors, by_home), layout, exchange)
 
 
-def home_weights(sent: Float64Array, received: Float64Array, layout: RankLayout, exchange: Exchange) -> Float64Array:
-    """Return float64[tier, phase, link, world]: weights of the homes' bytes that sum to weighted bytes of the ranks.
-
-    ``rank_bytes`` is linear, so for any weights of the ranks, ``(sent * bytes.sent + received * bytes.received).sum()``
-    is the sum of these times what the rows of each home add to the mean over the ranks. The map from homes to ranks is
-    symmetric (a rank, its rail, its node, all ranks), and so its own transpose.
-
-    Args:
-        sent, received: float64[phase, link, world], weights of what each rank sends and receives.
-    """
-    shape = (len(Tier), *sent.shape)
-    served = _spread_over_ranks(np.broadcast_to(sent, shape), layout, exchange).sent
-    weights: Float64Array = served + _spread_over_ranks(np.broadcast_to(received, shape), layout, exchange).received
-    return weights
-
-
 def _spread_over_ranks(of_home: Float64Array, layout: RankLayout, exchange: Exchange) -> RankBytes:
     """Compute the bytes of every rank from float64[tier, phase, link, world], what the rows of each home add to the
     mean over all ranks."""

@@ -90,32 +90,6 @@ class Assignment:
         tiers[rows] = chosen
         return tiers, bound
 
-    def within_limits(self, wanted: UInt8Array, worth: Float64Array) -> UInt8Array:
-        """Return uint8[h]: of the rows that are wanted above HOME those that fit, at the tier that is wanted or none.
-
-        Args:
-            wanted: uint8[h].
-            worth: float64[tier, h]: where not all fit, rows of the least worth are left out.
-        """
-        tiers = self.base.copy()
-        rows = np.flatnonzero(
-            (wanted != Tier.HOME) & (True if self.limits.fixed is None else self.limits.fixed == FREE)
-        )
-        if not len(rows):
-            return tiers
-        slots, budgets = self._free
-        each = np.arange(len(rows))
-        mine = worth[wanted[rows], rows]
-        only = np.full((len(Tier), len(rows)), -np.inf)
-        only[Tier.HOME] = 0.0
-        # All wanted rows stay if they fit, those of least worth leave first.
-        only[wanted[rows], each] = mine - mine.min() + max(float(np.ptp(mine)), 1.0) * 1e-9
-        budget = None if self.limits.budget is None else self.limits.budget[rows]
-        part = _GainingRows(self.layout, self.keys[rows], only, slots, budget, budgets)
-        free = part.slot_prices(np.zeros(self.layout.world_size))
-        tiers[rows] = part.fit_slots(free, np.zeros(len(budgets)))
-        return tiers
-
 
 @dataclass(frozen=True)
 class _GainingRows:

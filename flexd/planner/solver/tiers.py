@@ -29,19 +29,13 @@ from flexd.planner.model.prices import exposed_share, linear_exposure
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import Assignment
-from flexd.planner.solver.busiest import BusiestBound, BusiestRank, Multipliers, byte_prices
 from flexd.planner.solver.limits import FREE, GroupLimits
-from flexd.planner.solver.rank_classes import LevelGroup
-from flexd.topology.cluster import Cluster, Exposed
+from flexd.topology.cluster import Cluster
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
 
-_LEVEL_ROWS = 200_000
-"""Up to so many rows they are moved to level the ranks; beyond, a home's hot rows are much like another's."""
-_WORTH_LEVELLING = 1e-3
-"""Share of the largest possible saving by which the busiest rank must gain, or the tiers of the mean stay."""
 _PRICE_ROUNDS = 4
 """At most: prices depend on the message sizes, which depend on the plan."""
 
@@ -59,7 +53,6 @@ class JointChoice:
             over the horizon.
         lower_bound_seconds: no tiers within the limits have a smaller objective (at the prices of these tiers'
             messages; for a cluster without size-dependent bandwidths: at all).
-        busiest: the same two of the busiest ranks of every phase, which a step waits for.
     """
 
     tiers: tuple[UInt8Array, ...]
@@ -68,7 +61,6 @@ class JointChoice:
     home: CostBreakdown
     objective_seconds: float
     lower_bound_seconds: float
-    busiest: BusiestBound
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,6 @@ class TierChoice:
     cost: CostBreakdown
     objective_seconds: float
     lower_bound_seconds: float
-    busiest: BusiestBound
 
 
 def choose_tiers(
@@ -91,16 +82,12 @@ def choose_tiers(
     live_tiers: UInt8Array,
     horizon_steps: float,
     exchange: Exchange = Exchange.CHAIN,
-    *,
-    level: bool = False,
 ) -> TierChoice:
     """The best tiers for one dim-group alone; see ``choose_jointly``."""
     limits = replica_slots if isinstance(replica_slots, GroupLimits) else GroupLimits.of(replica_slots, layout)
     sums = [LoadSums(load, layout)]
-    joint = choose_jointly(sums, cluster, [limits], [live_tiers], horizon_steps, exchange, level=level)
-    return TierChoice(
-        joint.tiers[0], joint.gains[0], joint.cost, joint.objective_seconds, joint.lower_bound_seconds, joint.busiest
-    )
+    joint = choose_jointly(sums, cluster, [limits], [live_tiers], horizon_steps, exchange)
+    return TierChoice(joint.tiers[0], joint.gains[0], joint.cost, joint.objective_seconds, joint.lower_bound_seconds)
 
 
 def choose_jointly(
@@ -110,23 +97,16 @@ def choose_jointly(
     live_tiers: Sequence[UInt8Array],
     horizon_steps: float,
     exchange: Exchange = Exchange.CHAIN,
-    *,
-    level: bool = False,
-    bound_busiest: bool = True,
 ) -> JointChoice:
     """The best tiers for all dim-groups within their limits.
 
     A row that is now below a tier must pay with its lower access bound, and pay for its migration within
     ``horizon_steps``; a row that is there now stays as long as its upper bound pays. So rows near the threshold do not
     flap. The result never costs more (in the mean over the ranks) than the same exchange with every row at HOME and
-    pinned rows at their pins, and changes nothing that fits unless the change pays by this measure. With ``level``
-    neither do its busiest ranks, and where they gain enough by other tiers, those are taken (``busiest``).
+    pinned rows at their pins, and changes nothing that fits unless the change pays by this measure.
 
     Args:
         live_tiers: of each group uint8[h], tiers of the listed rows now.
-        level: take other tiers where the busiest ranks gain by them; False: the best of the mean. The bound of the
-            busiest ranks is given in both cases.
-        bound_busiest: False saves the time of that bound, which is -inf then. Needed to ``level``.
 
     Raises:
         PlanError: a horizon that is not above 0, or pinned rows that do not fit.
@@ -139,18 +119,18 @@ def choose_jointly(
     linear = linear_exposure(cluster, home.phase_seconds.sum(axis=1))
     problem = _Problem(tuple(sums), cluster, linear, tuple(limits), tuple(live), horizon_steps, exchange)
     sent = problem.first_sizes()
-    best: tuple[_MeanChoice, Float64Array] | None = None
+    best: _MeanChoice | None = None
     for _ in range(1 if cluster.is_affine else _PRICE_ROUNDS):
         choice = problem.solve(sent)
-        if best is None or choice.objective_seconds < best[0].objective_seconds:
-            best = choice, sent
+        if best is None or choice.objective_seconds < best.objective_seconds:
+            best = choice
         sizes = choice.cost.bytes
         if np.array_equal(np.where(sizes > 0, sizes, sent), sent):
             break
         sent = np.where(sizes > 0, sizes, sent)
     if best is None:
         raise PlanError("no tiers were tried", remedy="report this")
-    return problem.levelled(*best, level=level, bounded=bound_busiest or level)
+    return problem.joint(best)
 
 
 @dataclass(frozen=True)
@@ -310,88 +290,16 @@ class _Problem:
             groups, home_tiers, home, best_tiers, best_cost, best_objective, max(bound - best_value, 0.0)
         )
 
-    def objective(self, groups: Sequence[_Group], tiers: Sequence[UInt8Array], exposed: float) -> float:
-        """Exposed seconds with row bounds and migration."""
-        return exposed + sum(
-            g.total(g.plain, t) - g.total(g.assignment.decision, t) for g, t in zip(groups, tiers, strict=True)
-        )
-
-    def levelled(self, mean: _MeanChoice, sent: Float64Array, *, level: bool, bounded: bool) -> JointChoice:
-        """Bound the busiest ranks of the best tiers of the mean, and take other tiers if those gain enough by it."""
-        if not bounded:
-            return self._unbounded(mean)
-        groups, rows = mean.groups, sum(len(group.live) for group in mean.groups)
-        peak = mean.cost.peak_bytes
-        seconds = mean.cost.peak_transfer_seconds.sum(axis=0) + mean.cost.latency_seconds
-        linear = linear_exposure(self.cluster, seconds.sum(axis=1))
-        sizes = np.where(peak > 0, peak, sent)
-        price = byte_prices(sizes, peak, linear, self.layout, self.sums[0].load.micro_batches, self.exchange)
-        busiest = BusiestRank(
-            tuple(LevelGroup(g.sums, g.assignment, g.plain, self.exchange) for g in groups), price, self.exchange
-        )
-        home_seconds = self.objective(groups, mean.home_tiers, mean.home.peak_exposed_seconds)
-        at, bound = self._busiest_bound(mean, busiest, linear, home_seconds, level=level)
-        if self.cluster.is_affine:
-            bound = max(bound, mean.objective_seconds - mean.missed_seconds)
-        best = mean.tiers, mean.cost, self.objective(groups, mean.tiers, mean.cost.peak_exposed_seconds)
-        worth = _WORTH_LEVELLING * max(home_seconds - bound, 0.0)
-
-        def others() -> Iterator[tuple[Sequence[UInt8Array], float]]:
-            """Yield other tiers, and by how much they must be better."""
-            yield mean.home_tiers, 0.0
-            if all(g.assignment.limits.fits(g.sums.load.keys, g.live, self.layout) for g in groups):
-                yield [g.live for g in groups], 0.0
-            if rows <= _LEVEL_ROWS and best[2] - bound > worth:
-                yield busiest.levelled(at), worth
-
-        for tiers, least in others() if level else ():
-            cost = self.cost(tiers)
-            objective = self.objective(groups, tiers, cost.peak_exposed_seconds)
-            better = objective < best[2] - least and cost.peak_exposed_seconds < best[1].peak_exposed_seconds
-            if better and cost.exposed_seconds <= mean.home.exposed_seconds:
-                best = list(tiers), cost, objective
-        tiers, cost, objective = best
-        return self._choice(mean, tiers, cost, BusiestBound(objective, home_seconds, min(bound, objective)))
-
-    def _unbounded(self, mean: _MeanChoice) -> JointChoice:
-        home_seconds = self.objective(mean.groups, mean.home_tiers, mean.home.peak_exposed_seconds)
-        objective = self.objective(mean.groups, mean.tiers, mean.cost.peak_exposed_seconds)
-        return self._choice(mean, mean.tiers, mean.cost, BusiestBound(objective, home_seconds, -math.inf))
-
-    def _choice(
-        self, mean: _MeanChoice, tiers: Sequence[UInt8Array], cost: CostBreakdown, busiest: BusiestBound
-    ) -> JointChoice:
+    def joint(self, mean: _MeanChoice) -> JointChoice:
         gains = [
             np.take_along_axis(group.plain, chosen[None, :].astype(np.int64), axis=0)[0]
-            for group, chosen in zip(mean.groups, tiers, strict=True)
+            for group, chosen in zip(mean.groups, mean.tiers, strict=True)
         ]
         return JointChoice(
-            tiers=tuple(tiers),
+            tiers=tuple(mean.tiers),
             gains=tuple(gains),
-            cost=cost,
+            cost=mean.cost,
             home=mean.home,
-            objective_seconds=self.objective(mean.groups, tiers, cost.exposed_seconds),
+            objective_seconds=mean.objective_seconds,
             lower_bound_seconds=mean.objective_seconds - mean.missed_seconds,
-            busiest=busiest,
         )
-
-    def _busiest_bound(
-        self, mean: _MeanChoice, busiest: BusiestRank, linear: Cluster, home_seconds: float, *, level: bool
-    ) -> tuple[Multipliers, float]:
-        """(weights of the ranks, lower bound of the busiest ranks' objective over all tiers within the limits)."""
-        frozen = any(group.trained is not None for group in mean.groups)
-        pinned = frozenset[Tier]().union(*(g.synced(g.assignment.base) for g in mean.groups))
-        sets = list(self.sets_of_tiers(pinned, frozen))
-        # Where compute covers no more, every byte counts whole, and all of the compute is taken off once.
-        exposed = self.cluster.exposed
-        covered = exposed.cover_seconds if linear.exposed == Exposed() and math.isfinite(exposed.cover_seconds) else 0.0
-        share = exposed_share(linear)
-        fixed = [
-            float(share @ step_latencies(self.sums, self.cluster, self.exchange, {int(t) for t in tiers}).sum(axis=1))
-            - covered
-            for tiers in sets
-        ]
-        enough = (home_seconds - min(fixed)) * (1 + _WORTH_LEVELLING) if sets else 0.0
-        at = busiest.solve(enough, level=level)
-        bounds = busiest.bound(at, sets)
-        return at, min([home_seconds, *(seconds + more for seconds, more in zip(bounds, fixed, strict=True))])

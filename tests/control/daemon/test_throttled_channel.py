@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
@@ -78,9 +80,11 @@ class Throttled:
         return self.coordinator.migrate("p", lambda p: p.delta_to(planned).chunks(500))
 
 
-def test_slower_steps_slow_the_migration_down(tmp_path: Path) -> None:
+def test_slower_steps_slow_the_migration_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copied kilobyte doubles the time of a step, so the controller halves the limit repeatedly."""
-    settings = ThrottleConfig(adaptive=True, floor_bytes_per_step=64, tolerance=0.05)
+    monkeypatch.setattr("flexd.operations.pacing.FLOOR_BYTES_PER_STEP", 64)
+    monkeypatch.setattr("flexd.operations.pacing.TOLERANCE", 0.05)
+    settings = ThrottleConfig(adaptive=True)
     planned = target(2, 20_000)
     with Throttled(tmp_path, settings) as harness, MeasuredRanks(harness.coordinator.port, 2e-6) as ranks:
         migration = harness.migrate(planned)

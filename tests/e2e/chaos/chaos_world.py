@@ -277,7 +277,7 @@ class ChaosWorld:
                     "kind": "kafka", "bootstrap_servers": self.broker.bootstrap_servers, "topic": TOPIC,
                     "session_timeout_seconds": 3.0, "connect_timeout_seconds": 3.0,
                 },
-                "poll_seconds": 0.05, "max_message_bytes": MAX_MESSAGE_BYTES, "dead_letters": {"max_bytes": 2**17},
+                "poll_seconds": 0.05, "max_message_bytes": MAX_MESSAGE_BYTES, "dead_letter_bytes": 2**17,
             },
             "sketch": {"memory_bytes": 2**22, "half_life_seconds": 0.5, "max_future_seconds": 1e6},
             "topology": {"file": str(topology)},

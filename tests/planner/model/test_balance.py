@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.balance import RankBytes, home_weights, rank_bytes, sums_by_home
+from flexd.planner.model.balance import RankBytes, rank_bytes, sums_by_home
 from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink, byte_factors
 from flexd.planner.model.workload import PER_RANK, STATISTICS
 from tests.support.planner_cases import load
@@ -58,16 +58,3 @@ def test_statistics_that_are_not_wanted_stay_zero() -> None:
     sums = sums_by_home(listed, np.zeros(4, np.uint8), np.arange(4), np.ones((3, STATISTICS)), layout, [PER_RANK])
     assert sums[Tier.HOME, PER_RANK].tolist() == [1.25] * 4
     assert np.delete(sums, PER_RANK, axis=1).sum() == 0
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, RankLayout(4, 3)], ids=lambda each: f"{each.nodes}x{each.local_ranks}")
-@pytest.mark.parametrize("exchange", list(Exchange), ids=lambda each: each.value)
-def test_weighted_bytes_of_the_ranks_are_weighted_bytes_of_the_homes(layout: RankLayout, exchange: Exchange) -> None:
-    rng = np.random.default_rng(1)
-    by_home = rng.uniform(0, 1, (3, STATISTICS, layout.world_size))
-    factors = byte_factors(layout, 64, exchange, at_home=True)
-    sent, received = rng.uniform(0, 1, (2, len(Phase), 3, layout.world_size))
-    ranks = rank_bytes(by_home, factors, layout, exchange)
-    of_home = np.einsum("tpls,tsw->tplw", factors, by_home)
-    expected = (ranks.sent * sent + ranks.received * received).sum()
-    assert (home_weights(sent, received, layout, exchange) * of_home).sum() == pytest.approx(expected, rel=1e-12)

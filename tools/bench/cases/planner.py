@@ -48,15 +48,14 @@ Figures = dict[str, Any]
 
 
 def plan_of(
-    profile: Profile, keyspace: KeySpace, layout: RankLayout, preset: str, shape: TrainingShape, *, bound: bool = True
+    profile: Profile, keyspace: KeySpace, layout: RankLayout, preset: str, shape: TrainingShape
 ) -> tuple[Plan, float]:
-    """(plan, seconds it took). ``bound``: of the busiest rank, which an evaluation of drift does not need."""
+    """Return (plan, seconds it took)."""
     slots = [int(REPLICA_SHARE * group.rows) for group in keyspace.groups]
     started = time.perf_counter()
     plan = make_plan(
         profile, keyspace, layout, load_preset(preset), slots, Placement.empty(), plan_id="bench", parent_id="",
         topology_generation=1, horizon_steps=1e4, now_unix_seconds=0.0, reason="benchmark", shape=shape,
-        bound_busiest_rank=bound,
     )  # fmt: skip
     return plan, time.perf_counter() - started
 
@@ -137,9 +136,6 @@ def whole_list(tables: list[ListedTable], preset: str) -> Figures:
     started = time.process_time()
     plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
     processor_seconds = time.process_time() - started
-    started = time.process_time()
-    plan_of(profile, keyspace, LAYOUT, preset, shape, bound=False)
-    unbounded_seconds = time.process_time() - started
     return {
         "tables": len(tables),
         "dim_groups": len(keyspace.groups),
@@ -147,21 +143,19 @@ def whole_list(tables: list[ListedTable], preset: str) -> Figures:
         "rows_above_home": len(plan.target),
         "plan_seconds": seconds,
         "gap": plan.gap,
-        **daemon_share(profile, keyspace, preset, plan, processor_seconds, unbounded_seconds),
+        **daemon_share(profile, keyspace, preset, plan, processor_seconds),
     }
 
 
-def daemon_share(
-    profile: Profile, keyspace: KeySpace, preset: str, plan: Plan, plan_seconds: float, unbounded_seconds: float
-) -> Figures:
+def daemon_share(profile: Profile, keyspace: KeySpace, preset: str, plan: Plan, plan_seconds: float) -> Figures:
     """Share of a core that planning takes at the default settings: a plan an interval, and evaluations of drift, each
-    of which makes a plan without a bound of the busiest rank and prices it and the live placement, total and by table.
+    of which makes a plan and prices it and the live placement, total and by table.
     Seconds are processor time."""
     settings, cluster = PlannerConfig(), load_preset(preset)
     started = time.process_time()
     for placement in (plan.target, Placement.empty()):
         placement_communication(profile, keyspace, LAYOUT, cluster, placement)
-    evaluation = unbounded_seconds + time.process_time() - started
+    evaluation = plan_seconds + time.process_time() - started
     wait = max(settings.drift_interval_seconds, evaluation / MAX_DUTY_CYCLE)
     share = plan_seconds / settings.interval_seconds + evaluation / (wait + evaluation)
     return {"drift_evaluation_seconds": evaluation, "share_of_a_core": share}
