@@ -72,11 +72,6 @@ class TableSources:
         arrays = (self.node_share, self.hot_position, self.hot_node, self.hot_accesses)
         return sum(array.nbytes for array in arrays)
 
-    def evidence(self, positions: Int64Array) -> Float32Array:
-        """Return the sampled accesses of each of int64[n] positions in the listed rows, float32[n]."""
-        counts: Float32Array = self._counts(positions).sum(axis=1)
-        return counts
-
     def share(self, positions: Int64Array) -> Float32Array:
         """Return the share of each node in the accesses of listed rows: int64[n] positions -> float32[n, nodes].
 

@@ -108,11 +108,6 @@ class TableCounters:
         return sum(table.nbytes for table in self._tables)
 
     @property
-    def touches_nbytes(self) -> int:
-        """Memory of the counters of touches in use, beside it: rows kept (an eighth of it at most) and open steps."""
-        return sum(touches.nbytes for touches in self._touches)
-
-    @property
     def coaccess_sample(self) -> CoAccessSample | None:
         """The sample of rows that occur together; None if none is kept."""
         return self._coaccess
@@ -130,11 +125,6 @@ class TableCounters:
         """Say whether the stream's backlog is being read: see ``TableTouches.set_backlog``."""
         for touches in self._touches:
             touches.set_backlog(backlog, self._decay)
-
-    def close_steps(self) -> None:
-        """Count the touches of steps of which batches may be missing: what arrives of them later counts for a rank."""
-        for touches in self._touches:
-            touches.flush(self._decay)
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything for ``table_restore``: (JSON-able description, arrays by name)."""

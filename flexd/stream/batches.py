@@ -174,11 +174,6 @@ class Batches:
         )
         return f"{_WORDS[self.kind]}; {sizes}, of {of}; {self.events.describe()}"
 
-    def events_of(self, step: int, rank: int, micro_batch: int = 0) -> list[Int64Array]:
-        """Return the indices of each sample's events."""
-        first, length = self._first[step, micro_batch, :, rank], self._length[step, micro_batch, :, rank]
-        return [self._samples.events[low : low + count] for low, count in zip(first, length, strict=True)]
-
 
 def _sequences(made: Samples, each: int, batch_size: int | None, steps: int | None) -> tuple[Int64Array, int]:
     """Return int64 [steps, global batch] indices, and the number of events in samples that waited too long.

@@ -65,16 +65,6 @@ class Losses:
         """Return the number of positions that the log no longer had, by reason."""
         return self._positions
 
-    @property
-    def total_messages(self) -> int:
-        """Messages lost, for whatever reason."""
-        return sum(self._messages.values())
-
-    @property
-    def total_positions(self) -> int:
-        """Positions lost, for whatever reason."""
-        return sum(self._positions.values())
-
     def ranges(self) -> tuple[LostRange, ...]:
         """Return the newest ranges, oldest first."""
         return tuple(self._ranges.copy())

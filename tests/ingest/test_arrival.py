@@ -22,27 +22,10 @@ def appended(seconds: float | None, partition: str = "t/0") -> Message:
     return Message(partition, 0, b"", seconds)
 
 
-def test_without_a_time_of_append_messages_arrive_now():
-    assert ArrivalClock(lambda: NOW).arrival(appended(None)) == NOW
-
-
-def test_a_backlog_arrived_when_the_broker_appended_it():
-    clock = ArrivalClock(lambda: NOW)
-    assert clock.arrival(appended(NOW - 7200)) == NOW - 7200
-    assert clock.arrival(appended(NOW - 3600)) == NOW - 3600
-    assert clock.arrival(appended(NOW - 7000, "t/1")) == NOW - 7000
-
-
 def test_a_broker_whose_clock_is_ahead_moves_no_arrival_beyond_now():
     clock = ArrivalClock(lambda: NOW)
     assert clock.arrival(appended(NOW + 86_400)) == NOW
     assert clock.arrival(appended(NOW - 10)) == NOW, "a partition's time does not go back"
-
-
-def test_a_broker_whose_clock_goes_back_does_not_make_honest_accesses_future_ones():
-    clock = ArrivalClock(lambda: NOW)
-    clock.arrival(appended(NOW - 10))
-    assert clock.arrival(appended(NOW - 3600)) == NOW - 10
 
 
 def test_the_skew_is_that_of_the_last_whole_window():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from flexd.core.errors import UnusableStateError
-from flexd.core.keyspace import TableSpec
 from flexd.ingest import Ingestor
 from flexd.sketch import snapshot
 from flexd.sketch.snapshot import SnapshotStore
@@ -28,21 +27,6 @@ def counted(tmp_path):
 def restarted(tmp_path, tables=TABLES, settings=SETTINGS, keep=2):
     return Ingestor(FakeSource(LOG), tables, settings, SnapshotStore(tmp_path, keep), poll_seconds=0.01,
                     snapshot_interval_seconds=3600.0, save_in_background=False)  # fmt: skip
-
-
-def test_a_table_more_keeps_the_counts_of_the_others_and_the_positions(tmp_path, counted):
-    after = restarted(tmp_path, [*TABLES, TableSpec("new", 50, 4)])
-    for table in ("small", "large"):
-        assert np.array_equal(after.query(table, ROWS), counted.query(table, ROWS))
-    assert after.samples_by_table() == (*counted.samples_by_table(), 0)
-    run_to_the_end(after, after._source)
-    assert after._source.restored == {"p0": 12, "p1": 12}
-
-
-def test_another_sketch_setting_keeps_the_counts(tmp_path, counted):
-    after = restarted(tmp_path, settings=dataclasses.replace(SETTINGS, late_after_seconds=1.0, max_hot_rows=50))
-    assert np.array_equal(after.query("small", ROWS), counted.query("small", ROWS))
-    assert after.samples_by_table() == counted.samples_by_table()
 
 
 @pytest.mark.parametrize("where", ["snapshot", "sketches"])

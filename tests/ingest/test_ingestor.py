@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 
 from flexd.core.errors import SnapshotError, StreamError
@@ -45,23 +42,6 @@ def test_every_access_is_counted_once_after_a_kill_at_any_step(tmp_path, step, n
     assert kills == 1
     assert_same_state(state_of(ingestor), expected)
     assert source.restored is not None or n == 1 or step == "poll"
-
-
-def test_every_access_is_counted_once_after_repeated_kills(tmp_path):
-    expected = uninterrupted_state(tmp_path)
-    random = np.random.default_rng(5)
-    for _ in range(200):
-        kill = KillAt(str(random.choice(["poll", "save", "saved", "commit", "committed"])), int(random.integers(1, 4)))
-        source = FakeSource(LOG, kill)
-        ingestor = make_ingestor(source, KillingStore(tmp_path / "state", 2, kill), snapshot_interval_seconds=0.0)
-        try:
-            run_to_the_end(ingestor, source)
-            break
-        except Killed:
-            pass
-    else:
-        pytest.fail("never reached the end")
-    assert_same_state(state_of(ingestor), expected)
 
 
 def test_a_full_disk_is_counted_and_retried_while_ingest_continues(tmp_path):
@@ -118,26 +98,6 @@ def test_source_errors_are_retried_and_do_not_end_the_thread(tmp_path, monkeypat
     assert stats.problem is None
     assert ingestor.stop(DEADLINE)
     assert not ingestor.stats().running
-
-
-def test_messages_that_arrive_rarely_leave_a_rate_until_the_next(tmp_path, monkeypatch):
-    window = 0.2
-    monkeypatch.setattr("flexd.ingest.rate.WINDOW_SECONDS", window)
-    source = FakeSource({"p0": []})
-    ingestor = make_ingestor(source, SnapshotStore(tmp_path, 2))
-    ingestor.start()
-    rates = []
-    try:
-        for i in range(3):
-            source.log["p0"].append(make_message(2 * i))
-            end = time.monotonic() + 6 * window
-            while time.monotonic() < end:
-                time.sleep(window / 4)
-                rates.append(ingestor.stats().accesses_per_second)
-    finally:
-        ingestor.stop(DEADLINE)
-    # The mean of a second is some 600 accesses a message / 1.2 s: it is shown while nothing arrives.
-    assert min(rates[-24:]) > 100
 
 
 def test_profiles_while_ingesting_are_consistent(tmp_path):

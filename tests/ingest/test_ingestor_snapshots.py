@@ -12,7 +12,6 @@ from flexd.ingest import ingestor as ingestor_module
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
 from tests.support.ingest_fakes import DEADLINE, SETTINGS, T0, TABLES, FakeSource, wait_until
@@ -29,42 +28,6 @@ def _log(partitions: int, messages: int) -> dict[str, list[bytes]]:
         )
 
     return {f"p{p}": [message(p * 1000 + i) for i in range(messages)] for p in range(partitions)}
-
-
-def _run(log, store, settings=UNDECAYED) -> Ingestor:
-    source = FakeSource(log, per_poll=7)
-    ingestor = Ingestor(source, TABLES, settings, store, poll_seconds=0.01, snapshot_interval_seconds=0.02)
-    ingestor.start()
-    wait_until(lambda: source.lag() == 0)
-    assert ingestor.stop(DEADLINE)
-    return ingestor
-
-
-def test_ingest_counts_every_access_of_the_messages(tmp_path):
-    log = _log(5, 30)
-    ingestor = _run(log, SnapshotStore(tmp_path, 1))
-    exact = SketchSet(TABLES, 2**30, None, UNDECAYED.max_future_seconds, 100)
-    counts = AccessCounts()
-    for message in (message for messages in log.values() for message in messages):
-        for batch in decode(message, 2**20):
-            counts += exact.ingest(batch.table, batch.rows, 0, batch.event_time_seconds)
-    stats = ingestor.stats()
-    assert (stats.messages, stats.accesses) == (150, counts.accepted)
-    assert stats.bytes == sum(len(message) for messages in log.values() for message in messages)
-    assert stats.rejected_accesses == {
-        "unknown_table": 0, "negative_row": counts.negative_row, "row_out_of_range": counts.row_out_of_range
-    }  # fmt: skip
-    assert counts.negative_row > 0
-    assert counts.row_out_of_range > 0
-    rows, large = np.arange(200), np.arange(0, 400_000, 17)
-    assert ingestor.query("small", rows).tolist() == exact.query("small", rows).tolist()
-    assert (ingestor.query("large", large) >= exact.query("large", large)).all(), "never too few"
-    profile, wanted = ingestor.profile().tables[0], exact.profile().tables[0]
-    assert profile.hot_rows.tolist() == wanted.hot_rows.tolist()
-    assert profile.hot_share.tolist() == wanted.hot_share.tolist()
-    assert ingestor.profile().samples == exact.samples
-    assert ingestor.sequence_length_quantiles("small", [0.5, 1.0]).tolist() == [100.0, 300.0]
-    assert sum(choice.bytes for choice in ingestor.choices()) <= UNDECAYED.memory_bytes
 
 
 def test_positions_of_a_snapshot_are_those_of_its_counters(tmp_path):

@@ -67,16 +67,3 @@ def test_the_first_message_counts_from_the_start_and_silence_ends_the_rate() -> 
     assert stream.meter.accesses_per_second == pytest.approx(1000 / 10, rel=0.02)
     stream.run(30)
     assert stream.meter.accesses_per_second == 0
-
-
-def test_a_message_right_after_the_start_is_not_divided_by_a_moment() -> None:
-    stream = Stream()
-    stream.receive(1, 1000)
-    assert max(stream.run(60)) == pytest.approx(1000 / WINDOW_SECONDS)
-
-
-def test_a_stream_that_pauses_and_resumes() -> None:
-    stream = Stream()
-    stream.run(30, messages=1, accesses=50)
-    assert max(stream.run(20)[40:]) == 0
-    assert stream.run(6, messages=1, accesses=50)[-1] == pytest.approx(500)

@@ -37,17 +37,6 @@ def test_a_snapshot_restores_the_extra_state_and_profile_numbers_continue(tmp_pa
     assert again.profile().samples == ingestor.profile().samples > 0
 
 
-def test_state_of_other_tables_is_refused_and_stays(tmp_path):
-    source = FakeSource(LOG)
-    run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)
-    (snapshot,) = tmp_path.iterdir()
-    before = snapshot.read_bytes()
-    with pytest.raises(UnusableStateError, match="none of its tables is configured"):
-        Ingestor(FakeSource(LOG), [TableSpec("other", 200, 4)], SETTINGS, SnapshotStore(tmp_path, 2))
-    assert list(tmp_path.iterdir()) == [snapshot]
-    assert snapshot.read_bytes() == before
-
-
 def test_unusable_state_is_set_aside_where_the_daemon_may_start_empty(tmp_path):
     source = FakeSource(LOG)
     run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)

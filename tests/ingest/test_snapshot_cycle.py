@@ -40,14 +40,6 @@ def test_a_second_start_does_not_put_a_snapshot_off(now: list[float]) -> None:
     assert made.is_due()
 
 
-def test_a_request_is_due_once(now: list[float]) -> None:
-    made = cycle()
-    made.start()
-    made.request()
-    assert made.is_due()
-    assert not made.is_due()
-
-
 def test_another_interval_counts_after_the_next_snapshot(now: list[float]) -> None:
     made = cycle()
     made.start()

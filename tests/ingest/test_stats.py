@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from flexd.core import tap_counts
-from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS, IngestStats
+from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
 from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs import codec
 
@@ -20,10 +19,3 @@ def test_every_reason_of_the_codecs_is_listed_once() -> None:
 def test_every_outcome_of_an_access_is_a_rejection_or_a_rule() -> None:
     outcomes = {field.name for field in dataclasses.fields(AccessCounts)}
     assert outcomes - {"accepted", "future_clamped", "late"} == set(ROW_REASONS)
-
-
-def test_times_are_not_a_number_before_they_are_known() -> None:
-    stats = IngestStats()
-    assert all(math.isnan(value) for value in (
-        stats.newest_event_seconds, stats.snapshot_age_seconds, stats.snapshot_pause_seconds
-    ))  # fmt: skip

@@ -49,7 +49,7 @@ def profile_of(steps: list[list[np.ndarray]], touch_steps: int) -> Profile:
     for rank in range(LAYOUT.world_size):
         message = counted_by_a_tap([ranks[rank] for ranks in steps], touch_steps)
         _ingest(sketches, replace(message, source_rank=rank), 1e9, "")
-    sketches.close_steps()
+    sketches._touches[0].flush(sketches._decay)
     return sketches.profile(ACCESSES * LAYOUT.world_size, layout=LAYOUT)
 
 

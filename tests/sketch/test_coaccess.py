@@ -103,14 +103,6 @@ def test_what_is_held_is_every_sample_up_to_the_limit_whole(seed: int, half_life
     assert read.offered == len(entries) * SAMPLES
 
 
-def test_older_samples_make_way_by_their_half_life() -> None:
-    sample = offered(stream(1, steps=120))
-    ages = T0 + 4.0 * 119 - sample.read(["a", "b"]).event_time_seconds
-    assert 0.5 < ages.mean() * math.log(2) / HALF_LIFE < 2.0
-    kept_for_ever = offered(stream(1, steps=120), half_life=None).read(["a", "b"])
-    assert 0.4 < (kept_for_ever.event_time_seconds - T0).mean() / (4.0 * 119) < 0.6
-
-
 def test_ids_join_samples_of_any_rank_and_order_and_users_stay_with_them() -> None:
     sample = CoAccessSample(ROWS, MIN_BYTES, None)
     lengths = np.array([2, 1], dtype=np.int32)
@@ -119,29 +111,6 @@ def test_ids_join_samples_of_any_rank_and_order_and_users_stay_with_them() -> No
     read = sample.read(["a", "b"])
     assert sorted(held(read)) == [[(0, [1, 2]), (1, [8, 8])], [(0, [3]), (1, [9])]]
     assert sorted(read.user.tolist()) == [NO_USER, 5]
-
-
-def test_without_ids_and_steps_every_look_up_has_samples_of_its_own() -> None:
-    sample = CoAccessSample(ROWS, MIN_BYTES, None)
-    for table in (0, 1):
-        sample.add(table, np.array([1, 2]), np.array([1, 1], dtype=np.int32), 0, T0)
-    assert sample.read(["a", "b"]).samples == 4
-
-
-def test_a_second_part_of_a_sample_and_table_is_left_out() -> None:
-    """Pieces of a divided look-up that count their samples anew must not mix."""
-    sample = CoAccessSample(ROWS, MIN_BYTES, None)
-    for row in (1, 2):
-        sample.add(0, np.array([row]), np.array([1], dtype=np.int32), 0, T0, 3)
-    assert held(sample.read(["a", "b"])) == [[(0, [1])]]
-
-
-def test_a_sample_longer_than_a_sixteenth_is_counted_and_left_out() -> None:
-    sample = CoAccessSample(ROWS, MIN_BYTES, None)
-    rows = np.zeros(MIN_BYTES // 4, dtype=np.int64)
-    sample.add(0, rows, np.array([len(rows)], dtype=np.int32), 0, T0, 1)
-    read = sample.read(["a", "b"])
-    assert (read.samples, read.too_long, read.offered) == (0, 1, 1)
 
 
 def test_equal_samples_without_end_stay_within_the_memory() -> None:
@@ -176,13 +145,6 @@ def test_a_sketch_set_saves_its_sample() -> None:
     meta, arrays = whole.state()
     again = loaded_sketches(TABLES, SETTINGS, json.loads(json.dumps(meta)), arrays)
     assert same(whole.coaccess(), again.coaccess())
-
-
-def test_off_it_keeps_nothing_and_costs_no_memory() -> None:
-    off = dataclasses.replace(SETTINGS, coaccess_memory_bytes=0)
-    sketches = counted(stream(3, 2), off)
-    assert sketches.coaccess_sample is sketches.coaccess() is None
-    assert "coaccess" not in sketches.state()[0]
 
 
 def test_snapshots_of_other_settings_and_tables_keep_what_fits() -> None:
@@ -247,8 +209,3 @@ def test_batches_that_do_not_fit_their_lengths_are_refused_before_anything_is_co
         with pytest.raises(SketchError):
             sketches.ingest("items", rows, 0, T0, lengths, sample_ids=ids)
     assert sketches.samples == 0
-
-
-def test_too_little_memory_is_named() -> None:
-    with pytest.raises(SketchError, match="coaccess_memory_bytes"):
-        CoAccessSample(ROWS, MIN_BYTES - 1, None)

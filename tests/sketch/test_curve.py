@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 from flexd.sketch.curve import enumerate_rows, tail_curve
 
-NONE = np.empty(0, dtype=np.int64)
-
 
 @settings(max_examples=80, deadline=None)
 @given(
@@ -39,11 +37,6 @@ def test_a_curve_lists_the_hottest_rows_and_accounts_for_the_rest(low, spilled, 
     rest = np.delete(exact, listed)
     for row_units in rest[rest > 0]:
         assert np.abs(curve.bin_units / row_units - 1).min() <= 0.125
-
-
-def test_a_curve_of_empty_counters_is_empty():
-    curve = enumerate_rows(np.zeros(5, dtype=np.uint32), NONE, NONE, 3)
-    assert (len(curve.hot_rows), len(curve.bin_rows), curve.total_units) == (0, 0, 0.0)
 
 
 def test_tail_curve_gives_the_mass_and_the_number_of_rows():

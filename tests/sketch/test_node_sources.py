@@ -64,24 +64,9 @@ def test_shares_of_a_row_follow_its_accesses_and_fall_back_on_the_mix() -> None:
     assert share[0] == pytest.approx(expected + 0.7 * (np.arange(4) == 0), abs=0.02), "row 0 is of node 0"
     assert share[1] == pytest.approx(expected + 0.7 * (np.arange(4) == 3), abs=0.03), "row 3 is of node 3"
     assert share[2] == pytest.approx(sources.node_share), "a row never sampled has the table's mix"
-    evidence = sources.evidence(np.arange(4))
-    assert evidence[0] == (row == 3).sum()
-    assert evidence[3] == 0
     assert (np.diff(sources.hot_position) >= 0).all()
     assert sources.sampled_accesses == 60_000
     assert sources.node_share == pytest.approx(np.bincount(rank // 2, minlength=4) / 60_000)
-
-
-def test_shares_of_a_table_without_affinity_stay_near_the_mix() -> None:
-    row, rank = _accesses(20_000, 2_000, 0.0)
-    sources = read_sources(row, rank, np.arange(2_000), LAYOUT)
-    assert abs(sources.affinity) < 4 * sources.affinity_error
-    share = sources.share(np.arange(200, 2_000))
-    assert np.abs(share - sources.node_share).max() < 0.12
-    local = read_sources(*_accesses(20_000, 2_000, 1.0), np.arange(2_000), LAYOUT)
-    assert local.prior_accesses < 0.1
-    seen = local.evidence(np.arange(2_000)) > 0
-    assert (local.share(np.flatnonzero(seen)).max(axis=1) > 0.9).all()
 
 
 def test_sources_are_read_under_another_layout_than_they_were_sampled() -> None:
@@ -138,16 +123,3 @@ def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic
     dense = whole.profile(layout=LAYOUT).tables[0]
     assert dense.source_node_share is not None
     assert dense.source_node_share.shape == (len(dense.hot_rows), 4)
-
-
-def test_old_accesses_fade_from_the_shares() -> None:
-    """The shares of a row whose accesses move to another node follow within a few half-lives."""
-    sketches = SketchSet([TableSpec("t", 1_000, 4)], 2**20, 10.0)
-    rng = np.random.default_rng(0)
-    for second in range(120):
-        for message in range(4):
-            rank = 0 if second < 60 else 7
-            sketches.ingest("t", rng.integers(0, 3, 2_000), rank, T0 + second + message / 4)
-    (table,) = sketches.profile(layout=LAYOUT).tables
-    assert table.source_node_share is not None
-    assert table.source_node_share[:3, 3] == pytest.approx(np.full(3, 1.0), abs=0.05)

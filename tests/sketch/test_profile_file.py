@@ -47,18 +47,6 @@ def with_touches(profile: Profile) -> Profile:
     return replace(profile, tables=(replace(first, touches=RowTouches(2, 3, *columns)), *others))
 
 
-def test_touches_are_restored(profile: Profile, tmp_path: Path) -> None:
-    touched = with_touches(profile)
-    write_profile(touched, tmp_path / "p.npz")
-    first, second, _ = read_profile(tmp_path / "p.npz").tables
-    touches, expected = first.touches, touched.tables[0].touches
-    assert touches is not None
-    assert expected is not None
-    assert (touches.nodes, touches.local_ranks, second.touches) == (2, 3, None)
-    for name in ("per_rank", "per_node", "anywhere"):
-        np.testing.assert_array_equal(getattr(touches, name), getattr(expected, name), err_msg=name)
-
-
 @pytest.mark.parametrize(
     ("name", "change"),
     [("touch_layout", np.array([[2, -1], [0, 0], [0, 0]])), ("touch_per_rank", np.zeros(3)), ("touch_anywhere", None)],

@@ -65,23 +65,3 @@ def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: i
         assert abs((rows < n / 4).mean() - 0.25) < 6 * np.sqrt(0.1875 / len(rows))
         draws = np.exp(keys) / np.exp(sample._limit)
         assert abs(draws.mean() - 0.5) < 6 / np.sqrt(12 * len(rows)) + 0.02
-
-
-def test_most_messages_cost_no_draw() -> None:
-    sample = AccessSample(16, 0)
-    state = 0
-    unchanged = 0
-    rows = np.zeros(100, dtype=np.int64)
-    for _ in range(2_000):
-        sample.add(rows, 0, 0.0, 1)
-        now = int(sample._random[0])
-        unchanged += now == state
-        state = now
-    assert unchanged > 1_800
-
-
-def test_invalid_source_ranks_are_kept_as_minus_one() -> None:
-    sample = AccessSample(10, 0)
-    for rank in (-5, 2**40, 3):
-        sample.add(np.zeros(2, dtype=np.int64), rank, 0.0, 1)
-    assert sorted(sample.source_ranks().tolist()) == [-1, -1, -1, -1, 3, 3]

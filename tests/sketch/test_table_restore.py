@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError, StateVersionError
 from flexd.core.keyspace import TableSpec
+from flexd.sketch import saved_state
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.table_restore import outcomes_of, restore
 from flexd.sketch.types import SketchSettings
@@ -76,24 +77,13 @@ def test_counters_that_changed_start_empty_and_say_so(before, after, table, word
     assert fresh.newest_event_seconds == T0 + 10.0 * (MESSAGES - 1), "the clock goes on"
 
 
-def test_a_sample_of_another_capacity_is_kept_with_the_counters():
-    """The samples of logarithmic tables share what memory is left: a new table takes a part of it."""
-    others = [TableSpec("other", 50_000, 8)]
-    for first, second in (([ITEMS], [ITEMS, *others]), ([ITEMS, *others], [ITEMS])):
-        of = dataclasses.replace(LOG, memory_bytes=160_000)
-        sketches = counted(first, of)
-        fresh, outcomes = restored(sketches, second, of)
-        bits = [each.choices()[0].counter_bits for each in (sketches, fresh)]
-        if bits[0] == bits[1]:
-            assert outcomes["items"].outcome == "kept"
-            assert np.array_equal(fresh.query("items", all_rows(ITEMS)), sketches.query("items", all_rows(ITEMS)))
-
-
 def test_a_newer_format_and_malformed_states_are_refused():
     meta, arrays = counted([ITEMS], LOG).state()
     with pytest.raises(StateVersionError, match="format 6 is of a newer flexd"):
         restore({**meta, "format": 6}, arrays, [ITEMS], LOG)
+    assert saved_state.settings_of({**meta["settings"], "of_a_later_version": 1}) == LOG
     for wrong in (
+        {**meta, "format": None},
         {**meta, "format": 4}, {**meta, "format": "5"}, {**meta, "table_list": None}, {**meta, "sketches": []},
         {**meta, "settings": 5}, {**meta, "decay": {}},
         {**meta, "sketches": [{**meta["sketches"][0], "choice": {"kind": "pickle"}}]},

@@ -53,26 +53,6 @@ def test_exact_tables_are_equal_bit_by_bit(parts):
     assert one_by_one.samples == counted.samples
 
 
-def test_decayed_exact_tables_are_equal_to_rounding():
-    one_by_one, counted = sketches(10.0), sketches(10.0)
-    for when in range(60):
-        ids = zipf(when, 2000, SMALL.rows)
-        one_by_one.ingest("small", ids, 0, float(when))
-        ingest_counted(counted, TapCounts(0, float(when), (rows_of("small", ids),)))
-    rows = np.arange(SMALL.rows)
-    a, b = one_by_one.query("small", rows), counted.query("small", rows)
-    assert a.sum() > 1000
-    np.testing.assert_allclose(b, a, rtol=1e-3, atol=1e-3)
-
-
-def test_counts_far_beyond_32_bits_are_exact():
-    made = sketches()
-    rows, counts = np.array([3, 7]), np.array([2**39 + 5, 2**31])
-    for _ in range(3):
-        ingest_counted(made, TapCounts(0, 1.0, (TableCounts("small", rows, counts, LengthCounts.none()),)))
-    assert made.query("small", np.array([3, 7, 4])).tolist() == [3 * (2**39 + 5), 3 * 2**31, 0]
-
-
 def test_counted_rows_are_never_under_estimated_in_a_count_min():
     counted, one_by_one = sketches(), sketches()
     exact = np.zeros(LARGE.rows, np.int64)

@@ -88,17 +88,6 @@ def test_a_step_without_every_rank_counts_for_the_rank_alone():
     np.testing.assert_allclose(counted(touches, rows)[1:], exact(steps[1::2], rows)[1:], rtol=1e-12)
 
 
-def test_parts_of_a_batch_are_one_batch():
-    steps = correlated(20)
-    touches = table()
-    for step, ranks in enumerate(steps):
-        for rank, rows in enumerate(ranks):
-            for part in np.array_split(rows, 3):
-                touches.add(part, rank, step, 0.0, FOREVER)
-    touches.flush(FOREVER)
-    np.testing.assert_allclose(counted(touches, np.arange(ROWS)), exact(steps, np.arange(ROWS)), rtol=1e-12)
-
-
 def test_old_steps_decay_like_accesses():
     decay = ForwardDecay(10.0, 0.0)
     old, new = correlated(50, 1), correlated(50, 2)
@@ -114,49 +103,13 @@ def test_old_steps_decay_like_accesses():
     )
 
 
-def test_memory_is_bounded_and_a_row_that_returns_is_followed_from_the_last_prune():
-    random = np.random.default_rng(3)
-    touches = TableTouches(10**9, 64)
-    for _ in range(400):
-        touches.add(np.append(random.integers(100, 10**9, 1000), 7), 0, None, 0.0, FOREVER)
-    assert touches.nbytes < 10 * 2**20
-    found = touches.read(np.array([7]), FOREVER, LAYOUT)
-    assert found.per_rank[0] == 1.0
-
-
-def test_open_steps_are_bounded():
-    touches = table()
-    for step in range(5000):
-        touches.add(np.arange(50), 0, step, 0.0, FOREVER)
-    assert len(touches._open) <= 1024
-    assert counted(touches, np.array([3]))[0, 0] == 1.0
-
-
-def test_a_training_that_starts_again_at_step_0_is_counted():
-    steps = correlated(30)
-    touches = table()
-    for step in range(50_000, 50_010):
-        for rank in range(4):
-            touches.add(np.array([1]), rank, step, 0.0, FOREVER)
-    feed(touches, steps)
-    touches.flush(FOREVER)
-    assert touches._totals[1] == 40
-
-
-def test_another_layout_forgets():
-    touches = table()
-    feed(touches, correlated(30))
-    touches.set_layout(RankLayout(1, 4))
-    assert touches.read(np.arange(3), FOREVER, RankLayout(1, 4)) is None
-
-
 def test_saved_and_loaded_touches_are_equal_and_damaged_ones_are_refused():
     sketches = SketchSet([TableSpec("t", ROWS, 4)], half_life_seconds=None)
     sketches.profile(layout=LAYOUT)
     for step, ranks in enumerate(correlated(40)):
         for rank, rows in enumerate(ranks):
             sketches.ingest("t", rows, rank, 1.0, step=step)
-    sketches.close_steps()
+    sketches._touches[0].flush(sketches._decay)
     meta, arrays = sketches.state()
     loaded = loaded_sketches([TableSpec("t", ROWS, 4)], sketches.settings, meta, arrays)
     before, after = (each.profile(layout=LAYOUT).tables[0].touches for each in (sketches, loaded))
@@ -191,16 +144,6 @@ def test_a_row_that_was_pruned_is_followed_from_the_last_prune():
         # 66 batches fill the buffer: the table is pruned before row 7 is seen.
         touches.add(np.append(rows, 7) if number >= 66 else rows, 0, None, 0.0, FOREVER)
     assert touches.read(np.array([7]), FOREVER, LAYOUT).per_rank[0] == 1.0
-
-
-def test_an_entry_of_a_closed_step_counts_for_the_rank_alone():
-    steps = correlated(40)
-    touches = table()
-    feed(touches, steps)
-    for late in (0, 30):
-        touches.add(steps[late][0], 0, late, 0.0, FOREVER)
-    touches.flush(FOREVER)
-    assert touches._totals[:2].tolist() == [162, 40]
 
 
 def feed_passes(touches: TableTouches, steps, first: int = 0) -> None:

@@ -8,21 +8,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import StreamError
-from flexd.stream.batches import Batches
+from flexd.stream.batches import Batch, Batches
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.samples import MAX_WAIT_BATCHES, group_by_user
 from flexd.stream.trace import Trace
 
 
 def _trace(seed: int, events: int, tables: int, users: int | None) -> Trace:
+    """Make a trace whose row ids are the numbers of its events."""
     rng = np.random.default_rng(seed)
     table = rng.integers(0, tables, events)
-    table_rows = rng.integers(1, 9, tables)
     user = None if users is None else rng.integers(0, users, events) ** 2 // users * 7
     return Trace(
-        table, rng.integers(0, table_rows[table]), np.cumsum(rng.random(events)), user, table_rows,
+        table, np.arange(events), np.cumsum(rng.random(events)), user, np.full(tables, events),
         tuple(f"t{i}" for i in range(tables)),
     )  # fmt: skip
+
+
+def _events_of(batch: Batch) -> list[list[int]]:
+    """Return the events of each sample."""
+    events = np.concatenate(batch.ids)[batch.order]
+    return [part.tolist() for part in np.split(events, np.cumsum(batch.sequence_lengths)[:-1])]
 
 
 def _naive(trace: Trace, world: int, size: int, steps: int, history: int, least: int) -> list[list[list[list[int]]]]:
@@ -100,12 +106,8 @@ def test_sequences_share_no_event_and_no_batch_has_two_of_a_user(
         trained: list[int] = []
         for passed in range(micro):
             for rank in range(world):
-                samples = [events.tolist() for events in batches.events_of(step, rank, passed)]
+                samples = _events_of(batches.batch(step, rank, passed))
                 assert len(samples) == (size or batches.batch_size)
-                laid_out = batches.batch(step, rank, passed)
-                assert np.concatenate(laid_out.ids)[laid_out.order].tolist() == [
-                    int(trace.row[event]) for sample in samples for event in sample
-                ]
                 for sample in samples:
                     assert sample == sorted(sample)
                     allowed = range(2, history + 2) if lengths is SampleLengths.REAL else [history + 1]
@@ -136,7 +138,7 @@ def test_impressions_by_user_train_all_of_a_user_on_one_rank() -> None:
     for step in range(6):
         for rank in range(3):
             for passed in range(2):
-                for sample in batches.events_of(step, rank, passed):
+                for sample in _events_of(batches.batch(step, rank, passed)):
                     ranks.setdefault(int(trace.user[sample[-1]]), set()).add(rank)
     assert all(len(of_user) == 1 for of_user in ranks.values())
     assert set.union(*ranks.values()) == {0, 1, 2}
@@ -155,16 +157,6 @@ def test_a_sample_waits_for_the_next_batch_and_not_for_ever() -> None:
     assert max(at - sample // 4 for at, sample in taken) <= MAX_WAIT_BATCHES
 
 
-def test_the_batch_size_is_what_the_trace_has_samples_for() -> None:
-    trace = _trace(1, 2_000, 1, 100)
-    batches = Batches(trace, world_size=2, batch_size=None, steps=10, history=3)
-    assert batches.steps == 10
-    assert batches.events.used > 0.7 * len(trace)
-    with pytest.raises(StreamError, match="at most one of a user"):
-        Batches(trace, world_size=2, batch_size=60, steps=10, history=3)
-    assert "left out" in batches.describe()
-
-
 @pytest.mark.parametrize(
     ("kind", "lengths"),
     [(SampleKind.IMPRESSIONS_BY_USER, SampleLengths.FIXED), (SampleKind.SEQUENCES, SampleLengths.REAL)],
@@ -172,10 +164,3 @@ def test_the_batch_size_is_what_the_trace_has_samples_for() -> None:
 def test_a_trace_without_users_is_refused_where_they_are_needed(kind: SampleKind, lengths: SampleLengths) -> None:
     with pytest.raises(StreamError, match="without users"):
         Batches(_trace(1, 60, 1, None), world_size=1, batch_size=1, steps=1, history=2, kind=kind, lengths=lengths)
-
-
-@pytest.mark.parametrize("kind", SampleKind)
-def test_a_trace_without_histories_is_refused(kind: SampleKind) -> None:
-    trace = Trace(np.zeros(3, np.int64), np.arange(3), np.arange(3.0), np.arange(3), np.array([3]), ("item",))
-    with pytest.raises(StreamError, match="1 earlier events"):
-        Batches(trace, world_size=1, batch_size=1, steps=1, history=1, kind=kind)

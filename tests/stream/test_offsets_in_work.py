@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 
 from flexd.core.errors import StateVersionError
 from flexd.stream import offsets_in_work
-from flexd.stream.offsets_in_work import MARKER_NAME, RECORD_NAME, OffsetsInWork
+from flexd.stream.offsets_in_work import RECORD_NAME, OffsetsInWork
 from tests.support.repository import ROOT, child_environment
 
 
@@ -52,13 +51,6 @@ def test_success_between_two_deaths_forgets_the_first(tmp_path, onwards):
     assert skips(tmp_path) == []
 
 
-def test_deaths_elsewhere_skip_nothing(tmp_path):
-    for offset in range(10):
-        die_at(tmp_path, "t/0", offset, offset)
-    assert skips(tmp_path) == []
-    assert len(json.loads((tmp_path / RECORD_NAME).read_text())["offsets"]) == 10
-
-
 def test_a_batch_that_is_read_does_not_hide_its_message_that_kills(tmp_path):
     for _ in range(2):
         work = OffsetsInWork(tmp_path)
@@ -68,14 +60,6 @@ def test_a_batch_that_is_read_does_not_hide_its_message_that_kills(tmp_path):
     work = OffsetsInWork(tmp_path)
     assert work.begin("t/0", 5, 5)
     assert not work.begin("t/0", 5, 5, counting=True)
-
-
-def test_an_orderly_end_is_no_death(tmp_path):
-    for _ in range(3):
-        work = OffsetsInWork(tmp_path)
-        work.begin("t/0", 5, 9)
-        work.end()
-    assert skips(tmp_path) == []
 
 
 def test_a_skipped_range_stays_skipped_and_is_forgotten_after_a_week(tmp_path, monkeypatch):
@@ -102,26 +86,12 @@ def test_a_record_of_a_newer_flexd_is_refused_and_unchanged(tmp_path):
     assert (tmp_path / RECORD_NAME).read_bytes() == text
 
 
-@pytest.mark.parametrize("text", [b"", b"\x01" * 10, b"\xff" * 5000, b"\x00" * 4096])
-def test_a_damaged_marker_is_no_obstacle(tmp_path, text):
-    (tmp_path / MARKER_NAME).write_bytes(text)
-    work = OffsetsInWork(tmp_path)
-    assert work.begin("t/0", 1, 1)
-    work.close()
-
-
 def test_without_a_directory_or_with_one_that_cannot_be_written_nothing_is_skipped(tmp_path):
     for work in (OffsetsInWork(), OffsetsInWork(tmp_path / "missing")):
         assert work.begin("t/0", 1, 1)
         work.end()
         assert work.skipped() == ()
         work.close()
-
-
-def test_a_name_that_does_not_fit_is_not_recorded(tmp_path):
-    for _ in range(2):
-        die_at(tmp_path, "t" * 5000, 1, 1)
-    assert skips(tmp_path) == []
 
 
 _DIES = """

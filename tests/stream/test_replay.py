@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.errors import ConfigError, StreamError
-from flexd.stream.replay import constant_rate, move_times, rename_tables, replay, trace_batches, trace_times
+from flexd.stream.replay import constant_rate, move_times, rename_tables, replay, trace_batches
 from flexd.stream.trace import Trace
 
 EVENTS = 1000
@@ -57,11 +57,6 @@ def test_a_constant_rate_is_kept_and_a_stop_obeyed(trace):
     assert seen == list(range(100, EVENTS + 1, 100))
     stopped = replay(trace_batches(trace, 100, 1), Sink(0), pace=constant_rate(0.001), stopped=lambda: True)
     assert stopped.messages == 0
-
-
-def test_messages_are_due_by_rate_or_by_the_trace(trace):
-    assert trace_times(trace, 10.0)(trace.seconds[0] + 50.0, 7) == 5.0
-    assert constant_rate(100.0)(trace.seconds[0] + 50.0, 7) == 0.07
 
 
 def test_moved_times_keep_their_order_and_proportions(trace):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexd.core.errors import StreamError
 from flexd.stream.codecs.codec import decode
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.zipf import scatter_multiplier
@@ -76,20 +75,3 @@ def test_tables_and_ranks_take_turns_and_seeds_differ():
     assert messages(0) == messages(0)
     assert messages(0)[5:] == messages(0, start=5)[:3]
     assert messages(0) != messages(1)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"tables": []},
-        {"tables": [("t", 0)]},
-        {"tables": [("t", 2**41)]},
-        {"zipf_exponent": 0.0},
-        {"accesses_per_second": float("nan")},
-        {"drift_rows_per_second": -1.0},
-        {"seed": -1},
-    ],
-)
-def test_refuses_bad_arguments(arguments):
-    with pytest.raises(StreamError):
-        SyntheticSource(**{"tables": [("t", 10)], **arguments})

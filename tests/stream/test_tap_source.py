@@ -61,37 +61,10 @@ def test_counts_are_delivered_once_however_often_they_arrive():
     assert source.positions() == {A: 1}
 
 
-def test_positions_cover_polled_counts_not_queued_ones():
-    source = opened()
-    source.deliver(A, 0, b"x")
-    source.deliver(B, 0, b"y")
-    assert source.positions().get(A, 0) == 0
-    source.poll(1.0)
-    assert source.positions() == {A: 1, B: 0}
-
-
-def test_after_a_restart_only_counts_missing_in_the_snapshot_are_requested():
-    source = opened({A: 3, B: 8})
-    assert source.record_offer(A, 3) is TapCountsState.MISSING
-    assert source.record_offer(B, 7) is TapCountsState.DURABLE
-    assert source.losses().total_messages == 0
-
-
-def test_restored_older_positions_request_the_counts_again():
-    source = opened()
-    source.deliver(A, 0, b"x")
-    source.poll(1.0)
-    source.restore({})
-    source.poll(0.0)
-    assert source.record_offer(A, 0) is TapCountsState.MISSING
-    assert source.deliver(A, 0, b"x")
-    assert source.poll(1.0)[0].payload == b"x"
-
-
 def test_counts_that_no_rank_keeps_are_reported_as_lost():
     source = opened({A: 2})
     assert source.deliver(A, 5, b"x")
-    assert source.losses().total_messages == 3
+    assert sum(source.losses().messages().values()) == 3
     source.poll(1.0)
     assert source.positions() == {A: 6}
 
@@ -117,11 +90,3 @@ def test_partitions_of_replaced_processes_are_dropped_after_a_while_and_live_one
     source.set_live([A])
     time.sleep(0.1)
     assert source.positions() == {A: 3}
-
-
-def test_nothing_is_dropped_while_no_rank_is_live():
-    source = TapSource(forget_seconds=0.01)
-    source.restore({A: 3})
-    source.poll(0.0)
-    time.sleep(0.05)
-    assert source.positions() == {A: 3}, "a rank that was not replaced may still return with its counts"

@@ -51,12 +51,6 @@ def test_samples_stand_for_users_where_they_are_asked_for_and_there_are_none(tmp
         load_trace(_saved(tmp_path, user=None, sample=np.array([0.5, 1, 1, 2])))
 
 
-def test_table_and_user_may_be_left_out(tmp_path: Path) -> None:
-    trace = load_trace(_saved(tmp_path, table=None, user=None, table_rows=np.array([5]), table_names=np.array(["x"])))
-    assert trace.table.tolist() == [0, 0, 0, 0]
-    assert trace.user is None
-
-
 @pytest.mark.parametrize(
     "changes",
     [

@@ -7,7 +7,6 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.sketch.counters import hashing
 from flexd.sketch.counters.countmin import BLOCK_IDS, DEPTH, CountMin
 from flexd.sketch.distinct import RELATIVE_STANDARD_ERROR, DistinctRows
 
@@ -46,36 +45,3 @@ def test_registers_are_those_of_the_library():
         assert image[HLL_REGISTERS_AT : HLL_REGISTERS_AT + 4096] == distinct.registers.tobytes()
         assert abs(distinct.estimate() / rows - 1) < 4 * RELATIVE_STANDARD_ERROR
         assert abs(library.get_estimate() / distinct.estimate() - 1) < 0.03
-
-
-def test_constants_are_what_the_generator_of_the_library_gives():
-    state, mask = hashing.SEED, 2**64 - 1
-
-    def step() -> int:
-        nonlocal state
-        state = state * 16807 % 2147483647
-        return state - 1
-
-    def uniform() -> int:
-        # libstdc++ builds a 64-bit number of base-(2^31 - 2) digits, and draws again where they wrap.
-        base = 2147483646
-        while True:
-            top = _scaled(mask // base, base, step)
-            number = (base * top & mask) + step()
-            if number <= mask:
-                return number
-
-    assert tuple(uniform() for _ in range(4)) == hashing._SPREAD
-
-
-def _scaled(most: int, base: int, step) -> int:
-    if most > base - 1:
-        while True:
-            number = base * _scaled(most // base, base, step) + step()
-            if number <= most:
-                return number
-    scale = (base - 1) // (most + 1)
-    while True:
-        drawn = step()
-        if drawn < (most + 1) * scale:
-            return drawn // scale

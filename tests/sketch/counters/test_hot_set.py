@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexd.sketch.counters.countmin import BLOCK_IDS, CountMin
 from flexd.sketch.counters.hot_set import HotSet
@@ -50,24 +48,3 @@ def test_hot_set_follows_drift():
     _fill(counter, DistinctRows(), np.tile(np.arange(5000, 5100, dtype=np.int32), 60), hot)
     hot.admit_buffered(counter.query)
     assert np.isin(np.arange(5000, 5100), hot.rows()).all()
-
-
-def test_hot_set_admits_by_the_rescaled_threshold():
-    hot, counter = HotSet(100), CountMin(10_000, 14)
-    _fill(counter, DistinctRows(), np.repeat(np.arange(300, dtype=np.int64), 64), hot)
-    hot.admit_buffered(counter.query)
-    assert hot.threshold >= 64
-    counter.rescale(5)
-    hot.rescale(5)
-    _fill(counter, DistinctRows(), np.full(5, 9999, dtype=np.int64), hot)
-    hot.admit_buffered(counter.query)
-    assert 9999 in hot.rows().tolist()
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 500)), st.lists(st.integers(0, 500)))
-def test_hot_set_admits_each_row_once(first, second):
-    hot = HotSet(1000)
-    for rows in (first, second):
-        hot._admit(np.unique(np.array(rows, dtype=np.int64)))
-    assert hot.rows().tolist() == sorted(set(first) | set(second))

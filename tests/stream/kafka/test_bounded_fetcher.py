@@ -117,10 +117,3 @@ def test_a_changed_client_is_refused_at_the_start(monkeypatch):
     monkeypatch.setattr(Fetcher, "PartitionRecords", changed)
     with pytest.raises(StreamError, match=r"kafka-python .* cannot be bounded: Changed.take changed"):
         KafkaSource("127.0.0.1:1", "t", "g")
-
-
-def test_the_consumer_of_a_source_has_the_bounded_fetcher(tansu):
-    source = open_source(tansu, a_topic(tansu))
-    poll_until(source, lambda _: source._connector.client is not None)
-    assert isinstance(source._connector.client._fetcher, bounded_fetcher.BoundedFetcher)
-    source.close()

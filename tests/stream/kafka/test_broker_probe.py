@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from flexd.core.errors import StreamError
 from flexd.stream.kafka import broker_probe
 from flexd.stream.kafka import source as kafka_source
 from flexd.stream.kafka.broker_probe import BrokerProbe
@@ -38,10 +37,6 @@ def send(address: str, topic: str, payloads: list[bytes], options: dict[str, str
 
 def read_one(source: KafkaSource) -> list[bytes]:
     return [bytes(message.payload) for message in poll_until(source, len, poll_seconds=POLL_SECONDS)]
-
-
-def test_an_unreachable_broker_is_reported_after_five_seconds():
-    assert broker_probe.SILENT_SECONDS + broker_probe.ANSWER_SECONDS <= 5.0
 
 
 def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
@@ -119,84 +114,3 @@ def test_probes_run_one_at_a_time_and_spaced(monkeypatch):
     probe.start(request)
     assert result_of(probe).error is None
     assert len(seconds_left) == 2
-
-
-def test_an_expected_error_is_a_result_and_another_is_raised(monkeypatch):
-    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.0)
-    probe = BrokerProbe((ExpectedError,))
-
-    def refuse(deadline: float) -> None:
-        raise ExpectedError("no")
-
-    def break_down(deadline: float) -> None:
-        raise ZeroDivisionError
-
-    probe.start(refuse)
-    assert isinstance(result_of(probe).error, ExpectedError)
-    probe.start(break_down)
-    with pytest.raises(ZeroDivisionError):
-        result_of(probe)
-
-
-def test_join_waits_for_the_probe():
-    probe, answer, ended = BrokerProbe((ExpectedError,)), threading.Event(), []
-
-    def request(deadline: float) -> None:
-        answer.wait(10.0)
-        ended.append(time.monotonic())
-
-    probe.start(request)
-    threading.Timer(0.2, answer.set).start()
-    probe.join()
-    assert len(ended) == 1
-    assert not probe._thread.is_alive()
-
-
-def test_disposing_of_a_late_client_does_not_end_probing():
-    """The connection attempt of the late client was abandoned; the source uses the client of another attempt."""
-    source, requests = source_at("127.0.0.1:1", "t"), []
-    late = LateClient()
-    source._disconnect(late)
-    assert late.closed
-    source._probe.start(requests.append)
-    source._probe.join()
-    assert len(requests) == 1
-    source.close()
-
-
-class LateClient:
-    closed = False
-
-    def close(self, **options: object) -> None:
-        self.closed = True
-
-
-def test_a_result_from_before_the_last_message_is_ignored(monkeypatch):
-    """Without a broker: the probe's results are given to the source directly."""
-    monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 1e6)
-    source = source_at("127.0.0.1:1", "t")
-    failed = StreamError("broker gone")
-    source._probe = BrokerProbe((StreamError,))
-
-    def fail(deadline: float) -> None:
-        raise failed
-
-    def problem_with(last_answer: float) -> str | None:
-        source._last_answer = last_answer
-        source._probe_if_silent(NoPartitions())
-        return source._problem
-
-    source._probe.start(fail)
-    source._probe._thread.join(10.0)
-    assert problem_with(time.monotonic()) is None
-    source._probe._started = float("-inf")
-    source._probe.start(fail)
-    source._probe._thread.join(10.0)
-    now = source._probe._result.started
-    assert "broker does not answer" in problem_with(now - 0.001)
-    source.close()
-
-
-class NoPartitions:
-    def assignment(self) -> set[object]:
-        return set()

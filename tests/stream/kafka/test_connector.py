@@ -34,18 +34,6 @@ class Peer:
         return Connector("peer", self.make, self.disposed.append, **{**defaults, **options})
 
 
-def test_one_client_is_built_and_kept():
-    peer = Peer()
-    connector = peer.connector()
-    assert connector.get(5.0) == 1
-    assert connector.get(0.0) == 1
-    assert connector.problem is None
-    connector.close(5.0)
-    assert peer.disposed == [1]
-    with pytest.raises(StreamError, match="closed"):
-        connector.get(0.0)
-
-
 def test_outages_are_retried():
     peer = Peer()
     peer.error = ConnectionRefusedError("no listener")

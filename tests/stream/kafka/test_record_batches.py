@@ -85,10 +85,6 @@ def test_an_oversized_batch_is_one_refused_range_and_its_neighbours_are_read(cod
     assert end == 4
 
 
-def test_an_oversized_batch_without_compression_is_refused_too():
-    assert only_refused(read(batch([b"z" * 10_001]))[0]).reason == "batch_too_large"
-
-
 @pytest.mark.parametrize(
     ("reason", "bad"),
     [
@@ -130,13 +126,6 @@ def test_records_before_a_damaged_one_are_read():
     assert end == 16
 
 
-def test_bytes_behind_the_last_record_lose_no_other_message():
-    data = batch(records=record(0, b"a") + b"more", count=1) + batch([b"b"], base_offset=1)
-    items, end = read(data)
-    assert payloads(items) == [b"a", b"b"]
-    assert end == 2
-
-
 def test_millions_of_empty_records_end_at_the_bound_without_being_read():
     millions = gzip.compress(record(0, b"") * 3_000_000)
     data = batch(count=3_000_000, codec="gzip", compressed=millions) + batch([b"b"], base_offset=3_000_000)
@@ -148,13 +137,6 @@ def test_millions_of_empty_records_end_at_the_bound_without_being_read():
     assert payloads(items) == [b"b"]
     assert end == 3_000_001
     assert time.process_time() - began < 30, "the records were read"
-
-
-def test_headers_and_keys_of_records_are_not_built():
-    """A header of two bytes would become a tuple of a hundred."""
-    headers = varint(2_000) + b"\x00\x00" * 2_000
-    items, _ = read(batch(records=record(0, b"value", headers=headers), count=1))
-    assert payloads(items) == [b"value"]
 
 
 def test_wrappers_within_wrappers_are_not_opened():

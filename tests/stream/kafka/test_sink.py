@@ -18,7 +18,6 @@ from kafka.errors import (
 import flexd.stream.kafka.sink as kafka_sink
 from flexd.core.errors import StreamError
 from flexd.stream.kafka.sink import KafkaSink
-from tests.support.until import until
 
 
 def log_of(broker, topic: str) -> list[bytes]:
@@ -163,31 +162,3 @@ def test_occasional_failures_do_not_replace_the_producer(broker):
         broker.now += 0.4
     assert sink.producers_replaced == 0
     sink.close()
-
-
-def test_late_failures_of_an_old_producer_are_only_counted(broker):
-    sink = KafkaSink("nowhere:1", "t")
-    broker.answer = UnknownProducerIdError()
-    assert replaced_after(sink, broker, 1.75) == 1
-    broker.answer = None
-    failed = sink.messages_failed
-    for _ in range(3):
-        sink._on_failed(0, 0, UnknownProducerIdError())
-        broker.now += 10.0
-    sink.send(b"x")
-    assert sink.messages_failed == failed + 3
-    assert sink.producers_replaced == 1
-    sink.close()
-
-
-def test_closing_ends_a_stuck_producer_and_its_messages_fail(own_tansu):
-    own_tansu.create_topic("accesses")
-    options = {"request_timeout_ms": 500, "linger_ms": 0}
-    sink = KafkaSink(own_tansu.bootstrap_servers, "accesses", client_options=options)
-    sink.send(b"x")
-    sink.flush(10.0)
-    own_tansu.kill()
-    sink.send(b"y")
-    producer = sink._connector.client
-    sink.close()
-    until(lambda: not producer._sender.is_alive() and sink.messages_failed >= 1, 20.0)
