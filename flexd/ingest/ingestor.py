@@ -19,7 +19,6 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.supervision import Supervisor, UnsafeStateError
 from flexd.ingest.arrival import ArrivalClock
-from flexd.ingest.backoff import Backoff
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.message_counter import Decode, MessageCounter, decode_message
@@ -42,6 +41,8 @@ IDLE_AFTER_SECONDS = 2.0
 """A stream that has been read to its end is idle after this long without a message: event time then follows the
 clock."""
 _LAG_INTERVAL_SECONDS = 1.0
+_BACKOFF_SECONDS = (0.1, 5.0)
+"""Shortest and longest wait after a failure of the source."""
 
 
 class Ingestor:
@@ -226,7 +227,7 @@ class Ingestor:
         self._finish()
 
     def _loop(self) -> None:
-        backoff = Backoff(self._stop)
+        backoff = _Backoff(self._stop)
         while not self._stop.is_set() and not self._attempt("source", self._restore_positions):
             backoff.wait()
         backoff.reset()
@@ -372,3 +373,18 @@ class Ingestor:
         if "source" not in self._problems and self._source.problem is not None:
             found.append(f"stream: {self._source.problem}")
         return tuple(found)
+
+
+class _Backoff:
+    """Doubles the wait after every failure in a row, up to a bound. Setting ``stop`` ends a wait."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._seconds = _BACKOFF_SECONDS[0]
+
+    def wait(self) -> None:
+        self._stop.wait(self._seconds)
+        self._seconds = min(2 * self._seconds, _BACKOFF_SECONDS[1])
+
+    def reset(self) -> None:
+        self._seconds = _BACKOFF_SECONDS[0]

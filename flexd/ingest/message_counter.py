@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
@@ -12,9 +13,7 @@ from flexd.core.tap_counts import TapCounts
 from flexd.ingest.arrival import ArrivalClock, EventTimeSkew
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.guarded_sketches import GuardedSketches
-from flexd.ingest.message_counts import MAX_REASONS, MessageCounts
 from flexd.ingest.stats import ROW_REASONS
-from flexd.sketch.decay import check_event_time
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs import codec
@@ -24,6 +23,27 @@ from flexd.stream.types import AccessBatch, Message, RefusedMessages
 _log = logging.getLogger(__name__)
 
 Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | TapCounts]]
+
+MAX_REASONS = 64
+"""Distinct rejection reasons that are counted by name; the rest is counted as ``other``."""
+
+
+@dataclass(frozen=True)
+class MessageCounts:
+    """Counts of some messages.
+
+    Attributes:
+        messages, bytes: read, including the rejected ones.
+        batches: of the accepted messages.
+        accesses: of the accepted messages, by outcome.
+        rejected: messages not counted, by reason.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+    batches: int = 0
+    accesses: AccessCounts = field(default_factory=AccessCounts)
+    rejected: Mapping[str, int] = field(default_factory=dict)
 
 
 def decode_message(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | TapCounts]:
@@ -74,10 +94,10 @@ class MessageCounter:
     def count(self, message: Message | RefusedMessages) -> None:
         """Count one message. Never raises, because the source has already moved past it.
 
-        A message that cannot be decoded, or of which one batch cannot be counted, is rejected as a whole before any of
-        it is counted. If counting fails later, a part of the message may be in the counters: they are marked as damaged
-        (``GuardedSketches.damage``), and the caller must not go on. The next start continues from the newest snapshot,
-        which holds nothing of it.
+        A message that cannot be decoded is rejected as a whole. What was decoded can be counted (``AccessBatch`` and
+        ``tap_counts.decode`` have checked it). If counting fails nevertheless, a part of the message may be in the
+        counters: they are marked as damaged (``GuardedSketches.damage``), and the caller must not go on. The next start
+        continues from the newest snapshot, which holds nothing of it.
         """
         try:
             self._count(message)
@@ -113,19 +133,13 @@ class MessageCounter:
             sketches = self._sketches.sketches
             refused: Exception | None = None
             try:
-                for batch in batches:
-                    _check(sketches, batch)
-            except Exception as error:  # All batches are checked before the first one changes anything.
-                refused = error
-            else:
-                try:
-                    fault_point("thread.counting")
-                    accesses = sum(
-                        (_ingest(sketches, batch, arrival, message.partition) for batch in batches), AccessCounts()
-                    )
-                except Exception as error:
-                    # Before the lock is released: nobody may save these counters.
-                    refused = self._sketches.damage = error
+                fault_point("thread.counting")
+                accesses = sum(
+                    (_ingest(sketches, batch, arrival, message.partition) for batch in batches), AccessCounts()
+                )
+            except Exception as error:
+                # Before the lock is released: nobody may save these counters.
+                refused = self._sketches.damage = error
         if refused is not None:
             self._reject("internal_error", repr(refused), message)
             return
@@ -146,16 +160,6 @@ class MessageCounter:
         self._rejected[reason] = self._rejected.get(reason, 0) + messages
         if self._dead_letters is not None:
             self._dead_letters.record(reason, detail, message)
-
-
-def _check(sketches: SketchSet, batch: AccessBatch | TapCounts) -> None:
-    """Raise SketchError if ``_ingest`` would, and change nothing."""
-    if isinstance(batch, TapCounts):
-        check_event_time(batch.event_time_seconds)
-    else:
-        sketches.check(
-            batch.table, batch.rows, batch.event_time_seconds, batch.sequence_lengths, batch.sample_ids, batch.user_ids
-        )
 
 
 def _ingest(sketches: SketchSet, batch: AccessBatch | TapCounts, arrival: float, partition: str) -> AccessCounts:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 
 Int32Array = npt.NDArray[np.int32]
@@ -33,7 +32,6 @@ class TableSources:
         node_share: float64[nodes], share of each node in the sampled accesses (the table's node mix); zeros if there
             are none.
         sampled_accesses: number of sampled accesses from ranks of the layout.
-        foreign_share: share of all sampled accesses that came from ranks outside the layout, 0-1.
         hot_position: int64[e], index into ``hot_rows``, ascending.
         hot_node: int32[e], node of each entry.
         hot_accesses: float32[e], sampled accesses of that row from that node.
@@ -43,34 +41,20 @@ class TableSources:
             belongs to one node). Unbiased: where it is near 0, or few rows were sampled twice, the estimate can be
             below 0, by about ``affinity_error``. 0 with one node, NaN if no row was sampled twice.
         affinity_error: standard error of ``affinity`` (delete-a-group jackknife), NaN if unknown.
-        paired_share: share of the sampled accesses whose row was sampled at least twice; the affinity is estimated from
-            these.
     """
 
     node_share: Float64Array
     sampled_accesses: int
-    foreign_share: float
     hot_position: Int64Array
     hot_node: Int32Array
     hot_accesses: Float32Array
     prior_accesses: float
     affinity: float
     affinity_error: float
-    paired_share: float
-
-    def __post_init__(self) -> None:
-        if not len(self.hot_position) == len(self.hot_node) == len(self.hot_accesses):
-            raise SketchError("source nodes: arrays of the listed rows differ in length", remedy="report this profile")
 
     @property
     def nodes(self) -> int:
         return len(self.node_share)
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the arrays."""
-        arrays = (self.node_share, self.hot_position, self.hot_node, self.hot_accesses)
-        return sum(array.nbytes for array in arrays)
 
     def share(self, positions: Int64Array) -> Float32Array:
         """Return the share of each node in the accesses of listed rows: int64[n] positions -> float32[n, nodes].
@@ -106,7 +90,6 @@ def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layo
     """
     nodes = layout.nodes
     known = (ranks >= 0) & (ranks < layout.world_size)
-    total = len(rows)
     rows, node = rows[known], (ranks[known] // layout.local_ranks).astype(np.int32)
     mix = np.bincount(node, minlength=nodes).astype(np.float64)
     seen, row_of = np.unique(rows, return_inverse=True)
@@ -118,19 +101,16 @@ def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layo
     listed = np.flatnonzero(position >= 0)
     listed = listed[np.argsort(position[listed], kind="stable")]
     affinity, error = _affinity(pair_of.reshape(-1), accesses, pair_row, pair_node, nodes)
-    twice = np.bincount(pair_row, weights=accesses, minlength=len(seen))
     prior = 1 / max(affinity, _LEAST_AFFINITY) - 1 if math.isfinite(affinity) else 1 / _LEAST_AFFINITY - 1
     return TableSources(
         node_share=mix / max(1.0, mix.sum()),
         sampled_accesses=len(rows),
-        foreign_share=1 - len(rows) / total if total else 0.0,
         hot_position=position[listed],
         hot_node=pair_node[listed],
         hot_accesses=accesses[listed].astype(np.float32),
         prior_accesses=max(prior, _LEAST_PRIOR_ACCESSES),
         affinity=affinity,
         affinity_error=error,
-        paired_share=float(twice[twice >= 2].sum()) / len(rows) if len(rows) else 0.0,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -115,4 +115,3 @@ class Profile:
     half_life_seconds: float = float("inf")
     lag_messages: int = 0
     samples: int = 0
-    extra: dict[str, float] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class SketchSet(TableCounters):
         user_ids: Int64Array | None = None,
         partition: str = "",
     ) -> AccessCounts:
-        """Count one batch. Call ``check`` first where a part of a message must not be counted.
+        """Count one batch.
 
         Args:
             table: name; accesses of an unknown table are counted as such and change nothing else.
@@ -69,9 +69,11 @@ class SketchSet(TableCounters):
             partition: of the stream, where a rank's batches are in the order of their steps.
 
         Raises:
-            SketchError: as ``check``. Nothing is counted then.
+            SketchError: rows or lengths are no vectors of numbers, the time is not finite, or, where rows that occur
+                together are sampled, lengths do not sum to the rows or ids of samples and users do not fit them.
+                Nothing is counted then.
         """
-        self.check(table, rows, event_time_seconds, sequence_lengths, sample_ids, user_ids)
+        self._check(table, rows, event_time_seconds, sequence_lengths, sample_ids, user_ids)
         index = self._index.get(table)
         if index is None:
             return AccessCounts(unknown_table=len(rows))
@@ -100,21 +102,16 @@ class SketchSet(TableCounters):
         )  # fmt: skip
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
-    def check(
+    def _check(
         self,
         table: str,
         rows: npt.NDArray[np.integer[Any]],
         event_time_seconds: float,
-        sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
-        sample_ids: Int64Array | None = None,
-        user_ids: Int64Array | None = None,
+        sequence_lengths: npt.NDArray[np.integer[Any]] | None,
+        sample_ids: Int64Array | None,
+        user_ids: Int64Array | None,
     ) -> None:
-        """Check whether a batch can be counted; changes nothing.
-
-        Raises:
-            SketchError: rows or lengths are no vectors of numbers, the time is not finite, or, where rows that occur
-                together are sampled, lengths do not sum to the rows or ids of samples and users do not fit them.
-        """
+        """Raise SketchError unless a batch can be counted; change nothing."""
         if rows.ndim != 1 or rows.dtype.kind not in "iu":
             raise SketchError(f"rows of table {table!r} are {rows.dtype}{list(rows.shape)}", remedy="give row ids [n]")
         if table not in self._index or not len(rows):

@@ -19,9 +19,8 @@ from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
 from flexd.core.sampled_steps import is_sampled
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.open_steps import OpenStep, OpenSteps
+from flexd.sketch.open_steps import STALE_STEPS, OpenStep, OpenSteps, StepProgress
 from flexd.sketch.profile import RowTouches
-from flexd.sketch.step_progress import STALE_STEPS, StepProgress
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

@@ -27,7 +27,7 @@ ROWS, MESSAGES = np.arange(-1, 9, dtype=np.int64), 6
 MEMORY, BUG = MemoryError("no memory"), ValueError("a bug")
 
 STAGES: list[tuple[Any, str]] = [
-    (sketch_set.SketchSet, "check"),
+    (sketch_set.SketchSet, "_check"),
     (sketch_set.SketchSet, "ingest"),
     (ForwardDecay, "admit"),
     (TableSketch, "fit_unit"),

@@ -69,7 +69,7 @@ def test_a_full_disk_is_counted_and_retried_while_ingest_continues(tmp_path):
 
 
 def test_source_errors_are_retried_and_do_not_end_the_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr("flexd.ingest.backoff._BACKOFF_SECONDS", (0.001, 0.01))
+    monkeypatch.setattr("flexd.ingest.ingestor._BACKOFF_SECONDS", (0.001, 0.01))
     source = FakeSource(LOG)
     fail = iter([StreamError("unreachable"), ValueError("odd"), MemoryError(), OSError(5, "io")])
 

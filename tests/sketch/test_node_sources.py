@@ -7,10 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
-from flexd.sketch.node_sources import TableSources, read_sources
+from flexd.sketch.node_sources import read_sources
 from flexd.sketch.sketch_set import SketchSet
 from tests.support.saved_sketches import loaded_sketches
 
@@ -49,7 +48,6 @@ def test_affinity_is_unbiased_and_its_standard_error_is_right(local_share: float
         assert affinity.std() > 0
     else:
         assert affinity == pytest.approx(np.ones(30))
-    assert all(0.2 < figure.paired_share < 1 for figure in figures)
 
 
 def test_shares_of_a_row_follow_its_accesses_and_fall_back_on_the_mix() -> None:
@@ -75,7 +73,6 @@ def test_sources_are_read_under_another_layout_than_they_were_sampled() -> None:
     assert (four.nodes, two.nodes) == (4, 2)
     assert two.share(np.arange(5))[:, 0] == pytest.approx(four.share(np.arange(5))[:, :2].sum(axis=1), abs=0.01)
     fewer = read_sources(row, rank, np.arange(5), RankLayout(2, 2))
-    assert fewer.foreign_share == pytest.approx((rank >= 4).mean())
     assert fewer.sampled_accesses == (rank < 4).sum()
     one = read_sources(row, rank, np.arange(5), RankLayout(1, 8))
     assert (one.affinity, one.affinity_error) == (0.0, 0.0)
@@ -92,10 +89,6 @@ def test_sources_of_few_or_no_accesses() -> None:
     assert np.isnan(once.affinity), "no row was seen twice"
     one_node = read_sources(np.zeros(50, np.int64), np.zeros(50, np.int32), np.arange(3), LAYOUT)
     assert one_node.affinity == 0.0, "all rows come from the same node: nothing sets them apart"
-    with pytest.raises(SketchError):
-        TableSources(
-            np.ones(1), 1, 0.0, np.zeros(1, np.int64), np.zeros(2, np.int32), np.zeros(1, np.float32), 1, 0, 0, 0
-        )
 
 
 @pytest.mark.parametrize(("memory", "logarithmic"), [(2**22, True), (400_000, True), (400_000, False)])
@@ -118,7 +111,6 @@ def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic
         assert (share.argmax(axis=1) == table.hot_rows[:20] % 4).mean() >= 0.8
         # Few sampled accesses a row are drawn towards the mix.
         assert 0.7 < share.max(axis=1).mean() < 0.9
-        assert table.sources.nbytes < memory / 4
     assert whole.profile().tables[0].sources is None
     dense = whole.profile(layout=LAYOUT).tables[0]
     assert dense.source_node_share is not None

@@ -28,9 +28,8 @@ class FileLogSink:
     """Append to one partition. One writer a partition, enforced with a file lock.
 
     Records are buffered and written when the buffer holds ``flush_bytes``, when the oldest has waited ``flush_seconds``
-    (checked on every ``send``) or on ``flush``. Written records survive a crash of the process, and with ``fsync`` a
-    crash of the machine. A new writer starts a new segment after the last intact record, so it never continues a record
-    that another writer left unfinished.
+    (checked on every ``send``) or on ``flush``. Written records survive a crash of the process. A new writer starts a
+    new segment after the last intact record, so it never continues a record that another writer left unfinished.
 
     Args:
         directory: the log; created if missing.
@@ -51,7 +50,6 @@ class FileLogSink:
         max_bytes: int | None = None,
         flush_bytes: int = 256 * 2**10,
         flush_seconds: float = 0.05,
-        fsync: bool = False,
     ) -> None:
         if not segments.is_partition_name(partition):
             raise StreamError(
@@ -63,7 +61,6 @@ class FileLogSink:
         self._max_bytes = max_bytes
         self._flush_bytes = flush_bytes
         self._flush_seconds = flush_seconds
-        self._fsync = fsync
         self._buffer = bytearray()
         self._buffered_since = 0.0
         self._written_bytes = 0
@@ -162,10 +159,6 @@ class FileLogSink:
             os.close(self._fd)
         self._fd = fd
         self._written_bytes = 0
-        if self._fsync:
-            directory_fd = os.open(self._directory, os.O_RDONLY)
-            os.fsync(directory_fd)
-            os.close(directory_fd)
         if self._max_bytes is not None:
             self._drop_oldest(self._max_bytes)
 
@@ -188,8 +181,6 @@ class FileLogSink:
                 written = os.write(self._fd, self._buffer)
                 del self._buffer[:written]
                 self._written_bytes += written
-            if self._fsync:
-                os.fdatasync(self._fd)
             if self._written_bytes >= self._segment_bytes:
                 self._begin_segment()
         except OSError as error:

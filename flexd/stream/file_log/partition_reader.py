@@ -29,12 +29,12 @@ class PartitionReader:
         name: str,
         offset: int | None,
         on_position_lost: OnPositionLost,
-        buffers: BufferPool | None = None,
+        buffers: BufferPool,
     ) -> None:
         self._directory = directory
         self._name = name
         self._on_position_lost = on_position_lost
-        self._buffers = buffers or BufferPool(1)
+        self._buffers = buffers
         self._from_earliest = offset is None
         self.next_offset = offset or 0
         self.losses = Losses()

@@ -24,6 +24,7 @@ _HEADER_BODY = struct.Struct("<IIQI")
 HEADER_BYTES = _HEADER.size
 _SEGMENT_NAME = re.compile(r"^(\d{20})\.log$")
 _PARTITION_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+_CHUNK_BYTES = 2**20
 _PADDING = tuple(b"\0" * n for n in range(8))
 
 
@@ -72,7 +73,7 @@ def payload_is_intact(payload: bytes | memoryview, payload_crc: int) -> bool:
     return bool(crc32c(payload) == payload_crc)
 
 
-def find_record(fd: int, start: int, least_offset: int, chunk_bytes: int = 2**20) -> tuple[int, int | None]:
+def find_record(fd: int, start: int, least_offset: int) -> tuple[int, int | None]:
     """Search from byte ``start`` for the next intact record whose offset is ``least_offset`` or higher.
 
     Returns:
@@ -80,7 +81,7 @@ def find_record(fd: int, start: int, least_offset: int, chunk_bytes: int = 2**20
     """
     position = start + (-start & 7)
     while True:
-        chunk = os.pread(fd, chunk_bytes, position)
+        chunk = os.pread(fd, _CHUNK_BYTES, position)
         at = chunk.find(MAGIC)
         while at >= 0:
             if at % 8 == 0:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from kafka import KafkaConsumer
@@ -26,7 +27,6 @@ from flexd.stream.kafka.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, Brok
 from flexd.stream.kafka.connector import Connector
 from flexd.stream.kafka.group_positions import GroupPositions
 from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
-from flexd.stream.kafka.partition_sample import sampled_partitions
 from flexd.stream.kafka.record_batches import BatchLimits, Item
 from flexd.stream.losses import Losses
 from flexd.stream.offsets_in_work import OffsetsInWork
@@ -376,3 +376,16 @@ def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None
     except (KafkaError, KeyError):
         return None
     return highwater
+
+
+def sampled_partitions(job: str, topic: str, partitions: Collection[int], share: float) -> frozenset[int]:
+    """Return the partitions to read: those of the lowest hashes, ``share`` of all and at least one.
+
+    They are the same at every start. A partition that is added to the topic takes the place of at most one other.
+    """
+    number = max(1, round(share * len(partitions)))
+    return frozenset(sorted(partitions, key=lambda partition: _hash(f"{job}/{topic}/{partition}"))[:number])
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()

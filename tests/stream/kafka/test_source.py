@@ -12,9 +12,8 @@ from kafka.errors import LogTruncationError, OffsetOutOfRangeError
 from kafka.structs import TopicPartition
 
 from flexd.core.errors import PositionLostError, StreamError
-from flexd.stream.kafka.partition_sample import sampled_partitions
 from flexd.stream.kafka.sink import KafkaSink
-from flexd.stream.kafka.source import KafkaSource
+from flexd.stream.kafka.source import KafkaSource, sampled_partitions
 from flexd.stream.types import Message
 from tests.support.reading import poll_until
 from tests.support.until import until
