@@ -50,14 +50,9 @@ class MistakeReport:
 
 
 class MistakeLog:
-    """Counts mistakes by kind. Thread-safe.
+    """Counts mistakes by kind. Thread-safe."""
 
-    Args:
-        clock: Unix seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._noted: dict[MistakeKind, MistakeReport] = {}
         self._listeners: list[Callable[[], None]] = []
@@ -66,7 +61,7 @@ class MistakeLog:
         """Count a mistake, and call the listeners."""
         with self._lock:
             before = self._noted.get(kind)
-            first = self._clock() if before is None else before.first_unix_seconds
+            first = time.time() if before is None else before.first_unix_seconds
             count = 1 if before is None else before.count + 1
             self._noted[kind] = MistakeReport(kind.value, count, text[:MAX_TEXT], first)
             listeners = tuple(self._listeners)

@@ -1,4 +1,4 @@
-"""Hashes of training samples: every publisher and every daemon chooses the same samples."""
+"""Samples of training data: every publisher, rank and daemon chooses the same ones, without agreement."""
 
 from __future__ import annotations
 
@@ -40,3 +40,12 @@ def step_base(source_rank: int, step: int) -> int:
 def entry_base(table: int, source_rank: int, event_time_bits: int) -> int:
     """Return the hash of an entry without a step number, whose samples have rows of its table alone."""
     return mixed_one(mixed_one(mixed_one(event_time_bits) ^ source_rank) ^ (table + 1))
+
+
+def is_sampled(number: int, every: int) -> bool:
+    """Return whether the step is in the sample of one in ``every``.
+
+    Samples are nested: what a larger ``every`` takes, a smaller one takes too. Numbers are multiplied by the golden
+    ratio, so that no period of the training, such as its micro-batches, meets the sampled numbers.
+    """
+    return (number * 0x9E3779B97F4A7C15) % 2**64 < 2**64 // every

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from flexd.core.errors import SketchError
 from flexd.core.layout import RankLayout
-from flexd.core.sampled_steps import is_sampled
+from flexd.core.sample_hash import is_sampled
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.open_steps import STALE_STEPS, OpenStep, OpenSteps, StepProgress
 from flexd.sketch.profile import RowTouches

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import resource
-import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +17,9 @@ from flexd.control.protocol.handshake import MAGIC, NONCE_BYTES, PROOF_BYTES, en
 from flexd.control.protocol.versions import OWN, Versions
 from tests.support.channel import RawPeer, raw_connection
 from tests.support.ranks_in_threads import SECRET
-from tests.support.repository import child_environment
 from tests.support.until import until
 
 HELLO = encode_hello(OWN, bytes(NONCE_BYTES))
-
-
-class Process:
-    """A process of ``tests.support`` whose lines of JSON are read as they come."""
-
-    def __init__(self, module: str, *arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"tests.support.{module}", *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=child_environment(),
-        )  # fmt: skip
-        self.lines: list[Any] = []
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout or ():
-            self.lines.append(json.loads(line))
-
-    def events(self, name: str) -> list[Any]:
-        return [line[1] for line in list(self.lines)[1:] if line[0] == name]
-
-    def resident_bytes(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
 class Attack:
@@ -121,26 +92,12 @@ class Attack:
             sock.close()
 
 
-@pytest.fixture
-def start() -> Iterator[Callable[..., Process]]:
-    made: list[Process] = []
-
-    def run(module: str, *arguments: object) -> Process:
-        made.append(Process(module, *arguments))
-        return made[-1]
-
-    yield run
-    for process in made:
-        process.process.send_signal(signal.SIGKILL)
-        process.process.wait(10)
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("rounds", "connections"), [(2, 100), pytest.param(5, 2000, marks=pytest.mark.long)], ids=["short", "long"]
 )
 def test_no_process_ends_and_no_step_waits(
-    start: Callable[..., Process], tmp_path: Path, rounds: int, connections: int
+    start: Callable[..., Any], tmp_path: Path, rounds: int, connections: int
 ) -> None:
     needed = rounds * (connections + 40) + 500
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -115,11 +115,6 @@ def test_a_rule_of_a_node_or_rank_that_there_is_not_is_refused() -> None:
     assert [str(HomeRule.parse(text)) for text in ("all", "node:1", "rank:3")] == ["all", "node:1", "rank:3"]
 
 
-def test_digests_of_spread_tables_are_those_of_earlier_releases() -> None:
-    assert KeySpace([TableSpec("item", 61, 8)]).digest == KeySpace([TableSpec("item", 61, 8, homes="all")]).digest
-    assert KeySpace([TableSpec("item", 61, 8)]).digest != KeySpace([TableSpec("item", 61, 8, homes="rank:0")]).digest
-
-
 def test_more_rows_than_addresses_are_refused() -> None:
     with pytest.raises(ConfigError, match="44 bits"):
         Homes(KeySpace([TableSpec("item", 2**40, 4, homes="rank:0")]), RankLayout(4, 8))

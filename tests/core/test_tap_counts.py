@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
-from flexd.core.tap_counts import LengthCounts, PassRows, TableCounts, TapCounts, TapPasses
-from flexd.core.varints import to_varints
+from flexd.core.tap_counts import LengthCounts, PassRows, TableCounts, TapCounts, TapPasses, to_varints
 
 
 def pairs(highest: int, lowest: int = 0) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:

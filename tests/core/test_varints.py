@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexd.core.errors import StreamError
-from flexd.core.varints import VARINT_BYTES, from_varints, to_varints
+from flexd.core.tap_counts import VARINT_BYTES, from_varints, to_varints
 
 NUMBERS = st.lists(st.one_of(st.integers(0, 127), st.integers(0, 2**14), st.integers(0, 2**63 - 1)), max_size=40)
 

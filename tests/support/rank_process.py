@@ -32,8 +32,8 @@ def main(port: int, store_file: str, rank: int, world_size: int, attempt: str, s
     placement = Placement.empty()
     inbox = ChunkInbox(Homes(TABLES, layout), rank, (20_000, 20_000))
     agent = Agent(
-        inbox, identity(rank, layout, attempt), f"127.0.0.1:{port}", SECRET, timeout_seconds=3.0,
-        placement_lists=lambda: (placement.keys, placement.tiers),
+        inbox, identity(rank, layout, attempt), f"127.0.0.1:{port}",
+        lambda: (placement.keys, placement.tiers), SECRET, timeout_seconds=3.0,
     )  # fmt: skip
     agent.start()
     steps, history = 0, []

@@ -36,6 +36,11 @@ def identity(rank: int, layout: RankLayout, attempt: str = "a1", slots: int = 20
     )
 
 
+def no_rows() -> tuple[np.ndarray, np.ndarray]:
+    """Return the list of a rank without rows above HOME."""
+    return np.empty(0, np.int64), np.empty(0, np.uint8)
+
+
 @dataclass
 class _Rank:
     inbox: ChunkInbox
@@ -62,7 +67,6 @@ class Ranks:
         slots_of_rank: dict[int, int] | None = None,
         placements: list[Placement] | None = None,
         timeout_seconds: float = 4.0,
-        can_list: bool = True,
         identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
         prepare_of_rank: dict[int, Prepare] | None = None,
         tls: TlsFiles | None = None,
@@ -84,8 +88,9 @@ class Ranks:
             )
             state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
-                inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret, timeout_seconds, tls=tls,
-                placement_lists=(lambda state=state, rank=rank: self._listed(state, rank)) if can_list else None,
+                inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret=secret,
+                timeout_seconds=timeout_seconds, tls=tls,
+                placement_lists=lambda state=state, rank=rank: self._listed(state, rank),
             )  # fmt: skip
             self.ranks.append(state)
         self.false_digests: dict[int, int] = {}

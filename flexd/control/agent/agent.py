@@ -36,12 +36,12 @@ class Agent:
         inbox: of the rank; only the agent calls its ``offer`` and ``settle``.
         identity: of the rank; fixed for the life of the process.
         address: ``host:port`` of the daemon's control channel.
+        placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows above HOME that this rank lists;
+            the lists of all ranks of one node together must be the whole placement. Called from the agent's thread,
+            only while no chunk is left to apply.
         secret: the shared secret, or its file (read again when it changes); None only on loopback.
         timeout_seconds: deadline of every single wait on the network or on the running step's exchange, and the silence
             after which the daemon is given up.
-        placement_lists: returns (int64[n] keys, uint8[n] tiers) of the rows above HOME that this rank lists;
-            the lists of all ranks of one node together must be the whole placement. Called from the agent's thread,
-            only while no chunk is left to apply. Without it a daemon that lost its journal cannot continue this job.
         outbox: counted accesses to send (``flexd.Tap``), if any.
         tls: certificates of this rank, for a daemon with ``control.tls``.
 
@@ -54,9 +54,9 @@ class Agent:
         inbox: ChunkInbox,
         identity: RankIdentity,
         address: str,
+        placement_lists: PlacementLists,
         secret: Secret = None,
         timeout_seconds: float = 15.0,
-        placement_lists: PlacementLists | None = None,
         outbox: TapOutbox | None = None,
         tls: TlsFiles | None = None,
     ) -> None:

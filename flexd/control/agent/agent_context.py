@@ -40,7 +40,7 @@ class AgentContext:
     address: tuple[str, int]
     credentials: ChannelCredentials
     timeout_seconds: float
-    lists: PlacementLists | None
+    lists: PlacementLists
     outbox: TapOutbox | None
     reports: PendingReports = field(default_factory=PendingReports)
     stopping: threading.Event = field(default_factory=threading.Event)

@@ -45,13 +45,11 @@ class ListingAnswer:
         """Send the rows if it is time; True when nothing is left to do."""
         context, request = self._context, self._request
         is_applied = context.inbox.applied_version == request.version
-        if context.lists is not None and not is_applied and time.monotonic() < self.deadline:
+        if not is_applied and time.monotonic() < self.deadline:
             return False
         keys, tiers = np.empty(0, np.int64), np.empty(0, np.uint8)
         error = ""
-        if context.lists is None:
-            error = "this rank's agent was not given placement_lists"
-        elif not is_applied:
+        if not is_applied:
             error = f"version {context.inbox.applied_version} is applied, not {request.version}: training does not step"
         else:
             try:

@@ -231,7 +231,7 @@ class RankConnection:
                 nodes=me.nodes, local_ranks=me.local_ranks, replica_slots=me.replica_slots,
                 table_digest=me.table_digest, session=self._context.session, nonce=self._nonce,
                 sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
-                can_list=self._context.lists is not None, tables=self._tables, table_count=len(me.tables),
+                tables=self._tables, table_count=len(me.tables),
                 address=self._client.local_address, trainer=me.trainer,
             )
         )  # fmt: skip

@@ -162,7 +162,7 @@ class Epoch:
         if message.error:
             raise EpochFailedError(
                 f"the placement is lost and rank {message.rank} cannot list it: {message.error}",
-                remedy="pass placement_lists to the agent, or start the job as a new attempt",
+                remedy="start the job as a new attempt",
             )
         if message.rows > self._total_rows:
             raise EpochFailedError(f"rank {message.rank} lists {message.rows} of {self._total_rows} rows")

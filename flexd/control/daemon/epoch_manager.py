@@ -292,12 +292,11 @@ class EpochManager:
         """Heal a placement that differs: end the epoch and start from the lists of the ranks; pause after a repeat."""
         if self.distrust:
             return
-        epoch = self.epoch
         words = f"rank {rank} reports another placement at version {version} than the daemon has recorded"
         self._distrusted += 1
         self._events.emit("placement_digest_mismatch", rank=rank, version=version, times=self._distrusted)
         if self._distrusted == 1:
-            self._must_list = epoch is not None and all(hello.can_list for hello in epoch.topology.hellos)
+            self._must_list = True
         else:
             words += ", again after the daemon has read the ranks' placement"
             self.distrust = words

@@ -96,7 +96,6 @@ class MigrationProgress:
     rows: int = 0
     bytes_to_copy: int = 0
     chunks_pushed: int = 0
-    chunks_agreed: int = 0
     chunks_applied: int = 0
     rows_pushed: int = 0
     rows_agreed: int = 0
@@ -139,7 +138,7 @@ class Migration:
 
     Args:
         on_progress: see ``Coordinator.migrate``.
-        clock, wall_clock: monotonic and Unix seconds.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -150,7 +149,6 @@ class Migration:
         on_progress: Callable[[Migration], None] | None = None,
         metadata: MigrationMetadata | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.plan_id = plan_id
         self.generation = generation
@@ -158,7 +156,6 @@ class Migration:
         self._source: ChunkSource | None = source
         self._on_progress = on_progress
         self._clock = clock
-        self._wall_clock = wall_clock
         self._chunks: Iterator[Delta] = iter(())
         self._base: Placement | None = None
         self._returns_to: int | None = None
@@ -168,7 +165,7 @@ class Migration:
         self._transitions = 0
         self._kept: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
         self._rate: deque[tuple[float, int]] = deque()
-        now = wall_clock()
+        now = time.time()
         self._now = MigrationProgress(plan_id, MigrationState.PENDING, created_unix_seconds=now)
         self._record_transition(None, None, self.metadata.reason, now)
 
@@ -242,7 +239,7 @@ class Migration:
         with self._changed:
             before = self.state
             after = next_state(before, event, f"migration {self.migration_id}")
-            now = self._wall_clock()
+            now = time.time()
             stamps: dict[str, Any] = {}
             if event is TransitionEvent.START:
                 stamps["started_unix_seconds"] = now

@@ -70,7 +70,6 @@ class ChunkPusher:
 
     Attributes:
         illegal_transitions: transitions that the state table refused; each has raised.
-        lost_events: migration events dropped because they were not drained in time.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class ChunkPusher:
         here: those of an earlier daemon."""
         self._events: deque[MigrationEvent] = deque(maxlen=_KEPT_EVENTS)
         self.illegal_transitions = 0
-        self.lost_events = 0
         self.version = 0
         """The newest version pushed."""
         self.paused = False
@@ -178,7 +176,7 @@ class ChunkPusher:
         for chunk in self._outstanding:
             if not chunk.agreed and chunk.version <= max(agreed_version, applied_version):
                 chunk.agreed = True
-                chunk.migration.count(chunks_agreed=1, rows_agreed=len(chunk.delta))
+                chunk.migration.count(rows_agreed=len(chunk.delta))
         self._applied_version = max(self._applied_version, applied_version)
         while self._outstanding and self._outstanding[0].version <= applied_version:
             chunk = self._outstanding.popleft()
@@ -342,7 +340,6 @@ class ChunkPusher:
                 self._record_event(MigrationEvent(migration, None))
 
     def _record_event(self, event: MigrationEvent) -> None:
-        self.lost_events += len(self._events) == _KEPT_EVENTS
         self._events.append(event)
 
     def _drop_active(self) -> None:

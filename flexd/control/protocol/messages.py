@@ -56,7 +56,6 @@ class Hello(Message):
     Attributes:
         session: new for every training process.
         nonce: new for every registration.
-        can_list: the rank can list its placement if the daemon has lost it.
         tables: the first tables of the rank (``table_entries``) if its digest is not the one of the daemon's notice,
             else empty.
         table_count: number of all its tables.
@@ -78,7 +77,6 @@ class Hello(Message):
     sequence: int
     agreed_version: int
     agreed_digest: int
-    can_list: bool = False
     tables: tuple[str, ...] = ()
     table_count: int = 0
     address: str = ""

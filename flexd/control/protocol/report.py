@@ -110,11 +110,9 @@ class PhaseReport:
     intra_collectives: Count = 0
     inter_collectives: Count = 0
 
-    def plus(self, other: PhaseReport, sign: int = 1) -> PhaseReport:
-        """Return the sum with, or with ``sign`` -1 the difference to, a report of the same phase."""
-        return PhaseReport(
-            self.phase, *(getattr(self, name) + sign * getattr(other, name) for name in PHASE_QUANTITIES)
-        )
+    def plus(self, other: PhaseReport) -> PhaseReport:
+        """Return the sum with a report of the same phase."""
+        return PhaseReport(self.phase, *(getattr(self, name) + getattr(other, name) for name in PHASE_QUANTITIES))
 
 
 PHASE_QUANTITIES = tuple(item.name for item in fields(PhaseReport) if item.name != "phase")

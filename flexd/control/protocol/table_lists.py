@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from flexd.core.errors import ConfigError, ControlError
-from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import TableSpec, digest_of
 
 MAX_LIST_BYTES = 32 * 1024
@@ -30,9 +29,7 @@ def table_entries(tables: Sequence[TableSpec]) -> tuple[str, ...]:
     entries: list[str] = []
     left = MAX_LIST_BYTES
     for table in tables:
-        values = [getattr(table, name) for name in _FIELDS]
-        # As releases before home rules send and expect them.
-        entry = json.dumps(values[:-1] if table.homes == SPREAD else values, separators=(",", ":"))
+        entry = json.dumps([getattr(table, name) for name in _FIELDS], separators=(",", ":"))
         left -= len(json.dumps(entry)) + 1
         if left < 0:
             break
@@ -128,8 +125,6 @@ def _values(entry: str) -> list[str | int] | None:
         values = json.loads(entry)
     except (ValueError, RecursionError):
         return None
-    if isinstance(values, list) and len(values) == len(_FIELDS) - 1:
-        values.append(SPREAD)
     if not isinstance(values, list) or len(values) != len(_FIELDS) or not isinstance(values[0], str):
         return None
     return values if all(isinstance(value, str | int) for value in values) else None

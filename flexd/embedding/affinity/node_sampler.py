@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from flexd.core.dealing import deal_batch
+from flexd.core.dealing import BatchRows, deal_batch
 from flexd.core.errors import EmbeddingError
-from flexd.core.shared_rows import BatchRows
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.engine import RowEngine
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexd.core.sampled_steps import is_sampled
+from flexd.core.sample_hash import is_sampled
 from flexd.core.tap_counts import PassRows
 
 MAX_PARTS = 4096

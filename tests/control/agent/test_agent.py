@@ -18,7 +18,7 @@ from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, step_report, target
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, no_rows, step_report, target
 from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
@@ -27,7 +27,7 @@ LARGER = KeySpace([replace(TABLES.tables[0], rows=60_000), *TABLES.tables[1:]])
 
 def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
     inbox = ChunkInbox(Homes(TABLES, PAIR), 0, (10, 10))
-    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", SECRET, timeout_seconds)
+    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", no_rows, SECRET, timeout_seconds)
 
 
 def refused(hosted: Any, kind: str) -> int:

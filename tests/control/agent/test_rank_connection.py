@@ -25,7 +25,7 @@ from flexd.control.protocol.network import Backoff
 from flexd.control.protocol.rows import RowsAssembly
 from flexd.core.homes import Homes
 from flexd.core.layout import RankLayout
-from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, same_content, target
+from tests.support.ranks_in_threads import SECRET, TABLES, Ranks, identity, no_rows, same_content, target
 from tests.support.until import until
 
 PAIR = RankLayout(2, 1)
@@ -33,7 +33,7 @@ PAIR = RankLayout(2, 1)
 
 def lone_agent(port: int, timeout_seconds: float = 1.0) -> Agent:
     inbox = ChunkInbox(Homes(TABLES, PAIR), 0, (10, 10))
-    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", SECRET, timeout_seconds)
+    return Agent(inbox, identity(0, PAIR), f"127.0.0.1:{port}", no_rows, SECRET, timeout_seconds)
 
 
 OF_ANOTHER: tuple[dict[str, Any], ...] = (

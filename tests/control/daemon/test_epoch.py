@@ -32,19 +32,6 @@ def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[...,
         assert ranks.all_at(target(2))
 
 
-def test_without_a_journal_ranks_that_cannot_list_are_not_ready(host: Callable[..., Any], tmp_path: Path) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(2, 1), can_list=False) as ranks:
-        first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(100))
-        assert first.wait(20) is MigrationState.COMMITTED
-        hosted.close()
-        again = host(tmp_path / "empty", port=hosted.port)
-        until(lambda: "cannot list" in again.coordinator.status().reason, what=ranks.state())
-        assert not again.ready()
-        steps = ranks.steps
-        until(lambda: ranks.steps > steps + 20)
-
-
 def test_one_rank_restarted_in_the_same_attempt_receives_no_chunks(host: Callable[..., Any]) -> None:
     hosted = host(timeout_seconds=2.0)
     with Ranks(hosted.port, RankLayout(2, 1)) as ranks:

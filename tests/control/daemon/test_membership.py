@@ -24,7 +24,7 @@ def hello(
 ) -> Hello:
     base = Hello(
         "job", "i", attempt, rank, 4, 2, 2, (10 + rank, 20), TABLES.digest, session or f"{attempt}-{rank}",
-        nonce or f"n{attempt}-{rank}", sequence, 0, 0, True, (), len(TABLES.tables),
+        nonce or f"n{attempt}-{rank}", sequence, 0, 0, (), len(TABLES.tables),
     )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 

@@ -70,14 +70,3 @@ def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[
         good = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2, 50)).chunks(10))
         assert good.wait(20) is MigrationState.COMMITTED, hosted.events
         assert ranks.all_at(target(2, 50))
-
-
-def test_ranks_that_cannot_list_continue_from_the_journal(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, RankLayout(2, 1), can_list=False) as ranks:
-        until(hosted.ready)
-        hosted.coordinator._pusher._digests[0] = 1
-        until(lambda: mismatches(hosted) == 1 and hosted.ready(), what=lambda: hosted.events)
-        good = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(2, 50)).chunks(10))
-        assert good.wait(20) is MigrationState.COMMITTED, hosted.events
-        assert ranks.all_at(target(2, 50))

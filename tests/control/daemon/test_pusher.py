@@ -69,7 +69,7 @@ def test_an_ended_epoch_voids_unagreed_chunks(tmp_path: Path, agreed: int) -> No
     assert migration.state is MigrationState.PUSHING
     harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
     assert migration.progress.chunks_pushed == agreed
-    assert migration.progress.chunks_agreed == agreed
+    assert migration.progress.rows_agreed == 10 * agreed
     harness.pusher.acknowledge(agreed, agreed)
     assert harness.push_all() == list(range(agreed + 1, 4))
     # The order is that of the plan: every version has the placement of the plan, not only the last.

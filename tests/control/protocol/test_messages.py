@@ -39,7 +39,6 @@ EVERY_KIND: list[m.Message] = [
         5,
         3,
         2**64 - 1,
-        True,
         ("t",),
         3,
         "127.0.0.1",

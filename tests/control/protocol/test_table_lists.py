@@ -72,7 +72,7 @@ def test_a_list_of_many_tables_with_long_names_fits_into_a_hello() -> None:
     entries = table_entries(tables)
     assert 50 < len(entries) < len(tables)
     assert MAX_LIST_BYTES * 0.9 < len(json.dumps(entries)) <= MAX_LIST_BYTES + 2 * len(entries)
-    hello = Hello("job", "i", "a", 0, 1, 1, 1, (1,) * 1_000, "d", "s", "n", 1, 0, 0, True, entries, len(tables))
+    hello = Hello("job", "i", "a", 0, 1, 1, 1, (1,) * 1_000, "d", "s", "n", 1, 0, 0, entries, len(tables))
     assert len(encode(hello)) < MAX_MESSAGE_BYTES
 
 

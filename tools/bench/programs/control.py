@@ -92,7 +92,7 @@ def simulated_ranks(
         Agent(
             inbox,
             RankIdentity(JOB, ATTEMPT, rank, ranks, layout.nodes, layout.local_ranks, (rows,), keyspace.digest),
-            f"127.0.0.1:{control_port}", timeout_seconds=60.0,
+            f"127.0.0.1:{control_port}", lambda: (np.empty(0, np.int64), np.empty(0, np.uint8)), timeout_seconds=60.0,
         )
         for rank, inbox in zip(mine, inboxes, strict=True)
     ]  # fmt: skip
