@@ -41,20 +41,3 @@ def test_all_rows_are_those_of_torch(
         halves = [(slots[:3], grads[:3]), (slots[3:], grads[3:])]
         ours.update_groups([GroupUpdate(rows, state, halves)], step)
         torch.testing.assert_close(rows, plain.detach(), rtol=0, atol=1e-12)
-
-
-def test_a_row_is_bit_equal_on_every_holder() -> None:
-    """A copy has another slot, in a store of another size."""
-    torch.manual_seed(2)
-    rows, copies = torch.randn(ROWS, DIM), torch.randn(3, DIM)
-    states = torch.zeros(ROWS, 2 * DIM), torch.zeros(3, 2 * DIM)
-    copies[:2] = rows[[20, 4]]
-    optimizer = flexd.DenseAdam(0.1)
-    for step in range(1, 20):
-        grads = torch.randn(1, DIM)
-        with_row = step % 3 == 0  # row 20 is looked up; row 4 never is
-        for table, state, slot in ((rows, states[0], 20), (copies, states[1], 0)):
-            given = [(torch.tensor([slot]), grads)] if with_row else []
-            optimizer.update_groups([GroupUpdate(table, state, given)], step)
-        assert torch.equal(copies[:2], rows[[20, 4]])
-        assert torch.equal(states[1][:2], states[0][[20, 4]])

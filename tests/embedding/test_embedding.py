@@ -76,13 +76,3 @@ def test_rows_and_gradients_are_those_of_nn_embedding(shape: tuple[int, ...], pa
         torch.testing.assert_close(ours.weight.detach(), plain.weight.detach(), rtol=0, atol=1e-12)
         ours.optimizer.zero_grad()
         ours.optimizer.step()
-
-
-def test_the_row_of_padding_begins_with_zeros_on_meta_too() -> None:
-    assert not flexd.Embedding(5, 3, -1).weight[4].any()
-    with torch.device("meta"):
-        model = nn.Sequential(flexd.Embedding(5, 3, 2), nn.Linear(3, 1))
-    model.to_empty(device="cpu")
-    weight = model[0].weight.detach()
-    assert not weight[2].any()
-    assert weight[1].all()

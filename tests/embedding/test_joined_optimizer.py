@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
-from tests.support.rank_pool import RankPool
-
-Ranks = Callable[[int], RankPool]
 
 
 def made(*, momentum: float = 0.0) -> tuple[nn.Parameter, flexd.Embedding, flexd.JoinedOptimizer]:
     dense = nn.Parameter(torch.ones(3))
     items = flexd.Embedding(5, 3, optimizer=flexd.SGD(0.5), seed=4)
     return dense, items, flexd.JoinedOptimizer(torch.optim.SGD([dense], lr=0.1, momentum=momentum), items.optimizer)
-
-
-def test_a_saved_training_goes_on_as_one_that_was_not(ranks: Ranks) -> None:
-    for result in ranks(2).run("trainer_jobs:resumed", RankLayout(2, 1)):
-        assert result["through"] == result["resumed"]
 
 
 def test_the_state_of_dense_parameters_follows_a_load() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from flexd.core.layout import RankLayout
-from tests.support.ddp_jobs import ddp_alone
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -65,18 +63,3 @@ def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
         assert any(key.startswith("items.") for key in result["keys"])
         for first, second in (result["tables"], result["dense"]):
             assert torch.equal(first, second)
-
-
-def test_copies_and_moves_of_a_collection_are_refused(ranks: Ranks) -> None:
-    for texts in ranks(2).run("pytorch_jobs:copies", TWO):
-        assert ["cannot be copied or pickled" in text for text in texts[:4]] == [True] * 4
-        assert "cannot be moved to meta - construct the collection with device=" in texts[4]
-        assert texts[5] == "torch.float64 torch.float16"
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_dense_part_may_be_in_ddp(ranks: Ranks, inside: bool) -> None:
-    expected = ddp_alone(4, 6)
-    for result in ranks(4).run("ddp_jobs:ddp", RankLayout(2, 2), inside, 6):
-        for name, values in expected.items():
-            np.testing.assert_allclose(result[name], values, rtol=0, atol=1e-9)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import flexd
 from flexd.core.layout import RankLayout
-from flexd.embedding.rounding import random_bits, round_stochastically
+from flexd.embedding.rounding import round_stochastically
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
 
 HALF = [torch.bfloat16, torch.float16]
@@ -47,24 +47,6 @@ def test_rounding_is_unbiased(dtype: torch.dtype, value: float, negative: bool, 
     )
     assert above - below <= ulp
     assert abs(rounded.mean().item() - value) <= 5 * 0.5 * ulp / len(rounded) ** 0.5
-
-
-def test_bits_of_neighbouring_keys_steps_and_columns_are_independent() -> None:
-    """Correlation of all pairs below 5 standard deviations, and each of the 16 bits is one half of the time."""
-    keys = torch.arange(2**14)
-    drawn = torch.stack([random_bits(keys, step, 4) for step in (1, 2)]).double()  # [step, key, column]
-    spread = drawn - drawn.mean()
-    variance = spread.square().mean()
-    shifted = {
-        "step": (spread[0], spread[1]), "key": (spread[:, :-1], spread[:, 1:]),
-        "column": (spread[..., :-1], spread[..., 1:]), "pair": (spread[..., :-2], spread[..., 2:]),
-        "key and step": (spread[0, 1:], spread[1, :-1]),
-    }  # fmt: skip
-    for name, (a, b) in shifted.items():
-        assert abs((a * b).mean() / variance) < 5 / a.numel() ** 0.5, name
-    for bit in range(16):
-        share = ((drawn.long() >> bit) & 1).double().mean()
-        assert abs(share - 0.5) < 5 * 0.5 / drawn.numel() ** 0.5, bit
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.row_optimizers import SGD
-from tests.support.collection_jobs import offer, some, tables
+from tests.support.collection_jobs import some, tables
 
 
 class Tower(nn.Module):
@@ -32,26 +30,6 @@ class Tower(nn.Module):
     def forward(self, inputs: Any) -> torch.Tensor:
         rows = inputs if self.collection is None else self.collection(inputs)["item"].values
         return self.dense(rows.tanh()).square().sum()
-
-
-def ddp(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:
-    """Train with a dense part in DDP and the tables beside it or inside."""
-    collection = EmbeddingCollection(tables(names=("item",)), optimizer=SGD(0.05), layout=layout, replica_slots=[61])
-    model = DistributedDataParallel(Tower(collection if inside else None))
-    dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(steps):
-        features = {"item": some(0, step, rank)["item"]}
-        if step == 1:
-            offer(collection, Delta(np.arange(20), np.zeros(20, np.uint8), np.arange(20, dtype=np.uint8) % 2 + 1))
-        loss = model(features if inside else collection(features)["item"].values)
-        dense_optimizer.zero_grad()
-        collection.optimizer.zero_grad()
-        loss.backward()
-        dense_optimizer.step()
-        collection.optimizer.step()
-    assert collection.placement_version == 1
-    module = model.module
-    return {"item": collection.gather_table("item").numpy(), "dense": module.dense.weight.detach().numpy()}
 
 
 def ddp_with_run_ahead(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:

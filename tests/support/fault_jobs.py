@@ -84,18 +84,15 @@ def diverge(rank: int, layout: RankLayout, odd: int, fault: str, exchange: str) 
     return text, collection.replicas_bit_equal()
 
 
-def other_loop(rank: int, layout: RankLayout, odd: int, arguments: dict[str, Any] | None) -> tuple[str, int]:
-    """Begin a loop of ``prefetch`` with other arguments on one rank, or none (None); return the error of this rank, and
-    the steps of a loop with equal arguments after it."""
+def other_loop(rank: int, layout: RankLayout, odd: int, arguments: dict[str, Any]) -> tuple[str, int]:
+    """Begin a loop of ``prefetch`` with other arguments on one rank; return the error of this rank, and the steps
+    of a loop with equal arguments after it."""
     collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
     text = "no error"
     try:
-        if rank == odd and arguments is None:
-            _step(collection)
-        else:
-            for ids in prefetch([IDS], collection, **((arguments or {}) if rank == odd else {})):
-                collection(ids)["item"].values.sum().backward()
-                collection.optimizer.step()
+        for ids in prefetch([IDS], collection, **(arguments if rank == odd else {})):
+            collection(ids)["item"].values.sum().backward()
+            collection.optimizer.step()
     except FlexdError as error:
         text = f"{type(error).__name__}: {error}"
     for ids in prefetch([IDS] * 3, collection):

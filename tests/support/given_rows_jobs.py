@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.checkpoint import blocks, lone_saves
+from flexd.embedding.checkpoint import blocks
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.load_tables import load_tables
-from tests.support.collection_jobs import some, tables, train_step
+from tests.support.collection_jobs import tables
 
 
 def values_of(rows: int, seed: int = 0) -> torch.Tensor:
@@ -101,31 +100,3 @@ def load_by_keys(rank: int, layout: RankLayout, source: int, mistake: str) -> di
         "unchanged": [name for name in before if torch.equal(before[name], after[name])],
         "loaded": torch.equal(after["item"], values_of(61)) and bool((after["tiny"] == 7).all()),
     }
-
-
-class Kept(logging.Handler):
-    """Keeps the texts of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def saves_alone(rank: int, layout: RankLayout, savers: list[int]) -> list[str]:
-    """Call ``state_dict`` on some ranks between steps; return the warnings of this rank."""
-    collection = EmbeddingCollection(tables(), layout=layout)
-    kept = Kept()
-    lone_saves.logger.addHandler(kept)
-    try:
-        for step in range(3):
-            train_step(collection, some(0, step, rank))
-            if step == 0 or rank in savers:  # alone twice
-                collection.state_dict()
-        train_step(collection, some(0, 3, rank))
-        train_step(collection, some(0, 4, rank))
-    finally:
-        lone_saves.logger.removeHandler(kept)
-    return kept.texts

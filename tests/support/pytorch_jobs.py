@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flexd
-from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 
@@ -167,23 +164,6 @@ def whole_model_state(rank: int, layout: RankLayout) -> dict[str, Any]:
         "tables": (first.items.gather_table("item"), second.items.gather_table("item")),
         "dense": (first.tower.first.weight.detach(), second.tower.first.weight.detach()),
     }  # fmt: skip
-
-
-def copies(rank: int, layout: RankLayout) -> list[str]:
-    collection = collection_of(layout)
-    texts = []
-    for attempt in (
-        lambda: copy.deepcopy(Model(collection)), lambda: copy.copy(collection), lambda: pickle.dumps(collection),
-        lambda: torch.save(Model(collection), io.BytesIO()), lambda: Model(collection).to("meta"),
-    ):  # fmt: skip
-        try:
-            attempt()
-            texts.append("done")
-        except EmbeddingError as error:
-            texts.append(str(error))
-    model = Model(collection).to("cpu").half()
-    rows = model.items(features(0, rank))["item"].values
-    return [*texts, f"{rows.dtype} {model.tower.first.weight.dtype}"]
 
 
 def from_meta(rank: int, layout: RankLayout) -> dict[str, Any]:

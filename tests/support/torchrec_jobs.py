@@ -66,32 +66,6 @@ def plain_of(collection: Any, pooled: bool) -> Any:
     return module
 
 
-def train(rank: int, layout: RankLayout, pooled: bool) -> dict[str, Any]:
-    collection = make(pooled, layout)
-    losses = []
-    for kjt in flexd.prefetch([batch(step, rank) for step in range(STEPS)], collection):
-        loss = loss_of(collection(kjt))
-        loss.backward()
-        collection.optimizer.step()
-        losses.append(float(loss.detach()))
-    return {"losses": losses, "tables": {name: collection.gather_table(name) for name in ROWS}}
-
-
-def train_alone(world_size: int, pooled: bool) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    module = plain_of(make(pooled, RankLayout(1, 1)), pooled)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    losses: list[list[float]] = [[] for _ in range(world_size)]
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(world_size):
-            loss = loss_of(module(batch(step, rank, samples=None)))
-            (loss / world_size).backward()
-            losses[rank].append(float(loss.detach()))
-        optimizer.step()
-    tables = module.embedding_bags if pooled else module.embeddings
-    return losses, {name: table.weight.detach() for name, table in tables.items()}
-
-
 def refused(rank: int, layout: RankLayout, faulty: int) -> list[str]:
     """Give one rank faulty input and return the error of every rank."""
     collection = make(False, layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -199,36 +198,6 @@ def train_alone(world_size: int, case: Training) -> dict[str, Any]:
         "tables": [model.items.weight.detach().numpy(), model.users["embedding"].weight.detach().numpy()],
         "dense": model.dense.weight.detach().numpy(),
     }  # fmt: skip
-
-
-def resumed(rank: int, layout: RankLayout) -> dict[str, Any]:
-    """Train half, save model and optimizer as a framework does, load both into new ones, train the rest."""
-    case = Training(optimizer="adam", scheduler="step")
-
-    def make(seed: int) -> tuple[Recommender, flexd.JoinedOptimizer, Any]:
-        model = Recommender(softmax=False, seed=seed)
-        tables = flexd.embed_all(model, names=["items"], optimizer=row_optimizer(case), layout=layout)
-        optimizer = flexd.JoinedOptimizer(dense_optimizer(case, model.parameters()), tables.optimizer)
-        return model, optimizer, schedule(case, optimizer)
-
-    def steps(model: Recommender, optimizer: flexd.JoinedOptimizer, scheduler: Any, numbers: range) -> list[float]:
-        losses = []
-        for step in numbers:
-            optimizer.zero_grad()
-            loss = model(batch(step, 0))  # the same on all ranks: dense gradients are equal without DDP
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            losses.append(float(loss.detach()))
-        return losses
-
-    one = make(3)
-    steps(*one, range(3))
-    saved = copy.deepcopy([part.state_dict() for part in one])
-    other = make(8)
-    for part, state in zip(other, saved, strict=True):
-        part.load_state_dict(state)
-    return {"through": steps(*one, range(3, 6)), "resumed": steps(*other, range(3, 6))}
 
 
 def faults(rank: int, layout: RankLayout) -> list[str]:

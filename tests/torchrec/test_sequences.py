@@ -8,8 +8,6 @@ import sys
 import pytest
 import torch
 
-from tests.support.rank_pool import RankPool
-
 torchrec = pytest.importorskip("torchrec")
 from torchrec import EmbeddingConfig  # noqa: E402
 from torchrec.modules.embedding_modules import (  # noqa: E402
@@ -20,7 +18,7 @@ from torchrec.modules.embedding_modules import (  # noqa: E402
 from flexd.core.errors import FlexdError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingCollection  # noqa: E402
-from tests.support.torchrec_jobs import batch, configs, make, plain_of, train_alone  # noqa: E402
+from tests.support.torchrec_jobs import batch, configs, make, plain_of  # noqa: E402
 
 ONE = RankLayout(1, 1)
 
@@ -49,15 +47,6 @@ def test_outputs_equal_those_of_torchrec(pooled: bool, samples: int) -> None:
         assert torch.equal(got[name].lengths(), jagged.lengths())
         assert torch.equal(got[name].offsets(), jagged.offsets())
         assert got[name].weights_or_none() is None
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_training_on_two_ranks_equals_torchrec_on_one(pair: RankPool, pooled: bool) -> None:
-    losses, tables = train_alone(2, pooled)
-    for rank, result in enumerate(pair.run("torchrec_jobs:train", RankLayout(2, 1), pooled)):
-        torch.testing.assert_close(torch.tensor(result["losses"]), torch.tensor(losses[rank]), rtol=1e-5, atol=1e-5)
-        for name, table in tables.items():
-            torch.testing.assert_close(result["tables"][name], table, rtol=1e-5, atol=1e-6)
 
 
 def test_collections_implement_the_interfaces_of_torchrec() -> None:

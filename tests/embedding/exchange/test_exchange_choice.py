@@ -8,10 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-import flexd
 from flexd.control.protocol.report import ExchangeReason
-from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
@@ -81,15 +78,6 @@ def test_a_trial_keeps_the_exchange_that_is_clearly_faster(direct_seconds: float
     assert "direct" in used
     assert used[-30:] == [kept] * 30
     assert sum(a != b for a, b in pairwise(used)) == (1 if kept == "direct" else 2)
-
-
-def test_an_unknown_exchange_or_way_to_sum_is_refused_and_auto_starts_with_the_chain() -> None:
-    tables = [flexd.EmbeddingTable("item", 9, 3)]
-    with pytest.raises(EmbeddingError, match="one of auto, chain, direct, direct_no_dedup"):
-        flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), exchange="star")
-    assert flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), exchange="auto").exchange == "chain"
-    with pytest.raises(EmbeddingError, match="one of all_reduce, home"):
-        flexd.EmbeddingCollection(tables, layout=RankLayout(1, 1), replica_sums="auto")
 
 
 def test_auto_begins_with_the_priced_exchange_and_keeps_the_measured_one() -> None:

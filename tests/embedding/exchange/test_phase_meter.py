@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from flexd.control.protocol.report import PhaseReport, StepPhase
-from flexd.core.layout import RankLayout
 from flexd.embedding.exchange import phase_meter
 from flexd.embedding.exchange.phase_meter import PhaseMeter
-from tests.support.rank_pool import RankPool
 
 
 class _Clock:
@@ -78,20 +74,3 @@ def test_collectives_beside_the_thread_are_exposed_as_far_as_it_waits(clock: _Cl
     assert cover == 3, "nine seconds beside the job, of which it computed six itself"
     assert (found["ids"].overlapped_seconds, found["rows"].overlapped_seconds) == (3, 1)
     assert (found["ids"].exposed_seconds, found["rows"].exposed_seconds) == (0.75, 0.25)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead", [False, True])
-def test_phases_add_up_to_the_step_and_bytes_to_the_traffic(ranks: Callable[[int], RankPool], ahead: bool) -> None:
-    for wall, phases, traffic in ranks(4).run("phase_jobs:measured", RankLayout(2, 2), ahead):
-        found = {phase.phase: phase for phase in phases}
-        total = sum(phase.computed_seconds + phase.exposed_seconds for phase in phases)
-        assert total == pytest.approx(wall, rel=0.05)
-        assert sum(phase.intra_bytes for phase in phases) == traffic["intra"]
-        assert sum(phase.inter_bytes for phase in phases) == traffic["inter"]
-        for name in ("ids", "rows", "push", "sync"):
-            assert found[name].inter_collectives > 0, name
-            assert found[name].inter_seconds > 0, name
-        assert found["update"].computed_seconds > 0
-        assert found["update"].inter_collectives == 0
-        assert (found["rows"].overlapped_seconds > 0) == ahead
