@@ -13,11 +13,11 @@ from flexd.embedding.store.store import GroupStore
 
 logger = logging.getLogger(__name__)
 
-LEAST_GAIN = 0.05
+LEAST_GAIN = 0.03
 """Share of the expected misses that a new division must save: each change copies all frames of a dim-group."""
 EVERY = 0.5
 """Divisions are compared each time that look-ups have used rows of so many times the bytes of all frames..."""
-LEAST_STEPS = 10
+LEAST_STEPS = 4
 """... and at most once in so many steps: on an accelerator the host waits for what was counted."""
 KEPT = 0.7
 """Share of what was counted before that counts on in the next comparison."""
