@@ -54,7 +54,7 @@ class Plan:
         migration_seconds: time to move them, bandwidth only.
         cluster: at whose prices.
         replica_slots: per dim-group, of the rank that has fewest.
-        exchange: under which the plan is priced: what the job runs, or the cheaper one if that was left open.
+        exchange: that the job runs, under which the plan is priced.
         budgets: slots of ranks and tables, as the plan keeps to them.
         memory: of each rank with the target placement.
         home_seconds: objective of the placement with every row at HOME that is not pinned elsewhere.
@@ -202,7 +202,7 @@ def make_plan(
     reason: str,
     shape: TrainingShape | None = None,
     limits: PlanLimits | None = None,
-    exchange: Exchange | None = Exchange.CHAIN,
+    exchange: Exchange = Exchange.CHAIN,
     step_seconds: float | None = None,
 ) -> Plan:
     """Choose the tier of every row. Deterministic; does not depend on the order in which rows are listed.
@@ -215,8 +215,7 @@ def make_plan(
         horizon_steps: steps within which a promotion must pay for its migration.
         shape: how the job trains.
         limits: pins, excluded tables, budgets of tables.
-        exchange: what the job runs, which cannot change while it runs. None: the cheaper of chain and direct with
-            dedup; such a plan costs no more than either of them without replicas.
+        exchange: what the job runs, which cannot change while it runs.
         step_seconds: measured wall time of a step, of which the plan states its saving as a share.
 
     Raises:
@@ -237,10 +236,7 @@ def make_plan(
     sums = [LoadSums(load, layout) for load in loads]
     group_limits = [limits.of_group(load, keyspace, of_group) for load, of_group in zip(loads, slots, strict=True)]
     live_tiers = [live.tiers_of(load.keys) for load in loads]
-    exchanges = (Exchange.CHAIN, Exchange.DIRECT_DEDUP) if exchange is None else (exchange,)
-    choices = {each: choose_jointly(sums, cluster, group_limits, live_tiers, horizon_steps, each) for each in exchanges}
-    exchange = min(exchanges, key=lambda each: choices[each].cost.exposed_seconds)
-    choice = choices[exchange]
+    choice = choose_jointly(sums, cluster, group_limits, live_tiers, horizon_steps, exchange)
     keys = np.concatenate([load.keys for load in loads])
     tiers = np.concatenate(choice.tiers)
     target = Placement.of(keys, tiers, live.version)
