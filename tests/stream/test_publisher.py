@@ -206,36 +206,6 @@ def test_messages_stay_within_their_size_and_lose_nothing(calls):
     assert {batch.rows.dtype for batch in received} <= sent.keys()
 
 
-LIMIT = 20_000
-
-
-def batch_of(rows: int, dtype: type, lengths: int | None, table: str = "t") -> AccessBatch:
-    """Make a batch; of its ``lengths`` sequences the first has all rows and the others none."""
-    parts = None if lengths is None else np.array([rows] + [0] * (lengths - 1), dtype=np.int32)
-    return AccessBatch(table, np.arange(rows, dtype=dtype), 0, 1.0, parts)
-
-
-@pytest.mark.parametrize(
-    "batches",
-    [
-        pytest.param([batch_of(50_000, np.int64, None)], id="rows"),
-        pytest.param([batch_of(50_000, np.int32, None)], id="narrow rows"),
-        pytest.param([batch_of(10, np.int64, 50_000)], id="one batch of lengths"),
-        pytest.param([batch_of(1, np.int64, 1_000)] * 40, id="many batches of lengths"),
-        pytest.param([batch_of(1_000, np.int64, 500)] * 9, id="rows and lengths"),
-        pytest.param([batch_of(1, np.int64, None)] * 3_000, id="many entries"),
-        pytest.param([batch_of(1, np.int64, 1)] * 3_000, id="many entries with lengths"),
-        pytest.param([batch_of(1, np.int32, None, "\N{OLD PERSIAN SIGN A}" * 256)] * 100, id="long names"),
-        pytest.param([batch_of(1_500, np.int64, None, "\N{OLD PERSIAN SIGN A}" * 256)] * 10, id="rows and long names"),
-        pytest.param([batch_of(9_000, np.int64, None, "\N{OLD PERSIAN SIGN A}" * 256)], id="a split batch, long name"),
-    ],
-)
-def test_every_part_of_a_message_counts_towards_its_size(batches):
-    sizes = [len(encode_arrow(message)) for message in _group(batches, LIMIT)]
-    assert max(sizes) <= LIMIT
-    assert len(sizes) <= 1 + sum(sizes) / (LIMIT / 3), "messages are filled"
-
-
 def test_ranks_publish_the_same_steps_of_a_sample_and_parts_of_a_batch_keep_their_step():
     kept = []
     for rank in range(2):

@@ -152,13 +152,3 @@ def test_other_failures_do_not_replace_the_producer(broker, error):
     assert replaced_after(sink, broker, 100.0) == 0
     assert sink.messages_failed == (0 if error is None else 400)
     sink.close()
-
-
-def test_occasional_failures_do_not_replace_the_producer(broker):
-    sink = KafkaSink("nowhere:1", "t")
-    for number in range(100):
-        broker.answer = None if number % 3 == 2 else UnknownProducerIdError()
-        sink.send(b"x")
-        broker.now += 0.4
-    assert sink.producers_replaced == 0
-    sink.close()
