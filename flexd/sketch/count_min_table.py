@@ -34,9 +34,9 @@ class CountMinTable(TableSketch):
     coarsest_units = COARSEST_UNITS
     rounds_up = True
 
-    def __init__(self, spec: TableSpec, choice: TableChoice, seed: int, conservative: bool = True) -> None:
+    def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
-        self._counter = CountMin(spec.rows, choice.log2_width, conservative=conservative)
+        self._counter = CountMin(spec.rows, choice.log2_width)
         self._hot = HotSet(choice.hot_rows)
         self._distinct = DistinctRows()
 

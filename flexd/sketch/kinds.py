@@ -17,13 +17,13 @@ _WARM_UPS = {"dense": dense.warm_up, "logarithmic": logarithmic.warm_up, "count_
 KINDS = tuple(_WARM_UPS)
 
 
-def make_table(spec: TableSpec, choice: TableChoice, seed: int, conservative: bool = True) -> TableSketch:
+def make_table(spec: TableSpec, choice: TableChoice, seed: int) -> TableSketch:
     """Return an empty sketch of the chosen kind."""
     if choice.kind == "dense":
         return DenseTable(spec, choice, seed)
     if choice.kind == "logarithmic":
         return LogTable(spec, choice, seed)
-    return CountMinTable(spec, choice, seed, conservative)
+    return CountMinTable(spec, choice, seed)
 
 
 def warm_up(used: Collection[str] = KINDS, *, coaccess: bool = False) -> None:

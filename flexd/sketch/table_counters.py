@@ -23,7 +23,7 @@ class TableCounters:
 
     Args:
         key_tables: the tables of the key space, in its order.
-        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
+        memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds,
             logarithmic, coaccess_memory_bytes, share: as in ``SketchSettings``.
 
     Raises:
@@ -39,7 +39,6 @@ class TableCounters:
         max_future_seconds: float = SketchSettings.max_future_seconds,
         max_hot_rows: int = SketchSettings.max_hot_rows,
         late_after_seconds: float = SketchSettings.late_after_seconds,
-        conservative: bool = SketchSettings.conservative,
         logarithmic: bool = SketchSettings.logarithmic,
         coaccess_memory_bytes: int = SketchSettings.coaccess_memory_bytes,
         share: float = SketchSettings.share,
@@ -48,7 +47,7 @@ class TableCounters:
         if max_hot_rows < 1:
             raise SketchError(f"max_hot_rows {max_hot_rows}", remedy="list at least one")
         settings = SketchSettings(
-            memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds, conservative,
+            memory_bytes, half_life_seconds, max_future_seconds, max_hot_rows, late_after_seconds,
             logarithmic, coaccess_memory_bytes, share,
         )  # fmt: skip
         self.settings = settings
@@ -60,7 +59,7 @@ class TableCounters:
             self._specs, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic
         )
         self._tables: list[TableSketch] = [
-            kinds.make_table(spec, choice, seed, settings.conservative)
+            kinds.make_table(spec, choice, seed)
             for seed, (spec, choice) in enumerate(zip(self._specs, self._choices, strict=True))
         ]
         self._lengths: dict[int, KllQuantiles] = {}
@@ -87,7 +86,6 @@ class TableCounters:
             settings.max_future_seconds,
             settings.max_hot_rows,
             settings.late_after_seconds,
-            settings.conservative,
             settings.logarithmic,
             settings.coaccess_memory_bytes,
             settings.share,

@@ -15,7 +15,6 @@ class SketchSettings:
         max_future_seconds: accesses dated further ahead of their arrival are counted at their arrival.
         max_hot_rows: rows listed individually in a profile, per table.
         late_after_seconds: accesses older than the newest event by more than this are counted as late.
-        conservative: count-min counters use conservative update: smaller errors, but dependent on the order of arrival.
         logarithmic: allow logarithmic counters for tables too large for exact ones.
         coaccess_memory_bytes: of the sample of rows that occur together, besides; 0 keeps none.
         share: share of the stream that is counted. Below 1 no step is seen whole.
@@ -26,7 +25,6 @@ class SketchSettings:
     max_future_seconds: float = 300.0
     max_hot_rows: int = 1_000_000
     late_after_seconds: float = 60.0
-    conservative: bool = True
     logarithmic: bool = True
     coaccess_memory_bytes: int = 0
     share: float = 1.0

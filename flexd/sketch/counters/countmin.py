@@ -33,8 +33,7 @@ class CountMin:
     probability at most ``e^-4`` for a given row (Cormode and Muthukrishnan, *An Improved Data Stream Summary*, J.
     Algorithms 2005), as long as few pairs are joined: ``joined_share`` of the cells count as if half as wide.
     Conservative update (Estan and Varghese, SIGCOMM 2002) raises only the cells that hold the minimum: the same bound,
-    smaller errors in practice. Both properties survive ``rescale``, which rounds up. Plain counters do not depend on
-    the order of arrival.
+    smaller errors in practice. Both properties survive ``rescale``, which rounds up.
 
     Positions are those of Apache DataSketches (``flexd.sketch.counters.hashing``).
     The same pass updates the registers of a HyperLogLog (``flexd.sketch.distinct``) and reports the rows whose estimate
@@ -43,20 +42,18 @@ class CountMin:
     Args:
         rows: rows of the table; ids outside are not counted.
         log2_width: k, 8 to 30.
-        conservative: use conservative update.
 
     Raises:
         SketchError: the width is out of range.
     """
 
-    def __init__(self, rows: int, log2_width: int, *, conservative: bool = True) -> None:
+    def __init__(self, rows: int, log2_width: int) -> None:
         if not MIN_LOG2_WIDTH <= log2_width <= MAX_LOG2_WIDTH:
             raise SketchError(
                 f"count-min of width 2^{log2_width}", remedy=f"use 2^{MIN_LOG2_WIDTH} to 2^{MAX_LOG2_WIDTH}"
             )
         self.rows = rows
         self.log2_width = log2_width
-        self.conservative = conservative
         self.total_units = 0
         """Units added to all rows together."""
         self._cells: UInt32Array = np.zeros(DEPTH << log2_width, dtype=np.uint32)
@@ -119,7 +116,6 @@ class CountMin:
             self._cells,
             self.log2_width,
             np.uint64(units),
-            self.conservative,
             registers,
             np.uint64(threshold),
             candidates,
@@ -140,7 +136,7 @@ class CountMin:
 
         Both are measured on ids beyond the table, which have no accesses, so that all of their estimate is error. The
         bound is exceeded with probability e^-4, as ``error_share`` is, and is never larger than that while no pairs are
-        joined. It holds for any row of plain counters; with conservative update it is too high for accessed rows.
+        joined. For accessed rows it is too high, because of the conservative update.
         """
         absent = np.arange(self.rows, self.rows + samples, dtype=np.int64)
         estimates = self.query(absent)
@@ -156,11 +152,11 @@ class CountMin:
             self._cells[:] = 0
             self.total_units = self._joined_pairs = 0
             return
-        self._joined_pairs = kernels.rescale(self._cells, np.uint64(bits), self.conservative)
+        self._joined_pairs = kernels.rescale(self._cells, np.uint64(bits))
         self.total_units = (self.total_units + (1 << bits) - 1) >> bits
 
     def copy(self) -> CountMin:
-        twin = CountMin(self.rows, MIN_LOG2_WIDTH, conservative=self.conservative)
+        twin = CountMin(self.rows, MIN_LOG2_WIDTH)
         twin.log2_width, twin.total_units, twin._cells = self.log2_width, self.total_units, self._cells.copy()
         twin._joined_pairs = self._joined_pairs
         return twin

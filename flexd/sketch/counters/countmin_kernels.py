@@ -28,8 +28,6 @@ _MOST = np.uint64(2**62 - 1)
 _TOP32 = np.uint32(31)
 _FLAG = np.uint32(2**31)
 _ONE = np.uint64(1)
-_PLAIN_SPLIT_UNITS = np.uint64(2**24)
-"""A joined pair of plain counters is split only below this: both cells get the sum, and joining again adds them."""
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
@@ -50,7 +48,7 @@ def _join(cells: Any, at: Any, value: Any) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def _set(cells: Any, at: Any, value: Any, conservative: bool) -> int:
+def _set(cells: Any, at: Any, value: Any) -> int:
     """Raise one cell to ``value``. Return 1 if this joined its pair."""
     if cells[at] >> _TOP32:
         _join(cells, at, value)
@@ -59,7 +57,7 @@ def _set(cells: Any, at: Any, value: Any, conservative: bool) -> int:
         cells[at] = np.uint32(value)
         return 0
     neighbour = np.uint64(cells[at ^ _ONE])
-    _join(cells, at, max(value, neighbour) if conservative else value + neighbour)
+    _join(cells, at, max(value, neighbour))
     return 1
 
 
@@ -125,7 +123,6 @@ def add(
     cells: Any,
     log2_width: int,
     units: Any,
-    conservative: bool,
     registers: Any,
     threshold: Any,
     candidates: Any,
@@ -180,24 +177,14 @@ def add(
             after = np.uint32(before + units32)
             # Heavy rows are deferred: a branch to them would be mispredicted for every other access.
             full = before | after
-            if not conservative:
-                most = max(max(va, vb), max(vc, vd))
-                full = most | np.uint32(most + units32)
             light = np.uint32((full >> _TOP32) ^ np.uint32(1)) & fits
             heavy[heavies] = i
             heavies += np.uint64(np.uint32(1) - light)
-            if conservative:
-                raised = np.uint32(after * light)
-                cells[a] = max(va, raised)
-                cells[b] = max(vb, raised)
-                cells[c] = max(vc, raised)
-                cells[d] = max(vd, raised)
-            else:
-                more = np.uint32(units32 * light)
-                cells[a] = np.uint32(va + more)
-                cells[b] = np.uint32(vb + more)
-                cells[c] = np.uint32(vc + more)
-                cells[d] = np.uint32(vd + more)
+            raised = np.uint32(after * light)
+            cells[a] = max(va, raised)
+            cells[b] = max(vb, raised)
+            cells[c] = max(vc, raised)
+            cells[d] = max(vd, raised)
             if light and np.uint64(before) < band and np.uint64(after) >= threshold:
                 candidates[candidate_count] = kept[i]
                 candidate_count += 1
@@ -213,20 +200,14 @@ def add(
             xd = _value(cells, d)
             least = min(min(xa, xb), min(xc, xd))
             goal = least + units
-            if conservative:
-                if xa < goal:
-                    joined += _set(cells, a, goal, True)
-                if xb < goal:
-                    joined += _set(cells, b, goal, True)
-                if xc < goal:
-                    joined += _set(cells, c, goal, True)
-                if xd < goal:
-                    joined += _set(cells, d, goal, True)
-            else:
-                joined += _set(cells, a, xa + units, False)
-                joined += _set(cells, b, xb + units, False)
-                joined += _set(cells, c, xc + units, False)
-                joined += _set(cells, d, xd + units, False)
+            if xa < goal:
+                joined += _set(cells, a, goal)
+            if xb < goal:
+                joined += _set(cells, b, goal)
+            if xc < goal:
+                joined += _set(cells, c, goal)
+            if xd < goal:
+                joined += _set(cells, d, goal)
             if least < band and goal >= threshold:
                 candidates[candidate_count] = kept[i]
                 candidate_count += 1
@@ -260,16 +241,15 @@ def values(cells: Any, out: Any) -> None:
 
 
 @numba.njit(cache=True, nogil=True)
-def rescale(cells: Any, bits: Any, conservative: bool) -> int:
+def rescale(cells: Any, bits: Any) -> int:
     """Divide by ``2^bits`` (1 to 62), rounding up, and split pairs that fit one word again. Return the pairs joined."""
     joined = 0
     up = (_ONE << bits) - _ONE
-    limit = _FULL if conservative else _PLAIN_SPLIT_UNITS
     for pair in range(cells.size // 2):
         low = np.uint64(2 * pair)
         if cells[low] >> _TOP32:
             value = (_value(cells, low) + up) >> bits
-            if value < limit:
+            if value < _FULL:
                 cells[low] = np.uint32(value)
                 cells[low | _ONE] = np.uint32(value)
             else:

@@ -73,8 +73,8 @@ def _zipf(rows: int, count: int, exponent: float) -> npt.NDArray[np.int64]:
     return random.permutation(rows)[ranks].astype(np.int64)
 
 
-def _count_min(rows: npt.NDArray[Any], table_rows: int, conservative: bool) -> Callable[[], object]:
-    counter = CountMin(table_rows, 20, conservative=conservative)
+def _count_min(rows: npt.NDArray[Any], table_rows: int) -> Callable[[], object]:
+    counter = CountMin(table_rows, 20)
     registers = np.zeros(4096, dtype=np.uint8)
     candidates = np.empty(CANDIDATE_BUFFER, dtype=np.int64)
     return lambda: counter.add(rows, 0, 1, registers, UNSET_THRESHOLD, candidates, 0)
@@ -123,8 +123,7 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
         "datasketches_count_min_per_item": (per_item, len(few)),
         "dense_int64": (lambda: dense.add(ids, 1), count),
         "dense_int32": (lambda: dense32.add(ids32, 1), count),
-        "count_min_conservative": (_count_min(ids, rows, True), count),
-        "count_min_plain": (_count_min(ids, rows, False), count),
+        "count_min_conservative": (_count_min(ids, rows), count),
         "set_dense": (_sketch_set(ids, rows, 2**30, None), count),
         "set_dense_decayed": (_sketch_set(ids, rows, 2**30, 3600.0), count),
         "set_count_min": (_sketch_set(ids, rows, 3 * rows, None, kind="count_min"), count),
