@@ -21,8 +21,13 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection as FlexdCollection
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.torchrec.optimizers import attached_optimizers
-from flexd.torchrec.replaced_modules import ReplacedEmbeddingBagCollection, ReplacedEmbeddingCollection
-from flexd.torchrec.replaced_tables import ReplacedModule, ReplacedTables, replaced_module
+from flexd.torchrec.replaced_tables import (
+    ReplacedEmbeddingBagCollection,
+    ReplacedEmbeddingCollection,
+    ReplacedModule,
+    ReplacedTables,
+    replaced_module,
+)
 
 _LOADED_ROWS = 1 << 20
 """Rows that are copied at once: a copy of this rank's part of them is made."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from flexd.core.errors import CheckpointError
 from flexd.embedding.checkpoint.blocks import from_block, to_block
-from flexd.embedding.checkpoint.fingerprint import fingerprint
+from flexd.embedding.checkpoint.given_rows import fingerprint
 from flexd.embedding.checkpoint.owners import from_owners, to_owners
 from flexd.embedding.checkpoint.saved_tables import SavedTable, owned_parts, owned_tables, saved_tables
 from flexd.embedding.checkpoint.whole_tables import gather_rows

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexd.embedding.checkpoint.fingerprint import fingerprint
+from flexd.embedding.checkpoint.given_rows import fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
