@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import subprocess
 import sys
 
@@ -13,8 +12,6 @@ import yaml
 
 from flexd.cli.exit_codes import ExitCode
 from tests.support.repository import ROOT
-
-ESCAPE = "\x1b["
 
 
 @pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
@@ -51,33 +48,6 @@ def test_wrong_usage_is_exit_code_two_with_a_reason(flexd_command, arguments):
     assert done.returncode == ExitCode.USAGE
     assert done.stderr.strip()
     assert "Traceback" not in done.stderr
-
-
-def test_on_a_terminal_titles_are_styled_and_no_color_is_obeyed(url):
-    def on_terminal(**environment: str) -> str:
-        leader, follower = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flexd", "status", "--url", url],
-            cwd=ROOT,
-            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=follower,
-        )
-        os.close(follower)
-        shown = b""
-        try:
-            while part := os.read(leader, 65536):
-                shown += part
-        except OSError:
-            pass  # Linux reports the closed terminal so.
-        finally:
-            os.close(leader)
-        assert process.wait(30) == 0
-        return shown.decode()
-
-    assert ESCAPE in on_terminal()
-    assert "file_log" in on_terminal(TERM="dumb")
-    assert "\x1b[3" not in on_terminal(NO_COLOR="1")
 
 
 def test_the_clients_commands_load_neither_torch_nor_the_daemons_libraries(flexd_command, url):

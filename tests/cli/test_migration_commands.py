@@ -4,41 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
-from flexd.api.abort import AbortPreview, RollbackPreview
-from flexd.api.migration import MigrationReport
 from flexd.cli.exit_codes import ExitCode
-from flexd.cli.migration_commands import abort_sentence
 from flexd.core.errors import ApiError
-
-
-def report(state, **fields):
-    return MigrationReport(migration_id="p1", plan_id="p1", state=state, **fields)
-
-
-@pytest.mark.parametrize(
-    ("preview", "expected"),
-    [
-        (AbortPreview(migration=report("PENDING")), "Migration p1 would stop before its first chunk."),
-        (
-            AbortPreview(migration=report("PENDING"), rollback=RollbackPreview(to_version=3)),
-            "Migration p1 would stop before its first chunk. Nothing would be taken back yet.",
-        ),
-        (
-            AbortPreview(migration=report("PUSHING", chunks_pushed=3, rows=90), rows_pushed=30, waiting=("a", "b")),
-            "Migration p1 would stop behind chunk 3, with 30 of 90 rows on every rank. "
-            "2 behind it would not be started.",
-        ),
-        (
-            AbortPreview(migration=report("FAILED"), rollback=RollbackPreview(to_version=3, promotions=2, bytes=128)),
-            "Migration p1 has ended with an earlier daemon. The way back to placement version 3 would promote 2 rows "
-            "and demote 0, 128 B copied.",
-        ),
-    ],
-)
-def test_one_sentence_has_the_position_of_the_stop_and_the_rollback(preview, expected):
-    assert abort_sentence(preview) == expected
 
 
 def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
@@ -50,23 +17,6 @@ def test_options_reach_the_daemon(flexd_command, url, daemon, monkeypatch):
     assert daemon.calls == [
         ("migrations", 1, "COMMITTED"), ("abort", False, "slow", 7.0, "ann@host"), ("abort", True, "", 0.0, "ann@host"),
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("outcome", "code"),
-    [
-        ("stopped", ExitCode.OK),
-        ("accepted", ExitCode.OK),
-        ("ended", ExitCode.REFUSED),
-        ("rollback_failed", ExitCode.REFUSED),
-        ("timed_out", ExitCode.TIMED_OUT),
-    ],
-)
-def test_the_exit_code_of_abort_follows_from_its_outcome(flexd_command, url, daemon, outcome, code):
-    daemon.outcome = outcome
-    done = flexd_command("abort", "--rollback", "--url", url)
-    assert done.returncode == code
-    assert done.stdout.startswith(outcome.replace("_", " "))
 
 
 def test_what_is_not_there_is_a_refusal(flexd_command, url, daemon):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from flexd.api.plan import PlanReport
-from flexd.api.planning import GateReport, PlanningStatus, ProposalReport
+from flexd.api.planning import GateReport
 from flexd.cli.blocks import Sentences
-from flexd.cli.plan_view import plan_blocks, planning_block
+from flexd.cli.plan_view import plan_blocks
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -25,30 +25,6 @@ def test_a_plan_with_closed_gates_reports_them():
     assert Sentences("a gate is closed: flexd apply takes it with --force only", (gate.words,)) in blocks
     assert ("reason", "why, requested by ann@host") in blocks[0].pairs
     assert "--force" not in str(plan_blocks(PlanReport(plan_id="p", gates=(GateReport(gate="lag", key="k"),))))
-
-
-def test_the_status_reports_what_holds_planning_back():
-    gate = GateReport(gate="lag", key="planner.max_lag_messages", open=False, words="9 messages are not read yet")
-    shown = dict(
-        planning_block(
-            PlanningStatus(
-                auto=False, held="planner.auto is false", window_open=False, window_changes_unix_seconds=1.7e9,
-                waiting_for_window="interval", refused="the profile is thin", gates=(gate,),
-                proposals=(
-                    ProposalReport(plan_id="seen", dry_run=True),
-                    ProposalReport(plan_id="own", reason="interval", closed_gates=("lag",)),
-                ),
-            )
-        ).pairs
-    )  # fmt: skip
-    assert shown["mode"] == "proposes only"
-    assert shown["window"].startswith("opens at ")
-    assert (shown["held"], shown["waits"], shown["no plan"]) == (
-        "planner.auto is false", "interval", "the profile is thin",
-    )  # fmt: skip
-    assert shown["gate closed"] == gate.words
-    assert shown["proposal"] == "own (interval): with --force: closed gates lag"
-    assert planning_block(PlanningStatus()).pairs == (("mode", "automatic"),)
 
 
 @pytest.fixture(scope="module")

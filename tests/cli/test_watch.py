@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import signal
@@ -89,47 +88,6 @@ def test_an_interrupt_that_got_lost_ends_watching_too(capsys, request):
     assert len(asked) == 1
     assert json.loads(capsys.readouterr().out)["problem"] == "none"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@contextlib.contextmanager
-def interrupted_at_line(number: int, function: str, lines: list[str]):
-    """Send SIGINT at the ``number``-th line after the call of ``function``, and add the lines that ran to ``lines``."""
-
-    def trace(frame, event, _):
-        if not lines and frame.f_code.co_name != function:
-            return trace
-        lines.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
-        if len(lines) == number:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
-
-
-def test_an_interrupt_ends_watching_wherever_it_comes(capsys, request):
-    def hangs(*_):
-        raise TimeoutError("watching did not end")
-
-    def ask():
-        return RankPage(problem="none"), []
-
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGALRM, hangs)):
-        request.addfinalizer(functools.partial(signal.signal, number, signal.signal(number, handler)))
-    request.addfinalizer(functools.partial(signal.setitimer, signal.ITIMER_REAL, 0))
-    seen = set()
-    for number in range(2, 400):
-        lines: list[str] = []
-        signal.setitimer(signal.ITIMER_REAL, 30)
-        with interrupted_at_line(number, "ask", lines):
-            emit_watched(ask, OutputFormat.JSON, 0.001)
-        seen.update(line.partition(":")[0] for line in lines)
-    assert {"ask", "_next", "wait", "emit_watched"} <= seen
-    assert capsys.readouterr().out
 
 
 @pytest.mark.alone

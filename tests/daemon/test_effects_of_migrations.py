@@ -95,22 +95,6 @@ def saved(effect: EffectRecord | None) -> bool:
     return effect is not None and effect.saving_seconds is not None and effect.saving_seconds > 0
 
 
-def test_the_effect_is_kept_when_the_ranks_change_and_theirs_do_not_count(it: Trained) -> None:
-    with it.ranks("a1"):
-        it.move("m1", 1, 0.05)
-    it.seconds = 5.0
-    with it.ranks("a2"):
-        # The first ranks keep the job for 15 s.
-        until(lambda: it.generation() == 2, SECONDS, it.state)
-        # The daemon's loop stores the effect, and then forgets the first ranks' step times.
-        until(lambda: it.kept("m1") is not None, SECONDS, it.state)
-        first = it.kept("m1")
-        assert saved(first)
-        until(lambda: it.measured_at(0), SECONDS, it.state)
-        it.stop()
-    assert it.kept("m1") == first, "steps of other ranks are not of this migration"
-
-
 def test_the_effect_is_kept_when_the_daemon_ends(it: Trained) -> None:
     with it.ranks("a1"):
         it.move("m1", 1, 0.05)

@@ -23,18 +23,6 @@ from flexd.stream.offsets_in_work import OffsetsInWork
 BY_NAME = {file.name: file for file in FILES}
 
 
-def write_newer(directory: Path, *names: str) -> None:
-    for name in names:
-        (directory / name).write_text(json.dumps({"format": 99}))
-
-
-def test_a_start_from_empty_renames_the_newer_ones_and_leaves_the_others(tmp_path: Path) -> None:
-    write_newer(tmp_path, "poison-offsets.json")
-    (tmp_path / "plans.jsonl").write_text("{}\n")
-    check_files(tmp_path, start_empty=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["plans.jsonl", f"poison-offsets.json{UNUSABLE}"]
-
-
 def test_side_files_go_with_their_file(tmp_path: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         (tmp_path / f"migrations.sqlite{suffix}").write_text(suffix)
