@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flexd.config.load import load_config
 from tests.support.repository import ROOT
 
 PROGRAM = """
@@ -60,10 +59,6 @@ def test_every_shipped_configuration_is_valid(flexd_command, file):
     assert done.stdout.split()[:2] == [str(file), "ok"]
 
 
-def test_all_kinds_of_sources_ship():
-    assert {load_config(file, {}).stream.source.kind for file in SHIPPED} == {"file_log", "kafka", "synthetic"}
-
-
 @pytest.mark.parametrize(("output", "load"), [("json", json.loads), ("yaml", yaml.safe_load)])
 def test_the_effective_configuration_can_be_fed_back(flexd_command, tmp_path, output, load):
     done = flexd_command(
@@ -75,12 +70,6 @@ def test_the_effective_configuration_can_be_fed_back(flexd_command, tmp_path, ou
     again = tmp_path / "again.yaml"
     again.write_text(done.stdout)
     assert flexd_command("check-config", "-c", again).returncode == 0
-
-
-def test_the_effective_configuration_as_key_paths(flexd_command):
-    shown = flexd_command("check-config", "-c", ROOT / "configs" / "kafka.yaml", "-o", "table").stdout
-    assert "tables[1].name" in shown
-    assert "stream.source.client_options.sasl_mechanism" in shown
 
 
 def test_secrets_are_left_out(flexd_command):
@@ -113,16 +102,6 @@ def test_a_bad_file_is_exit_code_two(flexd_command, tmp_path, text, expected, co
     assert done.returncode == 2
     assert expected in done.stderr
     assert done.stdout == ""
-
-
-def test_an_unknown_preset_is_found_before_the_daemon_runs(flexd_command, tmp_path):
-    text = (ROOT / "configs" / "laptop.yaml").read_text().replace("azure-a100-200g", "moon-base")
-    file = tmp_path / "preset.yaml"
-    file.write_text(text)
-    done = flexd_command("check-config", "-c", file)
-    assert done.returncode == 2
-    assert "topology.preset" in done.stderr
-    assert "azure-a100-200g" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["check-config", "run"])
@@ -165,9 +144,3 @@ def test_sigterm_before_the_daemon_is_up_ends_it(tmp_path):
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "Traceback" not in errors
-
-
-def test_version(flexd_command):
-    found = json.loads(flexd_command("version", "-o", "json").stdout)
-    assert found["flexd"]
-    assert found["pydantic"][0].isdigit()

@@ -64,14 +64,6 @@ def test_every_event_arrives_once_in_order(flexd_command, trace, tmp_path, messa
     assert [at for table, _, _, at in found if table == "items"] == [events.seconds[i] for i in (299, 599, 899, 999)]
 
 
-def test_events_end_now_by_default(flexd_command, trace, tmp_path):
-    before = time.time()
-    assert flexd_command("produce", trace, "--log", tmp_path / "log", "--yes").returncode == 0
-    found = read(tmp_path / "log")
-    assert sum(len(rows) for _, rows, _, _ in found) == EVENTS
-    assert before - 1 <= found[-1][3] <= time.time()
-
-
 def long_trace(path: Path, days: float) -> Path:
     """Write a trace that is years old and spans ``days``."""
     random = np.random.default_rng(2)
@@ -149,26 +141,6 @@ def test_a_trace_starts_or_ends_now(flexd_command, trace, tmp_path, message, arg
     assert times[-1] - times[0] == pytest.approx(last - first, abs=1e-4)
 
 
-def test_dates_are_kept_on_request_even_where_they_set_the_pace(flexd_command, trace, tmp_path, message):
-    message(100)
-    done = flexd_command("produce", trace, "--log", tmp_path / "log", "--as-dated", "--speed", 500, "-o", "json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["seconds"] >= 99.9 / 500
-    assert sorted({at for _, _, _, at in read(tmp_path / "log")}) == load_trace(trace).seconds[99::100].tolist()
-
-
-def test_tables_are_renamed(flexd_command, trace, tmp_path):
-    done = flexd_command(
-        "produce", trace, "--log", tmp_path / "log", "--table", "items=users", "--table", "users=people", "--yes"
-    )
-    assert done.returncode == 0, done.stderr
-    events, found = load_trace(trace), read(tmp_path / "log")
-    for index, name in enumerate(("users", "people")):
-        rows = [row for table, rows, _, _ in found if table == name for row in rows]
-        assert rows == events.row[events.table == index].tolist()
-    assert {table for table, _, _, _ in found} == {"users", "people"}
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -224,13 +196,6 @@ def test_a_configuration_gives_target_and_tables(flexd_command, trace, tmp_path,
     assert done.returncode == (ExitCode.USAGE if says else ExitCode.OK), done.stderr
     assert says in done.stderr
     assert (sum(len(rows) for _, rows, _, _ in read(tmp_path / "log")) if not says else 0) == (0 if says else EVENTS)
-
-
-@pytest.mark.parametrize("arguments", [[], ["--log", "x", "--kafka", "y:1"], ["--kafka", "y:1", "-c", "z"]])
-def test_exactly_one_target(flexd_command, trace, arguments):
-    done = flexd_command("produce", trace, *arguments)
-    assert done.returncode == ExitCode.USAGE
-    assert "one of --log, --kafka and --config" in done.stderr
 
 
 class UndeliveringSink:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,6 @@ from flexd.daemon.factory import make_source
 from flexd.stream.codecs.codec import decode
 from flexd.stream.trace import Trace, load_trace
 from flexd.stream.types import AccessBatch
-from tests.support.flexd_processes import flexd
 from tests.support.until import until
 
 EVENTS, MESSAGE = 1000, 64
@@ -99,46 +96,6 @@ def test_the_daemons_source_reads_back_what_was_produced(flexd_command, broker, 
     assert summary["target"] == f"topic {TOPIC} at {broker.bootstrap_servers}"
     rows, _ = read_by_the_daemons_source(config, EVENTS)
     assert rows == expected(load_trace(trace))
-
-
-@pytest.mark.long
-def test_an_old_trace_of_other_tables_arrives_as_if_it_were_live(flexd_command, broker, trace, tmp_path, monkeypatch):
-    """``--speed`` dates each message when it is sent; ``--table`` gives the names of the configuration."""
-    monkeypatch.setattr("flexd.cli.produce_command.MESSAGE_ACCESSES", MESSAGE)
-    config = configuration(tmp_path, broker.bootstrap_servers)
-    events = load_trace(trace)
-    np.savez(
-        trace, row=events.row, table=events.table, ts=events.seconds, table_rows=events.table_rows,
-        table_names=np.array(["item", "users"]),
-    )  # fmt: skip
-    arguments = ("produce", trace, "-c", config)
-    refused = flexd_command(*arguments)
-    assert refused.returncode == ExitCode.USAGE
-    assert "--table item=NEW" in refused.stderr
-    before = time.time()
-    done = flexd_command(*arguments, "--table", "item=items", "--speed", 1000)
-    after = time.time()
-    assert done.returncode == ExitCode.OK, done.stderr
-    rows, batches = read_by_the_daemons_source(config, EVENTS)
-    assert rows == expected(events)
-    times = sorted({batch.event_time_seconds for batch in batches})
-    assert len(times) == -(-EVENTS // MESSAGE)
-    assert before <= times[0] <= times[-1] <= after
-    assert times[-2] - times[0] == pytest.approx((len(times) - 2) * MESSAGE / 1000, abs=1e-4)
-
-
-def test_no_broker_is_exit_status_4_with_a_remedy(trace):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{unused.getsockname()[1]}"
-        done = flexd("produce", trace, "--kafka", address, "--topic", TOPIC, "--timeout", 1)
-    assert done.returncode == ExitCode.REFUSED, done.stderr
-    assert done.stdout == ""
-    error, remedy = done.stderr.splitlines()
-    assert error.startswith(f"error: Kafka topic '{TOPIC}' at {address}: ")
-    assert "nothing was sent" in error
-    assert remedy.startswith("remedy: ")
-    assert all(word in remedy for word in (address, TOPIC, "--kafka", "--topic", "--timeout", "flexd doctor -c"))
 
 
 def test_a_broker_that_goes_away_in_the_middle_is_exit_status_4(flexd_command, broker, trace, monkeypatch):

@@ -12,7 +12,7 @@ from flexd.api.migration import MigrationReport
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.prices import LinkPrices, PricesStatus
-from flexd.api.rank import RefusedRankStatus, TopologyStatus
+from flexd.api.rank import TopologyStatus
 from flexd.api.sketch import SketchStatus, TableSketchStatus
 from flexd.api.snapshot import SnapshotStatus
 from flexd.api.status import Status
@@ -38,13 +38,6 @@ def test_prices_say_whether_and_why_they_are_corrected() -> None:
     assert next(line for line in lines if "between nodes" in line and "x2.60" in line).endswith(reason)
     assert any("of_a_newer_daemon" in line and "3 of 8 reports" in line for line in lines)
     assert "prices" not in text_of(status_blocks(HEALTHY))
-
-
-def test_batches_that_a_loop_located_for_nothing_are_shown_with_their_share() -> None:
-    training = HEALTHY.training.model_copy(update={"prefetches": 400, "unused_prefetches": 100})
-    shown = " ".join(text_of(status_blocks(HEALTHY.model_copy(update={"training": training}))).split())
-    assert "100 prefetched batches (25.00% of them)" in shown
-    assert "not used ahead" not in text_of(status_blocks(HEALTHY))
 
 
 def test_the_status_table_shows_what_is_wrong():
@@ -114,30 +107,6 @@ def test_the_status_table_shows_what_is_wrong():
     assert "empty 0" not in text
 
 
-def test_ranks_of_a_job_that_is_not_complete_are_not_called_silent():
-    stream = StreamStatus(source="synthetic")
-    some = Status(job="ads", version="1", stream=stream, topology=TopologyStatus(attempt="a1", missing_ranks=(1, 3)))
-    assert "not all have registered" in text_of(status_blocks(some))
-    assert "none have registered" in text_of(status_blocks(Status(job="ads", version="1", stream=stream)))
-
-
-def test_a_refused_rank_is_shown_beside_live_ranks():
-    refused = RefusedRankStatus(attempt="a2", rank=1, reason="the tables differ: items.rows: 3 in the trainer")
-    live = TopologyStatus(attempt="a1", nodes=1, local_ranks=2, ready=True, refused_ranks=(refused,))
-    text = text_of(status_blocks(Status(job="ads", version="1", stream=StreamStatus(source="x"), topology=live)))
-    assert "rank 1 of attempt a2: the tables differ: items.rows: 3 in the trainer" in text
-    down = live.model_copy(update={"ready": False, "problem": "no rank is registered; rank 1 is refused: its tables"})
-    text = text_of(status_blocks(Status(job="ads", version="1", stream=StreamStatus(source="x"), topology=down)))
-    assert "no rank is registered; rank 1 is refused: its tables" in text
-    assert "rank 1 of attempt a2" not in text
-
-
-def test_tiers_come_from_one_copy_to_many_whatever_the_daemons_order():
-    placement = PlacementStatus(version=1, rows={"NODE": 8, "DEVICE": 2, "HOME": 12_000})
-    status = Status(job="j", version="1", stream=StreamStatus(source="tap"), placement=placement)
-    assert "rows     HOME 12,000, NODE 8, DEVICE 2\n" in text_of(status_blocks(status))
-
-
 @pytest.mark.parametrize("name", STATUSES)
 def test_status_as_json_and_yaml(flexd_command, url, daemon, name):
     daemon.status = lambda: STATUSES[name]
@@ -145,16 +114,3 @@ def test_status_as_json_and_yaml(flexd_command, url, daemon, name):
     assert (done.returncode, done.stderr) == (0, "")
     shown = json.loads(done.stdout)
     assert yaml.safe_load(flexd_command("status", "-o", "yaml", "--url", url).stdout) == shown
-
-
-def test_how_a_table_is_counted_and_how_far_it_may_be_off():
-    tables = (
-        TableSketchStatus(table="a", kind="dense", bytes=3, error_bound=0.0),
-        TableSketchStatus(table="b", kind="logarithmic", bytes=2, counter_bits=3, relative_error=0.447),
-        TableSketchStatus(table="c", kind="count_min", bytes=1, width=1024, error_bound=0.0027),
-    )
-    status = Status(job="j", version="1", stream=StreamStatus(source="kafka"), sketch=SketchStatus(tables=tables))
-    stream = io.StringIO()
-    show(status_blocks(status), stream)
-    for expected in (("a", "dense"), ("b", "logarithmic, 3 bits", "44.7"), ("c", "count-min", "0.27")):
-        assert any(all(part in line for part in expected) for line in stream.getvalue().splitlines()), expected

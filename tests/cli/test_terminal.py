@@ -37,7 +37,7 @@ def test_golden_status_on_a_terminal_with_its_styles(terminal, daemon, name):
     assert marked(text) == (GOLDEN / f"{name}.terminal.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("columns", [60, 100])
 @pytest.mark.parametrize("command", ["tables", "topology", "history", "status", "plan", "proposals", "explain items"])
 def test_golden_on_a_terminal(terminal, daemon, command, columns):
     """Nothing is wider than the terminal, figures are not broken, and what has no room is named."""

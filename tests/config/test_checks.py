@@ -89,15 +89,6 @@ def test_what_the_parts_would_refuse_is_named_by_its_key(sections: dict[str, Any
     assert expected in lines[0]
 
 
-def test_all_faults_are_listed() -> None:
-    planner = {"exclude_tables": ["b"], "pins": [{"table": "c", "tier": "NODE"}]}
-    config = parse_config(_document(planner=planner, topology={"file": "/nowhere"}))
-    with pytest.raises(ConfigError) as raised:
-        check_config(config, "f")
-    keys = [line.split(": ")[1] for line in raised.value.message.splitlines()]
-    assert keys == ["planner.exclude_tables", "planner.pins[0].table", "topology.file"]
-
-
 def test_what_is_right_passes() -> None:
     planner = {
         "exclude_tables": ["users"], "table_budgets": {"items": 3},

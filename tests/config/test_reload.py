@@ -68,12 +68,6 @@ def test_what_waits_for_a_restart_in_sections_that_are_read_anew(section: str, c
     assert {name for name in names if not is_hot(f"{section}.{name}")} == cold
 
 
-def test_nothing_changes() -> None:
-    merged = merge(config(), config())
-    assert (merged.applied, merged.pending) == ((), ())
-    assert merged.effective == config()
-
-
 def test_hot_keys_are_taken_and_the_others_stay_as_they_are() -> None:
     running = config(log={"level": "info"}, server={"port": 1000}, planner={"interval_seconds": 10.0})
     wanted = config(
