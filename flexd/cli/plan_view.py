@@ -6,7 +6,6 @@ from flexd.api.base import TierName
 from flexd.api.plan import CostReport, LinkName, MemoryReport, PhaseCost, PlanReport
 from flexd.api.planning import GateReport, PlanningStatus, ProposalList, ProposalReport
 from flexd.api.replan import ReplanResult
-from flexd.cli.affinity_blocks import affinity_blocks
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.migration_commands import migration_facts
 from flexd.core import units
@@ -16,7 +15,7 @@ LINKS: tuple[LinkName, ...] = ("intra_node", "inter_node")
 
 
 def plan_blocks(plan: PlanReport) -> list[Block]:
-    affinity = [] if plan.affinity is None else affinity_blocks(plan.affinity)
+    affinity = [] if plan.affinity is None else [Sentences("affinity", plan.affinity.words)]
     return [
         _head(plan),
         _rows(plan),
