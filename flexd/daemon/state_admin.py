@@ -13,7 +13,7 @@ from flexd.config.model import Config
 from flexd.core.errors import SketchError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
-from flexd.daemon.state_files import newer_files, set_aside
+from flexd.daemon.state_files import mark_unusable, newer_files
 from flexd.daemon.state_lock import StateLock
 from flexd.daemon.state_owner import check_owner
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
@@ -140,11 +140,11 @@ def _reset(config: Config, directory: Path, keep_positions: bool) -> list[str]:
     moved = []
     # The oldest first: interrupted, the directory means what it meant before.
     for path in reversed(old):
-        store.set_aside(path)
+        store.mark_unusable(path)
         moved.append(path.name)
         fault_point("reset.moved")
     for file in newer_files(directory):
-        set_aside(directory, file)
+        mark_unusable(directory, file)
         moved.append(file.name)
     return moved
 

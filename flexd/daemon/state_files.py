@@ -77,10 +77,10 @@ def check_files(state_dir: Path, *, start_empty: bool) -> None:
         raise UnusableStateError("; ".join(found.values()), remedy=UNUSABLE_REMEDY)
     for file, problem in found.items():
         logger.error("%s: it is now %s%s", problem, file.name, UNUSABLE)
-        set_aside(state_dir, file)
+        mark_unusable(state_dir, file)
 
 
-def set_aside(state_dir: Path, file: StateFile) -> None:
+def mark_unusable(state_dir: Path, file: StateFile) -> None:
     """Rename a file and what belongs to it, so that a start does without it.
 
     Raises:

@@ -140,7 +140,7 @@ def restore(
     for path, _, problem in reversed(refused):
         state.report(problem)
         try:
-            _log.warning("ingest: %s is now %s", path.name, snapshots.set_aside(path).name)
+            _log.warning("ingest: %s is now %s", path.name, snapshots.mark_unusable(path).name)
         except SnapshotError as error:
             state.report(str(error))
     if refused and state.path is None:

@@ -100,7 +100,7 @@ class SnapshotStore:
         self._prune([path, *present])
         return path
 
-    def set_aside(self, path: Path) -> Path:
+    def mark_unusable(self, path: Path) -> Path:
         """Take a snapshot out of the rotation: rename it, and delete the one that was set aside before.
 
         Raises:

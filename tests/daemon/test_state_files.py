@@ -14,7 +14,7 @@ from flexd.config.tables_file import load_tables
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.durable import UNUSABLE
 from flexd.core.errors import StateVersionError, UnusableStateError
-from flexd.daemon.state_files import FILES, check_files, set_aside
+from flexd.daemon.state_files import FILES, check_files, mark_unusable
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.history.store import HistoryStore
 from flexd.operations.plan_log import PlanLog
@@ -26,7 +26,7 @@ BY_NAME = {file.name: file for file in FILES}
 def test_side_files_go_with_their_file(tmp_path: Path) -> None:
     for suffix in ("", "-wal", "-shm"):
         (tmp_path / f"migrations.sqlite{suffix}").write_text(suffix)
-    set_aside(tmp_path, BY_NAME["migrations.sqlite"])
+    mark_unusable(tmp_path, BY_NAME["migrations.sqlite"])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
         f"migrations.sqlite{UNUSABLE}": "", f"migrations.sqlite{UNUSABLE}-wal": "-wal",
         f"migrations.sqlite{UNUSABLE}-shm": "-shm",

@@ -37,7 +37,7 @@ def test_a_snapshot_restores_the_extra_state_and_profile_numbers_continue(tmp_pa
     assert again.profile().samples == ingestor.profile().samples > 0
 
 
-def test_unusable_state_is_set_aside_where_the_daemon_may_start_empty(tmp_path):
+def test_unusable_state_is_renamed_where_the_daemon_may_start_empty(tmp_path):
     source = FakeSource(LOG)
     run_to_the_end(make_ingestor(source, SnapshotStore(tmp_path, 2)), source)
     store = SnapshotStore(tmp_path, 2)

@@ -92,11 +92,11 @@ def test_random_bytes_are_refused(tmp_path_factory, noise):
             snapshot.read(path)
 
 
-def test_one_that_was_set_aside_is_in_no_rotation_and_only_the_newest_stays(tmp_path):
+def test_one_that_is_marked_unusable_is_in_no_rotation_and_only_the_newest_stays(tmp_path):
     store = SnapshotStore(tmp_path, 2)
     for number in range(2):
         path = store.save({"n": number}, {})
-        aside = store.set_aside(path)
+        aside = store.mark_unusable(path)
         assert store.paths() == []
         assert snapshot.read(aside)[0] == {"n": number}
     assert list(tmp_path.iterdir()) == [aside]
@@ -105,7 +105,7 @@ def test_one_that_was_set_aside_is_in_no_rotation_and_only_the_newest_stays(tmp_
     assert len(store.paths()) == 2
     assert aside.exists()
     with pytest.raises(SnapshotError):
-        store.set_aside(path)
+        store.mark_unusable(path)
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "open"])
