@@ -16,12 +16,12 @@ from tests.support.until import until
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
-ITEMS, WIDE = 20_000, 10_000_000
+ITEMS, WIDE = 20_000, 3_000_000
 """Not even three bits a row of the wide table fit the memory: it is counted by a count-min."""
 SETTINGS = {
     "tables": [{"name": "item", "rows": ITEMS, "dim": 4}, {"name": "wide", "rows": WIDE, "dim": 1}],
     "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
-    "sketch": {"memory_bytes": 3 * 2**20, "half_life_seconds": None},
+    "sketch": {"memory_bytes": 2**20, "half_life_seconds": None},
     "planner": {"interval_seconds": 3600},
 }
 
