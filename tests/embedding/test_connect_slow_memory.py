@@ -14,7 +14,7 @@ from flexd.embedding.connect import Connection
 from flexd.operations.slow_memory import SlowMemoryMonitor
 
 TABLES = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("shop", 30, 4)]
-FENCE = ("job", "a1", 2, 7, "token", 3)
+FENCE = ("job", "a1", 2, 7, "token")
 
 
 class Daemon:

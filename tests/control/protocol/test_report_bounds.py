@@ -146,7 +146,7 @@ def test_the_largest_report_fits_into_a_message() -> None:
     tables = tuple(SlowTableReport(10**4 + at, most, most, most, most) for at in range(MAX_NAMED_TABLES + 1))
     phases = tuple(PhaseReport("p" * 12, *[1e8 / 3] * 5, *[most] * 4) for _ in range(7))
     report = replace(
-        full_report(), slow_memory=SlowMemoryReport(tables, most, most, 1e8 / 3, (10**10,) * 64), mistakes=mistakes,
+        full_report(), slow_memory=SlowMemoryReport(tables, most, most, 1e8 / 3), mistakes=mistakes,
         phases=phases,
     )  # fmt: skip
     pending = PendingReports()
