@@ -69,8 +69,9 @@ def test_a_faster_plan_stays(tmp_path: Path) -> None:
     assert len(job.it.coordinator.migrations) == migrations, "a plan is verified once"
 
 
-def test_the_budget_of_steps_is_kept(tmp_path: Path) -> None:
-    job = VerifiedJob(tmp_path, effect=0.0, load=lambda step: 1.0, budget_steps=300, resolution=0.0)
+def test_the_budget_of_steps_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexd.operations.verification.RESOLUTION", 0.0)
+    job = VerifiedJob(tmp_path, effect=0.0, load=lambda step: 1.0, budget_steps=300)
     ended = job.verdict()
     assert ended.state in (VerificationState.UNDECIDED, VerificationState.FASTER, VerificationState.SLOWER)
     assert ended.steps <= 300 + 16 + 2

@@ -60,5 +60,5 @@ def test_refusals_keep_status_and_remedy(client, daemon, path):
     method, body = ("POST", {"table": "t"}) if path == "/v1/rows" else ("GET", None)
     answer = client.request(method, path, json=body)
     assert answer.status_code == 409
-    assert answer.json()["error"]["remedy"] == "ask the leader"
+    assert answer.json()["error"]["remedy"] == "start the training"
     assert client.request(method, path, json=body, headers={"host": "evil.example"}).status_code == 403
