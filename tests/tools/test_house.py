@@ -74,7 +74,6 @@ def test_sizes(found: dict[str, Any]) -> None:
     size = found["size"]
     assert (size["files of flexd"], size["statements of flexd"], size["lines of tools"]) == (8, 129, 9)
     assert (size["words of docs and README"], size["words of decisions"], size["metrics"]) == (3, 2, 1)
-    assert size["commands"] is None, "there is no command in the small tree"
 
 
 def test_the_command_fails_while_there_is_a_cycle(tree: Path) -> None:
