@@ -80,6 +80,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveJob]:
     try:
         until(lambda: job.ranks.running() and job.ready(), 90, job.status)
         until(lambda: (job.status().get("last_plan") or {}).get("plan_id"), 90, job.status)
+        until(lambda: job.status()["placement"]["version"] > 0, 90, job.status)  # its migration has ended
         yield job
     finally:
         job.close()
