@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import operator
 import types
 import typing
 from collections.abc import Mapping, Sized
@@ -163,27 +164,49 @@ def clamp(value: Any) -> Any:
     """Return a dataclass with every field within its bounds: itself if all are.
 
     A number outside is set to the nearest bound, one that is not finite to the lowest; a text or a tuple that is too
-    long is cut.
+    long is cut. Ranks call it in every step, so fields that have no bounds cost nothing.
     """
     changed: dict[str, Any] = {}
     cls: Any = type(value)
-    for name, field in wire_fields(cls).items():
+    numbers, others = _bounded_fields(cls)
+    for name, base, low, high in numbers:
         before = getattr(value, name)
-        after = _clamped(field.type, before)
-        if after is not before:
+        if type(before) is not base or not low <= before <= high:
+            changed[name] = base(min(max(before, low), high) if math.isfinite(before) else low)
+    for name, type_ in others:
+        before = getattr(value, name)
+        if before and (after := _clamped(type_, before)) is not before:
             changed[name] = after
     return dataclasses.replace(value, **changed) if changed else value
 
 
+@cache
+def _bounded_fields(
+    cls: Any,
+) -> tuple[tuple[tuple[str, Any, float, float], ...], tuple[tuple[str, FieldType], ...]]:
+    """Return the numbers of a class that have bounds, and the other fields that have, in them or in a part."""
+    known = {name: field.type for name, field in wire_fields(cls).items()}
+    numbers = tuple(
+        (name, type_.base, *type_.bounds) for name, type_ in known.items() if isinstance(type_.bounds, Range)
+    )
+    others = tuple(
+        (name, type_)
+        for name, type_ in known.items()
+        if isinstance(type_.bounds, Longest) or type_.items is not None or dataclasses.is_dataclass(type_.base)
+    )
+    return numbers, others
+
+
 def _clamped(type_: FieldType, value: Any) -> Any:
-    base, bounds = type_.base, type_.bounds
-    if isinstance(bounds, Range):
-        if type(value) is base and bounds.low <= value <= bounds.high:
-            return value
-        return base(min(max(value, bounds.low), bounds.high) if math.isfinite(value) else bounds.low)
+    bounds, items = type_.bounds, type_.items
     if isinstance(bounds, Longest) and len(value) > bounds.length:
         value = value[: bounds.length]
-    if type_.items is not None:
-        after = tuple([_clamped(type_.items, item) for item in value])
-        return value if all(a is b for a, b in zip(after, value, strict=True)) else after
-    return clamp(value) if dataclasses.is_dataclass(value) else value
+    if items is None:
+        return clamp(value) if dataclasses.is_dataclass(value) else value
+    if isinstance(items.bounds, Range):
+        low, high = items.bounds
+        if all(type(item) is items.base and low <= item <= high for item in value):
+            return value
+        return tuple([items.base(min(max(i, low), high) if math.isfinite(i) else low) for i in value])
+    after = tuple([_clamped(items, item) for item in value])
+    return value if all(map(operator.is_, after, value)) else after

@@ -16,6 +16,13 @@ from flexd.embedding.prefetch.announced_input import AnnouncedInput
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.prefetch.run_ahead_job import NextBatch
 
+logger = logging.getLogger(__name__)
+
+Batch = TypeVar("Batch")
+
+END = object()
+"""In place of a batch: the loader has no further one."""
+
 
 class BatchMover:
     """Moves batches to ``device``, on an accelerator beside training, on a stream of its own.
@@ -78,14 +85,6 @@ class _Moving:
     def _rebuilt(self, given: Any, items: dict[Any, Any], build: Any) -> Any:
         moved = {key: self.move(value) for key, value in items.items()}
         return given if all(moved[key] is value for key, value in items.items()) else build(moved)
-
-
-logger = logging.getLogger(__name__)
-
-Batch = TypeVar("Batch")
-
-END = object()
-"""In place of a batch: the loader has no further one."""
 
 
 @dataclass(frozen=True)
