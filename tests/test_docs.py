@@ -141,10 +141,3 @@ def test_the_command_line_page_lists_what_there_is() -> None:
         " ".join(re.sub(r" [A-Z]+$", "", name).split()) for cell in cells for name in re.findall(r"`(.+?)`", cell)
     }
     assert listed == command_words(typer.main.get_command(app))
-
-
-def test_the_readme_names_what_a_user_needs() -> None:
-    readme = (ROOT / "README.md").read_text()
-    inner = {"version", "config show", "migrations show"}
-    for name in command_words(typer.main.get_command(app)) - inner:
-        assert re.search(rf"(flexd |`|make ){name}\b", readme), name
