@@ -14,7 +14,6 @@ import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
-from flexd.cli.probe_kernels import kernel_blocks, kernel_document, measure_to_file
 from flexd.cli.step_costs import step_cost_words
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
@@ -38,21 +37,7 @@ class Backend(StrEnum):
 
 
 def probe(
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.yaml", dir_okay=False, help="Topology file to write.")
-    ] = None,
-    kernels: Annotated[
-        Path | None,
-        typer.Option(
-            "--kernels",
-            metavar="FILE.json",
-            dir_okay=False,
-            help="Measure look-up, pooling and update on this device too, and write them; without --out alone.",
-        ),
-    ] = None,
-    kernel_seconds: Annotated[
-        float, typer.Option("--kernel-seconds", help="About how long to measure kernels.")
-    ] = 60.0,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.yaml", dir_okay=False, help="Topology file to write.")],
     name: Annotated[str, typer.Option("--name", help="Of the cluster in the file.")] = "probed",
     max_bytes: Annotated[
         int, typer.Option("--max-bytes", help="Largest message: bytes a rank sends in one collective.")
@@ -82,19 +67,13 @@ def probe(
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """Measure the links of this job (run it on every rank), or the kernels of this device.
+    """Measure the links of this job; run it on every rank.
 
     Times all-to-all, all-reduce and all-gather inside and between nodes, and steps of small tables for what they take
-    beside the links, and writes a topology file. With --kernels, rank 0 times look-up, pooling and update of sets of
-    tables after that.
+    beside the links, and writes a topology file.
 
     Example: torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml
     """
-    if out is None:
-        if kernels is None:
-            raise ConfigError("probe: nothing to measure", remedy="give --out FILE.yaml, --kernels FILE.json or both")
-        _probe_kernels(kernels, kernel_seconds, backend, output)
-        return
     from flexd.topology.files import load_cluster, load_preset, preset_names, write_cluster
     from flexd.topology.probe import ProbeOptions
 
@@ -110,7 +89,6 @@ def probe(
     _check_job()
     if os.environ["RANK"] == "0":
         check_file("--out", out)
-        check_file("--kernels", kernels)
     step_seconds = min(budget_seconds * _STEPS_SHARE, _MOST_STEP_SECONDS)
     report, costs = _run(options, step_seconds, timeout_seconds, backend, local_ranks)
     if os.environ["RANK"] != "0":
@@ -118,26 +96,7 @@ def probe(
     cluster = report.cluster(name, missing_from=base)
     cluster = replace(cluster, step_costs=costs)
     write_cluster(cluster, out)
-    document, blocks = _document(cluster, report, out), _blocks(cluster, report, out)
-    if kernels is not None:
-        measured = measure_to_file(kernels, kernel_seconds, cuda=_has_cuda(backend))
-        document["kernels"] = kernel_document(measured, kernels)
-        blocks += kernel_blocks(measured, kernels)
-    emit(document, blocks, output)
-
-
-def _probe_kernels(out: Path, seconds: float, backend: Backend, output: OutputFormat) -> None:
-    """Measure the kernels alone; of a job on rank 0."""
-    if os.environ.get("RANK", "0") != "0":
-        return
-    measured = measure_to_file(out, seconds, cuda=_has_cuda(backend))
-    emit({"kernels": kernel_document(measured, out)}, kernel_blocks(measured, out), output)
-
-
-def _has_cuda(backend: Backend) -> bool:
-    import torch
-
-    return backend is not Backend.GLOO and torch.cuda.is_available()
+    emit(_document(cluster, report, out), _blocks(cluster, report, out), output)
 
 
 def _check_job() -> None:

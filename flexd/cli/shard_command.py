@@ -26,7 +26,6 @@ from flexd.cli.simulate_command import make_cluster
 from flexd.cli.step_costs import step_cost_words
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
-from flexd.core.errors import ConfigError
 from flexd.core.home_rules import COPIED
 
 if TYPE_CHECKING:
@@ -96,16 +95,6 @@ def shard(
         list[ShardingKind] | None,
         typer.Option("--without", help="A sharding (or flexd's rule for it) that no table may get; repeatable."),
     ] = None,
-    kernels: Annotated[
-        Path | None,
-        typer.Option(
-            "--kernels",
-            metavar="FILE.json",
-            exists=True,
-            dir_okay=False,
-            help="Measured kernels of TorchRec, from probe --kernels; default: bytes over an assumed bandwidth.",
-        ),
-    ] = None,
     batch: Annotated[
         int, typer.Option("--batch", help="Samples of a rank, of a function's tables without batch_sizes.", min=1)
     ] = 512,
@@ -122,15 +111,11 @@ def shard(
     """
     file = plan or Path("rules.json" if trainer is Trainer.FLEXD else "sharding.json")
     check_file("--plan", file)
-    if kernels is not None and trainer is Trainer.FLEXD:
-        raise ConfigError("--kernels with --for flexd: its look-ups are priced by bytes", remedy="leave --kernels out")
     from flexd.cli.model_tables import tables_of_source
     from flexd.core.layout import RankLayout
     from flexd.planner.tables.home_rules import plan_rules
-    from flexd.planner.tables.kernel_costs import KernelCosts
     from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
     from flexd.sketch.profile_file import read_profile
-    from flexd.topology.kernel_file import read_kernels
 
     statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype.value, optimizer.value)
     listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
@@ -140,11 +125,10 @@ def shard(
         rules = plan_rules(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
         _write(rules.document(), file, rule_blocks(rules, file, cluster), output)
         return
-    costs = None if kernels is None else KernelCosts.learned(read_kernels(kernels))
     listed_ranks = 1 + max((max(table.ranks, default=-1) for table in listed), default=-1)
     # A list may come from another job: its plan is then no reason to make none.
-    before = None if listed_ranks > layout.world_size else listed_seconds(listed, layout, cluster, statistics, costs)
-    found = shard_tables(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out, kernels=costs)
+    before = None if listed_ranks > layout.world_size else listed_seconds(listed, layout, cluster, statistics)
+    found = shard_tables(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
     document = found.document()
     document["predicted"]["listed_step_seconds"] = before
     _write(document, file, sharding_blocks(found, file, before, listed_ranks), output)
@@ -167,7 +151,7 @@ def sharding_blocks(found: Sharding, plan: Path, before: float | None, listed_ra
     if listed_ranks > placement.layout.world_size:
         listed = f"not priced: it is for {listed_ranks} ranks or more"
     counts = Counter(kind for kind, _ in found.chosen)
-    facts = _facts(plan, placement, counts, "all row-wise", ("plan of the list", listed), ("kernels", _kernels(found)))
+    facts = _facts(plan, placement, counts, "all row-wise", ("plan of the list", listed))
     columns = ("table", "rows", "dim", "sharding", "ranks")
     rows = tuple(
         (table.name, units.count(table.rows), str(table.dim), kind, _ranks(ranks))
@@ -213,21 +197,6 @@ def _facts(plan: Path, placement: TablePlacement, counts: Counter[str], compared
             ("memory", f"{units.size(float(placement.memory_bytes.max()))} on the fullest rank"),
         ),
     )
-
-
-def _kernels(found: Sharding) -> str:
-    """Whose look-ups and updates are priced, and how much of them lies in measured sets."""
-    if found.kernels is None:
-        return "bytes over an assumed bandwidth"
-    from flexd.planner.tables.kernel_costs import PHASES
-
-    prices = found.kernels
-    work, measured = prices.rank_work(found.placement.pieces), prices.costs.measurements
-    models = ", ".join(
-        f"{name} (held-out error {phase.error.median:.0%}, {phase.measured_share(work):.0%} within measured sets)"
-        for name, phase in zip(PHASES, prices.costs.phases, strict=True)
-    )
-    return f"{measured.kernels} on {measured.device}: {models}"
 
 
 def _ranks(ranks: list[int]) -> str:

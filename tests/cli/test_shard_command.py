@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import flexd
 from flexd.cli.exit_codes import ExitCode
 from flexd.core.layout import RankLayout
-from flexd.topology.kernel_file import write_kernels
-from tests.support.kernel_sets import measured, physical_law
 
 
 def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
@@ -93,27 +90,3 @@ def test_a_function_may_return_its_sharding_plan(flexd_command, tmp_path: Path, 
     done = flexd_command("shard", "planned_model:short")
     assert done.returncode == ExitCode.USAGE
     assert "no sharding of table 'b'" in done.stderr
-
-
-def test_measured_kernels_price_the_plan(flexd_command, tmp_path: Path):
-    tables = [{"name": f"t{i}", "rows": 50_000, "dim": 64, "lookups": 20, "bags": 1} for i in range(4)]
-    (tmp_path / "tables.json").write_text(json.dumps(tables))
-    kernels = tmp_path / "kernels.json"
-    write_kernels(measured(physical_law, 60), kernels)
-    source = ("shard", tmp_path / "tables.json", "--plan", tmp_path / "plan.json", "--memory-gb", 1)
-    done = flexd_command(*source, "--kernels", kernels)
-    assert done.returncode == 0, done.stderr
-    text = " ".join(done.stdout.split())
-    assert re.search(r"fbgemm on cpu: lookup \(held-out error", text), text
-    assert "no plan under" not in text
-    predicted = json.loads((tmp_path / "plan.json").read_text())["predicted"]
-    assert predicted["bound_seconds"] is None
-    # Look-up and update of a set take 20 us at the least, each.
-    assert 4e-5 < predicted["step_seconds"] <= predicted["row_wise_step_seconds"]
-    done = flexd_command(*source, "--for", "flexd", "--kernels", kernels)
-    assert done.returncode == ExitCode.USAGE
-    assert "leave --kernels out" in done.stderr
-    kernels.write_text('{"format": 9, "sets": []}')
-    done = flexd_command(*source, "--kernels", kernels)
-    assert done.returncode != 0
-    assert "kernels.json: format 9" in done.stderr

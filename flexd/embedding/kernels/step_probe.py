@@ -22,8 +22,8 @@ from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagT
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import GroupUpdate, RowWiseAdagrad
 from flexd.topology.cluster import StepCosts
-from flexd.topology.kernel_design import drawn_ids
-from flexd.topology.kernel_file import Float64Array, TableSet
+
+Float64Array = npt.NDArray[np.float64]
 
 TABLES, ROWS, DIM, BAGS, BAG_LENGTH = 8, 512, 16, 32, 2
 """So small that bytes take no time beside launches and latencies."""
@@ -147,8 +147,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Float64Array, float]:
     """float64[turns] seconds of look-up, pooling and update of one table, and the bytes that they read and write."""
-    one = [np.array([float(n)]) for n in (_KERNEL_ROWS, _KERNEL_DIM, _KERNEL_IDS, _KERNEL_BAGS, _KERNEL_SKEW, 0)]
-    ids = drawn_ids(TableSet("float32", *one), np.random.default_rng(dist.get_rank()))[0]
+    ids = _skewed_ids(np.random.default_rng(dist.get_rank()))
     kernels = HomeKernels(ids, _KERNEL_ROWS, _KERNEL_DIM, _KERNEL_BAGS, device)
     row_bytes = 4.0 * _KERNEL_DIM
 
@@ -161,6 +160,16 @@ def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Floa
     # As ``kernel_bytes`` of a home that answers by sums.
     state_bytes = 4.0
     return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * len(kernels.slots) * (row_bytes + state_bytes)
+
+
+def _skewed_ids(rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """int64 [_KERNEL_IDS] by Zipf's law (the inverse of the continuous one), spread over the table."""
+    power = 1.0 - _KERNEL_SKEW
+    rank = (1.0 + rng.random(_KERNEL_IDS) * ((_KERNEL_ROWS + 1.0) ** power - 1.0)) ** (1.0 / power)
+    numbers = np.minimum(rank.astype(np.int64) - 1, _KERNEL_ROWS - 1)
+    # Multiplied by a prime above the table's rows, neighbours lie apart and no two rows meet.
+    ids: npt.NDArray[np.int64] = (numbers * 2_654_435_761) % _KERNEL_ROWS
+    return ids
 
 
 class HomeKernels:

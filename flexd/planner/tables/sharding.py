@@ -13,8 +13,6 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.tables.kernel_costs import KernelCosts
-from flexd.planner.tables.kernel_plans import KernelPrices, place_by_kernels
 from flexd.planner.tables.options import Answer, HomeKind, Option
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
@@ -100,12 +98,10 @@ class Sharding:
     Attributes:
         tables: as listed.
         placement: of them, over ``torchrec_costs.OPTIONS``.
-        kernels: prices of look-ups and updates where they are learned.
     """
 
     tables: tuple[ListedTable, ...]
     placement: TablePlacement
-    kernels: KernelPrices | None = None
 
     @property
     def chosen(self) -> list[tuple[str, list[int]]]:
@@ -141,13 +137,12 @@ class Sharding:
 
 
 def predicted(placement: TablePlacement) -> dict[str, Any]:
-    """Return what documents say of a placement, JSON-able; bound and gap are None where no bound is known."""
-    bounded = placement.bound_seconds > 0
+    """Return what documents say of a placement, JSON-able."""
     return {
         "step_seconds": placement.seconds,
         "row_wise_step_seconds": placement.spread_seconds,
-        "bound_seconds": placement.bound_seconds if bounded else None,
-        "gap": placement.gap if bounded else None,
+        "bound_seconds": placement.bound_seconds,
+        "gap": placement.gap,
         "balance": placement.balance,
         "memory_bytes": np.ceil(placement.memory_bytes).astype(np.int64).tolist(),
     }
@@ -171,28 +166,22 @@ def shard_tables(
     statistics: TableStatistics | None = None,
     evaluations: int = EVALUATIONS,
     without: Collection[str] = (),
-    kernels: KernelCosts | None = None,
 ) -> Sharding:
     """Choose TorchRec's sharding of every table for the shortest step of the busiest rank.
 
     Args:
         memory_bytes: of a rank, for rows, optimizer state and dense gradients.
         without: sharding types that no table may get.
-        kernels: learned costs of look-up and update; None: bytes over an assumed bandwidth.
 
     Raises:
         PlanError: no placement within the memory was found.
     """
     work = torchrec_work(tables, layout, statistics or TableStatistics())
     cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
-    dims = [table.dim for table in tables]
-    options = torchrec_options(work, dims, layout, cluster)
+    options = torchrec_options(work, [table.dim for table in tables], layout, cluster)
     banned = np.array([SHARDING_TYPES[option.rule] in without for option in options.options])
     options = replace(options, allowed=options.allowed & ~banned)
-    if kernels is None:
-        return Sharding(tuple(tables), place_tables(options, layout, memory_bytes, evaluations=evaluations))
-    prices = KernelPrices.of(options, work, dims, layout, kernels)
-    return Sharding(tuple(tables), place_by_kernels(prices, memory_bytes, evaluations), prices)
+    return Sharding(tuple(tables), place_tables(options, layout, memory_bytes, evaluations=evaluations))
 
 
 def listed_seconds(
@@ -200,7 +189,6 @@ def listed_seconds(
     layout: RankLayout,
     cluster: Cluster,
     statistics: TableStatistics | None = None,
-    kernels: KernelCosts | None = None,
 ) -> float | None:
     """Return the seconds of a step by the plan that the list itself has, priced as those of ``shard_tables``.
 
@@ -215,10 +203,7 @@ def listed_seconds(
     options, pieces = listed
     work = torchrec_work(tables, layout, statistics or TableStatistics())
     cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
-    dims = [table.dim for table in tables]
-    loads = torchrec_options(work, dims, layout, cluster, options=options)
-    if kernels is not None:
-        return KernelPrices.of(loads, work, dims, layout, kernels).seconds(pieces)
+    loads = torchrec_options(work, [table.dim for table in tables], layout, cluster, options=options)
     return RankLoads.of(loads, layout, np.full(layout.world_size, np.inf), pieces).seconds()
 
 
