@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from flexd.embedding.jagged import Jagged
     from flexd.embedding.joined_collections import JoinedCollections, join_collections
     from flexd.embedding.joined_optimizer import JoinedOptimizer
-    from flexd.embedding.load_tables import load_tables
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
     from flexd.embedding.serving.export import export_table, table_blocks
@@ -59,7 +58,6 @@ _HOMES = {
     "export_table": "flexd.embedding.serving.export",
     "join_collections": "flexd.embedding.joined_collections",
     "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
-    "load_tables": "flexd.embedding.load_tables",
     "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "prefetch": "flexd.embedding.prefetch.loop",
     "table_blocks": "flexd.embedding.serving.export",
@@ -93,7 +91,6 @@ __all__ = [
     "export_table",
     "join_collections",
     "load_checkpoint",
-    "load_tables",
     "prefetch",
     "save_checkpoint",
     "table_blocks",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.checkpoint import blocks
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.load_tables import load_tables
 from tests.support.collection_jobs import tables
 
 
@@ -64,39 +61,3 @@ def load_differing(rank: int, layout: RankLayout, mistake: str) -> tuple[str, bo
         text = str(error)
     same = all(torch.equal(collection.gather_table(table), rows) for table, rows in before.items())
     return text, same
-
-
-def load_by_keys(rank: int, layout: RankLayout, source: int, mistake: str) -> dict[str, Any]:
-    """Load two of three tables by keys of another trainer; return what was left over or the error, and the tables.
-
-    A mistake of the source is in its state; one of ``keys`` or ``source`` is made by the last rank.
-    """
-    collection = EmbeddingCollection(tables(), layout=layout, replica_slots=[20, 0, 0])
-    before = {table.name: collection.gather_table(table.name) for table in collection.tables}
-    keys = {"tiny": "c.weight", "item": "a.b.weight"}  # not in the order of the tables
-    state: dict[str, torch.Tensor] | None = None
-    if rank == source:
-        state = {"a.b.weight": values_of(61), "c.weight": torch.full((3, 2), 7.0), "head.bias": torch.zeros(4)}
-        if mistake == "missing":
-            state["b.weight"] = state.pop("a.b.weight")
-        elif mistake == "rows":
-            state["a.b.weight"] = values_of(60)
-        elif mistake == "none":
-            state = None
-    elif rank == layout.world_size - 1:
-        if mistake == "keys":
-            keys = {"tiny": "c.weight"}
-        elif mistake == "source":
-            source = rank
-    try:
-        spare: Any = load_tables(collection, state, keys, source=source)
-        text = ""
-    except EmbeddingError as error:
-        spare, text = (), str(error)
-    after = {name: collection.gather_table(name) for name in before}
-    return {
-        "spare": spare,
-        "text": text,
-        "unchanged": [name for name in before if torch.equal(before[name], after[name])],
-        "loaded": torch.equal(after["item"], values_of(61)) and bool((after["tiny"] == 7).all()),
-    }

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
-
-import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.devices import SideStream, receive
 from flexd.embedding.prefetch.announced_input import AnnouncedInput
 from flexd.embedding.prefetch.run_ahead import RunAhead
 from flexd.embedding.prefetch.run_ahead_job import NextBatch
@@ -22,69 +19,6 @@ Batch = TypeVar("Batch")
 
 END = object()
 """In place of a batch: the loader has no further one."""
-
-
-class BatchMover:
-    """Moves batches to ``device``, on an accelerator beside training, on a stream of its own.
-
-    The host waits for no copy of pinned memory (``DataLoader(pin_memory=True)``); other memory is copied before the
-    call returns.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._side_stream = SideStream(device)
-
-    def move(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the device; a batch that is there already is returned as it is.
-
-        Moved are tensors and objects with ``to(device, non_blocking=)`` (as those of TorchRec), in mappings, lists,
-        tuples, named tuples and dataclasses, ``Jagged`` among them; anything else stays. An object that the batch has
-        in several places stays one object.
-        """
-        moving = _Moving(self._device)
-        with self._side_stream.work():
-            moved = moving.move(batch)
-        receive(self._side_stream.finished(), moving.leaves)
-        return moved
-
-
-class _Moving:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # The originals are kept with the results: an id is that of one object only while the object lives.
-        self._done: dict[int, tuple[Any, Any]] = {}
-        self.leaves: list[Any] = []
-
-    def move(self, given: Any) -> Any:
-        if given is None or isinstance(given, (str, bytes, bool, int, float)):
-            return given
-        if id(given) not in self._done:
-            self._done[id(given)] = given, self._moved(given)
-        return self._done[id(given)][1]
-
-    def _moved(self, given: Any) -> Any:
-        if callable(getattr(given, "to", None)):
-            moved = given.to(self._device, non_blocking=True)
-            if moved is not given and hasattr(moved, "record_stream"):
-                self.leaves.append(moved)
-            return moved
-        if isinstance(given, Mapping):
-            return self._rebuilt(given, dict(given), dict if isinstance(given, dict) else type(given))
-        if isinstance(given, (list, tuple)):
-            named = hasattr(given, "_fields")
-            kind: Any = type(given)
-            return self._rebuilt(
-                given, dict(enumerate(given)), lambda items: kind(*items.values()) if named else kind(items.values())
-            )
-        if is_dataclass(given) and not isinstance(given, type):
-            attributes = {field.name: getattr(given, field.name) for field in fields(given) if field.init}
-            return self._rebuilt(given, attributes, lambda items: replace(given, **items))
-        return given
-
-    def _rebuilt(self, given: Any, items: dict[Any, Any], build: Any) -> Any:
-        moved = {key: self.move(value) for key, value in items.items()}
-        return given if all(moved[key] is value for key, value in items.items()) else build(moved)
 
 
 @dataclass(frozen=True)
@@ -102,10 +36,9 @@ class _Ahead:
     announced: NextBatch
 
 
-def _following(batches: Iterator[Any], mover: BatchMover | None) -> Any:
+def _following(batches: Iterator[Any]) -> Any:
     try:
-        batch = next(batches, END)
-        return batch if mover is None or batch is END else mover.move(batch)
+        return next(batches, END)
     except Exception as error:
         return LoaderFailure(error)
 
@@ -126,7 +59,6 @@ class Prefetch(Generic[Batch]):
         timeout_seconds: float,
         one_thread: bool | None,
         depth: int,
-        to_device: bool,
     ) -> None:
         if passes_per_step < 1 or depth < 1 or not timeout_seconds > 0:
             raise EmbeddingError(
@@ -140,7 +72,6 @@ class Prefetch(Generic[Batch]):
         self._timeout_seconds = timeout_seconds
         self._one_thread = one_thread
         self._depth = depth
-        self._to_device = to_device
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -175,16 +106,15 @@ class Prefetch(Generic[Batch]):
     def _read(self) -> Iterator[Any]:
         """Yield the loader's batches, and what ended it without end. An exception of the loader is one of these."""
         batch: Any
-        mover = BatchMover(self._collection.device) if self._to_device else None
         try:
             batches = iter(self._loader)
-            batch = _following(batches, mover)
+            batch = _following(batches)
         except Exception as error:
             batch = LoaderFailure(error)
         while True:
             yield batch
             if batch is not END and not isinstance(batch, LoaderFailure):
-                batch = _following(batches, mover)
+                batch = _following(batches)
 
     def _ahead(self, batch: Any) -> _Ahead:
         return _Ahead(batch, self._next_batch(batch))
@@ -205,7 +135,6 @@ def prefetch(
     timeout_seconds: float = 300.0,
     one_thread: bool | None = None,
     depth: int = 1,
-    to_device: bool = False,
 ) -> Prefetch[Batch]:
     """Iterate over ``loader``, and exchange the rows of each batch while the step before it computes.
 
@@ -220,8 +149,7 @@ def prefetch(
     ``gather_table``, evaluation on other batches) is collective too, since a step may have deferred gradients.
 
     Args:
-        loader: batches whose ids are on the device of the tables, or anywhere with ``to_device``. ``depth`` batches
-            more than usual are held.
+        loader: batches whose ids are on the device of the tables. ``depth`` batches more than usual are held.
         features: returns the part of a batch that the collection is called with. Default: the batch itself. If its ids
             or lengths are others when it is looked up, on any rank, all ranks look the batch up again.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
@@ -232,9 +160,6 @@ def prefetch(
             on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
         depth: batches that are read ahead; equal on all ranks. Only tables in two memories use more than one: the homes
             are told which rows the batches look up, at 4 bytes an id, and these stay in fast memory.
-        to_device: whether each batch is moved to the device of the tables when it is read, a step before its own:
-            tensors, ``Jagged``, nested tensors and types of TorchRec, in mappings, sequences, named tuples and
-            dataclasses. On an accelerator the copies run beside training if the loader pins its memory.
 
     Returns:
         An iterable with the loader's length; it can be iterated again.
@@ -244,4 +169,4 @@ def prefetch(
             rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
         deadline. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth, to_device)
+    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth)

@@ -43,32 +43,3 @@ def test_a_mistake_of_one_rank_is_refused_on_every_rank(ranks: Ranks, mistake: s
         assert unchanged
     if mistake == "seed":
         assert results[0][0].endswith("load those of one rank with source=0")
-
-
-@pytest.mark.parametrize("source", [0, 2])
-def test_tables_are_loaded_by_keys_of_another_trainer(ranks: Ranks, source: int) -> None:
-    for rank, result in enumerate(ranks(4).run("given_rows_jobs:load_by_keys", FOUR_RANKS, source, "")):
-        assert (result["text"], result["loaded"], result["unchanged"]) == ("", True, ["odd"])
-        assert result["spare"] == (("head.bias",) if rank == source else ())
-
-
-@pytest.mark.parametrize(
-    ("mistake", "at_source", "elsewhere"),
-    [
-        ("missing", "rank 0: no key 'a.b.weight'; the state has 'b.weight', 'head.bias' beside", "of rank 0 do not"),
-        ("rows", "rank 0: 'a.b.weight' is (60, 8) of torch.float64, table 'item' has 61 rows of 8", "of rank 0 do not"),
-        ("none", "rank 0: it gave no state", "the tensors of rank 0 do not fit - see the error of rank 0"),
-        ("keys", "ranks [3] gave other keys or another source than rank 0", "ranks [3] gave other keys"),
-        ("source", "", "the tensors of rank 3 do not fit - see the error of rank 3"),
-    ],
-)
-def test_a_mistake_in_keys_loads_nothing_on_any_rank(
-    ranks: Ranks, mistake: str, at_source: str, elsewhere: str
-) -> None:
-    results = ranks(4).run("given_rows_jobs:load_by_keys", FOUR_RANKS, 0, mistake, timeout=60)
-    for rank, result in enumerate(results):
-        if mistake == "source":  # rank 3 names itself, and has no state
-            assert ("rank 3: it gave no state" if rank == 3 else elsewhere) in result["text"]
-        else:
-            assert (elsewhere if rank else at_source) in result["text"]
-        assert result["unchanged"] == ["item", "odd", "tiny"]
