@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flexd.demo.link import EmulatedLink
+from tests.support import link_jobs
 from tests.support.rank_pool import RankPool
 
 
@@ -79,7 +80,7 @@ def test_collectives_of_two_threads_share_the_link(link: EmulatedLink, clock: Cl
 
 @pytest.mark.parametrize("exchange", ["chain", "direct_no_dedup"])
 def test_what_a_rank_is_charged_is_what_it_counts_as_sent(ranks: Callable[[int], RankPool], exchange: str) -> None:
-    found: list[dict[str, Any]] = ranks(4).run("link_jobs:charged", exchange)
+    found: list[dict[str, Any]] = ranks(4).run(link_jobs.charged, exchange)
     for counted in found:
         assert counted["sent_bytes"] == pytest.approx(counted["inter_bytes"])
         assert counted["inter_bytes"] > 0

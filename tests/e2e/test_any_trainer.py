@@ -15,6 +15,7 @@ import torch
 from flexd.config.tables_file import load_tables
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 from flexd.topology.files import write_cluster
+from tests.support import any_trainer_jobs
 from tests.support.any_trainer_jobs import PLAIN_TABLES, plain, tolerance
 from tests.support.flexd_processes import RunningDaemon
 from tests.support.rank_pool import RankPool
@@ -47,7 +48,7 @@ def test_rows_migrate_while_a_moved_trainer_trains(tmp_path: Path, ranks: Callab
         port = daemon.config.control.listen_port
         job = threading.Thread(
             target=lambda: results.extend(
-                ranks(2).run("any_trainer_jobs:trained", kind, port, stop, 0.05, 3_000, True, timeout=150)
+                ranks(2).run(any_trainer_jobs.trained, kind, port, stop, 0.05, 3_000, True, timeout=150)
             )
         )
         job.start()

@@ -12,6 +12,7 @@ import pytest
 
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 from flexd.topology.files import write_cluster
+from tests.support import tapped_jobs
 from tests.support.flexd_processes import RunningDaemon, flexd
 from tests.support.rank_pool import RankPool
 from tests.support.tapped_jobs import DIM, ROWS
@@ -44,7 +45,7 @@ def test_a_plan_uses_the_touches_of_taps_with_and_without_copies(
     with RunningDaemon(tmp_path, settings) as daemon:
         port = daemon.config.control.listen_port
         job = threading.Thread(
-            target=lambda: results.extend(ranks(4).run("tapped_jobs:alike", port, stop, 200_000, timeout=280))
+            target=lambda: results.extend(ranks(4).run(tapped_jobs.alike, port, stop, 200_000, timeout=280))
         )
         job.start()
         try:

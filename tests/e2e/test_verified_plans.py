@@ -11,6 +11,7 @@ import pytest
 
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 from flexd.topology.files import write_cluster
+from tests.support import verification_jobs
 from tests.support.flexd_processes import RunningDaemon, flexd
 from tests.support.rank_pool import RankPool
 from tests.support.until import until
@@ -60,7 +61,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
         job = threading.Thread(
             target=lambda: results.extend(
                 ranks(4).run(
-                    "verification_jobs:verified", daemon.config.control.listen_port, stop, seconds_per_home_access,
+                    verification_jobs.verified, daemon.config.control.listen_port, stop, seconds_per_home_access,
                     seconds_with_copies, 50_000, timeout=380,
                 )
             )

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout
-from tests.support import bag_jobs
+from tests.support import accelerator_jobs, bag_jobs, run_ahead_jobs
 from tests.support.exactness import Scenario, home_rule, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -123,7 +123,7 @@ def test_any_training_equals_one_process(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
         restarts=restarts, changes=changes,
     )  # fmt: skip
-    job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
+    job = (accelerator_jobs.run, run_ahead_jobs.train) if accelerator else (run_ahead_jobs.train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
@@ -160,7 +160,7 @@ def test_any_training_of_bags_equals_one_process(
 ) -> None:
     shape = RankLayout(*layout)
     losses, _, tables = bag_jobs.train_alone(shape.world_size)
-    job = ("accelerator_jobs:run", "bag_jobs:train") if accelerator else ("bag_jobs:train",)
+    job = (accelerator_jobs.run, bag_jobs.train) if accelerator else (bag_jobs.train,)
     rules = tuple(home_rule(rule, shape, answer) for rule, answer in zip(homes, answers, strict=True))
     results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, answers, rules)
     for rank, result in enumerate(results):

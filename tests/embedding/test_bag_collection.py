@@ -10,6 +10,7 @@ import torch
 
 import flexd
 from flexd.core.layout import RankLayout
+from tests.support import bag_jobs
 from tests.support.bag_jobs import ROWS, Answers, tables, train_alone
 from tests.support.rank_pool import RankPool
 
@@ -40,7 +41,7 @@ def test_training_equals_embedding_bags(
 ) -> None:
     layout = RankLayout(nodes, local_ranks)
     losses, weight_grads, expected = train_alone(layout.world_size)
-    job = ("bag_jobs:train", layout, exchange, ahead, 0, answers)
+    job = (bag_jobs.train, layout, exchange, ahead, 0, answers)
     for rank, result in enumerate(ranks(layout.world_size).run(*job)):
         assert result["version"] == 1, "the migration must happen"
         assert result["equal"]
@@ -66,7 +67,7 @@ def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int, answe
         "lengths from 5 on sum to 5, for 0 ids", "lengths from 0 on sum to 0, for 3 ids", "row 63 of table",
         "pooled by mean", "for ids of shape (3,)", "torch.int64 on cpu", "the feature is not in the batch",
     ]  # fmt: skip
-    for rank, errors in enumerate(ranks(2).run("bag_jobs:refused", RankLayout(2, 1), faulty, answers)):
+    for rank, errors in enumerate(ranks(2).run(bag_jobs.refused, RankLayout(2, 1), faulty, answers)):
         for text, cause in zip(errors, causes, strict=True):
             assert (cause if rank == faulty else f"rank {faulty} has input") in text
 

@@ -11,6 +11,7 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from tests.support import fault_jobs
 from tests.support.rank_pool import RankPool
 
 pytestmark = pytest.mark.slow
@@ -22,7 +23,7 @@ Ranks = Callable[[int], RankPool]
 def test_a_broken_rank_is_an_error_on_every_other_rank(fault: str) -> None:
     pool = RankPool(4)
     try:
-        results = pool.run("fault_jobs:lose_a_rank", RankLayout(2, 2), 3, fault, 3.0)
+        results = pool.run(fault_jobs.lose_a_rank, RankLayout(2, 2), 3, fault, 3.0)
     finally:
         pool.close()
     for rank, result in enumerate(results):
@@ -51,7 +52,7 @@ def test_different_calls_are_refused_with_both_calls(
 ) -> None:
     """Every rank fails at once, also if the odd rank is on another node and rail, and training can continue."""
     layout = RankLayout(nodes, local_ranks)
-    for text, continues in ranks(layout.world_size).run("fault_jobs:diverge", layout, odd, fault, exchange, timeout=50):
+    for text, continues in ranks(layout.world_size).run(fault_jobs.diverge, layout, odd, fault, exchange, timeout=50):
         assert text.startswith("EmbeddingError: ranks make different calls: rank ")
         assert f"rank {odd} {'only looks' if fault == 'evaluates' else 'looks'} rows up" in text
         assert ("(4 modulo 8)" in text) == (fault == "skips a step")
@@ -61,7 +62,7 @@ def test_different_calls_are_refused_with_both_calls(
 @pytest.mark.parametrize("ahead", [False, True])
 def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Ranks, ahead: bool) -> None:
     """Found by the first look-up after the update that differed; with run-ahead by the one after that."""
-    results = ranks(4).run("fault_jobs:other_settings", RankLayout(2, 2), 3, ahead)
+    results = ranks(4).run(fault_jobs.other_settings, RankLayout(2, 2), 3, ahead)
     for rank, (steps, text) in enumerate(results):
         assert steps == 3 + ahead
         assert text.startswith("EmbeddingError: ranks updated their rows with different settings")
@@ -82,7 +83,7 @@ def test_other_arguments_of_prefetch_on_one_rank_are_an_error_on_every_rank(
     ranks: Ranks, odd: int, arguments: dict[str, object], shown: str
 ) -> None:
     """Below the 60 s of the process group, and training continues."""
-    results = ranks(4).run("fault_jobs:other_loop", RankLayout(2, 2), odd, arguments, timeout=50)
+    results = ranks(4).run(fault_jobs.other_loop, RankLayout(2, 2), odd, arguments, timeout=50)
     others = [rank for rank in range(4) if rank != odd] if odd == 0 else [odd]
     for rank, (text, steps) in enumerate(results):
         assert text.startswith(f"EmbeddingError: ranks {others} begin a loop of flexd.prefetch with other settings")
@@ -112,7 +113,7 @@ def test_an_error_between_two_exchanges_is_named_on_every_rank(
     """The rank that ran out of memory stays alive. The deadline is far below the 60 s of the process group."""
     pool = RankPool(4)
     try:
-        results = pool.run("fault_jobs:fails_in_a_step", RankLayout(2, 2), odd, where, ahead, exchange, timeout=40)
+        results = pool.run(fault_jobs.fails_in_a_step, RankLayout(2, 2), odd, where, ahead, exchange, timeout=40)
     finally:
         pool.close()
     for rank, (text, steps) in enumerate(results):

@@ -20,6 +20,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.connect import Connection
 from flexd.embedding.exchange.collectives import TrafficKind
+from tests.support import connection_jobs
 from tests.support.collection_jobs import listed_by, random_placement, some, tables
 from tests.support.connection_jobs import connected_alone
 from tests.support.plain_tables import ids, pair
@@ -81,7 +82,7 @@ Ranks = Callable[[int], RankPool]
 
 def test_all_ranks_of_a_launch_agree_on_its_attempt(ranks: Ranks) -> None:
     """Launched with plain env:// variables, and with torchrun's beside them."""
-    first, second = ranks(2).run("connection_jobs:attempts", ["", "job-7", "job-7"])
+    first, second = ranks(2).run(connection_jobs.attempts, ["", "job-7", "job-7"])
     assert first == second
     assert len(set(first)) == 3
     assert [name.rsplit("-", 1)[0] for name in first[1:]] == ["job-7-1", "job-7-1"]
@@ -107,7 +108,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path, joined: bo
     pusher = threading.Thread(target=push, daemon=True)
     pusher.start()
     try:
-        results = ranks(4).run("connection_jobs:connected", layout, coordinator.port, final.digest(), 20_000, joined)
+        results = ranks(4).run(connection_jobs.connected, layout, coordinator.port, final.digest(), 20_000, joined)
         pusher.join(30)
         assert states == [MigrationState.COMMITTED] * 2
         assert coordinator.placement().digest() == final.digest()

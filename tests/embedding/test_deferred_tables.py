@@ -11,6 +11,7 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from tests.support import pytorch_jobs
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -25,8 +26,8 @@ def on_meta(**more: Any) -> flexd.EmbeddingCollection:
 
 def test_ranks_train_equally_from_meta(ranks: Ranks) -> None:
     layout = RankLayout(2, 1)
-    plain = ranks(2).run("pytorch_jobs:plain", layout)
-    for got, expected in zip(ranks(2).run("pytorch_jobs:from_meta", layout), plain, strict=True):
+    plain = ranks(2).run(pytorch_jobs.plain, layout)
+    for got, expected in zip(ranks(2).run(pytorch_jobs.from_meta, layout), plain, strict=True):
         assert got["on_meta"] == "meta"
         assert got["initial"] == [True, True, True]
         assert got["reset steps"] == 0

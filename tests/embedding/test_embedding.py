@@ -11,7 +11,8 @@ from torch import nn
 
 import flexd
 from flexd.core.layout import RankLayout
-from tests.support.rank_pool import RankPool
+from tests.support import trainer_jobs
+from tests.support.rank_pool import Job, RankPool
 from tests.support.trainer_jobs import Training, train_alone
 
 Ranks = Callable[[int], RankPool]
@@ -26,10 +27,10 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.parametrize("job", ["embedded", "own"])
+@pytest.mark.parametrize("job", [trainer_jobs.embedded, trainer_jobs.own])
 @pytest.mark.parametrize("case", TRAININGS, ids=str)
-def test_training_is_that_of_plain_embeddings_and_one_optimizer(ranks: Ranks, job: str, case: Training) -> None:
-    results, expected = ranks(4).run(f"trainer_jobs:{job}", FOUR, case), train_alone(4, case)
+def test_training_is_that_of_plain_embeddings_and_one_optimizer(ranks: Ranks, job: Job, case: Training) -> None:
+    results, expected = ranks(4).run(job, FOUR, case), train_alone(4, case)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["losses"], expected["losses"][rank], rtol=0, atol=1e-9)
         np.testing.assert_allclose(result["norms"], expected["norms"], rtol=0, atol=1e-9)
@@ -45,7 +46,7 @@ def test_training_is_that_of_plain_embeddings_and_one_optimizer(ranks: Ranks, jo
 
 
 def test_inputs_that_cannot_be_looked_up_are_errors_on_every_rank(ranks: Ranks) -> None:
-    first, second = ranks(2).run("trainer_jobs:faults", RankLayout(2, 1))
+    first, second = ranks(2).run(trainer_jobs.faults, RankLayout(2, 1))
     assert first == ["rank 1 has input that cannot be looked up - see the error of rank 1"] * 8
     parts = (
         f"row {41} of table", "torch.float32", "a list instead of", "row -1", "a Jagged instead of a dense tensor",

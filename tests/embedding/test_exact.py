@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout
+from tests.support import accelerator_jobs, exactness, run_ahead_jobs
 from tests.support.exactness import Scenario, train_alone
-from tests.support.rank_pool import RankPool
+from tests.support.rank_pool import Job, RankPool
 from tests.support.run_ahead_jobs import Loop
 
 pytestmark = pytest.mark.slow
@@ -21,9 +22,9 @@ Ranks = Callable[[int], RankPool]
 LOOP = Loop(ahead=False, evaluate_every=1)
 
 
-def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9, kernels: str = "") -> list[dict]:
-    """``kernels``: function of ``accelerator_jobs`` that runs the job with those of an accelerator."""
-    job = (f"accelerator_jobs:{kernels}", "run_ahead_jobs:train") if kernels else ("run_ahead_jobs:train",)
+def check(scenario: Scenario, ranks: Ranks, tolerance: float = 1e-9, kernels: Job | None = None) -> list[dict]:
+    """``kernels``: function that runs the job with the kernels of an accelerator."""
+    job = (kernels, run_ahead_jobs.train) if kernels else (run_ahead_jobs.train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, LOOP)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
@@ -86,7 +87,7 @@ def test_kernels_of_an_accelerator_are_exact(ranks: Ranks, scenario: Scenario) -
 )
 def test_messages_in_units_are_exact(ranks: Ranks, scenario: Scenario) -> None:
     """Those of many peers are; here all of them, with copies that migrate in the same messages."""
-    check(scenario, ranks, kernels="run_in_units")
+    check(scenario, ranks, kernels=accelerator_jobs.run_in_units)
 
 
 def test_a_narrow_wire_rounds_alike_in_units(ranks: Ranks) -> None:
@@ -94,8 +95,8 @@ def test_a_narrow_wire_rounds_alike_in_units(ranks: Ranks) -> None:
     shown by this."""
     scenario = Scenario(2, 2, "sgd", dtype="float32", two_dims=True, steps=6, comm_dtype="bfloat16")
     joined, units = (
-        ranks(4).run(f"accelerator_jobs:{kernels}", "run_ahead_jobs:train", scenario, LOOP)
-        for kernels in ("run", "run_in_units")
+        ranks(4).run(kernels, run_ahead_jobs.train, scenario, LOOP)
+        for kernels in (accelerator_jobs.run, accelerator_jobs.run_in_units)
     )
     for mine, other in zip(units, joined, strict=True):
         assert mine["losses"] == other["losses"]
@@ -147,7 +148,7 @@ def test_half_precision_beside_float32(ranks: Ranks, dtype: str, optimizer: str)
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_stochastic_rounding_does_not_depend_on_the_placement(ranks: Ranks, accelerator: bool) -> None:
     """Bit for bit: replicas after every step, and the tables of a job with migrations and of one without."""
-    job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
+    job = (accelerator_jobs.run, run_ahead_jobs.train) if accelerator else (run_ahead_jobs.train,)
     moving = Scenario(2, 2, "adam", dtype="bfloat16", second_dtype="float16", two_dims=True, passes=2, seed=5)
     moved = ranks(4).run(*job, moving, LOOP)
     still = ranks(4).run(*job, replace(moving, migrate_every=1000), LOOP)
@@ -185,8 +186,8 @@ def test_any_schedule_of_migrations_is_exact(
 
 
 def test_migrations_reduce_the_bytes_of_the_all_to_all(ranks: Ranks) -> None:
-    unmoved = ranks(4).run("run_ahead_jobs:train", Scenario(2, 2, migrate_every=1000), LOOP)
-    moving = ranks(4).run("run_ahead_jobs:train", Scenario(2, 2), LOOP)
+    unmoved = ranks(4).run(run_ahead_jobs.train, Scenario(2, 2, migrate_every=1000), LOOP)
+    moving = ranks(4).run(run_ahead_jobs.train, Scenario(2, 2), LOOP)
     for kind in ("node_accesses", "device_accesses"):
         assert sum(r["traffic"][kind] for r in unmoved) == 0
         assert sum(r["traffic"][kind] for r in moving) > 0
@@ -202,7 +203,7 @@ def test_migrations_reduce_the_bytes_of_the_all_to_all(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("nodes", "local_ranks", "faulty"), [(1, 1, 0), (2, 2, 3), (2, 1, 0), (1, 2, 1)])
 def test_invalid_input_is_refused_on_every_rank(ranks: Ranks, nodes: int, local_ranks: int, faulty: int) -> None:
     layout = RankLayout(nodes, local_ranks)
-    texts = ranks(layout.world_size).run("exactness:bad_input", layout, faulty)
+    texts = ranks(layout.world_size).run(exactness.bad_input, layout, faulty)
     expected = ["row 50 of table 'item' is outside 0..49", "row -1", "torch.float32", "'nothing'"]
     for rank, got in enumerate(texts):
         for text, cause in zip(got, expected, strict=True):
@@ -210,6 +211,6 @@ def test_invalid_input_is_refused_on_every_rank(ranks: Ranks, nodes: int, local_
 
 
 def test_a_chunk_beyond_the_budget_is_refused(ranks: Ranks) -> None:
-    for text in ranks(4).run("exactness:refused", RankLayout(2, 2)):
+    for text in ranks(4).run(exactness.refused, RankLayout(2, 2)):
         assert "needs" in text
         assert "replica slots" in text

@@ -14,6 +14,7 @@ from flexd.core.layout import RankLayout
 from flexd.core.mistakes import MistakeLog
 from flexd.core.placement import Delta
 from flexd.embedding import gradients
+from tests.support import gradient_jobs
 from tests.support.plain_tables import ids
 from tests.support.rank_pool import RankPool
 
@@ -21,7 +22,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def test_an_overflow_of_the_sum_is_seen_by_every_rank(ranks: Ranks) -> None:
-    for scales, steps, right in ranks(4).run("gradient_jobs:overflow_in_the_sum", RankLayout(2, 2)):
+    for scales, steps, right in ranks(4).run(gradient_jobs.overflow_in_the_sum, RankLayout(2, 2)):
         assert scales == [2.0, 2.0]
         assert steps == 1
         assert right

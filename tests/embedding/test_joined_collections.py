@@ -12,6 +12,7 @@ import torch
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from tests.support import run_ahead_jobs
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -29,7 +30,7 @@ SUMS = Scenario(2, 1, steps=9, joined=True, answered_by=("rows", "sums"), second
 @pytest.mark.parametrize("scenario", [BOTH_UNPOOLED, OWN_OPTIMIZERS, SUMS])
 def test_joined_collections_equal_one_process(ranks: Ranks, scenario: Scenario, ahead: bool) -> None:
     loop = Loop(ahead=ahead, evaluate_every=2)
-    results = ranks(scenario.layout.world_size).run("run_ahead_jobs:train", scenario, loop)
+    results = ranks(scenario.layout.world_size).run(run_ahead_jobs.train, scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)

@@ -13,6 +13,7 @@ from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.cli.test_status_command import HEALTHY, text_of
+from tests.support import mistake_jobs
 from tests.support.collection_jobs import tables
 from tests.support.rank_pool import RankPool
 
@@ -28,7 +29,7 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     coordinator.start()
     kinds = {"row_counts", "differing_seeds", "lone_save", "changed_ids"}
     try:
-        said, other = ranks(2).run("mistake_jobs:make_mistakes", coordinator.port)
+        said, other = ranks(2).run(mistake_jobs.make_mistakes, coordinator.port)
         deadline = time.monotonic() + 20
         while {each.kind for each in monitor.mistakes.totals()} != kinds and time.monotonic() < deadline:
             time.sleep(0.05)

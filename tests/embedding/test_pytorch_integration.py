@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexd.core.layout import RankLayout
+from tests.support import pytorch_jobs
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -19,7 +20,7 @@ TWO = RankLayout(2, 1)
 
 @pytest.fixture(scope="module")
 def expected(ranks: Ranks) -> list[dict[str, Any]]:
-    return ranks(2).run("pytorch_jobs:plain", TWO)
+    return ranks(2).run(pytorch_jobs.plain, TWO)
 
 
 def same(results: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float = 1e-9) -> None:
@@ -34,7 +35,7 @@ def same(results: list[dict[str, Any]], expected: list[dict[str, Any]], toleranc
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_dense_part_may_be_in_fsdp2(ranks: Ranks, expected: list[dict[str, Any]], inside: bool) -> None:
-    same(ranks(2).run("pytorch_jobs:fsdp", TWO, inside), expected)
+    same(ranks(2).run(pytorch_jobs.fsdp, TWO, inside), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -42,16 +43,16 @@ def test_the_dense_part_may_be_in_fsdp2(ranks: Ranks, expected: list[dict[str, A
 def test_activation_checkpointing(
     ranks: Ranks, expected: list[dict[str, Any]], reentrant: bool, around_all: bool
 ) -> None:
-    same(ranks(2).run("pytorch_jobs:checkpointed", TWO, reentrant, around_all), expected)
+    same(ranks(2).run(pytorch_jobs.checkpointed, TWO, reentrant, around_all), expected)
 
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_model_trains_equally(ranks: Ranks, expected: list[dict[str, Any]], whole: bool) -> None:
-    same(ranks(2).run("pytorch_jobs:compiled", TWO, whole), expected)
+    same(ranks(2).run(pytorch_jobs.compiled, TWO, whole), expected)
 
 
 def test_the_state_dict_of_a_whole_model(ranks: Ranks) -> None:
-    for result in ranks(2).run("pytorch_jobs:whole_model_state", TWO):
+    for result in ranks(2).run(pytorch_jobs.whole_model_state, TWO):
         assert result["loaded"] == "<All keys matched successfully>"
         assert result["parameters"] == [
             "tower.first.weight",

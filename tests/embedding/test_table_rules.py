@@ -13,6 +13,7 @@ import pytest
 import flexd
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
+from tests.support import home_rule_jobs
 from tests.support.rank_pool import RankPool
 
 TABLES = [
@@ -72,7 +73,7 @@ def test_training_by_planned_rules_equals_that_without(ranks: Callable[[int], Ra
     file = tmp_path / "rules.json"
     file.write_text(json.dumps(document()))
     with_rules, without = (
-        ranks(4).run("home_rule_jobs:planned", RankLayout(2, 2), TABLES, given)[0] for given in (str(file), None)
+        ranks(4).run(home_rule_jobs.planned, RankLayout(2, 2), TABLES, given)[0] for given in (str(file), None)
     )
     assert with_rules["rules"] == [("node:1", "sums"), ("every rank", "rows"), ("rank:3", "rows")]
     assert without["rules"] == [("all", "rows"), ("rank:0", "rows"), ("all", "rows")]

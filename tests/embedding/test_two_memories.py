@@ -14,6 +14,7 @@ from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.row_optimizers import SGD
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.log_rows import LogRows
+from tests.support import run_ahead_jobs, two_memories_jobs
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -37,7 +38,7 @@ Ranks = Callable[[int], RankPool]
 def test_training_is_that_of_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], depth: int) -> None:
     scenario = Scenario(nodes=2, local_ranks=2, steps=10, seed=5, **more)
     loop = Loop(ahead=depth > 0, evaluate_every=2, loops=1 + (depth > 1), depth=max(1, depth))
-    results = ranks(4).run("run_ahead_jobs:train", scenario, loop)
+    results = ranks(4).run(run_ahead_jobs.train, scenario, loop)
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
@@ -59,7 +60,7 @@ def test_float32_is_bit_equal_to_rows_that_are_all_fast(ranks: Ranks, more: dict
     """Clipping, accumulation, a narrower wire, evaluation, reading, saves, loads, kills."""
     both = [
         ranks(2).run(
-            "run_ahead_jobs:train",
+            run_ahead_jobs.train,
             Scenario(nodes=1, local_ranks=2, dtype="float32", seed=3, fast_memory_bytes=fast_memory_bytes, **more),
             loop,
         )
@@ -89,7 +90,7 @@ def test_slow_rows_are_a_log_where_its_index_fits_and_its_bytes_are_of_the_budge
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_path: Path, dtype: str) -> None:
     """Of rows that are rounded at random by their keys too."""
-    for result in ranks(4).run("two_memories_jobs:both", RankLayout(2, 2), str(tmp_path / "saved"), dtype):
+    for result in ranks(4).run(two_memories_jobs.both, RankLayout(2, 2), str(tmp_path / "saved"), dtype):
         assert result["frames"]
         assert all(frames < rows for frames, rows in result["frames"])
         assert result["after"] == [], "bit for bit"
@@ -111,7 +112,7 @@ def test_checkpoints_loads_and_resets_are_those_of_fast_rows(ranks: Ranks, tmp_p
 def test_a_disk_that_fails_is_an_error_on_every_rank_that_names_the_file(fault: str, text: str) -> None:
     pool = RankPool(3)
     try:
-        results = pool.run("two_memories_jobs:fail_the_disk", RankLayout(1, 3), 2, fault, timeout=60)
+        results = pool.run(two_memories_jobs.fail_the_disk, RankLayout(1, 3), 2, fault, timeout=60)
     finally:
         pool.close()
     for rank, (kind, said) in enumerate(results):

@@ -12,6 +12,7 @@ from typing import Any
 
 import gen_metrics_docs
 
+from tests.support import golden_jobs
 from tests.support.golden_jobs import STRATEGIES
 from tests.support.statuses import STATUSES
 from tools.bench.sections import dispatch
@@ -92,7 +93,7 @@ def test_names_and_labels_of_metrics():
 def test_losses_and_bytes_between_nodes_by_strategy(ranks):
     found: dict[str, Any] = {}
     for strategy in STRATEGIES:
-        losses, sent = ranks(4).run("golden_jobs:train", 2, 2, strategy)[0]
+        losses, sent = ranks(4).run(golden_jobs.train, 2, 2, strategy)[0]
         found[strategy] = {"losses": losses, "bytes between nodes": sent}
     compare("job.json", found, within=MAX_ERROR)
 

@@ -12,6 +12,7 @@ from flexd.core.placement import Placement
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses
+from tests.support import simulate_jobs
 from tests.support.bag_bytes import bytes_of_bags, bytes_of_sizes
 from tests.support.rank_pool import RankPool
 from tests.support.simulate_jobs import bags_of, keyspace_of
@@ -43,7 +44,7 @@ def test_bytes_of_sums_equal_those_of_real_ranks(
     layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
     keyspace = keyspace_of(kind, "sgd")
     counted = ranks(layout.world_size).run(
-        "simulate_jobs:record_bags", layout, kind, exchange, seed, summed, STEPS, micro_batches, weighted
+        simulate_jobs.record_bags, layout, kind, exchange, seed, summed, STEPS, micro_batches, weighted
     )
     of_rows = StepByteCounter(keyspace, layout)
     for step in range(STEPS):

@@ -21,6 +21,7 @@ from flexd.simulate.byte_counter import (
     sent_bytes,
 )
 from flexd.simulate.step_keys import StepPasses
+from tests.support import simulate_jobs
 from tests.support.rank_pool import RankPool
 from tests.support.simulate_jobs import keys_of, keyspace_of
 
@@ -72,7 +73,7 @@ def test_bytes_equal_those_of_real_ranks(
     # Only the chain has replicas.
     chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
     said = ranks(layout.world_size).run(
-        "simulate_jobs:record", layout, kind, optimizer, exchange, seed, chunks, micro_batches, replica_sums
+        simulate_jobs.record, layout, kind, optimizer, exchange, seed, chunks, micro_batches, replica_sums
     )
     counter = StepByteCounter(keyspace, layout, replica_sums)
     placement, words = Placement.empty(), BitWords(keyspace, layout)

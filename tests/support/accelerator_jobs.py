@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 from flexd.embedding import devices
 
 
-def run(rank: int, function: str, *args: Any) -> Any:
-    """Call ``module:function(rank, *args)`` of ``tests.support`` as if no tensor were in host memory."""
-    module, name = function.split(":")
+def run(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(rank, *args)`` as if no tensor were in host memory."""
     with mock.patch.object(devices, "in_host_memory", return_value=False):
-        return getattr(importlib.import_module(f"tests.support.{module}"), name)(rank, *args)
+        return function(rank, *args)
 
 
-def run_in_units(rank: int, function: str, *args: Any) -> Any:
+def run_in_units(rank: int, function: Callable[..., Any], *args: Any) -> Any:
     """As ``run``, and every message is packed and taken apart in units, however few parts it has."""
     with (
         mock.patch("flexd.embedding.exchange.unit_message.MAX_JOINED_PARTS", 0),

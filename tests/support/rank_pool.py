@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import pickle
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from flexd.demo.ports import free_ports
 from tools.bench.ranks import preloaded
+
+Job = Callable[..., Any]
+"""Called with the rank and the arguments of ``RankPool.run``; of any module of the tests."""
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
@@ -29,12 +33,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     pipe.send(("ready", None))
     while True:
         try:
-            name, args = pipe.recv()
+            pickled = pipe.recv_bytes()
         except EOFError:
             return
-        module, function = name.split(":")
         try:
-            pipe.send(("ok", getattr(importlib.import_module(f"tests.support.{module}"), function)(rank, *args)))
+            function, args = pickle.loads(pickled)  # noqa: S301
+            pipe.send(("ok", function(rank, *args)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
         _end_groups_of_the_job()
@@ -55,7 +59,7 @@ def _end_groups_of_the_job() -> None:
 class RankPool:
     """``world_size`` processes in one gloo process group.
 
-    ``run`` calls ``module:function(rank, *args)`` on each; ``module`` is one of ``tests.support``.
+    ``run`` calls ``function(rank, *args)`` on each.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -73,15 +77,16 @@ class RankPool:
             self._processes.append(process)
         self._collect(120)
 
-    def run(self, function: str, *args: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Job, *args: Any, timeout: float = 120) -> list[Any]:
         """Return the results by rank, None for a rank that has died.
 
         Raises:
             AssertionError: with the tracebacks of the ranks that failed.
             TimeoutError: past the deadline.
         """
+        pickled = pickle.dumps((function, args))
         for pipe in self._pipes:
-            pipe.send((function, args))
+            pipe.send_bytes(pickled)
         return self._collect(timeout)
 
     def _collect(self, timeout: float) -> list[Any]:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import gc
 
+import hypothesis.strategies  # noqa: F401
+import pytest  # noqa: F401
+
 # The first optimizer step imports it, which takes a second.
 import torch._dynamo
 import torch.distributed  # noqa: F401

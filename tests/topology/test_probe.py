@@ -20,6 +20,7 @@ from flexd.demo.ports import free_ports
 from flexd.topology.cluster import Collective, Link
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster
 from flexd.topology.probe import ProbeOptions
+from tests.support import probe_jobs
 from tests.support.probe_jobs import SMALL
 from tests.support.rank_pool import RankPool
 
@@ -27,7 +28,7 @@ LAYOUT = RankLayout(2, 2)
 
 
 def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None:
-    results = pool.run("probe_jobs:measured", LAYOUT, SMALL)
+    results = pool.run(probe_jobs.measured, LAYOUT, SMALL)
     cluster, sizes = results[0]
     assert all(other == cluster for other, _ in results)
     assert set(sizes) == {f"{link} {collective}" for link in Link for collective in Collective}
@@ -43,7 +44,7 @@ def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None
 @pytest.mark.parametrize(("layout", "missing"), [(RankLayout(1, 4), "inter_node"), (RankLayout(4, 1), "intra_node")])
 def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, layout: RankLayout, missing: str) -> None:
     options = ProbeOptions(min_bytes=1024, max_bytes=1024, budget_seconds=0.01)
-    cluster, sizes = pool.run("probe_jobs:measured", layout, options)[0]
+    cluster, sizes = pool.run(probe_jobs.measured, layout, options)[0]
     assert not any(name.startswith(missing) for name in sizes)
     assert f"{missing}: not measured" in cluster.source
     assert cluster.intra_node == cluster.inter_node
@@ -51,7 +52,7 @@ def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, la
 
 def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
     options = ProbeOptions(min_bytes=1024, max_bytes=4096, budget_seconds=0.05, sub_groups=True)
-    clusters = [result[0] for result in pool.run("probe_jobs:measured", RankLayout(2, 2), options)]
+    clusters = [result[0] for result in pool.run(probe_jobs.measured, RankLayout(2, 2), options)]
     assert all(one == clusters[0] for one in clusters)
     world = clusters[0].world
     assert world is not None
@@ -60,7 +61,7 @@ def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
     # 86 or 342 float32 for each of three peers, two of which are on the other node.
     assert {round(size) for size, _ in world.all_to_all.points} <= {2 * 4 * 86, 2 * 4 * 342}
     assert parse_cluster(dump_cluster(clusters[0]), "x") == clusters[0]
-    whole = pool.run("probe_jobs:measured", RankLayout(1, 4), options)
+    whole = pool.run(probe_jobs.measured, RankLayout(1, 4), options)
     assert all(one == whole[0] for one in whole)
     assert whole[0][0].world is None
     for collective in Collective:
@@ -69,13 +70,13 @@ def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
 
 
 def test_ranks_left_over_by_a_group_size_take_part_in_the_agreement(pool: RankPool) -> None:
-    assert pool.run("probe_jobs:sub_groups", RankLayout(1, 4), 3) == [[0, 1, 2]] * 3 + [None]
-    assert pool.run("probe_jobs:sub_groups", RankLayout(2, 2), 2)[3] == [2, 3]
+    assert pool.run(probe_jobs.sub_groups, RankLayout(1, 4), 3) == [[0, 1, 2]] * 3 + [None]
+    assert pool.run(probe_jobs.sub_groups, RankLayout(2, 2), 2)[3] == [2, 3]
 
 
 def test_a_small_budget_measures_only_the_smallest_size(pool: RankPool) -> None:
     options = ProbeOptions(min_bytes=64, max_bytes=2**22, growth=4.0, budget_seconds=1e-6)
-    cluster, sizes = pool.run("probe_jobs:measured", LAYOUT, options)[0]
+    cluster, sizes = pool.run(probe_jobs.measured, LAYOUT, options)[0]
     assert all(len(measured) == 1 for measured in sizes.values())
     assert "within the budget" in cluster.source
 
@@ -85,7 +86,7 @@ def test_a_missing_rank_fails_the_probe_within_the_deadline(hangs: bool) -> None
     pool = RankPool(4)
     try:
         for pipe in pool._pipes:
-            pipe.send(("probe_jobs:leave_during_a_collective", (LAYOUT, 3, hangs, 3.0)))
+            pipe.send((probe_jobs.leave_during_a_collective, (LAYOUT, 3, hangs, 3.0)))
         deadline = time.monotonic() + 60
         for pipe in pool._pipes[:3]:
             assert pipe.poll(max(0.0, deadline - time.monotonic())), "a survivor hangs"

@@ -11,6 +11,7 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor, PoolingType  # noqa:
 from flexd.core.errors import EmbeddingError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingBagCollection  # noqa: E402
+from tests.support import torchrec_jobs  # noqa: E402
 from tests.support.rank_pool import RankPool  # noqa: E402
 
 
@@ -36,7 +37,7 @@ def test_inputs_that_change_after_they_were_announced_train_equally(
     pair: RankPool, what: str, one_thread: bool
 ) -> None:
     """Weights count where the owner of a table pools; the requester multiplies rows by those of the look-up anyway."""
-    job = ("torchrec_jobs:train_changed", RankLayout(2, 1), what)
+    job = (torchrec_jobs.train_changed, RankLayout(2, 1), what)
     for (losses, unused), (plain, _) in zip(pair.run(*job, one_thread), pair.run(*job, None), strict=True):
         assert losses == pytest.approx(plain, rel=1e-6)
         assert unused == (0 if what == "weights of rows" else len(losses))

@@ -18,6 +18,7 @@ from torchrec.types import DataType  # noqa: E402
 from flexd.core.errors import EmbeddingError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingCollection  # noqa: E402
+from tests.support import torchrec_jobs  # noqa: E402
 from tests.support.torchrec_jobs import make  # noqa: E402
 
 ONE = RankLayout(1, 1)
@@ -50,7 +51,7 @@ def test_initial_values_follow_init_fn_and_seed() -> None:
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks(pair: RankPool) -> None:
     alone = make(False, ONE)
-    for tables in pair.run("torchrec_jobs:initial", RankLayout(2, 1)):
+    for tables in pair.run(torchrec_jobs.initial, RankLayout(2, 1)):
         for name, table in tables.items():
             assert torch.equal(table, alone.gather_table(name))
 

@@ -20,6 +20,7 @@ import flexd  # noqa: E402
 from flexd.core.errors import EmbeddingError  # noqa: E402
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.torchrec import FlexEmbeddingCollection, replace  # noqa: E402
+from tests.support import torchrec_models  # noqa: E402
 from tests.support.torchrec_models import (  # noqa: E402
     ROWS,
     batch,
@@ -47,7 +48,7 @@ def test_training_on_two_ranks_equals_the_model_before(
     pair: RankPool, optimizer: str, prefetched: bool, one_lookup: bool, summed: tuple[str, ...]
 ) -> None:
     losses, tables = train_alone(2, optimizer, STEPS)
-    job = ("torchrec_models:train_replaced", RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup, summed)
+    job = (torchrec_models.train_replaced, RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup, summed)
     results = pair.run(*job)
     for rank, result in enumerate(results):
         assert result["losses"] == pytest.approx(losses[rank], abs=2e-6)

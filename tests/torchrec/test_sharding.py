@@ -14,6 +14,7 @@ from flexd.core.layout import RankLayout
 from flexd.planner.tables.sharding import shard_tables
 from flexd.topology.files import load_preset
 from flexd.torchrec import sharding_plan
+from tests.support import sharding_jobs
 from tests.support.rank_pool import RankPool
 
 KINDS = {"t0": ("table_wise", [3]), "t1": ("table_row_wise", [2, 3]), "t2": ("column_wise", [1, 2]),
@@ -55,11 +56,11 @@ def planned() -> dict[str, Any]:
 
 def test_training_with_a_plan_has_the_losses_of_another(four: RankPool):
     row_wise = document({name: ("row_wise", [0, 1, 2, 3]) for name in KINDS})
-    expected, kinds = four.run("sharding_jobs:train", row_wise, 6)[0]
+    expected, kinds = four.run(sharding_jobs.train, row_wise, 6)[0]
     assert set(kinds.values()) == {"row_wise"}
     assert expected[-1] < 0.9 * expected[0]
     for plan in (document(KINDS), planned()):
-        losses, kinds = four.run("sharding_jobs:train", plan, 6)[0]
+        losses, kinds = four.run(sharding_jobs.train, plan, 6)[0]
         wanted = {n: e["sharding_type"] for tables in plan["modules"].values() for n, e in tables.items()}
         assert kinds == wanted
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -14,6 +14,7 @@ torchrec = pytest.importorskip("torchrec")
 from flexd.core.layout import RankLayout  # noqa: E402
 from flexd.embedding.checkpoint.checkpoint import whole_state_dict  # noqa: E402
 from flexd.torchrec import FusedOptimizerState, ModelState, replace  # noqa: E402
+from tests.support import torchrec_models  # noqa: E402
 from tests.support.torchrec_models import batch, make  # noqa: E402
 
 STEPS = 4
@@ -23,7 +24,7 @@ STEPS = 4
 def test_a_job_that_moves_to_flexd_and_back_has_the_losses_of_one_that_never_moved(
     pair: RankPool, optimizer: str, tmp_path: Path
 ) -> None:
-    results = pair.run("torchrec_models:there_and_back", RankLayout(2, 1), optimizer, STEPS, str(tmp_path))
+    results = pair.run(torchrec_models.there_and_back, RankLayout(2, 1), optimizer, STEPS, str(tmp_path))
     for result in results:
         assert result["losses"] == pytest.approx(result["expected"], abs=2e-6)
         assert result["replicas_equal"]

@@ -12,11 +12,12 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding.jagged import Jagged
+from tests.support import node_sampler_jobs
 from tests.support.rank_pool import RankPool
 
 
 def test_ranks_read_the_same_global_batches_and_send_less(ranks: Callable[[int], RankPool]) -> None:
-    results = ranks(4).run("node_sampler_jobs:sampled", RankLayout(2, 2), 12, 2)
+    results = ranks(4).run(node_sampler_jobs.sampled, RankLayout(2, 2), 12, 2)
     assert [of_rank["length"] for of_rank in results] == [4] * 4
     for epoch in range(2):
         for number in range(4):

@@ -11,6 +11,7 @@ import pytest
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from flexd.embedding.collection import EmbeddingTable
+from tests.support import checkpoint_jobs
 from tests.support.collection_jobs import ROWS, tables
 from tests.support.rank_pool import RankPool
 
@@ -33,7 +34,7 @@ def replicate(seed: int) -> Delta:
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """Save a checkpoint of 2 x 2 ranks with Adam; return its path and the result of further training."""
     path = tmp_path_factory.mktemp("checkpoint") / "adam"
-    results = ranks(4).run("checkpoint_jobs:save", FOUR_RANKS, "adam", str(path), replicate(1), 300)
+    results = ranks(4).run(checkpoint_jobs.save, FOUR_RANKS, "adam", str(path), replicate(1), 300)
     return path, results[0]
 
 
@@ -53,7 +54,7 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(
     ranks: Ranks, saved: tuple[Path, dict], nodes: int, local_ranks: int
 ) -> None:
     layout = RankLayout(nodes, local_ranks)
-    results = ranks(layout.world_size).run("checkpoint_jobs:load", layout, "adam", str(saved[0]), replicate(2), 100)
+    results = ranks(layout.world_size).run(checkpoint_jobs.load, layout, "adam", str(saved[0]), replicate(2), 100)
     check_loaded(results, saved[1])
     if layout.world_size > 1:
         assert all(result["version"] == 1 and result["replicas"] > 10 for result in results)
@@ -62,13 +63,13 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(
 @pytest.mark.parametrize(("optimizer", "dtype"), [("rowwise_adagrad", "float32"), ("sgd", "bfloat16")])
 def test_checkpoints_of_other_optimizers_and_dtypes(ranks: Ranks, tmp_path: Path, optimizer: str, dtype: str) -> None:
     path, three, two = str(tmp_path / "there"), RankLayout(3, 1), RankLayout(2, 1)
-    expected = ranks(3).run("checkpoint_jobs:save", three, optimizer, path, replicate(3), 2**20, dtype)
-    results = ranks(2).run("checkpoint_jobs:load", two, optimizer, path, replicate(4), 2**20, dtype)
+    expected = ranks(3).run(checkpoint_jobs.save, three, optimizer, path, replicate(3), 2**20, dtype)
+    results = ranks(2).run(checkpoint_jobs.load, two, optimizer, path, replicate(4), 2**20, dtype)
     check_loaded(results, expected[0], tolerance={"float32": 1e-4, "bfloat16": 0.5}[dtype])
 
 
 def test_a_model_and_a_collection_share_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    assert all(ranks(4).run("checkpoint_jobs:beside_a_model", FOUR_RANKS, str(tmp_path / "there")))
+    assert all(ranks(4).run(checkpoint_jobs.beside_a_model, FOUR_RANKS, str(tmp_path / "there")))
 
 
 ITEM, ODD, TINY = tables()
@@ -104,7 +105,7 @@ def test_a_checkpoint_of_other_tables_names_the_difference(
     ranks: Ranks, saved: tuple[Path, dict], specs: list[EmbeddingTable], optimizer: str, causes: list[str]
 ) -> None:
     for text, unchanged in ranks(2).run(
-        "checkpoint_jobs:load_into", RankLayout(1, 2), str(saved[0]), specs, optimizer, timeout=60
+        checkpoint_jobs.load_into, RankLayout(1, 2), str(saved[0]), specs, optimizer, timeout=60
     ):
         for cause in causes:
             assert cause in text
@@ -113,7 +114,7 @@ def test_a_checkpoint_of_other_tables_names_the_difference(
 
 @pytest.mark.parametrize("change", ["one bit", "two rows", "a table"])
 def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
-    results = ranks(4).run("checkpoint_jobs:load_changed", FOUR_RANKS, change, timeout=60)
+    results = ranks(4).run(checkpoint_jobs.load_changed, FOUR_RANKS, change, timeout=60)
     for rank, (text, unchanged) in enumerate(results):
         if change == "a table":
             cause = "rank 3: embeddings.odd.weight is missing"
@@ -125,7 +126,7 @@ def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
 
 @pytest.mark.parametrize("layout", [FOUR_RANKS, ONE_RANK])
 def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: RankLayout) -> None:
-    for result in ranks(layout.world_size).run("checkpoint_jobs:plain_tables", layout):
+    for result in ranks(layout.world_size).run(checkpoint_jobs.plain_tables, layout):
         assert result["same"]
         assert result["weights"]
         assert not result["state"], "weights without state start with initial optimizer state"
@@ -135,6 +136,6 @@ def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: Ran
 
 def test_one_rank_saves_a_table_that_fits_a_window(ranks: Ranks) -> None:
     """The size of a checkpoint's metadata grows with the tables, not with tables times ranks."""
-    by_rank = ranks(4).run("checkpoint_jobs:saved_keys", FOUR_RANKS)
+    by_rank = ranks(4).run(checkpoint_jobs.saved_keys, FOUR_RANKS)
     keys = [key for keys in by_rank for key in keys if key != "optimizer.adam.step"]
     assert len(keys) == len(set(keys)) == 4 * len(ROWS)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flexd.core.layout import RankLayout
+from tests.support import given_rows_jobs
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -15,7 +16,7 @@ FOUR_RANKS = RankLayout(2, 2)
 
 @pytest.mark.parametrize(("source", "given", "window_bytes"), [(0, "none", 300), (3, "others", 2**20)])
 def test_rows_of_one_rank_reach_their_homes(ranks: Ranks, source: int, given: str, window_bytes: int) -> None:
-    assert all(ranks(4).run("given_rows_jobs:load_from", FOUR_RANKS, source, given, window_bytes))
+    assert all(ranks(4).run(given_rows_jobs.load_from, FOUR_RANKS, source, given, window_bytes))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_rows_of_one_rank_reach_their_homes(ranks: Ranks, source: int, given: st
     ],
 )
 def test_a_mistake_of_one_rank_is_refused_on_every_rank(ranks: Ranks, mistake: str, cause: str) -> None:
-    results = ranks(4).run("given_rows_jobs:load_differing", FOUR_RANKS, mistake, timeout=60)
+    results = ranks(4).run(given_rows_jobs.load_differing, FOUR_RANKS, mistake, timeout=60)
     for rank, (text, unchanged) in enumerate(results):
         if mistake == "shape" and rank == 2:
             assert "rank 2: table 'item': values of shape (20, 5) from row 3 on, in 61 rows of 8" in text

@@ -10,6 +10,7 @@ import torch
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
+from tests.support import local_state_jobs
 from tests.support.collection_jobs import random_placement
 from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
@@ -50,7 +51,7 @@ def test_a_checkpoint_of_home_rows_restores_everything(
 ) -> None:
     layout = RankLayout(nodes, local_ranks)
     first, second = (Placement.empty().delta_to(random_placement(seed, 30)) for seed in (1, 2))
-    results = ranks(layout.world_size).run("local_state_jobs:save_and_load", layout, first, second, pending)
+    results = ranks(layout.world_size).run(local_state_jobs.save_and_load, layout, first, second, pending)
     for result in results:
         assert result["replicas"] > 0
         assert result["lookups_right"]

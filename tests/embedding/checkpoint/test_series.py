@@ -57,14 +57,14 @@ def test_every_checkpoint_of_a_series_is_loaded_bit_for_bit_by_any_ranks(
     ranks: Ranks, tmp_path: Path, optimizer: str, more: dict[str, Any], loading: tuple[RankLayout, dict[str, Any]]
 ) -> None:
     kept = {"keep": 10, "whole_every": 4}
-    results = ranks(4).run("series_jobs:run", FOUR_RANKS, str(tmp_path), optimizer, EVENTS, more, kept)
+    results = ranks(4).run(series_jobs.run, FOUR_RANKS, str(tmp_path), optimizer, EVENTS, more, kept)
     saves = results[0]
     assert [save["base"] for save in saves] == [None, 1, 2, 3, None, 5]
     assert saves[3]["rows"] == 9, "nothing but what load_rows set"
     assert 0 < saves[1]["rows"] < saves[0]["rows"] == saves[4]["rows"] == 87
     layout, more = loading
     numbers = [save["number"] for save in saves]
-    for result in ranks(layout.world_size).run("series_jobs:load", layout, str(tmp_path), optimizer, numbers, more):
+    for result in ranks(layout.world_size).run(series_jobs.load, layout, str(tmp_path), optimizer, numbers, more):
         check(result, saves)
 
 
@@ -93,21 +93,21 @@ def test_any_series_is_exact(
     more = {"fast_memory_bytes": fast_memory_bytes}
     with tempfile.TemporaryDirectory() as path:
         saves = ranks(4).run(
-            "series_jobs:run", FOUR_RANKS, path, optimizer, [*events, ("save", None)], more,
+            series_jobs.run, FOUR_RANKS, path, optimizer, [*events, ("save", None)], more,
             {"keep": 20, "whole_every": whole_every},
         )[0]  # fmt: skip
         numbers = [save["number"] for save in saves]
-        for result in ranks(layout.world_size).run("series_jobs:load", layout, path, optimizer, numbers, more):
+        for result in ranks(layout.world_size).run(series_jobs.load, layout, path, optimizer, numbers, more):
             check(result, saves)
 
 
 def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Path) -> None:
     events = [event for _ in range(9) for event in (("train", 1), ("save", None))]
     kept = {"keep": 2, "whole_every": 3}
-    saves = ranks(4).run("series_jobs:run", FOUR_RANKS, str(tmp_path), "adam", events, {}, kept)[0]
+    saves = ranks(4).run(series_jobs.run, FOUR_RANKS, str(tmp_path), "adam", events, {}, kept)[0]
     assert [save["removed"] for save in saves] == [(), (), (), (), (1, 2, 3), (), (), (4, 5, 6), ()]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{number:08}" for number in (7, 8, 9)]
-    for result in ranks(1).run("series_jobs:load", RankLayout(1, 1), str(tmp_path), "adam", [8, None], {}):
+    for result in ranks(1).run(series_jobs.load, RankLayout(1, 1), str(tmp_path), "adam", [8, None], {}):
         check(result, saves[7:])
 
 
@@ -115,7 +115,7 @@ def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Pat
 def three(ranks: Ranks, tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
     """A series of one checkpoint with all rows and two with changes."""
     events = [event for _ in range(3) for event in (("train", 1), ("save", None))]
-    results = ranks(4).run("series_jobs:run", FOUR_RANKS, str(tmp_path), "adam", events, {}, {})
+    results = ranks(4).run(series_jobs.run, FOUR_RANKS, str(tmp_path), "adam", events, {}, {})
     return tmp_path, results[0]
 
 
@@ -161,13 +161,13 @@ def test_damage_is_named_and_nothing_is_loaded(
         manifest.write_text(manifest.read_text()[:-30])
     else:
         (path / "save-00000003" / "state.pt").write_bytes(b"no state")
-    texts = ranks(2).run("series_jobs:refused", RankLayout(2, 1), str(path), None, NAMES)
+    texts = ranks(2).run(series_jobs.refused, RankLayout(2, 1), str(path), None, NAMES)
     assert any(cause in text for text, _ in texts), texts
     for text, unchanged in texts:
         assert cause in text or "refused the checkpoint" in text
         assert unchanged
     if damage in ("manifest", "state"):
-        check(ranks(1).run("series_jobs:load", RankLayout(1, 1), str(path), "adam", [2], {})[0], saves[1:2])
+        check(ranks(1).run(series_jobs.load, RankLayout(1, 1), str(path), "adam", [2], {})[0], saves[1:2])
     if damage == "manifest":
         assert "load one of save-00000001, save-00000002" in texts[0][0]
 
@@ -181,14 +181,14 @@ def test_other_tables_and_missing_checkpoints_are_named(
         (path, 7, NAMES, "has no complete save-00000007 - load one of save-00000001, save-00000002, save-00000003"),
         (empty, None, NAMES, "has no complete checkpoint - load a checkpoint of another directory"),
     ):
-        texts = ranks(2).run("series_jobs:refused", RankLayout(2, 1), where, number, names)
+        texts = ranks(2).run(series_jobs.refused, RankLayout(2, 1), where, number, names)
         assert cause in texts[0][0]
         assert all(unchanged for _, unchanged in texts)
 
 
 @pytest.mark.parametrize(("where", "failing"), [("rows", 2), ("complete", 0), ("begin", 0)])
 def test_a_save_that_fails_on_a_rank_loses_no_rows(ranks: Ranks, tmp_path: Path, where: str, failing: int) -> None:
-    results = ranks(4).run("series_jobs:failing_save", FOUR_RANKS, str(tmp_path), where)
+    results = ranks(4).run(series_jobs.failing_save, FOUR_RANKS, str(tmp_path), where)
     for rank, result in enumerate(results):
         if rank == failing:
             assert "No space left on device - make room" in result["text"]
@@ -198,9 +198,9 @@ def test_a_save_that_fails_on_a_rank_loses_no_rows(ranks: Ranks, tmp_path: Path,
     saves = results[0]["saves"]
     assert [save["base"] for save in saves] == [None, 1]
     check(
-        ranks(1).run(
-            "series_jobs:load", RankLayout(1, 1), str(tmp_path), "adam", [save["number"] for save in saves], {}
-        )[0],
+        ranks(1).run(series_jobs.load, RankLayout(1, 1), str(tmp_path), "adam", [save["number"] for save in saves], {})[
+            0
+        ],
         saves,
     )
 

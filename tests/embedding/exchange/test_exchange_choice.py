@@ -10,6 +10,7 @@ import pytest
 
 from flexd.control.protocol.report import ExchangeReason
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
+from tests.support import run_ahead_jobs
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -31,7 +32,7 @@ Ranks = Callable[[int], RankPool]
 def test_changes_of_the_exchange_between_steps_are_exact(ranks: Ranks, scenario: Scenario, ahead: bool) -> None:
     """With migrations. A rank at a time proposes, with "auto" the first one as it measures, and all ranks change before
     the same step."""
-    results = ranks(4).run("run_ahead_jobs:train", scenario, Loop(ahead=ahead))
+    results = ranks(4).run(run_ahead_jobs.train, scenario, Loop(ahead=ahead))
     losses, tables = train_alone(scenario)
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)

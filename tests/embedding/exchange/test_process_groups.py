@@ -14,13 +14,14 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.exchange.process_groups import layout_from_environment
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
+from tests.support import collection_jobs, fault_jobs
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
 
 
 def test_collectives_have_the_timeout_of_the_default_group(ranks: Ranks) -> None:
-    assert ranks(4).run("fault_jobs:timeouts", RankLayout(2, 2)) == [[60.0] * 3] * 4
+    assert ranks(4).run(fault_jobs.timeouts, RankLayout(2, 2)) == [[60.0] * 3] * 4
 
 
 def test_without_a_process_group_each_rank_would_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ OTHER = [EmbeddingTable("item", 65, 2)]
 def test_different_arguments_are_refused_on_every_rank(
     ranks: Ranks, arguments: list[dict[str, Any]], cause: str
 ) -> None:
-    for text in ranks(4).run("collection_jobs:construct", arguments, timeout=30):
+    for text in ranks(4).run(collection_jobs.construct, arguments, timeout=30):
         assert text.startswith("TopologyError")
         assert cause in text
 
@@ -63,7 +64,7 @@ def test_different_arguments_are_refused_on_every_rank(
 def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) -> None:
     """A rank makes its own node and rail, for the training threads and for each second thread, and no more for another
     deadline; the world of a second thread only for the exchange that uses it."""
-    for rank, found in enumerate(ranks(4).run("collection_jobs:closed_groups", RankLayout(2, 2))):
+    for rank, found in enumerate(ranks(4).run(collection_jobs.closed_groups, RankLayout(2, 2))):
         for name in ("first", "again"):
             assert found[f"{name}: collections"] == ["node", "rail"]
             assert found[f"{name}: loops"] == ["node", "rail"] * 2
@@ -86,7 +87,7 @@ def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) 
 def test_ranks_that_do_not_come_are_named_within_the_deadline(
     ranks: Ranks, where: str, missing: list[int], call: str
 ) -> None:
-    for rank, text in enumerate(ranks(4).run("collection_jobs:late", RankLayout(2, 2), missing, where, 0.3)):
+    for rank, text in enumerate(ranks(4).run(collection_jobs.late, RankLayout(2, 2), missing, where, 0.3)):
         if rank not in missing:
             found = re.match(rf"CollectiveError: rank {rank}: {re.escape(call)}: ranks \[(.*)\] did not call it", text)
             assert found, text

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flexd.core.layout import RankLayout
+from tests.support import exchange_jobs
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -27,7 +28,7 @@ def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str],
     """Each of two hops exchanges sizes, ids, rows and gradients. With copies, the first hop returns sums, and the
     second has an all-reduce, or sums from the homes where an all-reduce would add rounded gradients."""
     for moved, trained in ((False, [8, 0, 0]), (True, training)):
-        for counts in ranks(4).run("exchange_jobs:collectives", RankLayout(2, 2), dims, dtypes, moved):
+        for counts in ranks(4).run(exchange_jobs.collectives, RankLayout(2, 2), dims, dtypes, moved):
             assert counts == {"training": trained, "evaluation": [6, 0, 0]}
 
 
@@ -35,7 +36,7 @@ def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str],
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_a_chunk_adds_no_collective(ranks: Ranks, nodes: int, trains: bool) -> None:
     """The rows of a chunk travel with those of the pass that applies it, and all copies have them after it."""
-    for counted in ranks(4).run("exchange_jobs:collectives_of_a_chunk", RankLayout(nodes, 4 // nodes), [8, 3], trains):
+    for counted in ranks(4).run(exchange_jobs.collectives_of_a_chunk, RankLayout(nodes, 4 // nodes), [8, 3], trains):
         applying, after = counted["collectives"]
         assert counted["versions"] == [2, 2], "the chunk was not applied in the first pass"
         assert applying == after

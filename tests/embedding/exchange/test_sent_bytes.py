@@ -10,6 +10,7 @@ import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
+from tests.support import exchange_jobs
 from tests.support.collection_jobs import ROWS, listed_by, some
 from tests.support.rank_pool import RankPool
 
@@ -148,7 +149,7 @@ def test_bytes_and_accesses_equal_those_of_the_id_sets(
         return key % layout.world_size == rank or key in tier_of[rank]
 
     delta = Placement.empty().delta_to(placement)
-    results = ranks(layout.world_size).run("exchange_jobs:count_bytes", layout, exchange, delta, 3)
+    results = ranks(layout.world_size).run(exchange_jobs.count_bytes, layout, exchange, delta, 3)
     copied = [result[0] for result in results]
     assert [[s["migration_intra_bytes"], s["migration_inter_bytes"]] for s in copied] == migration_bytes(
         layout, placement, exchange

@@ -9,6 +9,7 @@ import torch
 from flexd.core.layout import RankLayout
 from flexd.embedding.kernels.step_probe import FEWEST_TURNS, MOST_TURNS, HomeKernels, StepProbe
 from flexd.embedding.row_optimizers import RowWiseAdagrad
+from tests.support import probe_jobs
 from tests.support.rank_pool import RankPool
 
 
@@ -22,7 +23,7 @@ def test_costs_are_medians_of_differences_within_turns() -> None:
 
 
 def test_ranks_agree_on_positive_costs(pool: RankPool) -> None:
-    results = pool.run("probe_jobs:step_costs", RankLayout(2, 1), 0.5)
+    results = pool.run(probe_jobs.step_costs, RankLayout(2, 1), 0.5)
     assert results[0][0] == results[1][0]
     costs, turns = results[0]
     # More collectives and launches never take no time at all on a processor.

@@ -14,6 +14,7 @@ from flexd.core.layout import MOVED, RankLayout, Tier
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.migration.migrator import merge_deltas
 from flexd.planner.model.rank_memory import placement_memory
+from tests.support import migration_jobs
 from tests.support.migration_jobs import ROWS, TABLES
 from tests.support.rank_pool import RankPool
 
@@ -68,7 +69,7 @@ def random_chunks(layout: RankLayout, seed: int, count: int) -> tuple[list[Delta
 def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[int, int], seed: int, cap: int) -> None:
     layout = RankLayout(*shape)
     chunks, expected = random_chunks(layout, seed, 25)
-    results = ranks(layout.world_size).run("migration_jobs:follow_chunks", layout, chunks, SLOTS, cap, seed)
+    results = ranks(layout.world_size).run(migration_jobs.follow_chunks, layout, chunks, SLOTS, cap, seed)
     whole = Placement.of(np.array(list(expected), np.int64), np.array(list(expected.values()), np.uint8))
     free = np.array(SLOTS)[:, None] - used_slots(layout, expected)
     stated = placement_memory(
@@ -129,7 +130,7 @@ def test_a_chunk_that_does_not_start_from_the_placement_is_refused(
     ranks: Ranks, wrong: Delta, key: int, applied: bool
 ) -> None:
     """A chunk is refused before the ranks agree on it: applying it would fail in the middle of training."""
-    for text, next_applied in ranks(2).run("migration_jobs:refuse", RankLayout(2, 1), GOOD, wrong, applied):
+    for text, next_applied in ranks(2).run(migration_jobs.refuse, RankLayout(2, 1), GOOD, wrong, applied):
         assert f"chunk 3 are not at the tier that it states, key {key} for one" in text
         assert next_applied
 
@@ -140,7 +141,7 @@ def test_replicas_are_refreshed_in_blocks(ranks: Ranks, cap: int) -> None:
     rng = np.random.default_rng(3)
     delta = Placement.empty().delta_to(Placement.of(np.arange(ROWS), rng.integers(0, 3, ROWS).astype(np.uint8)))
     widest = 8 * 4 + 4
-    for result in ranks(4).run("migration_jobs:refresh_in_blocks", layout, delta, cap):
+    for result in ranks(4).run(migration_jobs.refresh_in_blocks, layout, delta, cap):
         assert result["right"]
         assert result["bit_equal"]
         assert 0 < result["largest"] <= max(cap, 2 * widest)

@@ -9,6 +9,7 @@ import pytest
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
+from tests.support import run_ahead_jobs
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -16,7 +17,7 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
 def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
-    results = ranks(4).run("run_ahead_jobs:uneven", RankLayout(2, 2), batches)
+    results = ranks(4).run(run_ahead_jobs.uneven, RankLayout(2, 2), batches)
     for steps, text, threads in results:
         assert steps == min(batches)
         named = int(text.split()[1])
@@ -28,7 +29,7 @@ def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[i
 @pytest.mark.parametrize(("failing", "after"), [(2, 3), (0, 1), (3, 0)])
 def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing: int, after: int) -> None:
     """The batches before it are trained. Nobody waits for a deadline."""
-    results = ranks(4).run("run_ahead_jobs:failing_loader", RankLayout(2, 2), failing, after, timeout=60)
+    results = ranks(4).run(run_ahead_jobs.failing_loader, RankLayout(2, 2), failing, after, timeout=60)
     for rank, (steps, text, threads) in enumerate(results):
         assert steps == after
         assert threads == []

@@ -12,6 +12,7 @@ import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
+from tests.support import collective_order_jobs
 from tests.support.exactness import Scenario
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
@@ -23,7 +24,7 @@ SCENARIO = Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=5)
 
 
 def test_only_the_training_thread_issues_collectives_in_one_order(ranks: Ranks) -> None:
-    results = ranks(4).run("collective_order_jobs:issued", SCENARIO, Loop(one_thread=True))
+    results = ranks(4).run(collective_order_jobs.issued, SCENARIO, Loop(one_thread=True))
     for rank, (record, _) in enumerate(results):
         assert {thread for thread, _, _ in record} == {"training"}
         for other, (theirs, _) in enumerate(results):
@@ -41,9 +42,9 @@ def test_only_the_training_thread_issues_collectives_in_one_order(ranks: Ranks) 
 
 def test_one_thread_makes_no_process_groups_of_its_own(ranks: Ranks) -> None:
     pool = ranks(4)
-    pool.run("collective_order_jobs:issued", SCENARIO, Loop(ahead=False))
-    assert [made for _, made in pool.run("collective_order_jobs:issued", SCENARIO, Loop(one_thread=True))] == [0] * 4
-    two_threads = pool.run("collective_order_jobs:issued", SCENARIO, Loop(one_thread=False))
+    pool.run(collective_order_jobs.issued, SCENARIO, Loop(ahead=False))
+    assert [made for _, made in pool.run(collective_order_jobs.issued, SCENARIO, Loop(one_thread=True))] == [0] * 4
+    two_threads = pool.run(collective_order_jobs.issued, SCENARIO, Loop(one_thread=False))
     assert [made for _, made in two_threads] == [2] * 4, "this rank's node and rail"
     assert {thread for thread, _, _ in two_threads[0][0]} == {"training", "other"}
 

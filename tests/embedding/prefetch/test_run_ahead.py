@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from tests.support import changed_inputs
+from tests.support import accelerator_jobs, changed_inputs, ddp_jobs, run_ahead_jobs
 from tests.support.ddp_jobs import ddp_alone
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
@@ -33,14 +33,14 @@ def check(
     """Compare with training in one process or, if the loop does more, with training without run-ahead."""
     loop = loop or Loop()
     pool = ranks(scenario.layout.world_size)
-    job = ("accelerator_jobs:run", "run_ahead_jobs:train") if accelerator else ("run_ahead_jobs:train",)
+    job = (accelerator_jobs.run, run_ahead_jobs.train) if accelerator else (run_ahead_jobs.train,)
     results = pool.run(*job, scenario, loop)
     same = {"announced_passes": 0, "loops": 1, "break_at": -1, "changes": "", "one_thread": None, "depth": 1}
     if replace(loop, **same) == Loop():
         losses, tables = train_alone(scenario)
         expected = [(part, tables) for part in losses]
     else:
-        plain = pool.run("run_ahead_jobs:train", scenario, replace(loop, ahead=False, loops=1, break_at=-1))
+        plain = pool.run(run_ahead_jobs.train, scenario, replace(loop, ahead=False, loops=1, break_at=-1))
         assert [result["errors"] for result in plain] == [result["errors"] for result in results]
         expected = [(result["losses"], result["tables"]) for result in plain]
     for result, (losses, tables) in zip(results, expected, strict=True):
@@ -127,7 +127,7 @@ def test_changed_inputs_train_equally_with_other_work_in_the_loop(ranks: Ranks, 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread: bool, depth: int) -> None:
     """On the last rank alone; the buffers of the other are new."""
-    own, other = (found for found in reversed(ranks(2).run("run_ahead_jobs:one_buffer", one_thread, depth)))
+    own, other = (found for found in reversed(ranks(2).run(run_ahead_jobs.one_buffer, one_thread, depth)))
     assert "rank 1: the loader has written a later batch to the memory of this one" in own
     assert "rank 1 has input that cannot be looked up" in other
 
@@ -135,7 +135,7 @@ def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread:
 @pytest.mark.parametrize("one_thread", [False, True])
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_ids_masked_out_of_range_raise_as_without_run_ahead(ranks: Ranks, one_thread: bool, bad: int) -> None:
-    plain, ahead = (ranks(2).run("run_ahead_jobs:masked_badly", each, bad) for each in (None, one_thread))
+    plain, ahead = (ranks(2).run(run_ahead_jobs.masked_badly, each, bad) for each in (None, one_thread))
     assert plain == ahead
     assert f"row {bad} of table 'item' is outside 0..49" in plain[1]
     assert "rank 1 has input" in plain[0]
@@ -188,7 +188,7 @@ def test_any_schedule_trains_equally(ranks: Ranks, scenario: Scenario, loop: Loo
 @pytest.mark.parametrize("inside", [False, True])
 def test_run_ahead_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, inside: bool) -> None:
     expected = ddp_alone(4, 6)
-    for result in ranks(4).run("ddp_jobs:ddp_with_run_ahead", RankLayout(2, 2), inside, 6):
+    for result in ranks(4).run(ddp_jobs.ddp_with_run_ahead, RankLayout(2, 2), inside, 6):
         for name, values in expected.items():
             np.testing.assert_allclose(result[name], values, rtol=1e-9, atol=1e-9)
 

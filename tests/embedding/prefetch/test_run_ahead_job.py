@@ -9,6 +9,7 @@ import torch
 
 import flexd
 from flexd.core.layout import RankLayout
+from tests.support import run_ahead_jobs
 from tests.support.rank_pool import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -19,10 +20,10 @@ def test_a_step_waits_only_for_rows_of_both_batches(ranks: Ranks, layout: tuple[
     """Rows have 16 bytes. Batches have no row in common at first, then all rows."""
     world = layout[0] * layout[1]
     apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
-    for step in ranks(world).run("run_ahead_jobs:count_bytes", RankLayout(*layout), apart, exchange)[0][1:-1]:
+    for step in ranks(world).run(run_ahead_jobs.count_bytes, RankLayout(*layout), apart, exchange)[0][1:-1]:
         assert step["all"] == step["overlapped"] > 0
     same = [[list(range(20))] * 6] * world
-    results = ranks(world).run("run_ahead_jobs:count_bytes", RankLayout(*layout), same, exchange)
+    results = ranks(world).run(run_ahead_jobs.count_bytes, RankLayout(*layout), same, exchange)
     for result in results:
         for step in result[1:-1]:
             waited = step["all"] - step["overlapped"]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout
-from tests.support.rank_pool import RankPool
+from tests.support import accelerator_jobs, exchange_jobs
+from tests.support.rank_pool import Job, RankPool
 
 Ranks = Callable[[int], RankPool]
 
@@ -20,7 +21,7 @@ def test_training_on_a_narrow_wire_does_not_depend_on_the_placement(
 ) -> None:
     pool = ranks(layout.world_size)
     still, moved, exact = (
-        pool.run("exchange_jobs:train", layout, *arguments)
+        pool.run(exchange_jobs.train, layout, *arguments)
         for arguments in ((False, comm_dtype), (True, comm_dtype), (False, None))
     )
     for a, b, c in zip(still, moved, exact, strict=True):
@@ -41,7 +42,7 @@ def test_gradients_are_added_in_the_same_order_at_every_tier(
     layout = RankLayout(nodes, local_ranks)
     pool = ranks(layout.world_size)
     home, *others = (
-        pool.run("exchange_jobs:summed_gradients", layout, tier, dtype, comm_dtype) for tier in (0, 1, 2, None)
+        pool.run(exchange_jobs.summed_gradients, layout, tier, dtype, comm_dtype) for tier in (0, 1, 2, None)
     )
     sums = home[0][0]
     assert np.unique(sums).size > 100
@@ -51,14 +52,14 @@ def test_gradients_are_added_in_the_same_order_at_every_tier(
             np.testing.assert_array_equal(table, sums)
 
 
-@pytest.mark.parametrize("kernels", ["run", "run_in_units"])
-def test_messages_of_an_accelerator_round_in_the_same_places_at_every_tier(ranks: Ranks, kernels: str) -> None:
+@pytest.mark.parametrize("kernels", [accelerator_jobs.run, accelerator_jobs.run_in_units])
+def test_messages_of_an_accelerator_round_in_the_same_places_at_every_tier(ranks: Ranks, kernels: Job) -> None:
     """Gradients that a rank sends to itself on their way are rounded nowhere, as those of host memory."""
     layout = RankLayout(2, 2)
     pool = ranks(4)
-    home = pool.run("exchange_jobs:summed_gradients", layout, 0, "float32", "float16")
+    home = pool.run(exchange_jobs.summed_gradients, layout, 0, "float32", "float16")
     for tier in (0, 1, 2, None):
-        job = ("exchange_jobs:summed_gradients", layout, tier, "float32", "float16")
-        for table, equal in pool.run(f"accelerator_jobs:{kernels}", *job):
+        job = (exchange_jobs.summed_gradients, layout, tier, "float32", "float16")
+        for table, equal in pool.run(kernels, *job):
             assert equal, "a replica differed from its home copy"
             np.testing.assert_array_equal(table, home[0][0])

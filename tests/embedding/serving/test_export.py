@@ -13,6 +13,7 @@ from torch.nn import functional
 import flexd
 from flexd.core.layout import RankLayout
 from flexd.embedding.serving.serving_table import quantize_rows
+from tests.support import serving_jobs
 from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
 
@@ -21,7 +22,7 @@ Ranks = Callable[[int], RankPool]
 
 @pytest.mark.parametrize(("optimizer", "more"), [("adam", {}), ("sgd", {"fast_memory_bytes": 2_000})])
 def test_blocks_and_exports_are_the_tables(ranks: Ranks, optimizer: str, more: dict[str, Any]) -> None:
-    for rank, result in enumerate(ranks(4).run("serving_jobs:export", RankLayout(2, 2), optimizer, more)):
+    for rank, result in enumerate(ranks(4).run(serving_jobs.export, RankLayout(2, 2), optimizer, more)):
         for table in result.values():
             whole = table["whole"]
             np.testing.assert_array_equal(table["blocks"], whole)

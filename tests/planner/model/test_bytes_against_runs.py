@@ -12,6 +12,7 @@ from flexd.planner.model.row_bytes import Exchange, TrafficLink
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import placement_cost
 from flexd.topology.files import load_preset
+from tests.support import model_jobs
 from tests.support.model_jobs import exact_profile, keyspace, placement
 from tests.support.rank_pool import RankPool
 
@@ -33,7 +34,7 @@ def pools() -> Iterator[dict[int, RankPool]]:
 def counted(pools: dict[int, RankPool], layout: RankLayout, exchange: str, device: int, node: int) -> dict[str, float]:
     """Mean over the ranks."""
     pool = pools.get(layout.world_size) or pools.setdefault(layout.world_size, RankPool(layout.world_size))
-    ranks = pool.run("model_jobs:bytes_per_step", layout, exchange, device, node, STEPS)
+    ranks = pool.run(model_jobs.bytes_per_step, layout, exchange, device, node, STEPS)
     return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
 
 
