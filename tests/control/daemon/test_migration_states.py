@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_states import TRANSITIONS, MigrationState, TransitionEvent
+from flexd.control.daemon.migration_states import FINAL_STATES, TRANSITIONS, MigrationState, TransitionEvent
 from flexd.core.errors import ControlError
 
 
@@ -35,3 +35,13 @@ def test_only_transitions_of_the_table_are_possible(state: MigrationState, event
     else:
         migration.fire(event, "why")
         assert (migration.state, migration.reason) == (after, "why")
+
+
+def test_the_table_is_closed() -> None:
+    assert {state for state, _ in TRANSITIONS} == set(MigrationState) - FINAL_STATES
+    assert set(TRANSITIONS.values()) == set(MigrationState) - {MigrationState.PENDING}
+    assert {event for _, event in TRANSITIONS} == set(TransitionEvent)
+    assert all(
+        TRANSITIONS[state, TransitionEvent.FAIL] is MigrationState.FAILED
+        for state in set(MigrationState) - FINAL_STATES
+    )
