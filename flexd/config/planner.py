@@ -159,8 +159,6 @@ class PlannerConfig(Section):
     of their home; copies have the others. It wins where a loader deals samples to nodes
     (``flexd.affinity.NodeSampler``), and needs ``sketch.coaccess_memory_bytes``. With 0 no row moves, and those that
     have moved come home."""
-    micro_batches: Annotated[Int, Field(ge=1, le=4096)] = 1
-    """Forward passes for each optimizer step: rows are looked up in each, replicas synchronised once."""
     exclude_tables: list[str] = []
     """Tables whose rows all stay at HOME."""
     verify: VerifyConfig = VerifyConfig()

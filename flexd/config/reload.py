@@ -9,23 +9,7 @@ from flexd.config.base import Section
 from flexd.config.model import Config
 
 HOT_KEYS: tuple[str, ...] = (
-    "planner.auto",
-    "planner.maintenance",
-    "planner.interval_seconds",
-    "planner.min_spacing_seconds",
-    "planner.horizon_steps",
-    "planner.min_saving",
-    "planner.min_samples",
-    "planner.min_coverage",
-    "planner.max_lag_messages",
-    "planner.batch_accesses_per_step",
-    "planner.drift_interval_seconds",
-    "planner.drift_threshold",
-    "planner.moved_slots_share",
-    "planner.exclude_tables",
-    "planner.pins",
-    "planner.table_budgets",
-    "planner.verify",
+    "planner",
     "control.chunk_bytes",
     "control.throttle",
     "state.snapshot_interval_seconds",
@@ -35,7 +19,7 @@ HOT_KEYS: tuple[str, ...] = (
     "shutdown_seconds",
 )
 """Key paths of keys or whole sections that apply at once. The others are read once at the start: addresses and files
-are open, counters have their size, and a running training cannot change its ``planner.micro_batches``."""
+are open, and counters have their size."""
 
 
 @dataclass(frozen=True)

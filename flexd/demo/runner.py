@@ -147,7 +147,6 @@ class Demo:
             "topology": {"file": str(topology)},
             "planner": {
                 "interval_seconds": PLAN_SECONDS, "min_spacing_seconds": 0.5, "horizon_steps": setup.steps,
-                "micro_batches": setup.micro_batches,
                 # The prices leave latencies out or scale them down, so that there are plans to see.
                 "min_saving": {"seconds": 0.0, "share": 0.0},
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.

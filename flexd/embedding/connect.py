@@ -44,6 +44,7 @@ class Connection:
         self._last_apply_seconds = collection.engine.apply_seconds
         self._last_unused = collection.engine.hooks.unused_batches
         self._last_prefetched = collection.engine.hooks.prefetched_batches
+        self._last_passes = collection.engine.summed_passes
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
         self._slow_memory = SlowMemoryMeter(collection.engine.stores)
@@ -108,6 +109,7 @@ class Connection:
                 exchange_reason=collection.engine.exchange.reason or "",
                 unused_prefetches=max(0, unused - self._last_unused),
                 prefetches=max(0, prefetched - self._last_prefetched),
+                passes=collection.engine.summed_passes - self._last_passes,
                 phases=phases,
                 phase_steps=phase_steps,
                 cover_seconds=cover_seconds,
@@ -116,6 +118,7 @@ class Connection:
             )
         )
         self._last_unused, self._last_prefetched = unused, prefetched
+        self._last_passes = collection.engine.summed_passes
         self._last_totals, self._last_step_at = totals, now
         self._last_apply_seconds = collection.engine.apply_seconds
 

@@ -87,6 +87,8 @@ class RowEngine:
         self._two_memories = two_memories
         self.groups = groups
         self.passes: list[ForwardPass] = []
+        self.summed_passes = 0
+        """Passes so far whose gradients were summed at their rows."""
         self.guard = StepGuard(groups.rank, groups.notices, self.passes)
         frames = None if two_memories is None else two_memories.frames(homes.groups, groups.layout)
         all_slots = [slots + homes.copied_slots(group) for group, slots in enumerate(replica_slots)]
@@ -374,6 +376,7 @@ class RowEngine:
         else:
             touched = split.touched
             parts = [split.split(number, self._scaled(one)) for number, one in enumerate(self.passes)]
+        self.summed_passes += len(self.passes)
         self.passes.clear()
         return self.sync.push(parts, touched)
 

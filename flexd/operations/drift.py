@@ -20,7 +20,7 @@ from flexd.core.supervision import Supervisor
 from flexd.operations.gates import saving_gate
 from flexd.operations.live_plan import make_live_plan
 from flexd.operations.live_prices import LivePrices
-from flexd.operations.plan_settings import TrainingJob, training_shape
+from flexd.operations.plan_settings import TrainingJob
 from flexd.planner.drift import Drift, placement_communication
 from flexd.sketch.profile import Profile
 
@@ -53,6 +53,10 @@ class MeasuredTraining(Protocol):
 
     def accesses_per_step(self, world_size: int) -> float | None:
         """Return the accesses of the whole job per step with so many ranks; None if not known."""
+        ...
+
+    def passes_per_step(self) -> int:
+        """Return the forward passes for each step; 1 if not known."""
         ...
 
     def step_seconds(self) -> float | None:
@@ -158,7 +162,10 @@ class DriftMonitor:
         with self._guard:
             plans = self._plans
         placement = self._coordinator.placement()
-        settings, job = self._settings, TrainingJob.of(live.trainer, self._keyspace.tables)
+        settings, job = (
+            self._settings,
+            TrainingJob.of(live.trainer, self._keyspace.tables, self._training.passes_per_step()),
+        )
         profile = self._profile(per_step, live.layout)
         if profile.samples < max(1, settings.min_samples):
             return None
@@ -169,8 +176,7 @@ class DriftMonitor:
         )  # fmt: skip
         prices = (
             placement_communication(
-                profile, self._keyspace, live.layout, cluster, each, training_shape(settings, job),
-                job.exchange,
+                profile, self._keyspace, live.layout, cluster, each, job.shape, job.exchange,
             )
             for each in (plan.target, placement)
         )  # fmt: skip

@@ -13,7 +13,7 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
-from flexd.operations.plan_settings import TrainingJob, plan_limits, training_shape
+from flexd.operations.plan_settings import TrainingJob, plan_limits
 from flexd.planner.model.bag_answers import LENGTH_RANKS, answer_bytes, choose_answers
 from flexd.planner.plan import Plan, make_plan
 from flexd.sketch.profile import Profile
@@ -46,7 +46,7 @@ def make_live_plan(
     Raises:
         PlanError: as ``make_plan``.
     """
-    shape = training_shape(settings, job)
+    shape = job.shape
     plan = make_plan(
         profile, keyspace, topology.layout, cluster, slots_of_copies(topology, settings), live, plan_id=plan_id,
         parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
@@ -69,5 +69,5 @@ def slots_of_copies(topology: LiveTopology, settings: PlannerConfig) -> list[int
 
 def slots_of_moves(topology: LiveTopology, settings: PlannerConfig) -> list[int]:
     """Return the replica slots of each dim-group that are kept for rows that move."""
-    share = settings.moved_slots_share if topology.moves_rows and topology.layout.nodes > 1 else 0.0
+    share = settings.moved_slots_share if topology.layout.nodes > 1 else 0.0
     return [int(share * slots) for slots in topology.replica_slots]

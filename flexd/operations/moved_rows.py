@@ -36,7 +36,7 @@ def plan_moves(
         affinity: None: rows that are used together are not sampled.
     """
     layout, room = topology.layout, None
-    if settings.moved_slots_share > 0 and topology.moves_rows and layout.nodes > 1:
+    if settings.moved_slots_share > 0 and layout.nodes > 1:
         excluded = by_sums.union(settings.exclude_tables)
         room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
     outlook = wanted = None

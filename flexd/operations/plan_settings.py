@@ -27,28 +27,39 @@ class TrainingJob:
     Attributes:
         exchange, comm_dtype, replica_sums: of their collections.
         answers: "rows" or "sums" by name of each pooled table.
+        passes: forward passes for each step of the optimizer, as the ranks report them. Their gradients are pushed
+            once.
     """
 
     exchange: Exchange = Exchange.CHAIN
     comm_dtype: str | None = None
     replica_sums: str = REPLICA_SUMS[0]
     answers: Mapping[str, str] = field(default_factory=dict)
+    passes: int = 1
 
     @classmethod
-    def of(cls, trainer: TrainerSettings | None, tables: Sequence[TableSpec]) -> TrainingJob:
+    def of(cls, trainer: TrainerSettings | None, tables: Sequence[TableSpec], passes: int = 1) -> TrainingJob:
         """Return what the trainer says of itself, and the defaults for values that this version does not know.
 
         Args:
             tables: of the job, in order.
         """
         if trainer is None:
-            return cls()
+            return cls(passes=passes)
         return cls(
             _EXCHANGES.get(trainer.exchange, cls.exchange),
             trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
             trainer.replica_sums if trainer.replica_sums in REPLICA_SUMS else cls.replica_sums,
             trainer.answer_by_table(tables),
+            passes,
         )
+
+    @property
+    def shape(self) -> TrainingShape:
+        return TrainingShape(
+            micro_batches=self.passes, merged_backward=True, comm_dtype=self.comm_dtype,
+            replica_sums=self.replica_sums,
+        )  # fmt: skip
 
     @property
     def by_sums(self) -> frozenset[str]:
@@ -65,14 +76,6 @@ def cheaper_exchange(plan: Plan) -> str:
     elif plan.exchange is Exchange.DIRECT_DEDUP:
         direct = plan.after
     return "direct" if direct.exposed_seconds < chain.exposed_seconds else "chain"
-
-
-def training_shape(settings: PlannerConfig, job: TrainingJob) -> TrainingShape:
-    """Return how the job trains. The collection pushes the gradients of all micro-batches of a step once."""
-    return TrainingShape(
-        micro_batches=settings.micro_batches, merged_backward=True, comm_dtype=job.comm_dtype,
-        replica_sums=job.replica_sums,
-    )  # fmt: skip
 
 
 def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:

@@ -27,7 +27,6 @@ from flexd.operations.plan_settings import (
     TrainingJob,
     cheaper_exchange,
     plan_limits,
-    training_shape,
 )
 from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
 from flexd.operations.training_monitor import TrainingMonitor
@@ -111,7 +110,8 @@ class Planning:
     def _job(self) -> TrainingJob:
         """How the live ranks train."""
         live = self._coordinator.live()
-        return TrainingJob.of(None if live is None else live.trainer, self._keyspace.tables)
+        trainer = None if live is None else live.trainer
+        return TrainingJob.of(trainer, self._keyspace.tables, self._training.passes_per_step())
 
     def check(self, config: Config) -> None:
         """Raise PlanError if ``config`` names tables or rows that do not exist."""
@@ -212,7 +212,7 @@ class Planning:
     def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
         job = self._job
         return placement_communication(
-            profile, self._keyspace, layout, self.cluster, placement, training_shape(self._settings, job), job.exchange,
+            profile, self._keyspace, layout, self.cluster, placement, job.shape, job.exchange,
         )  # fmt: skip
 
     def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
@@ -231,7 +231,7 @@ class Planning:
             plan, profile, live, self._keyspace, layout,
             horizon_steps=settings.horizon_steps, table=table,
             rows=None if row is None else [row], hottest=hottest, limits=plan_limits(settings, job),
-            shape=training_shape(settings, job),
+            shape=job.shape,
         )  # fmt: skip
         return explained, measured
 
@@ -248,7 +248,7 @@ class Planning:
     ) -> tuple[Plan, Profile, Placement, RankLayout, AffinityOutlook | None]:
         """Make a plan of copies; with ``moves`` also learn homes by affinity, and add the rows that move."""
         topology = self.live_topology()
-        settings, job = self._settings, TrainingJob.of(topology.trainer, self._keyspace.tables)
+        settings, job = self._settings, self._job
         per_step = self._per_step(topology)
         profile = self._profile(per_step, topology.layout)
         self._profiled_at = time.monotonic()

@@ -28,6 +28,7 @@ class RankAverages:
         version: version of its placement.
         step: its newest step.
         accesses_per_step: look-ups per step.
+        passes_per_step: forward passes per step of the optimizer.
         replica_accesses_per_step: look-ups per step served by rows above HOME.
         step_seconds: wall time of a step.
         intra_bytes: bytes of all kinds sent inside its node per step.
@@ -40,6 +41,7 @@ class RankAverages:
     version: int
     step: int
     accesses_per_step: float
+    passes_per_step: float
     replica_accesses_per_step: float
     step_seconds: float
     intra_bytes: float
@@ -63,6 +65,7 @@ class RankAverages:
             version=report.placement_version,
             step=report.step,
             accesses_per_step=average(sum(report.accesses_by_tier), known.accesses_per_step if known else 0.0),
+            passes_per_step=average(report.passes, known.passes_per_step if known else 0.0),
             replica_accesses_per_step=average(
                 sum(report.accesses_by_tier[1:]), known.replica_accesses_per_step if known else 0.0
             ),
@@ -176,6 +179,12 @@ class TrainingMonitor:
             if not self._ranks:
                 return None
             return world_size * sum(rank.accesses_per_step for rank in self._ranks.values()) / len(self._ranks)
+
+    def passes_per_step(self) -> int:
+        """Return the forward passes for each step of the optimizer; 1 until a rank has reported."""
+        with self._lock:
+            passes = [rank.passes_per_step for rank in self._ranks.values()]
+        return max(1, round(sum(passes) / len(passes))) if passes else 1
 
     def step_seconds(self) -> float | None:
         """Return the mean wall time of a step over the reporting ranks; None until a rank has reported a step."""

@@ -45,8 +45,8 @@ def test_every_hot_key_is_a_key() -> None:
         ("control.throttle.bytes_per_step", True),
         ("control.throttles", False),
         ("control.listen_port", False),
-        ("planner.micro_batches", False),
-        ("planner", False),
+        ("planner.verify.enabled", True),
+        ("control.chunk_rows", False),
         ("job", False),
     ],
 )
@@ -57,7 +57,7 @@ def test_hot(path: str, hot: bool) -> None:
 @pytest.mark.parametrize(
     ("section", "cold"),
     [
-        ("planner", {"micro_batches"}),
+        ("planner", set()),
         ("state", {"dir", "on_unusable"}),
         ("log", set()),
     ],
@@ -73,8 +73,8 @@ def test_hot_keys_are_taken_and_the_others_stay_as_they_are() -> None:
     wanted = config(
         log={"level": "debug"},
         server={"port": 2000},
-        planner={"interval_seconds": 20.0, "micro_batches": 4, "pins": [{"table": "item", "tier": "NODE"}]},
-        control={"throttle": {"bytes_per_second": 7}},
+        planner={"interval_seconds": 20.0, "pins": [{"table": "item", "tier": "NODE"}]},
+        control={"throttle": {"bytes_per_second": 7}, "chunk_rows": 7},
         tables=[{"name": "item", "rows": 200, "dim": 4}],
         shutdown_seconds=5.0,
     )
@@ -83,13 +83,13 @@ def test_hot_keys_are_taken_and_the_others_stay_as_they_are() -> None:
         "log.level", "planner.interval_seconds", "planner.pins", "control.throttle.bytes_per_second",
         "shutdown_seconds",
     }  # fmt: skip
-    assert set(merged.pending) == {"server.port", "planner.micro_batches", "tables"}
+    assert set(merged.pending) == {"server.port", "control.chunk_rows", "tables"}
     effective = merged.effective
     assert (effective.log.level, effective.shutdown_seconds, effective.planner.interval_seconds) == ("debug", 5.0, 20.0)
     assert effective.control.throttle.bytes_per_second == 7
     assert effective.planner.pins == wanted.planner.pins
     assert effective.tables == running.tables
-    assert (effective.server.port, effective.planner.micro_batches) == (1000, 1)
+    assert (effective.server.port, effective.control.chunk_rows) == (1000, 4096)
     assert running.log.level == "info", "nothing is changed in place"
 
 

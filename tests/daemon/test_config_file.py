@@ -70,17 +70,17 @@ def _loggers_as_before() -> Iterator[None]:
 
 
 def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile) -> None:
-    job.write(planner={"min_samples": 5, "micro_batches": 2})
+    job.write(planner={"min_samples": 5}, control={"listen_port": 0, "chunk_rows": 7})
     before, config = job.daemon.status().config, job.daemon.inspect.config().config
     preview = job.daemon.preview_reload()
     assert (preview.dry_run, preview.applied, preview.pending) == (
         True,
         ("planner.min_samples",),
-        ("planner.micro_batches",),
+        ("control.chunk_rows",),
     )
     assert [(each.key, each.before, each.after, each.needs_restart) for each in preview.changes] == [
         ("planner.min_samples", config["planner"]["min_samples"], 5, False),
-        ("planner.micro_batches", 1, 2, True),
+        ("control.chunk_rows", 4096, 7, True),
     ]
     assert job.daemon.status().config == before
     assert job.daemon.inspect.config().config == config
@@ -88,12 +88,12 @@ def test_a_preview_lists_the_keys_of_a_reload_and_applies_none(job: DaemonOnFile
     assert (answer.status_code, answer.json()["applied"]) == (200, ["planner.min_samples"])
     taken = job.daemon.reload()
     assert (taken.dry_run, taken.changes) == (False, preview.changes)
-    assert [each.key for each in job.daemon.preview_reload().changes] == ["planner.micro_batches"]
+    assert [each.key for each in job.daemon.preview_reload().changes] == ["control.chunk_rows"]
 
 
 def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     job.write(
-        planner={"interval_seconds": 7.0, "min_samples": 5, "drift_threshold": 1.5, "micro_batches": 2},
+        planner={"interval_seconds": 7.0, "min_samples": 5, "drift_threshold": 1.5},
         control={"listen_port": 0, "throttle": {"bytes_per_second": 5_000}, "chunk_rows": 7},
         log={"level": "error"},
         state={**job.settings["state"], "snapshot_interval_seconds": 0.2, "keep_snapshots": 9},
@@ -104,7 +104,7 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
         "planner.interval_seconds", "planner.min_samples", "planner.drift_threshold",
         "control.throttle.bytes_per_second", "log.level", "state.snapshot_interval_seconds", "state.keep_snapshots",
     }  # fmt: skip
-    assert set(report.pending) == {"planner.micro_batches", "control.chunk_rows"}
+    assert set(report.pending) == {"control.chunk_rows"}
     status = job.daemon.status()
     assert set(status.config.pending) == set(report.pending)
     assert (status.config.reloads["rejected"], status.config.problem) == (0, None)
@@ -112,7 +112,7 @@ def test_hot_keys_are_applied_at_once(job: DaemonOnFile) -> None:
     assert status.throttle.bytes_per_second == 5_000
     assert logging.getLogger().level == logging.ERROR
     shown = job.daemon.inspect.config().config
-    assert (shown["planner"]["min_samples"], shown["planner"]["micro_batches"]) == (5, 1)
+    assert (shown["planner"]["min_samples"], shown["control"]["chunk_rows"]) == (5, 4096)
     page = httpx.get(f"{job.daemon.address}/metrics").text
     assert 'flexd_config_reloads_total{outcome="applied"} 1.0' in page
     # The new interval starts after the wait that was running when it changed.

@@ -15,7 +15,7 @@ from tests.support import verification_jobs
 from tests.support.flexd_processes import RunningDaemon, flexd
 from tests.support.rank_pool import RankPool
 from tests.support.until import until
-from tests.support.verification_jobs import MICRO_BATCHES, ROWS
+from tests.support.verification_jobs import ROWS
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(400)]
 
@@ -50,7 +50,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
         "stream": {"source": {"kind": "tap"}, "poll_seconds": 0.02},
         "topology": {"file": str(prices(tmp_path / "topology.yaml"))},
         "planner": {
-            "interval_seconds": 5.0, "drift_threshold": None, "micro_batches": MICRO_BATCHES, "min_samples": 20_000,
+            "interval_seconds": 5.0, "drift_threshold": None, "min_samples": 20_000,
             "min_coverage": 0.1, "horizon_steps": 1e9,
             "verify": {"enabled": True, "block_steps": 4},
         },

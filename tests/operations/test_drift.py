@@ -158,8 +158,9 @@ def test_half_a_plan_after_an_aborted_migration_is_drift(tmp_path: Path) -> None
 
 def test_the_job_is_priced_with_its_training_settings(tmp_path: Path) -> None:
     prices = []
-    for planner, trainer in (({}, None), ({"micro_batches": 4}, None), ({}, TrainerSettings("direct"))):
-        harness = DriftHarness(tmp_path, **planner)
+    for passes, trainer in ((1, None), (4, None), (1, TrainerSettings("direct"))):
+        harness = DriftHarness(tmp_path)
+        harness.training.passes_per_step = lambda passes=passes: passes
         assert harness.coordinator.topology is not None
         harness.coordinator.topology = replace(harness.coordinator.topology, trainer=trainer)
         harness.see()

@@ -8,7 +8,7 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import Tier
-from flexd.operations.plan_settings import TrainingJob, plan_limits, training_shape
+from flexd.operations.plan_settings import TrainingJob, plan_limits
 from flexd.planner.model.row_bytes import Exchange
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]
@@ -18,14 +18,13 @@ TOLD = with_answers(TrainerSettings("direct", "float16", "home"), TABLES, {"a": 
 def test_every_setting_is_passed_on() -> None:
     settings = PlannerConfig.model_validate(
         {
-            "micro_batches": 4,
             "exclude_tables": ["b"],
             "pins": [{"table": "c", "tier": "NODE"}, {"table": "d", "tier": "DEVICE", "rows": [3, 1]}],
             "table_budgets": {"c": 7},
         }
     )
-    job = TrainingJob.of(TOLD, TABLES)
-    limits, shape = plan_limits(settings, job), training_shape(settings, job)
+    job = TrainingJob.of(TOLD, TABLES, 4)
+    limits, shape = plan_limits(settings, job), job.shape
     assert (shape.micro_batches, shape.comm_dtype, shape.replica_sums) == (4, "float16", "home")
     assert job.exchange is Exchange.DIRECT_DEDUP
     assert job.answers == {"a": "sums", "c": "rows"}

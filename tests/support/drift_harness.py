@@ -62,7 +62,10 @@ class DriftHarness:
         self.coordinator = FakeCoordinator()
         self.executions = SimpleNamespace(migrating=False)
         self.training = SimpleNamespace(
-            accesses_per_step=lambda world: PER_STEP, exposed=lambda: None, step_seconds=lambda: None
+            accesses_per_step=lambda world: PER_STEP,
+            exposed=lambda: None,
+            step_seconds=lambda: None,
+            passes_per_step=lambda: 1,
         )
         self.profile_rates: list[float] = []
         self.during: Callable[[], None] = lambda: None

@@ -15,10 +15,9 @@ from tests.support.repository import ROOT
 
 VERSION = versions.VERSION + 1
 ADDED = "added_by_the_next_version"
-FEATURE = "next-version"
 NEW_KIND = "greeting"
 REMOVED: Mapping[str, tuple[str, ...]] = {
-    "Hello": ("tables", "table_count"),
+    "Hello": ("address",),
     "HelloRefused": ("remedy",),
     "StepReport": ("migration_inter_bytes",),
 }
@@ -77,9 +76,6 @@ def write_second_tree(directory: Path) -> Path:
     shutil.copytree(ROOT / "flexd", directory / "flexd", ignore=_unfinished)
     _replace(directory / "flexd/control/protocol/versions.py", {
         f"VERSION = {versions.VERSION}\n": f"VERSION = {VERSION}\n",
-        "FEATURES: frozenset[str] = frozenset({MOVED_ROWS})": (
-            f'FEATURES: frozenset[str] = frozenset({{MOVED_ROWS, "{FEATURE}"}})'
-        ),
     })  # fmt: skip
     messages = directory / _MESSAGES
     _add_field(messages, _messages(messages), f"{ADDED}: tuple[int, ...] = (1, 2)")

@@ -58,19 +58,16 @@ def failed(job: Job, **found: Any) -> list[str]:
 
 
 def test_verdicts() -> None:
-    by_name = {job.name: job for job in jobs([1, 2, 3], ["ordinary", "winning", "misled"])}
-    assert len(by_name) == 14
+    by_name = {job.name: job for job in jobs([1, 2, 3], ["ordinary", "winning"])}
+    assert len(by_name) == 13
     ordinary = by_name["ordinary, Zipf 1.2, dense, seed 3"]
     assert failed(ordinary) == []
     assert failed(ordinary, ratio=1.03, decided=False) == ["the daemon decided", "step with the daemon / without"]
-    winning, misled = by_name["winning"], by_name["misled"]
-    right = "copies stay where they win and nowhere else"
+    winning = by_name["winning"]
+    right = "copies stay where they win"
     assert failed(winning, verdict="faster", rows_with_copies=359, ratio=0.8) == []
     assert failed(winning, verdict="slower", rolled_back=True, rows_with_copies=359, ratio=0.8) == [], "of a later plan"
     assert failed(winning, verdict="faster", ratio=0.95) == ["step with the daemon / without", right]
-    assert failed(misled, verdict="slower", rolled_back=True) == []
-    assert failed(misled) == [right, "a plan was tried"], "no check passes with an empty plan"
-    assert failed(misled, verdict="slower", rolled_back=False) == [right]
     assert failed(winning, verdict="slower", rolled_back=True, ratio=1.0) != []
 
 

@@ -33,7 +33,6 @@ class ChannelClient:
 
     Attributes:
         version: of the protocol, agreed with the daemon.
-        features: those that both ends have.
         local_address: this end's address of the connection.
     """
 
@@ -45,8 +44,7 @@ class ChannelClient:
         self._session = session
         self._credentials = credentials
         self._timeout = timeout_seconds
-        self.version = session.agreement.version
-        self.features = session.agreement.features
+        self.version = session.version
         self.local_address = str(sock.getsockname()[0])
         self._sealing = FrameKey(session.to_daemon)
         self._reader = FrameReader(FrameKey(session.to_client))

@@ -47,7 +47,7 @@ from flexd.control.protocol.messages import (
 )
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly
-from flexd.control.protocol.table_lists import table_entries, tables_body
+from flexd.control.protocol.table_lists import tables_body
 from flexd.core.errors import (
     AuthenticationError,
     ChunkRefusedError,
@@ -76,7 +76,6 @@ class RankConnection:
         self._me = context.identity
         self._nonce = new_token()
         self._notice: DaemonNotice | None = None
-        self._tables: tuple[str, ...] = ()
         self._epoch: EpochAnnouncement | None = None
         self._last_epoch = 0
         self._refused_epoch = 0
@@ -204,7 +203,6 @@ class RankConnection:
         if self._notice is not None:
             raise StaleMessageError("a second notice of the daemon")
         self._notice = notice
-        self._tables = () if notice.table_digest == self._me.table_digest else table_entries(self._me.tables)
         context.count("connects")
         if context.lost_at is not None:
             level = logging.WARNING if context.warned_of_loss else logging.INFO
@@ -213,7 +211,7 @@ class RankConnection:
             context.lost_at, context.warned_of_loss = None, False
         context.state = "waiting for the other ranks"
         self._settle()
-        if notice.takes_tables and self._me.rank == 0 and notice.table_digest != self._me.table_digest:
+        if notice.table_digest != self._me.table_digest:
             self._send(TableList(self._me.job, self._instance, self._me.table_digest), tables_body(self._me.tables))
         self._hello()
 
@@ -231,7 +229,6 @@ class RankConnection:
                 nodes=me.nodes, local_ranks=me.local_ranks, replica_slots=me.replica_slots,
                 table_digest=me.table_digest, session=self._context.session, nonce=self._nonce,
                 sequence=self._next_sequence(), agreed_version=self._version, agreed_digest=self._digest,
-                tables=self._tables, table_count=len(me.tables),
                 address=self._client.local_address, trainer=me.trainer,
             )
         )  # fmt: skip

@@ -254,7 +254,7 @@ class ChannelLoop:
         with self._counted:
             self._peers[peer.number] = peer
             self._sums.update(proven=1, bytes_in=conn.bytes_in, bytes_out=conn.bytes_out)
-        self._unread.add(Opened(peer.number, session.agreement.version, session.agreement.features, conn.address))
+        self._unread.add(Opened(peer.number, session.version, conn.address))
         self._update(peer)
 
     def _refuse(self, conn: UnprovenConnection, error: HandshakeRefusedError) -> None:

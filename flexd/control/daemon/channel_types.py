@@ -62,7 +62,6 @@ class Opened:
 
     peer: int
     version: int
-    features: frozenset[str]
     address: str
 
 

@@ -132,8 +132,7 @@ class Coordinator:
     def proposed_tables(self) -> ProposedTables | None:
         """Return the tables of an attempt whose ranks have all registered with others than the daemon has, while no
         other attempt holds the job. None where the daemon takes no tables from ranks."""
-        proposals = self._epochs.proposals
-        return None if proposals is None else proposals.proposed(time.monotonic())
+        return self._epochs.members.tables.proposed(time.monotonic()) if self._options.takes_tables else None
 
     @property
     def failure(self) -> str:
@@ -250,7 +249,7 @@ class Coordinator:
     def _host(self) -> RankChannels:
         options, server = self._options, self._server
         assert server is not None  # noqa: S101
-        notice = DaemonNotice(options.job, self._instance, self._keyspace.digest, takes_tables=options.takes_tables)
+        notice = DaemonNotice(options.job, self._instance, self._keyspace.digest)
         channels = RankChannels(server, notice, options.timeout_seconds)
         server.start()
         self._epochs.open(Hosted(channels, TapReceiver(channels, self._tap, self._events)))

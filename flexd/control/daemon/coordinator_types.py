@@ -51,7 +51,6 @@ class LiveTopology:
         replica_slots: slots that every rank has (the minimum over ranks), for each dim-group.
         ready: whether chunks can be pushed.
         reason: why no chunk can be pushed; empty if ``ready``.
-        moves_rows: whether all of them apply chunks that move rows to other nodes (``MOVED_ROWS``).
         trainer: how the trainer constructed its collections; None if it does not say.
     """
 
@@ -61,7 +60,6 @@ class LiveTopology:
     replica_slots: tuple[int, ...]
     ready: bool
     reason: str
-    moves_rows: bool = True
     trainer: TrainerSettings | None = None
 
 

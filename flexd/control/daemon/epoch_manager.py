@@ -32,7 +32,6 @@ from flexd.control.daemon.membership import Membership, RankPresence, RefusedRan
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher
 from flexd.control.daemon.rank_channels import RankChannels, RankDisconnected, Received
-from flexd.control.daemon.table_proposals import TableProposals
 from flexd.control.daemon.tap_receiver import TapReceiver
 from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.messages import (
@@ -47,7 +46,6 @@ from flexd.control.protocol.messages import (
 from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.rows import Bytes
-from flexd.control.protocol.versions import MOVED_ROWS
 from flexd.core.errors import ControlError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
@@ -104,13 +102,11 @@ class EpochManager:
         self._stopping = stopping
         self._on_report = on_report
         self._events = events
-        self.proposals = TableProposals(options.timeout_seconds) if options.takes_tables else None
-        """The tables of ranks that have others than the daemon, where it takes them from ranks."""
         self.members = Membership(
             options.job, keyspace, silent_seconds=options.timeout_seconds, max_ranks=options.max_ranks,
-            proposals=self.proposals,
+            takes_tables=options.takes_tables,
         )  # fmt: skip
-        self._receiver = MessageReceiver(options.job, instance, self.members, events.emit, self.proposals)
+        self._receiver = MessageReceiver(options.job, instance, self.members, events.emit)
         self._hosted: Hosted | None = None
         self._received: deque[Received | RankDisconnected] = deque()
         self._backoff = Backoff()
@@ -399,7 +395,7 @@ class EpochManager:
     def _publish_live(self, topology: Topology, ready: bool) -> None:
         self.live = LiveTopology(
             self._generation, topology.attempt, topology.layout, topology.replica_slots, ready, self.reason,
-            self._hosting.channels.all_have(MOVED_ROWS), topology.trainer,
+            topology.trainer,
         )  # fmt: skip
 
     def _refused_count(self, kind: str) -> int:

@@ -105,9 +105,10 @@ class Membership:
         replace_seconds: a new process may replace a rank that has sent nothing for so long.
         wall_clock: Unix seconds.
         max_ranks: of a job; a rank of a larger one is refused.
-        proposals: receives the hellos of ranks that have other tables, where these may replace the daemon's.
+        takes_tables: tables of ranks may replace the daemon's.
 
     Attributes:
+        tables: tables of ranks that have others than the daemon.
         refusal_is_known: the rank that ``accept`` refused last had been refused shortly before.
     """
 
@@ -119,9 +120,10 @@ class Membership:
         replace_seconds: float = 3.0,
         wall_clock: Callable[[], float] = time.time,
         max_ranks: int = MAX_RANKS,
-        proposals: TableProposals | None = None,
+        takes_tables: bool = False,
     ) -> None:
-        self._proposals = proposals
+        self.tables = TableProposals(silent_seconds)
+        self._takes_tables = takes_tables
         self._lock = threading.RLock()
         self._register = Attempts(job, silent_seconds, wall_clock)
         self.refusal_is_known = False
@@ -324,15 +326,16 @@ class Membership:
         if hello.job != self._job:
             fault = f"the daemon serves job {self._job!r}, not {hello.job!r}"
         elif hello.table_digest != self._keyspace.digest:
-            differences = table_differences(hello.tables, hello.table_count, self._keyspace.tables)
+            tables = self.tables.tables_of(hello.table_digest)
+            differences = table_differences(tables, self._keyspace.tables) if tables else ""
             digests = f"digest {hello.table_digest} here, {self._keyspace.digest} at the daemon"
             fault = f"the tables differ: {differences or digests}"
             remedy = "list the same tables, in the same order, in the trainer and in the daemon's configuration"
-            if self._proposals is not None:
+            if self._takes_tables:
                 fault = fault.replace("the daemon's configuration", "the daemon's state")
                 remedy = "nothing, if the job has new tables: the daemon takes them once all ranks have registered"
                 self._register.check(hello, now)  # refused if another attempt holds the job
-                self._proposals.record_hello(hello, now)
+                self.tables.record_hello(hello, now)
         elif len(hello.replica_slots) != len(self._keyspace.groups):
             fault = f"{len(hello.replica_slots)} replica slot counts for {len(self._keyspace.groups)} dim-groups"
         elif not 0 < hello.world_size <= MAX_RANKS or not 0 <= hello.rank < hello.world_size:

@@ -8,10 +8,8 @@ from collections.abc import Callable
 from flexd.control.daemon.epoch import Epoch, EpochFailedError, RankMessage
 from flexd.control.daemon.membership import Membership
 from flexd.control.daemon.rank_channels import RankChannels, Received
-from flexd.control.daemon.table_proposals import TableProposals
 from flexd.control.protocol.messages import Hello, HelloRefused, MalformedReportError, TableList, decode
 from flexd.control.protocol.rows import Bytes
-from flexd.control.protocol.table_lists import tables_of_body
 from flexd.core.errors import (
     AuthenticationError,
     ControlError,
@@ -36,7 +34,6 @@ class MessageReceiver:
     Args:
         members: registers the ranks whose hello is in order.
         on_event: called with (name, fields) of each log line.
-        proposals: receives the tables of ranks, where the daemon takes them from ranks.
 
     Attributes:
         refused: number of refused messages by kind, see ``REFUSED_KINDS``.
@@ -49,9 +46,7 @@ class MessageReceiver:
         instance: str,
         members: Membership,
         on_event: Callable[..., None],
-        proposals: TableProposals | None = None,
     ) -> None:
-        self._proposals = proposals
         self._job = job
         self._instance = instance
         self._members = members
@@ -83,8 +78,8 @@ class MessageReceiver:
                 raise StaleMessageError(f"a {message.kind} message of job {message.job!r}")
             if isinstance(message, Hello):
                 self._receive_hello(received.peer, message, now, channels)
-            elif isinstance(message, TableList) and self._proposals is not None:
-                self._proposals.record_tables(message.digest, tables_of_body(received.body, message.digest))
+            elif isinstance(message, TableList):
+                self._members.tables.record_tables(message, received.body)
             elif isinstance(message, RankMessage):
                 if epoch is None:
                     raise StaleMessageError(f"a {message.kind} message outside of any epoch")

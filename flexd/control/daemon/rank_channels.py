@@ -46,8 +46,6 @@ class RankChannels:
         """By peer: the newest hello that it sent and that was accepted."""
         self._peer_of: dict[str, int] = {}
         """By nonce."""
-        self._features_of: dict[int, frozenset[str]] = {}
-        """By peer."""
 
     def receive(self, limit: int, timeout_seconds: float) -> list[Received | RankDisconnected]:
         """Return what has arrived, at most ``limit``; waits until there is something or the timeout."""
@@ -56,19 +54,13 @@ class RankChannels:
             if isinstance(event, Received):
                 found.append(event)
             elif isinstance(event, Opened):
-                self._features_of[event.peer] = event.features
                 self._server.send([event.peer], self._notice)
             elif isinstance(event, Closed):
-                self._features_of.pop(event.peer, None)
                 hello = self._hello_of.pop(event.peer, None)
                 if hello is not None and self._peer_of.get(hello.nonce) == event.peer:
                     del self._peer_of[hello.nonce]
                     found.append(RankDisconnected(hello, event.reason))
         return found
-
-    def all_have(self, feature: str) -> bool:
-        """Return whether the handshakes of all registered ranks agreed on a feature."""
-        return all(feature in self._features_of.get(peer, ()) for peer in self._hello_of)
 
     def check_sender(self, peer: int, hello: Hello) -> None:
         """Raises StaleMessageError: the connection speaks for another rank; each rank has its own."""

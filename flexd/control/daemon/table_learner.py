@@ -13,7 +13,6 @@ from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.messages import DaemonNotice, Hello, HelloRefused, TableList, decode
 from flexd.control.protocol.network import new_token
 from flexd.control.protocol.rows import Bytes
-from flexd.control.protocol.table_lists import tables_of_body
 from flexd.core.errors import FlexdError
 from flexd.core.supervision import Supervisor
 
@@ -46,7 +45,7 @@ class TableLearner:
             ChannelCredentials(options.secret, options.tls),
             supervisor,
         )
-        notice = DaemonNotice(options.job, self._instance, "", takes_tables=True)
+        notice = DaemonNotice(options.job, self._instance, "")
         self._channels = RankChannels(self._server, notice, options.timeout_seconds)
 
     @property
@@ -77,7 +76,7 @@ class TableLearner:
         try:
             message = decode(bytes(data))
             if isinstance(message, TableList) and message.instance == self._instance:
-                self._proposals.record_tables(message.digest, tables_of_body(body, message.digest))
+                self._proposals.record_tables(message, body)
             elif isinstance(message, Hello) and message.instance == self._instance:
                 self._receive_hello(peer, message, now)
         except FlexdError:

@@ -1,12 +1,13 @@
-"""The tables that ranks have, where the daemon takes them from the ranks instead of its configuration."""
+"""The tables that ranks have, where they are not the daemon's."""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
 
-from flexd.control.protocol.messages import Hello
-from flexd.control.protocol.table_lists import tables_of_entries
+from flexd.control.protocol.messages import Hello, TableList
+from flexd.control.protocol.rows import Bytes
+from flexd.control.protocol.table_lists import tables_of_body
 from flexd.core.keyspace import TableSpec
 
 _MAX_LISTS = 4
@@ -36,12 +37,20 @@ class TableProposals:
         self._hellos: dict[str, dict[int, tuple[Hello, float]]] = {}
         """By attempt and rank, with the time of each."""
 
-    def record_tables(self, digest: str, tables: tuple[TableSpec, ...]) -> None:
+    def record_tables(self, message: TableList, body: Bytes) -> None:
+        """Record the list of a rank. Raises ControlError: it cannot be read."""
+        digest = message.digest
+        tables = self.tables_of(digest) or tables_of_body(body, digest)
         with self._lock:
             self._tables.pop(digest, None)
             self._tables[digest] = tables
             if len(self._tables) > _MAX_LISTS:
                 del self._tables[next(iter(self._tables))]
+
+    def tables_of(self, digest: str) -> tuple[TableSpec, ...]:
+        """Return the tables of a digest; none if no rank has sent them."""
+        with self._lock:
+            return self._tables.get(digest, ())
 
     def record_hello(self, hello: Hello, now: float) -> None:
         with self._lock:
@@ -50,9 +59,6 @@ class TableProposals:
             of_attempt[hello.rank] = (hello, now)
             if len(self._hellos) > _MAX_LISTS:
                 del self._hellos[next(iter(self._hellos))]
-            entries = tables_of_entries(hello.tables, hello.table_count, hello.table_digest)
-            if entries and hello.table_digest not in self._tables:  # of a rank that sends no list by itself
-                self._tables[hello.table_digest] = entries
 
     def proposed(self, now: float) -> ProposedTables | None:
         """Return the tables of an attempt whose ranks have all said hello lately, with equal tables; the newest."""
@@ -79,7 +85,4 @@ class TableProposals:
                 return f"ranks of attempt {attempt!r} have different tables"
             if len(fresh) < fresh[0].world_size:
                 return f"{len(fresh)} of {fresh[0].world_size} ranks of attempt {attempt!r} have registered"
-            return (
-                f"no rank of attempt {attempt!r} has sent its tables: its flexd is older than the daemon's, and sends "
-                "some 500 tables at most; list them under tables, or upgrade the trainer"
-            )
+            return f"no rank of attempt {attempt!r} has sent its tables"

@@ -2,8 +2,8 @@
 
 ::
 
-    client -> hello: versions, features, nonce
-    server -> hello: versions, features, nonce; one proof for each key of its secret (two in a rotation)
+    client -> hello: versions, nonce
+    server -> hello: versions, nonce; one proof for each key of its secret (two in a rotation)
     client -> its proof, with the first of its own keys that a proof of the server was made with
     server -> verdict, tagged with the new session key
 
@@ -23,7 +23,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flexd.control.protocol.versions import Agreement, Versions, bounded_features, negotiate
+from flexd.control.protocol.versions import Versions, negotiate
 from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
 
 MAGIC = b"FLEXD\r\n"
@@ -35,7 +35,7 @@ MAX_FIELDS_BYTES = 1024
 VERDICT_TAG_BYTES = 16
 
 _HEAD = struct.Struct(f">{len(MAGIC)}sBH")
-_FIELDS = struct.Struct(f">HH{NONCE_BYTES}sH")
+_FIELDS = struct.Struct(f">HH{NONCE_BYTES}s")
 MAX_CLIENT_BYTES = _HEAD.size + MAX_FIELDS_BYTES + PROOF_BYTES
 """Most bytes that a server reads from a client that has not proven itself."""
 
@@ -74,12 +74,13 @@ class Session:
     """The result of a handshake.
 
     Attributes:
+        version: of the protocol, the highest that both ends speak.
         key: the key of the shared secret that was proven.
         binding: digest of both hellos, unique to this connection.
         to_daemon, to_client: session keys of the two directions.
     """
 
-    agreement: Agreement
+    version: int
     key: bytes
     binding: bytes
     to_daemon: bytes = field(init=False)
@@ -102,7 +103,7 @@ class Session:
         """Return the session by the key of ``keys`` that made ``later_proof``; None if none did."""
         nonce = proof[:NONCE_BYTES]
         made_by = [key for key in keys if hmac.compare_digest(self.later_proof(key, nonce), proof)]
-        return Session(self.agreement, made_by[0], _digest(self.binding, nonce)) if made_by else None
+        return Session(self.version, made_by[0], _digest(self.binding, nonce)) if made_by else None
 
 
 def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
@@ -121,7 +122,7 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
     try:
         status, length = _parse_head(head)
         fields = yield b"", length
-        server_offer, _ = parse_fields(fields, minimal=status != Status.OK)
+        server_offer, _ = parse_fields(fields)
     except HandshakeRefusedError as error:
         raise ControlError(
             f"no flexd daemon answers there: {error.message}", remedy="give the address of the daemon's control channel"
@@ -131,7 +132,7 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
         raise IncompatibleError(f"the daemon refuses {offer} of the control protocol", remedy="upgrade the older side")
     if status != Status.OK:
         raise _refusal(status)
-    agreement = negotiate(offer, server_offer)
+    version = negotiate(offer, server_offer)
     proofs = yield b"", PROOFS * PROOF_BYTES
     binding = _digest(hello, head + fields)
     key = _proven_key(keys, binding, proofs)
@@ -141,7 +142,7 @@ def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
         raise AuthenticationError(
             "the daemon does not have this trainer's secret", remedy="give daemon and trainers the same secret file"
         )
-    session = Session(agreement, key, binding)
+    session = Session(version, key, binding)
     verdict = yield _mac(key, _CLIENT_PROOF, binding), 1 + VERDICT_TAG_BYTES
     if verdict[0] == Status.WRONG_SECRET:
         raise _refusal(Status.WRONG_SECRET)
@@ -170,7 +171,7 @@ def server_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
     fields = yield b"", length
     client_offer, _ = parse_fields(fields)
     try:
-        agreement = negotiate(client_offer, offer)
+        version = negotiate(client_offer, offer)
     except IncompatibleError as error:
         raise HandshakeRefusedError(
             error.message, reason="version", reply=encode_hello(offer, bytes(NONCE_BYTES), Status.VERSION)
@@ -187,36 +188,28 @@ def server_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
             reason="wrong_secret",
             reply=bytes([Status.WRONG_SECRET]) + bytes(VERDICT_TAG_BYTES),
         )
-    return Session(agreement, made_by[0], binding)
+    return Session(version, made_by[0], binding)
 
 
 def encode_hello(offer: Versions, nonce: bytes, status: Status = Status.OK) -> bytes:
-    """Return a hello of either end; features that do not fit are left out."""
-    features = ",".join(sorted(bounded_features(offer.features))).encode("ascii")
-    if len(features) > MAX_FIELDS_BYTES - _FIELDS.size:
-        features = features[: MAX_FIELDS_BYTES - _FIELDS.size].rpartition(b",")[0]
-    fields = _FIELDS.pack(offer.lowest, offer.highest, nonce, len(features)) + features
+    """Return a hello of either end."""
+    fields = _FIELDS.pack(offer.lowest, offer.highest, nonce)
     return _HEAD.pack(MAGIC, status, len(fields)) + fields
 
 
-def parse_fields(fields: bytes, minimal: bool = False) -> tuple[Versions, bytes]:
+def parse_fields(fields: bytes) -> tuple[Versions, bytes]:
     """Return the offer and the nonce of a hello's variable part; bytes after the known fields are ignored.
-
-    Args:
-        minimal: only the versions are needed.
 
     Raises:
         HandshakeRefusedError: malformed.
     """
     try:
-        lowest, highest, nonce, length = _FIELDS.unpack_from(fields)
-        text = fields[_FIELDS.size : _FIELDS.size + length].decode("ascii")
-    except (struct.error, UnicodeDecodeError) as error:
+        lowest, highest, nonce = _FIELDS.unpack_from(fields)
+    except struct.error as error:
         raise HandshakeRefusedError("a hello that cannot be read", reason="malformed") from error
-    if not 0 < lowest <= highest or len(text) != length:
+    if not 0 < lowest <= highest:
         raise HandshakeRefusedError("a hello that contradicts itself", reason="malformed")
-    features = bounded_features(name for name in text.split(",") if name)
-    return Versions(lowest, highest, frozenset() if minimal else features), nonce
+    return Versions(lowest, highest), nonce
 
 
 def _parse_head(head: bytes) -> tuple[Status, int]:

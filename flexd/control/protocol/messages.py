@@ -22,7 +22,7 @@ from flexd.control.protocol.wire_json import FieldError, build, parsed, to_json
 from flexd.core.errors import ControlError, UnknownMessageError
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""A longer message is refused unread: the largest honest one is a hello with the rank's tables (32 KiB of them)."""
+"""A longer message is refused unread."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,12 @@ class DaemonNotice(Message):
 
     Attributes:
         instance: new for every start of the daemon.
-        table_digest: of its tables; empty if it has none yet.
-        takes_tables: it takes the tables of the job from the ranks: rank 0 sends its own if their digest differs.
+        table_digest: of its tables; empty if it has none yet. A rank whose digest differs sends its tables.
     """
 
     kind: ClassVar[str] = "daemon"
     instance: str
     table_digest: str
-    takes_tables: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,9 +54,6 @@ class Hello(Message):
     Attributes:
         session: new for every training process.
         nonce: new for every registration.
-        tables: the first tables of the rank (``table_entries``) if its digest is not the one of the daemon's notice,
-            else empty.
-        table_count: number of all its tables.
         address: local address of the rank's connection to the daemon.
         trainer: how its collections were constructed; None from a version that does not say so.
     """
@@ -77,8 +72,6 @@ class Hello(Message):
     sequence: int
     agreed_version: int
     agreed_digest: int
-    tables: tuple[str, ...] = ()
-    table_count: int = 0
     address: str = ""
     trainer: TrainerSettings | None = None
 

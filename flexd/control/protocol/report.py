@@ -210,6 +210,7 @@ class StepReport:
         migration_intra_bytes, migration_inter_bytes: sent by this rank in applying chunks.
         unused_prefetches: batches that were located ahead and located again, because the loop changed their ids.
         prefetches: batches that were given to be located ahead, those included.
+        passes: forward passes whose gradients these steps have applied.
         exchange: used after the newest step.
         exchange_reason: value of ``ExchangeReason``; empty on ranks that follow the one which decides.
         phases: the step by phase.
@@ -241,6 +242,7 @@ class StepReport:
     slow_memory: SlowMemoryReport | None = None
     mistakes: Annotated[tuple[MistakeReport, ...], Longest(16)] = ()
     prefetches: Count = 0
+    passes: Count = 0
 
 
 def merge_reports(older: StepReport | None, newer: StepReport) -> StepReport:

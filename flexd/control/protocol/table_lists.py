@@ -1,7 +1,7 @@
-"""Comparison of a trainer's tables with the daemon's, for the text of a refusal.
+"""Tables of a trainer as they travel, and their comparison with the daemon's.
 
-A digest shows that table lists differ, and not where. So a rank whose digest is not the daemon's sends its tables too,
-as many as fit into ``MAX_LIST_BYTES``, and the daemon names the tables and fields that differ.
+A digest shows that table lists differ, and not where. So a rank whose digest is not the daemon's sends its tables
+before its hello. The daemon names the tables and fields that differ, or takes the tables over.
 """
 
 from __future__ import annotations
@@ -14,27 +14,12 @@ from dataclasses import fields
 from flexd.core.errors import ConfigError, ControlError
 from flexd.core.keyspace import TableSpec, digest_of
 
-MAX_LIST_BYTES = 32 * 1024
-"""Bytes of all entries of a list, as they travel: about 500 tables."""
 MAX_TABLES_BYTES = 2**25
 """Bytes of a list of tables as JSON."""
 MAX_DIFFERENCES = 8
 """Named in one refusal."""
 _MAX_NAME_CHARACTERS = 200
 _FIELDS = tuple(field.name for field in fields(TableSpec))
-
-
-def table_entries(tables: Sequence[TableSpec]) -> tuple[str, ...]:
-    """Encode the first tables, in order, that fit into ``MAX_LIST_BYTES``: JSON arrays of a table's fields."""
-    entries: list[str] = []
-    left = MAX_LIST_BYTES
-    for table in tables:
-        entry = json.dumps([getattr(table, name) for name in _FIELDS], separators=(",", ":"))
-        left -= len(json.dumps(entry)) + 1
-        if left < 0:
-            break
-        entries.append(entry)
-    return tuple(entries)
 
 
 def tables_body(tables: Sequence[TableSpec]) -> bytes:
@@ -68,66 +53,36 @@ def tables_of_body(body: bytes | memoryview, digest: str) -> tuple[TableSpec, ..
     return tables
 
 
-def tables_of_entries(entries: Sequence[str], table_count: int, digest: str) -> tuple[TableSpec, ...]:
-    """Return the tables of ``table_entries`` if all of them are there; else none."""
-    try:
-        values = [each for each in map(_values, entries) if each is not None]
-        tables = tuple(TableSpec(**dict(zip(_FIELDS, each, strict=True))) for each in values)  # type: ignore[arg-type]
-    except (TypeError, ValueError, ConfigError):
-        return ()
-    return tables if tables and len(tables) == table_count and digest_of(tables) == digest else ()
-
-
-def table_differences(entries: Sequence[str], table_count: int, daemon: Sequence[TableSpec]) -> str:
-    """Name the differences between a trainer's tables and the daemon's; "" if none is found in ``entries``.
-
-    Args:
-        entries: from ``table_entries``. table_count: the trainer's tables, of which ``entries`` may be the first.
-        daemon: the tables of the daemon's configuration.
-    """
-    trainer = [values for values in map(_values, entries) if values is not None]
-    configured = {table.name: [getattr(table, name) for name in _FIELDS] for table in daemon}
+def table_differences(trainer: Sequence[TableSpec], daemon: Sequence[TableSpec]) -> str:
+    """Name the differences between a trainer's tables and those of the daemon's configuration; "" if there is none."""
+    configured = {table.name: table for table in daemon}
     found: list[str] = []
-    for values in trainer:
-        name = str(values[0])
-        known = configured.get(name)
+    for table in trainer:
+        known = configured.get(table.name)
         if known is None:
-            found.append(f"table {_short(name)} is in the trainer, not in the daemon's configuration")
+            found.append(f"table {_short(table.name)} is in the trainer, not in the daemon's configuration")
             continue
         found += [
-            f"{_short(name)}.{field}: {_short(here)} in the trainer, {_short(there)} in the daemon's configuration"
-            for field, here, there in zip(_FIELDS, values, known, strict=True)
-            if here != there
+            f"{_short(table.name)}.{field}: {_short(getattr(table, field))} in the trainer, "
+            f"{_short(getattr(known, field))} in the daemon's configuration"
+            for field in _FIELDS
+            if getattr(table, field) != getattr(known, field)
         ]
-    if trainer and len(trainer) == table_count:
-        names = {values[0] for values in trainer}
-        found += [
-            f"table {_short(table.name)} is in the daemon's configuration, not in the trainer"
-            for table in daemon
-            if table.name not in names
-        ]
+    names = {table.name for table in trainer}
+    found += [
+        f"table {_short(table.name)} is in the daemon's configuration, not in the trainer"
+        for table in daemon
+        if table.name not in names
+    ]
     if not found:
-        orders = zip((values[0] for values in trainer), (table.name for table in daemon), strict=False)
         found += [
-            f"table number {number}: {_short(here)} in the trainer, {_short(there)} in the daemon's configuration"
-            for number, (here, there) in enumerate(orders, start=1)
-            if here != there
+            f"table number {number}: {_short(here.name)} in the trainer, {_short(there.name)} in the daemon's "
+            "configuration"
+            for number, (here, there) in enumerate(zip(trainer, daemon, strict=False), start=1)
+            if here.name != there.name
         ][:1]
-    if not found and trainer and len(trainer) < table_count:
-        found = [f"the first {len(trainer)} of the trainer's {table_count} tables are equal, a later one differs"]
     more = len(found) - MAX_DIFFERENCES
     return "; ".join(found[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _values(entry: str) -> list[str | int] | None:
-    """Decode one entry; None if it is not one."""
-    try:
-        values = json.loads(entry)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(values, list) or len(values) != len(_FIELDS) or not isinstance(values[0], str):
-        return None
-    return values if all(isinstance(value, str | int) for value in values) else None
 
 
 def _short(value: str | int) -> str:

@@ -15,7 +15,6 @@ from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.frames import MAX_BODY_BYTES, FrameKey, SealedPayload
 from flexd.control.protocol.handshake import Session, Status, server_steps
-from flexd.control.protocol.versions import FEATURES
 from flexd.core.errors import AuthenticationError, ControlError
 from tests.support.channel import CREDENTIALS, DEADLINE_SECONDS, SECRET, EchoDaemon, echo_daemon, round_trip
 from tests.support.until import until
@@ -66,8 +65,8 @@ def test_frames_of_every_size_come_back(daemon: EchoDaemon) -> None:
     client = connect(daemon.server.port)
     for size in (0, 1, 8_000, 8_192, 100_000, MAX_BODY_BYTES):
         round_trip(client, b"size %d" % size, bytes(size))
-    assert (client.version, client.features, client.local_address) == (1, FEATURES, "127.0.0.1")
-    assert daemon.events == [Opened(1, 1, FEATURES, "127.0.0.1")]
+    assert (client.version, client.local_address) == (1, "127.0.0.1")
+    assert daemon.events == [Opened(1, 1, "127.0.0.1")]
 
 
 def test_a_receive_ends_at_its_timeout_or_when_it_is_woken(daemon: EchoDaemon) -> None:

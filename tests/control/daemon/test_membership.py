@@ -9,8 +9,8 @@ import pytest
 from flexd.control.daemon import membership
 from flexd.control.daemon.attempts import ENDED_SECONDS, MAX_LISTED, PREFERRED_SECONDS
 from flexd.control.daemon.membership import MAX_ATTEMPTS, MAX_REFUSALS, Membership
-from flexd.control.protocol.messages import Hello
-from flexd.control.protocol.table_lists import table_entries
+from flexd.control.protocol.messages import Hello, TableList
+from flexd.control.protocol.table_lists import tables_body
 from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.errors import ReplayedMessageError, TopologyError
 from flexd.core.keyspace import KeySpace, TableSpec
@@ -24,7 +24,7 @@ def hello(
 ) -> Hello:
     base = Hello(
         "job", "i", attempt, rank, 4, 2, 2, (10 + rank, 20), TABLES.digest, session or f"{attempt}-{rank}",
-        nonce or f"n{attempt}-{rank}", sequence, 0, 0, (), len(TABLES.tables),
+        nonce or f"n{attempt}-{rank}", sequence, 0, 0,
     )  # fmt: skip
     return replace(base, **more)  # type: ignore[arg-type]
 
@@ -342,12 +342,13 @@ def test_a_live_attempt_with_one_silent_rank_outlives_incomplete_attempts() -> N
 def test_a_refused_rank_is_listed_with_its_reason_until_it_is_accepted_or_silent() -> None:
     ranks = new_membership()
     trainer_tables = [TableSpec("items", 3_000, 8), TableSpec("users", 500, 16)]
-    other = {"table_digest": KeySpace(trainer_tables).digest, "tables": table_entries(trainer_tables)}
+    digest = KeySpace(trainer_tables).digest
+    ranks.tables.record_tables(TableList("job", "i", digest), tables_body(trainer_tables))
     for rank, now in ((1, 0.0), (0, 1.0), (1, 2.0)):
         with pytest.raises(
             TopologyError, match=r"items\.rows: 3000 in the trainer, 2000 in the daemon's configuration"
         ):
-            ranks.accept(hello(rank, **other), now)  # type: ignore[arg-type]
+            ranks.accept(hello(rank, table_digest=digest), now)
     assert [(refused.attempt, refused.rank) for refused in ranks.refused()] == [("a1", 1), ("a1", 0)]
     assert str(ranks.refused()[0]) == (
         "rank 1 of attempt 'a1' is refused: the tables differ: items.rows: 3000 in the trainer, 2000 in the daemon's "

@@ -20,8 +20,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 
 TABLES = KeySpace([TableSpec("item", 100, 4)])
 HELLOS = tuple(
-    Hello("job", "i", "a", rank, 2, 1, 2, (1,), TABLES.digest, f"s{rank}", f"n{rank}", 1, 0, 0, (), 1)
-    for rank in (0, 1)
+    Hello("job", "i", "a", rank, 2, 1, 2, (1,), TABLES.digest, f"s{rank}", f"n{rank}", 1, 0, 0) for rank in (0, 1)
 )
 PEERS = (10, 11)
 FAULTS = ("deliver", "duplicate", "delay", "replay", "garble", "other_peer", "old_epoch", "old_token")

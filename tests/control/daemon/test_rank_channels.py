@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from flexd.control.daemon.channel_server import ChannelServer
-from flexd.control.daemon.channel_types import Closed, Event, Opened
+from flexd.control.daemon.channel_types import Closed, Event
 from flexd.control.daemon.epoch import Epoch
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.rank_channels import RankChannels
@@ -44,19 +44,6 @@ def hello(rank: int, ranks: int = RANKS, nonce: str = "") -> Hello:
 def channels(timeout_seconds: float = 15.0) -> tuple[RankChannels, _Server]:
     server = _Server()
     return RankChannels(cast(ChannelServer, server), DaemonNotice("job", "i", "digest"), timeout_seconds), server
-
-
-def test_a_feature_is_used_only_if_all_ranks_have_it() -> None:
-    made, server = channels()
-    server.events = [Opened(peer, 1, frozenset({"a", "b"} if peer else {"a"}), "127.0.0.1") for peer in range(3)]
-    made.receive(10, 0.0)
-    for peer in (0, 1):
-        made.register(peer, hello(peer, 2))
-    assert made.all_have("a")
-    assert not made.all_have("b"), "rank 0 is of an older release"
-    server.events = [Closed(0, "left")]
-    made.receive(10, 0.0)
-    assert made.all_have("b")
 
 
 def test_no_message_of_an_epoch_grows_with_the_ranks() -> None:

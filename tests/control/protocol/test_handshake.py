@@ -23,7 +23,6 @@ from flexd.control.protocol.versions import OWN, Versions
 from flexd.core.errors import AuthenticationError, ControlError, IncompatibleError
 
 OLD, NEW, OTHER = b"o" * 32, b"n" * 32, b"x" * 32
-FEATURES = st.frozensets(st.text("abcdefgh_", min_size=1, max_size=30), max_size=40)
 
 
 class End:
@@ -106,13 +105,10 @@ def test_another_secret_is_refused_at_both_ends(client_keys: tuple[bytes, ...], 
 
 
 def test_the_versions_are_negotiated_and_told() -> None:
-    client, server = meet(
-        client_steps(Versions(1, 3, frozenset({"a", "b"})), (OLD,)),
-        server_steps(Versions(2, 4, frozenset({"b", "c"})), (OLD,)),
-    )
+    client, server = meet(client_steps(Versions(1, 3), (OLD,)), server_steps(Versions(2, 4), (OLD,)))
     for end in (client, server):
         assert end.session is not None
-        assert (end.session.agreement.version, end.session.agreement.features) == (3, {"b"})
+        assert end.session.version == 3
     client, server = meet(client_steps(Versions(1, 1), (OLD,)), server_steps(Versions(3, 4), (OLD,)))
     assert isinstance(client.error, IncompatibleError)
     assert "version 1" in str(client.error)
@@ -122,27 +118,21 @@ def test_the_versions_are_negotiated_and_told() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 65_535), st.integers(0, 100), FEATURES, st.binary(min_size=32, max_size=32), st.binary(max_size=20)
-)
-def test_hellos_are_read_as_they_were_written(
-    lowest: int, more: int, features: frozenset[str], nonce: bytes, appended: bytes
-) -> None:
-    offer = Versions(lowest, min(65_535, lowest + more), features)
+@given(st.integers(1, 65_535), st.integers(0, 100), st.binary(min_size=32, max_size=32), st.binary(max_size=20))
+def test_hellos_are_read_as_they_were_written(lowest: int, more: int, nonce: bytes, appended: bytes) -> None:
+    offer = Versions(lowest, min(65_535, lowest + more))
     hello = encode_hello(offer, nonce)
     assert len(hello) <= 10 + MAX_FIELDS_BYTES
     # A later version may append fields.
     found, found_nonce = parse_fields(hello[10:] + appended)
     assert (found.lowest, found.highest, found_nonce) == (offer.lowest, offer.highest, nonce)
-    assert found.features <= features
-    assert len(features) > 32 or sum(len(name) + 1 for name in features) > 980 or found.features == features
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_one_bit_flipped_on_the_way_is_noticed(data: st.DataObject) -> None:
-    """Also of versions and features: nobody between the ends can choose the version."""
-    offer = Versions(1, 2, frozenset({"a", "b"}))
+    """Also of versions: nobody between the ends can choose the version."""
+    offer = Versions(1, 2)
     client, server = End(client_steps(offer, (OLD,))), End(server_steps(offer, (OLD, NEW)), verdict=True)
     # One of four steps; the last 32 bytes of the server's first are the proof of a key that the client does not have.
     step = data.draw(st.integers(0, 3))

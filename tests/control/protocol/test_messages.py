@@ -23,7 +23,7 @@ from tests.support.ranks_in_threads import step_report
 PHASES = (PhaseReport("ids", 0.5, inter_bytes=7), PhaseReport("rows", exposed_seconds=0.25, inter_collectives=2))
 FENCE = ("job", "a1", 2, 7, "token")
 EVERY_KIND: list[m.Message] = [
-    m.DaemonNotice("job", "instance", "digest", True),
+    m.DaemonNotice("job", "instance", "digest"),
     m.Hello(
         "job",
         "i",
@@ -39,8 +39,6 @@ EVERY_KIND: list[m.Message] = [
         5,
         3,
         2**64 - 1,
-        ("t",),
-        3,
         "127.0.0.1",
         TrainerSettings("auto", "float16", "home", "3", "1"),
     ),

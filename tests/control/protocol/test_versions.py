@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexd.control.protocol.versions import MAX_FEATURES, Versions, bounded_features, negotiate
+from flexd.control.protocol.versions import Versions, negotiate
 from flexd.core.errors import IncompatibleError
 
 RANGES = st.tuples(st.integers(1, 20), st.integers(0, 3)).map(lambda pair: Versions(pair[0], sum(pair)))
@@ -21,7 +21,7 @@ def release(version: int) -> Versions:
 def test_the_highest_common_version_is_chosen(trainer: Versions, daemon: Versions) -> None:
     common = set(range(trainer.lowest, trainer.highest + 1)) & set(range(daemon.lowest, daemon.highest + 1))
     if common:
-        assert negotiate(trainer, daemon).version == max(common)
+        assert negotiate(trainer, daemon) == max(common)
     else:
         with pytest.raises(IncompatibleError):
             negotiate(trainer, daemon)
@@ -35,10 +35,3 @@ def test_the_refusal_names_both_offers_and_the_side_to_upgrade() -> None:
     assert "upgrade the daemon" in refused.value.remedy
     with pytest.raises(IncompatibleError, match="upgrade the trainer"):
         negotiate(release(1), release(7))
-
-
-def test_common_features_are_agreed_and_unknown_ones_ignored() -> None:
-    trainer = Versions(1, 1, frozenset({"a", "b"}))
-    assert negotiate(trainer, Versions(1, 1, frozenset({"b", "c"}))).features == {"b"}
-    many = {f"feature-{number}" for number in range(MAX_FEATURES + 5)}
-    assert len(bounded_features(many)) == MAX_FEATURES

@@ -8,8 +8,6 @@ same batches. The ratio of the two is the median over the turns, with its 95 % i
 Jobs:
   ordinary   prices as probed, Zipf 1.05 and 1.2, with and without a dense part, three seeds: at most 1.02
   winning    4 micro-batches a step, rows of 256 numbers, 50 Mbit/s: copies win, at most 0.90
-  misled     told of 4 micro-batches where there is one, and of links without latency: its plans lose and must be rolled
-             back, at most 1.02
 
 Needs root, ip, tc and setpriv; says so and ends well without. ``--quick``: one small job, of which only is checked that
 it trains.
@@ -35,14 +33,13 @@ import numpy as np
 import yaml
 from scipy.stats import binom
 
-from flexd.topology.files import write_cluster
 from tools.bench.cluster import Cluster, ClusterError
 from tools.bench.harness import Outcome, at_least, at_most, check
 from tools.bench.ranks import Ranks, training_ranks
 from tools.bench.sections import switchback
-from tools.bench.workloads import Setting, given_cluster
+from tools.bench.workloads import Setting
 
-KINDS = ("ordinary", "winning", "misled")
+KINDS = ("ordinary", "winning")
 CONTROL_PORT, API = 29_400, "http://127.0.0.1:8080"
 START_SECONDS, STEP_SECONDS = 120.0, 20.0
 TURN_STEPS = 10
@@ -55,8 +52,6 @@ class Job:
     """One job.
 
     Attributes:
-        probed: prices are measured; False: given, without latencies.
-        told_micro_batches: what the daemon is told instead of ``micro_batches``.
         most: the largest allowed ratio of the steps.
     """
 
@@ -65,8 +60,6 @@ class Job:
     rate_mbit: float = 200.0
     dense: bool = False
     micro_batches: int = 1
-    probed: bool = True
-    told_micro_batches: int | None = None
     most: float = NEVER_SLOWER
 
 
@@ -83,14 +76,13 @@ def jobs(seeds: Sequence[int], wanted: Sequence[str]) -> list[Job]:
         "winning", Setting(rows=20_000, dim=256, samples=64, zipf=1.5, batches=48), rate_mbit=50, micro_batches=4,
         most=WINS,
     )  # fmt: skip
-    misled = Job("misled", Setting(zipf=1.2), probed=False, told_micro_batches=4)
     ordinary = [
         Job(f"ordinary, Zipf {zipf}{', dense' * dense}, seed {seed}", Setting(zipf=zipf, seed=seed), dense=dense)
         for zipf in (1.05, 1.2)
         for dense in (False, True)
         for seed in seeds
     ]
-    return [job for job in (*ordinary, winning, misled) if job.name.split(",")[0] in wanted]
+    return [job for job in (*ordinary, winning) if job.name.split(",")[0] in wanted]
 
 
 class Bench:
@@ -131,10 +123,6 @@ class Bench:
         return {"name": job.name, "rows_with_copies": rows, **decided, **compared}
 
     def _topology(self, job: Job) -> Path:
-        if not job.probed:
-            file = self._directory / "given.yaml"
-            write_cluster(given_cluster(job.setting.local_ranks, job.rate_mbit).bandwidth_only(), file)
-            return file
         if job.rate_mbit not in self._probed:
             file = self._directory / f"probed-{job.rate_mbit:g}.yaml"
             self.ask(150, "probe", file=str(file), max_bytes=4 * 2**20, budget_seconds=30.0)
@@ -155,8 +143,7 @@ class Bench:
             "stream": {"source": {"kind": "tap"}},
             "topology": {"file": str(self._topology(job))},
             "planner": {
-                "interval_seconds": 5.0, "micro_batches": job.told_micro_batches or job.micro_batches,
-                "drift_threshold": None,
+                "interval_seconds": 5.0, "drift_threshold": None,
                 "verify": {"enabled": True, "block_steps": effort.block_steps, "budget_steps": effort.budget_steps},
             },
             "control": {
@@ -245,13 +232,10 @@ def checks_of(job: Job, found: dict[str, Any]) -> list[dict[str, Any]]:
     checks = [check(f"{job.name}: the daemon decided", found["decided"], "1", found["decided"])]
     ratio = found["ratio"]
     checks.append(at_most(f"{job.name}: step with the daemon / without", ratio, job.most))
-    if job.most < 1 or not job.probed:
+    if job.most < 1:
         # What took copies back may have been measured last.
-        right = bool(found["rows_with_copies"]) if job.most < 1 else found["rolled_back"]
-        checks.append(check(f"{job.name}: copies stay where they win and nowhere else", right, "1", right))
-    if not job.probed:
-        tried = found["verdict"] != "nothing to move"
-        checks.append(check(f"{job.name}: a plan was tried", tried, "1", tried))
+        right = bool(found["rows_with_copies"])
+        checks.append(check(f"{job.name}: copies stay where they win", right, "1", right))
     return checks
 
 
