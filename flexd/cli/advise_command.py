@@ -12,7 +12,7 @@ import typer
 
 from flexd.cli.advise_ranges import hours, in_range
 from flexd.cli.blocks import Block, Facts, Sentences, Table
-from flexd.cli.options import OutputOption, check_file
+from flexd.cli.options import OutputOption
 from flexd.cli.replay_options import (
     BatchOption,
     DimOption,
@@ -151,7 +151,6 @@ def advise(
         ),
     ] = None,
     seed: SeedOption = 0,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the answer to one file.")] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Predict what flexd would save: milliseconds a step, GPU-hours a day, and the memory it takes.
@@ -163,7 +162,6 @@ def advise(
     # A profile beside a list of tables says how they are looked up.
     if sum(given is not None for given in (trace, None if tables else profile, config, tables)) != 1:
         raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile, --config and --tables")
-    check_file("--html", html)
     if tables is not None:
         from flexd.cli.advise_tables import answer_on_tables
 
@@ -173,7 +171,7 @@ def advise(
             computing_seconds=None if computing_ms is None else computing_ms / 1e3, price_error=price_error,
             worth=worth,
         )  # fmt: skip
-        _show(f"flexd advise: {tables}", answer, blocks, html, output)
+        emit(answer, blocks, output)
         return
     from flexd.core.layout import RankLayout
     from flexd.planner.memory.miss_curve import memory_points
@@ -212,15 +210,6 @@ def advise(
         points = memory_points(miss_curves(accesses, layout), slow_row_us / 1e6)
         answer["memory"] = [asdict(point) for point in points]
         blocks.append(memory_block(points, step_ms / 1e3))
-    _show(f"flexd advise: {accesses.name}", answer, blocks, html, output)
-
-
-def _show(title: str, answer: dict[str, Any], blocks: Sequence[Block], html: Path | None, output: OutputFormat) -> None:
-    if html is not None:
-        from flexd.simulate.html_report import ReportTable, write_page
-
-        tables = [ReportTable(b.title, b.columns, b.rows, b.right) for b in blocks if isinstance(b, Table)]
-        write_page(title, answer["words"], tables, html)
     emit(answer, blocks, output)
 
 

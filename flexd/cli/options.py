@@ -58,14 +58,3 @@ def check_file(option: str, path: Path | None) -> None:
     folder = path.absolute().parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{option} {path}: cannot be written", remedy="give a file in an existing, writable folder")
-
-
-def check_folder(option: str, path: Path | None) -> None:
-    """Raise ConfigError, which names the option, if the folder cannot be written or made."""
-    if path is None:
-        return
-    nearest = path.absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise ConfigError(f"{option} {path}: cannot be written", remedy="give a folder that exists or can be made")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
-from flexd.cli.options import OutputOption, check_file, check_folder
+from flexd.cli.options import OutputOption, check_file
 from flexd.cli.replay_options import (
     DEFAULT_PRESET,
     BatchOption,
@@ -104,10 +104,6 @@ def simulate(
         str, typer.Option("--budgets", metavar="F,F,...", help="Further replica fractions to compare.")
     ] = "",
     seed: SeedOption = 0,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a report with plots to one file.")
-    ] = None,
-    plots: Annotated[Path | None, typer.Option("--plots", metavar="DIR", help="Write the plots as PNG files.")] = None,
     save_profile: Annotated[
         Path | None,
         typer.Option("--save-profile", metavar="FILE.npz", help="Write the last profile of the re-planned strategy."),
@@ -116,18 +112,14 @@ def simulate(
 ) -> None:
     """Replay accesses through planners and count the bytes moved.
 
-    Compares row-wise sharding, two-hop, FlexShard, one plan for ever, re-planning, and an oracle.
+    Compares row-wise sharding, two-hop, one plan for ever, re-planning, and an oracle.
 
-    Example: flexd simulate --trace events.npz --scale 5000 --html report.html
+    Example: flexd simulate --trace events.npz --scale 5000
     """
     if sum(given is not None for given in (trace, zipf, profile)) > 1:
         raise ConfigError("--trace, --zipf and --profile", remedy="give one of them")
     fractions = _fractions(budgets)
-    check_file("--html", html)
-    check_folder("--plots", plots)
     check_file("--save-profile", save_profile)
-    if html is not None or plots is not None:
-        _check_matplotlib()
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
     from flexd.simulate.affinity import affinity_outlook
@@ -160,19 +152,6 @@ def simulate(
     if affinity is not None:
         summary["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
     blocks = simulate_blocks(summary)
-    if html is not None:
-        from flexd.simulate.html_report import ReportTable, write_html_report
-
-        tables = [
-            ReportTable(block.title, block.columns, block.rows, block.right)
-            for block in blocks
-            if isinstance(block, Table)
-        ]
-        write_html_report(simulation, summary["words"], tables, html)
-    if plots is not None:
-        from flexd.simulate.plots import write_plots
-
-        write_plots(simulation, plots)
     if save_profile is not None:
         if simulation.last_profile is None:
             raise ConfigError("--save-profile: nothing was planned", remedy="replay more than --interval-steps steps")
@@ -255,14 +234,6 @@ def make_trace_accesses(
         name, events, layout, row_format, batch_size=batch, steps=steps, history=history, kind=samples, lengths=lengths,
         micro_batches=micro_batches,
     )  # fmt: skip
-
-
-def _check_matplotlib() -> None:
-    """Raise ConfigError if matplotlib is missing, before a replay of minutes."""
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--html and --plots need matplotlib", remedy="pip install 'flexd[plot]'")
 
 
 def show_progress(steps: int) -> Callable[[int], None] | None:

@@ -22,7 +22,6 @@ from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import BitWords, CollectiveBytes, StepByteCounter, StepPart, sent_bytes
 from flexd.simulate.collective_pricer import CollectivePricer
 from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.flexshard_tiers import flexshard_placement
 from flexd.simulate.step_keys import StepPasses
 from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
 from flexd.simulate.touches import TouchCounter
@@ -172,27 +171,20 @@ class _StrategyRunner:
     def plan(self, profile: Profile) -> None:
         """Makes a plan against the placement as it is; its chunks follow, one step after another."""
         shared, settings = self._shared, self._shared.settings
-        if self.strategy.plans_as_flexshard:
-            target = flexshard_placement(
-                profile, shared.keyspace, shared.layout, shared.cluster, self._slots, shared.shape
-            )
-            delta = self._placement.delta_to(target)
-        else:
-            free = self.strategy.knowledge is Knowledge.NEXT_WINDOW
-            plan = make_plan(
-                profile, shared.keyspace, shared.layout, shared.cluster, self._slots,
-                Placement.empty() if free else self._placement,
-                plan_id=self.strategy.name, parent_id="", topology_generation=0,
-                horizon_steps=math.inf if free else settings.horizon_steps, now_unix_seconds=0.0, reason="replay",
-                shape=shared.shape,
-            )  # fmt: skip
-            if free:
-                self._placement = plan.target
-                self._words = BitWords.of(shared.keyspace, shared.layout, plan.target)
-                return
-            delta = plan.delta
+        free = self.strategy.knowledge is Knowledge.NEXT_WINDOW
+        plan = make_plan(
+            profile, shared.keyspace, shared.layout, shared.cluster, self._slots,
+            Placement.empty() if free else self._placement,
+            plan_id=self.strategy.name, parent_id="", topology_generation=0,
+            horizon_steps=math.inf if free else settings.horizon_steps, now_unix_seconds=0.0, reason="replay",
+            shape=shared.shape,
+        )  # fmt: skip
+        if free:
+            self._placement = plan.target
+            self._words = BitWords.of(shared.keyspace, shared.layout, plan.target)
+            return
         self._pending_chunks = deque(
-            delta_chunks(delta, shared.keyspace, shared.layout, settings.chunk_rows, settings.chunk_bytes)
+            delta_chunks(plan.delta, shared.keyspace, shared.layout, settings.chunk_rows, settings.chunk_bytes)
         )
         self._new_plan = True
 

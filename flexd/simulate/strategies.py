@@ -27,8 +27,7 @@ class Strategy:
 
     Attributes:
         name: key in the results.
-        title: for tables and plots.
-        plans_as_flexshard: tiers are chosen as FlexShard (arXiv 2301.02959) does, and not by flexd's planner.
+        title: for tables.
         merges_passes: each row's gradient is pushed once a step, not once a micro-batch.
     """
 
@@ -36,7 +35,6 @@ class Strategy:
     title: str
     exchange: Exchange
     knowledge: Knowledge = Knowledge.NOTHING
-    plans_as_flexshard: bool = False
     merges_passes: bool = True
 
 
@@ -44,16 +42,8 @@ ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT, merges_passes=False
 ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP, merges_passes=False)
 DIRECT = Strategy("direct", "flexd, direct with dedup", Exchange.DIRECT_DEDUP)
 TWO_HOP = Strategy("two_hop", "two-hop chain", Exchange.CHAIN)
-FLEXSHARD = Strategy(
-    "flexshard",
-    "FlexShard as published",
-    Exchange.DIRECT,
-    Knowledge.FIRST_QUARTER,
-    plans_as_flexshard=True,
-    merges_passes=False,
-)
 STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, Knowledge.FIRST_QUARTER)
 REPLANNED = Strategy("replanned", "flexd, re-planned", Exchange.CHAIN, Knowledge.STREAM)
 ORACLE = Strategy("oracle", "oracle of the next window", Exchange.CHAIN, Knowledge.NEXT_WINDOW)
 
-STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, FLEXSHARD, STATIC, REPLANNED, ORACLE)
+STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, STATIC, REPLANNED, ORACLE)

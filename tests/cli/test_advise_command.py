@@ -103,12 +103,10 @@ def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, tmp_path: 
         "simulate", "--zipf", 1.05, "--rows", 600, *SMALL, "--interval-steps", 2, "--save-profile", profile
     )
     assert made.returncode == 0, made.stderr
-    page = tmp_path / "answer.html"
-    done = flexd_command("advise", "--step-ms", 1000, "--profile", profile, *SMALL, "--html", page)
+    done = flexd_command("advise", "--step-ms", 1000, "--profile", profile, *SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Not here: no option saves 2.00% of a step for certain.")
-    assert "GPU-hours" in page.read_text()
-    assert "Not here" in page.read_text()
+    assert "GPU-hours" in done.stdout
     wins = flexd_command("advise", "--step-ms", 30, "--profile", profile, "--scale", 100_000, *SMALL)
     assert wins.stdout.startswith("Worth it: "), wins.stdout
 
@@ -156,9 +154,7 @@ def listed(tmp_path: Path, **more: object) -> Path:
 
 def test_a_list_of_tables_with_its_plan_is_the_job(flexd_command, tmp_path: Path):
     tables = listed(tmp_path, sharding="TW", ranks=[1])
-    done = flexd_command(
-        "advise", "--step-ms", 400, "--tables", tables, "--html", tmp_path / "answer.html", "-o", "json"
-    )  # fmt: skip
+    done = flexd_command("advise", "--step-ms", 400, "--tables", tables, "-o", "json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["now"] == "listed"
@@ -166,6 +162,5 @@ def test_a_list_of_tables_with_its_plan_is_the_job(flexd_command, tmp_path: Path
     assert found["words"][0].startswith("Worth it: two hops")
     best = found["options"][found["best"]]
     assert best["step_seconds"]["low"] < best["step_seconds"]["expected"] < best["step_seconds"]["high"] < 0.4
-    assert "Worth it" in (tmp_path / "answer.html").read_text()
     text = " ".join(flexd_command("advise", "--step-ms", 400, "--tables", tables).stdout.split())
     assert "TorchRec, the plan of the list: 400 ms a step" in text

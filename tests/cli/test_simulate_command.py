@@ -21,41 +21,29 @@ def test_simulate_is_reproducible_and_prints_its_result(flexd_command):
     assert first.stdout == again.stdout != other.stdout
     found = json.loads(first.stdout)
     assert set(found["strategies"]) == {
-        "row_wise", "row_wise_dedup", "two_hop", "flexshard", "static", "replanned", "oracle"
+        "row_wise", "row_wise_dedup", "two_hop", "static", "replanned", "oracle"
     }  # fmt: skip
     assert found["compared_steps"] == [12, 16]
     assert found["accesses_per_step"] == 4 * 40 * 5
     table = flexd_command(*SMALL, "--budgets", "0.01,0.1")
-    assert "FlexShard as published" in table.stdout
+    assert "flexd, re-planned" in table.stdout
     assert "10.00%" in table.stdout
     assert "in words" in table.stdout
 
 
-def test_simulate_writes_a_page_pictures_and_a_profile(flexd_command, tmp_path: Path):
-    done = flexd_command(
-        *SMALL, "--budgets", "0.01", "--html", tmp_path / "r.html", "--plots", tmp_path / "plots", "--save-profile",
-        tmp_path / "p.npz",
-    )  # fmt: skip
+def test_simulate_writes_a_profile(flexd_command, tmp_path: Path):
+    done = flexd_command(*SMALL, "--save-profile", tmp_path / "p.npz")
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "r.html").read_text()
-    assert page.count("data:image/svg+xml;base64,") == 8, "four pictures, light and dark"
-    assert "http" not in page.replace("http-equiv", "").split("base64,")[0], "nothing is fetched"
-    assert "prefers-color-scheme: dark" in page
-    assert "FlexShard as published" in page
-    names = {"traffic.png", "over-time.png", "balance.png", "budget.png"}
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == names
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (tmp_path / "plots").iterdir())
     replayed = flexd_command("simulate", "--profile", tmp_path / "p.npz", "--batch", 10, "--steps", 8, "-o", "json")
     assert replayed.returncode == 0, replayed.stderr
     assert json.loads(replayed.stdout)["rows"] == 600
 
 
-@pytest.mark.parametrize("option", ["--html", "--plots", "--save-profile"])
-def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flexd_command, monkeypatch, option):
+def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flexd_command, monkeypatch):
     monkeypatch.setattr("flexd.simulate.simulation.simulate", lambda *args, **more: pytest.fail("simulated"))
-    done = flexd_command(*SMALL, option, f"{__file__}/below")
+    done = flexd_command(*SMALL, "--save-profile", f"{__file__}/below")
     assert done.returncode == ExitCode.USAGE
-    assert f"{option} {__file__}/below: cannot be written" in done.stderr
+    assert f"--save-profile {__file__}/below: cannot be written" in done.stderr
     assert "remedy: " in done.stderr
 
 
