@@ -21,12 +21,9 @@ if TYPE_CHECKING:
     from flexd.embedding.embed_all import embed_all
     from flexd.embedding.embedding import Embedding
     from flexd.embedding.jagged import Jagged
-    from flexd.embedding.joined_collections import JoinedCollections, join_collections
     from flexd.embedding.joined_optimizer import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
     from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, RowWiseAdagrad, RowWiseAdam
-    from flexd.embedding.serving.export import export_table, table_blocks
-    from flexd.embedding.serving.serving_table import ServingTable
     from flexd.embedding.table_rules import TableRules
     from flexd.embedding.tap.tap import Tap
     from flexd.stream.publisher import Publisher
@@ -42,25 +39,20 @@ _HOMES = {
     "EmbeddingCollection": "flexd.embedding.collection",
     "EmbeddingTable": "flexd.embedding.collection",
     "Jagged": "flexd.embedding.jagged",
-    "JoinedCollections": "flexd.embedding.joined_collections",
     "JoinedOptimizer": "flexd.embedding.joined_optimizer",
     "Publisher": "flexd.stream.publisher",
     "RankLayout": "flexd.core.layout",
     "RowWiseAdagrad": "flexd.embedding.row_optimizers",
     "RowWiseAdam": "flexd.embedding.row_optimizers",
     "SGD": "flexd.embedding.row_optimizers",
-    "ServingTable": "flexd.embedding.serving.serving_table",
     "ShardedState": "flexd.embedding.checkpoint.checkpoint",
     "TableRules": "flexd.embedding.table_rules",
     "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embed_all",
-    "export_table": "flexd.embedding.serving.export",
-    "join_collections": "flexd.embedding.joined_collections",
     "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "prefetch": "flexd.embedding.prefetch.loop",
-    "table_blocks": "flexd.embedding.serving.export",
 }
 
 __all__ = [
@@ -75,25 +67,20 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingTable",
     "Jagged",
-    "JoinedCollections",
     "JoinedOptimizer",
     "Publisher",
     "RankLayout",
     "RowWiseAdagrad",
     "RowWiseAdam",
-    "ServingTable",
     "ShardedState",
     "TableRules",
     "Tap",
     "__version__",
     "connect",
     "embed_all",
-    "export_table",
-    "join_collections",
     "load_checkpoint",
     "prefetch",
     "save_checkpoint",
-    "table_blocks",
 ]
 
 

@@ -1,6 +1,7 @@
 """``flexd.EmbeddingBagCollection``: pooled look-ups with the rows, exchange and tiers of ``EmbeddingCollection``.
 
-A table answers by rows or by sums:
+An ``EmbeddingTable`` among the tables is looked up un-pooled, in the same exchange. A pooled table answers
+by rows or by sums:
 
 - *rows* are pooled on the requesting rank, from the distinct rows of the exchange and without expanding them. So a row
   crosses the network once a node and step for any number of bags, or not at all if it has copies.
@@ -29,6 +30,7 @@ from flexd.embedding.jagged import Jagged
 from flexd.embedding.routed_input import RoutedInput
 
 POOLINGS = ("sum", "mean")
+UNPOOLED = "none"
 ANSWERS = (ROWS, SUMS)
 
 
@@ -96,13 +98,13 @@ def _answered(tables: Sequence[EmbeddingTable], answers: Mapping[str, str]) -> l
 
 
 class EmbeddingBagCollection(EmbeddingCollection):
-    """An ``EmbeddingCollection`` that pools each feature to one vector a sample, like ``nn.EmbeddingBag``.
+    """An ``EmbeddingCollection`` that pools features of some tables to one vector a sample, like ``nn.EmbeddingBag``.
 
     Rows are exchanged as in ``EmbeddingCollection``: each distinct row once a rank and once a node. ``connect``,
     ``Tap``, checkpoints and optimizers work in the same way.
 
     Args:
-        tables: ``EmbeddingBagTable``; an ``EmbeddingTable`` is pooled by sum.
+        tables: ``EmbeddingBagTable``, and ``EmbeddingTable`` for features that are not pooled.
         answers: "rows" or "sums" by name of a table, instead of ``EmbeddingBagTable.answer``; ``answer_of`` returns
             what it is now.
         arguments: keyword arguments of ``EmbeddingCollection``.
@@ -118,14 +120,16 @@ class EmbeddingBagCollection(EmbeddingCollection):
     ) -> None:
         super().__init__(_answered(tables, answers or {}), **arguments)
         self._pooling = {
-            feature: getattr(table, "pooling", "sum") for table in self.tables for feature in table.feature_names
+            feature: getattr(table, "pooling", UNPOOLED) for table in self.tables for feature in table.feature_names
         }
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(
         self, features: Mapping[str, JaggedLike], weights: Mapping[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Pool ids [n] of each feature to [batch, dim] sums or means over each sample, in the table's dtype.
+
+        Features of an ``EmbeddingTable`` are ``Jagged`` rows, as ``EmbeddingCollection`` returns them.
 
         Args:
             weights: a factor for each id, floating point [n], of features pooled by sum (``per_sample_weights`` of
@@ -148,17 +152,17 @@ class EmbeddingBagCollection(EmbeddingCollection):
 
     def _pool(
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Pool with one kernel for all features of a dim-group with equal pooling. Those with none are left out."""
+    ) -> dict[str, Any]:
+        """Pool with one kernel for all features of a dim-group with equal pooling, and expand those with none."""
         with self.engine.guard.publishing():
             return self._pooled(routed, rows, weights)
 
     def _pooled(
         self, routed: RoutedInput, rows: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         groups = len(self.keyspace.groups)
         of_rows, of_bags = rows[:groups], rows[groups:]
-        pooled = self._answered_by_sums(routed, of_bags) if of_bags else {}
+        pooled: dict[str, Any] = self._answered_by_sums(routed, of_bags) if of_bags else {}
         calls: list[_Pooling] = []
         for names, distinct, indices in zip(
             self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
@@ -168,6 +172,11 @@ class EmbeddingBagCollection(EmbeddingCollection):
             own = indices[: sum(sizes)] if of_bags else indices
             index_of = dict(zip(names, own.split_with_sizes(sizes), strict=True))
             size_of = dict(zip(names, sizes, strict=True))
+            if expanded := [name for name in names if self._pooling[name] == UNPOOLED]:
+                chosen = own if expanded == names else torch.cat([index_of[name] for name in expanded])
+                parts = distinct.index_select(0, chosen).split_with_sizes([size_of[name] for name in expanded])
+                lengths = [routed.features[name].lengths for name in expanded]
+                pooled |= zip(expanded, map(Jagged.checked, parts, lengths), strict=True)
             for pooling, weighted in (("sum", False), ("mean", False), ("sum", True)):
                 alike = [n for n in names if self._pooling[n] == pooling and (n in weights) == weighted]
                 if alike:
@@ -188,7 +197,7 @@ class EmbeddingBagCollection(EmbeddingCollection):
                 per_sample_weights=call.factors,
             )
             pooled |= zip(call.names, bags.split_with_sizes([part.shape[0] for part in call.lengths]), strict=True)
-        return {name: pooled[name] for name in routed.features if name in pooled}
+        return {name: pooled[name] for name in routed.features}
 
     def _answered_by_sums(self, routed: RoutedInput, sums: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Split [bags, dim] sums of each dim-group by feature, and divide those that are pooled by mean."""
@@ -207,9 +216,10 @@ class EmbeddingBagCollection(EmbeddingCollection):
             where = f"rank {self.rank}, weights of feature {name!r}"
             if name not in given:
                 raise EmbeddingError(f"{where}: the feature is not in the batch", remedy="give its ids too")
-            if self._pooling.get(name) == "mean":
+            if self._pooling.get(name) != "sum":
                 raise EmbeddingError(
-                    f"{where}: it is pooled by mean", remedy="pool by sum, with weights that sum to 1 in each bag"
+                    f"{where}: it is pooled by {self._pooling.get(name)}",
+                    remedy="pool by sum, with weights that sum to 1 in each bag",
                 )
             ids = given[name].values
             if factors.shape != ids.shape or not factors.is_floating_point() or factors.device != ids.device:

@@ -27,7 +27,7 @@ from flexd.embedding.features import FeatureKeys, FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
-from flexd.embedding.routed_input import JoinedTables, LookupFunction, RoutedInput
+from flexd.embedding.routed_input import LookupFunction, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
 from flexd.embedding.same_settings import Setting, check_same_settings, rows_of_tables, seed_of_tables
 from flexd.embedding.step_hooks import ForwardPass
@@ -171,8 +171,6 @@ class EmbeddingCollection(TableAccess):
             "seed": seed,
         }  # fmt: skip
         """Arguments of the constructor, beside tables, replicas and device."""
-        self.__dict__["_joined"] = None
-        """The tables that this collection reads if they were joined with those of others."""
         self.replica_slots = self._slots("replica budget", replica_fraction, replica_slots, 1.0)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
@@ -340,11 +338,6 @@ class EmbeddingCollection(TableAccess):
         """
         if self._trains():
             self.engine.check_room()
-        joined: JoinedTables | None = self.__dict__["_joined"]
-        if joined is not None:
-            part = joined.part_of(self, given, usable=keys is None)
-            if part is not None:
-                return part
         located = self.engine.hooks.claim(given, usable=keys is None)
         if located is None:
             return self._locate(given, keys)
@@ -426,19 +419,15 @@ class EmbeddingCollection(TableAccess):
 
     def _rows(self, routed: RoutedInput, *, expand: bool = True) -> Sequence[torch.Tensor]:
         """Collective. Return the rows as ``RowEngine.fetch``; their gradients wait for ``optimizer.step``."""
-        if routed.part is not None:
-            return routed.part.rows(expand=expand)
         rows = self._fetch(routed.forward_pass, expand=expand)
         check = None if routed.ahead is None else self.engine.hooks.changed_input()
         if check is not None:
             self.engine.drop_pass(routed.forward_pass)
             routed.replace_by(self._locate(routed.ahead, partial(self._checked_again, routed.ahead, check)))
             rows = self._fetch(routed.forward_pass, expand=expand)
-        joined: JoinedTables | None = self.__dict__["_joined"]
-        observe = self.after_lookup if joined is None else joined.observer_of(self)
-        if observe is not None and self._trains():
+        if self.after_lookup is not None and self._trains():
             with self.engine.guard.publishing():  # the other ranks may be in the next exchange already
-                observe(routed.features)
+                self.after_lookup(routed.features)
         return rows
 
     def _checked_again(self, given: Any, check: Callable[[], None], features: Mapping[str, Jagged]) -> FeatureKeys:

@@ -156,7 +156,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise EmbeddingError(
                     f"tables {', '.join(tables)}: {type(rule).__name__}, tables {', '.join(groups[0][1])} have "
                     f"{type(first).__name__}",
-                    remedy="use one of them for all of these tables, or two collections that are not joined",
+                    remedy="use one of them for all of these tables, or two collections",
                 )
             for name, value in _settings_of(rule).items():
                 if name != "lr" and value != getattr(first, name):

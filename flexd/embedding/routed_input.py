@@ -1,10 +1,10 @@
-"""The input of a forward pass whose rows are located, for one collection or as a part of a look-up for several."""
+"""The input of a forward pass whose rows are located, and the function that fetches them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,8 +19,6 @@ class RoutedInput:
 
     Attributes:
         order: names of the features, dim-group by dim-group.
-        part: what holds the rows if they are part of a look-up for several collections; None: ``forward_pass`` is for
-            these features alone.
         ahead: the input of the forward pass if its rows were located before it: until they are fetched they may turn
             out to be those of another input, and then everything here is replaced.
     """
@@ -28,7 +26,6 @@ class RoutedInput:
     features: Mapping[str, Jagged]
     order: list[str]
     forward_pass: ForwardPass
-    part: PartOfLookUp | None = None
     ahead: Any = None
 
     def replace_by(self, other: RoutedInput) -> None:
@@ -41,36 +38,11 @@ class RoutedInput:
 
         Ids of bags that are added up here, for any rank, may follow.
         """
-        if self.part is not None:
-            return self.part.places()
         first = self.forward_pass.route.stations[0]
         return [
             torch.arange(stop.rows, device=distinct.device) if stop.expand is None else stop.expand
             for distinct, stop in zip(rows, first, strict=False)  # sums of bags follow
         ]
-
-
-class PartOfLookUp(Protocol):
-    """One collection's part of a look-up for several (``flexd.join_collections``)."""
-
-    def places(self) -> list[torch.Tensor]: ...
-
-    def rows(self, *, expand: bool) -> Sequence[torch.Tensor]:
-        """Collective at the first call of any part. Return what ``EmbeddingCollection._rows`` does."""
-        ...
-
-
-class JoinedTables(Protocol):
-    """What a collection reads whose tables were joined with those of others."""
-
-    def part_of(self, member: Any, given: Any, *, usable: bool) -> RoutedInput | None:
-        """Collective. Return the input of a forward pass of ``member`` if its rows are part of a look-up for all; not
-        if it is not ``usable``."""
-        ...
-
-    def observer_of(self, member: Any) -> Callable[[Mapping[str, Jagged]], None] | None:
-        """Return what is called with the features of each forward pass of ``member`` for training."""
-        ...
 
 
 class LookupFunction(torch.autograd.Function):

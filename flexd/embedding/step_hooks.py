@@ -97,10 +97,6 @@ class StepHooks:
     """The part of the traffic that no step waited for."""
     exchanges: tuple[tuple[ChainGroups, Router], ...] = ()
     """Further routers, with their groups, that use the exchange of the engine."""
-    announced: object = None
-    """Input of the next forward pass, if its rows were located or are being located."""
-    by_value = False
-    """Whether the next forward pass is that of the announced input if it has the same features, in other objects."""
     prefetched_batches = 0
     """Batches given to be located ahead, those counted below included."""
     unused_batches = 0

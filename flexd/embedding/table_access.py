@@ -113,13 +113,11 @@ class TableAccess(DeferredTables):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.__dict__.get("_joined") is None:  # else the first of the joined collections has the tables
-            from flexd.embedding.checkpoint.local_state import save_local
+        from flexd.embedding.checkpoint.local_state import save_local
 
-            save_local(self.engine, destination, prefix)
+        save_local(self.engine, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if self.__dict__.get("_joined") is None:
-            from flexd.embedding.checkpoint.local_state import load_local
+        from flexd.embedding.checkpoint.local_state import load_local
 
-            load_local(self.engine, state_dict, prefix, *args[2:5])
+        load_local(self.engine, state_dict, prefix, *args[2:5])

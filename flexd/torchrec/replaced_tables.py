@@ -221,7 +221,6 @@ class ReplacedTables(EmbeddingBagCollection):
         self._modules_of_model = tuple(modules)
         self._loaded = loaded
         super().__init__([table for module in modules for table in module.tables], seed=seed, **arguments)
-        self._pooling |= {lookup.name: "none" for one in modules if not one.pooled for lookup in one.lookups}
         self._one_lookup = one_lookup
         self._shared: _SharedLookup | None = None
         self._in_state_dict = True
@@ -281,45 +280,15 @@ class ReplacedTables(EmbeddingBagCollection):
         routed = self._route(routing)
         rows = self._rows(routed, expand=False)
         kjt = as_keyed_jagged(given, [], self.rank)
-        bags = {lookup.name for module in modules if module.pooled for lookup in module.lookups}
-        pooled = {}
-        if bags:
-            pooled = self._pool(routed, rows, self._weights(modules, kjt))
+        found = self._pool(routed, rows, self._weights(modules, kjt))
         with self.engine.guard.publishing():
-            expanded = self._expanded(routed, rows, bags)
-            return {module.path: self._output(module, kjt, routed, pooled, expanded) for module in modules}
+            return {module.path: self._output(module, kjt, routed, found) for module in modules}
 
-    def _expanded(self, routed: RoutedInput, rows: Sequence[torch.Tensor], bags: set[str]) -> dict[str, torch.Tensor]:
-        """Return one row an id of each feature that is not pooled, with one kernel a dim-group."""
-        out: dict[str, torch.Tensor] = {}
-        of_rows = rows[: len(self.keyspace.groups)]  # sums of bags follow
-        for names, distinct, indices in zip(
-            self._features.by_group(routed.order), of_rows, routed.places(of_rows), strict=True
-        ):
-            wanted = [name for name in names if name not in bags]
-            if not wanted:
-                continue
-            sizes = {name: routed.features[name].values.numel() for name in names}
-            indices = indices[: sum(sizes.values())]  # requests of bags that are added up here follow
-            if len(wanted) < len(names):
-                of_names = dict(zip(names, torch.split(indices, list(sizes.values())), strict=True))
-                indices = torch.cat([of_names[name] for name in wanted])
-            parts = torch.split(distinct.index_select(0, indices), [sizes[name] for name in wanted])
-            out |= zip(wanted, parts, strict=True)
-        return out
-
-    def _output(
-        self,
-        module: ReplacedModule,
-        kjt: Any,
-        routed: RoutedInput,
-        pooled: Mapping[str, torch.Tensor],
-        expanded: Mapping[str, torch.Tensor],
-    ) -> Output:
+    def _output(self, module: ReplacedModule, kjt: Any, routed: RoutedInput, found: Mapping[str, Any]) -> Output:
         if module.pooled:
-            return keyed_tensor(kjt, [(one.feature, one.output, pooled[one.name]) for one in module.lookups])
+            return keyed_tensor(kjt, [(one.feature, one.output, found[one.name]) for one in module.lookups])
         return {
-            one.output: jagged_tensor(routed.features[one.name], expanded[one.name], module.need_indices)
+            one.output: jagged_tensor(routed.features[one.name], found[one.name].values, module.need_indices)
             for one in module.lookups
         }
 

@@ -1,6 +1,6 @@
 """Invariants 1-3 for any combination: optimizers, exchanges and changes between them, sums, dtypes, passes, layouts,
 run-ahead, evaluation, migrations, kills and reloads, rows in two memories, home rules, bags answered by rows and by
-sums, optimizers and rates by table, two joined collections, and the kernels of an accelerator.
+sums, optimizers and rates by table, and the kernels of an accelerator.
 
 ``FLEXD_EXACTNESS_EXAMPLES`` sets the number of combinations.
 """
@@ -57,7 +57,7 @@ scenarios = st.builds(
     answered_by=answered_by,
     homes=homes,
     second_optimizer=st.sampled_from(["", "", "sgd", "rowwise_adagrad", "adam", "dense_adam"]),
-    joined=st.booleans(),
+    mixed=st.booleans(),
     moved=st.booleans(),
 )
 three_nodes = st.builds(
@@ -73,7 +73,7 @@ three_nodes = st.builds(
     replica_sums=st.sampled_from(["all_reduce", "home"]),
     answered_by=answered_by,
     homes=homes,
-    joined=st.booleans(),
+    mixed=st.booleans(),
     moved=st.booleans(),
 )
 
@@ -118,7 +118,6 @@ def test_any_training_equals_one_process(
     if "dense_adam" in (scenario.optimizer, scenario.second_optimizer):  # refuses two memories
         scenario = replace(scenario, fast_memory_bytes=None)
     tolerance = 1e-4 if scenario.comm_dtype or scenario.second_dtype else 1e-9
-    restarts = restarts and not scenario.joined  # joined collections are loaded each by itself
     loop = Loop(
         ahead=ahead, evaluate_every=evaluate_every, loops=loops if ahead or restarts else 1, depth=depth,
         restarts=restarts, changes=changes,

@@ -88,8 +88,7 @@ def test_all_ranks_of_a_launch_agree_on_its_attempt(ranks: Ranks) -> None:
     assert [name.rsplit("-", 1)[0] for name in first[1:]] == ["job-7-1", "job-7-1"]
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path, joined: bool) -> None:
+def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     """Run two migrations, the second over the first: the final tables equal those without migrations."""
     specs = [TableSpec(t.name, t.rows, t.dim, t.dtype, "rowwise_adagrad") for t in tables()]
     journal = PlacementJournal(tmp_path)
@@ -108,7 +107,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path, joined: bo
     pusher = threading.Thread(target=push, daemon=True)
     pusher.start()
     try:
-        results = ranks(4).run(connection_jobs.connected, layout, coordinator.port, final.digest(), 20_000, joined)
+        results = ranks(4).run(connection_jobs.connected, layout, coordinator.port, final.digest(), 20_000)
         pusher.join(30)
         assert states == [MigrationState.COMMITTED] * 2
         assert coordinator.placement().digest() == final.digest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,44 +14,19 @@ from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.connect import _agreed_attempt
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from tests.support.collection_jobs import ROWS, loss_of, some, tables, train_step
+from tests.support.collection_jobs import ROWS, some, tables, train_step
 
 
-def collection_of(layout: RankLayout, joined: bool) -> EmbeddingCollection:
-    """Return three tables as one collection, or as two that are joined."""
-
-    def made(names: Sequence[str], slots: list[int]) -> EmbeddingCollection:
-        return EmbeddingCollection(
-            tables(names=tuple(names)), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=slots
-        )
-
-    slots = [61, 23, 3]
-    if not joined:
-        return made(list(ROWS), slots)
-    return flexd.join_collections(made(list(ROWS)[:1], slots[:1]), made(list(ROWS)[1:], slots[1:]))
-
-
-def joined_step(collection: EmbeddingCollection, features: dict[str, Jagged]) -> None:
-    inputs = ({"item": features.pop("item")}, features)
-    first, second = collection(inputs)
-    loss_of(first | second).backward()
-    collection.optimizer.step()
-
-
-def connected(
-    rank: int, layout: RankLayout, port: int, digest: int, limit: int, joined: bool = False
-) -> dict[str, Any]:
+def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int) -> dict[str, Any]:
     """Train with a real agent until all ranks have the placement of this digest, and for three more steps."""
-    collection = collection_of(layout, joined)
+    collection = EmbeddingCollection(
+        tables(), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=[61, 23, 3]
+    )
     connection = flexd.connect(collection, f"127.0.0.1:{port}", job="job", timeout_seconds=5.0)
     versions, equal, step, left = [], True, 0, 3
     while step < limit and left:
-        if joined:
-            joined_step(collection, some(0, step, rank))
-        else:
-            train_step(collection, some(0, step, rank))
+        train_step(collection, some(0, step, rank))
         equal &= collection.replicas_bit_equal()
         versions.append(collection.placement_version)
         step += 1

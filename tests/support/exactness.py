@@ -61,8 +61,8 @@ class Scenario:
     """Home rules of the two tables; nodes and ranks are counted modulo those of the job."""
     second_optimizer: str = ""
     """Optimizer of the second table, if it differs."""
-    joined: bool = False
-    """The tables are in two collections that are joined; features of the first are not pooled then."""
+    mixed: bool = False
+    """Features of the first table are not pooled where those of the second are."""
     moved: bool = False
     """Rows also move to other nodes than those of their homes."""
 
@@ -75,7 +75,7 @@ class Scenario:
         """Features that are pooled."""
         if self.answered_by is None:
             return ()
-        return ("shop",) if self.joined else ("history", "target", "shop")
+        return ("shop",) if self.mixed else ("history", "target", "shop")
 
     def memories(self) -> dict[str, Any]:
         """Arguments of a collection. A directory is the caller's to remove."""
@@ -116,7 +116,7 @@ def _tables_of(scenario: Scenario) -> list[EmbeddingTable]:
         item: EmbeddingTable = EmbeddingBagTable(
             "item", 61, dims[0], ("history", "target"), dtypes[0], 0.5, answer=first
         )
-        if scenario.joined:
+        if scenario.mixed:
             item = EmbeddingTable("item", 61, dims[0], ("history", "target"), dtypes[0], 0.5)
         return [
             item,

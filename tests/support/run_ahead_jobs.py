@@ -27,7 +27,6 @@ from tests.support.exactness import (
     loss_of,
     random_chunks,
     row_optimizer,
-    second_rule,
     tables_of,
     values_of,
 )
@@ -78,53 +77,17 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
         "seed": scenario.seed, "max_migration_bytes_per_step": 2000, "average_gradients": scenario.average_gradients,
         "comm_dtype": scenario.comm_dtype, "replica_sums": scenario.replica_sums,
     }  # fmt: skip
-    collection: EmbeddingCollection
-    if scenario.joined:
-        item, shop = tables_of(scenario)
-        first = EmbeddingCollection([item], optimizer=row_optimizer(scenario), **given, **scenario.memories())
-        rates = class_of(scenario)(
-            [replace(shop, lr=None, optimizer=None)], optimizer=second_rule(scenario), **given, **scenario.memories()
-        )
-        if scenario.seed % 2:  # values of its own are copied
-            first.load_rows("item", 3, first.initial_table("item")[3:9])
-        collection = flexd.join_collections(first, rates)
-    else:
-        collection = class_of(scenario)(
-            tables_of(scenario), optimizer=row_optimizer(scenario), **given,
-            **(scenario.memories() if memories is None else memories),
-        )  # fmt: skip
+    collection = class_of(scenario)(
+        tables_of(scenario), optimizer=row_optimizer(scenario), **given,
+        **(scenario.memories() if memories is None else memories),
+    )  # fmt: skip
     if collection.engine.trial is not None:
         collection.engine.trial = ExchangeTrial(collection.engine.exchange, steps=1, interval_steps=1)
     return collection
 
 
-def given_to(collection: EmbeddingCollection, features: dict[str, Jagged]) -> Any:
-    """Return the input of a collection, or the inputs of two that are joined."""
-    if not isinstance(collection, flexd.JoinedCollections):
-        return features
-    return tuple({n: ids for n, ids in features.items() if (n == "shop") == shop} for shop in (False, True))
-
-
-def look_up(
-    collection: EmbeddingCollection, features: dict[str, Jagged], *, at_once: bool = False
-) -> dict[str, torch.Tensor]:
-    """Look up in one call, or member by member in any order unless ``at_once``."""
-    given = given_to(collection, features)
-    if not isinstance(collection, flexd.JoinedCollections):
-        return values_of(collection(given))
-    way = 0 if at_once else collection.steps % 3
-    if way == 0:
-        outputs = collection(given)
-    else:
-        order = (0, 1) if way == 1 else (1, 0)
-        of_member = {number: collection.members[number](given[number]) for number in order}
-        outputs = [of_member[0], of_member[1]]
-    rows = values_of(outputs[0]) | values_of(outputs[1])
-    return {name: rows[name] for name in features}
-
-
-def backward(collection: EmbeddingCollection, features: dict[str, Jagged], *, at_once: bool = False) -> float:
-    loss = loss_of(look_up(collection, features, at_once=at_once))
+def backward(collection: EmbeddingCollection, features: dict[str, Jagged]) -> float:
+    loss = loss_of(values_of(collection(features)))
     if loss.requires_grad:
         loss.backward()
     return float(loss.detach())
@@ -200,7 +163,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
             while number == 0 and inbox._received_version < due and rng.random() < 0.7:
                 inbox.offer(inbox._received_version + 1, chunks[inbox._received_version])
             try:
-                losses.append(backward(collection, features, at_once=bool(loop.changes)))
+                losses.append(backward(collection, features))
                 trained.append(losses[-1])
             except EmbeddingError as error:
                 errors.append(str(error))
@@ -223,12 +186,10 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
                 collection.optimizer.step()
             if each(index, step, loop.evaluate_every):
                 with torch.no_grad():
-                    for each_one in getattr(collection, "members", (collection,)):
-                        each_one.eval()
-                    rows = look_up(collection, batch(scenario, 10_000 + step, rank))
+                    collection.eval()
+                    rows = values_of(collection(batch(scenario, 10_000 + step, rank)))
                     losses.append(float(sum(part.double().sum() for part in rows.values())))
-                    for each_one in getattr(collection, "members", (collection,)):
-                        each_one.train()
+                    collection.train()
             if each(index, step, loop.read_every):
                 losses.append(float(collection.gather_table("item").sum()))
             if each(index, step, loop.save_every):
@@ -242,7 +203,7 @@ def train(rank: int, scenario: Scenario, loop: Loop) -> dict[str, Any]:
         part: Any = every[begin:end]
         if loop.ahead:
             part = flexd.prefetch(
-                part, collection, features=lambda pair: given_to(collection, pair[1]),
+                part, collection, features=lambda pair: pair[1],
                 passes_per_step=loop.announced_passes or scenario.passes, one_thread=loop.one_thread,
                 depth=loop.depth,
             )  # fmt: skip

@@ -69,17 +69,13 @@ class InputValues:
 
 
 def may_be_input(given: object, announced: object, *, by_value: bool = False) -> bool:
-    """Return whether two inputs of a forward pass are the same object, or mappings of the same objects or ids, or
-    (inputs of joined collections) tuples of such inputs.
+    """Return whether two inputs of a forward pass are the same object, or mappings of the same objects or ids.
 
     Args:
         by_value: the objects may be others: mappings of the same features, or one type.
     """
     if given is announced:
         return True
-    if isinstance(given, tuple | list) and isinstance(announced, tuple | list):
-        pairs = zip(given, announced, strict=False)
-        return len(given) == len(announced) and all(may_be_input(*pair, by_value=by_value) for pair in pairs)
     if not isinstance(given, Mapping) or not isinstance(announced, Mapping):
         return by_value and type(given) is type(announced)
     return given.keys() == announced.keys() and (

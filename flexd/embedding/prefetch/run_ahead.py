@@ -261,12 +261,7 @@ class RunAhead(StepHooks):
     # Called by the engine: ``StepHooks``.
 
     @property
-    def announced(self) -> object:  # type: ignore[override]
-        started = self._started if self._announced is not None else None
-        return None if started is None or started.input is None else started.input.given
-
-    @property
-    def by_value(self) -> bool:  # type: ignore[override]
+    def _by_value(self) -> bool:
         # Evaluation in a training loop, with inputs of the same features, is not for the announced batch.
         return torch.is_grad_enabled() == self._announced_with_grad
 
@@ -327,7 +322,7 @@ class RunAhead(StepHooks):
         started = self._started if self._announced is not None else None
         announced = None if started is None else started.input
         self._changed, self._changed_anywhere = None, False
-        self._claimed = announced is not None and may_be_input(given, announced.given, by_value=self.by_value)
+        self._claimed = announced is not None and may_be_input(given, announced.given, by_value=self._by_value)
         if announced is None or not self._claimed:
             self._trained_otherwise |= started is not None and torch.is_grad_enabled()
             return None

@@ -119,7 +119,7 @@ class TorchRecTrainer:
 
 
 class FlexdTrainer:
-    """Two flexd collections, joined, by the rules of ``flexd shard --for flexd``."""
+    """A flexd collection of pooled and un-pooled tables, by the rules of ``flexd shard --for flexd``."""
 
     def __init__(self, setting: Setting, batches: list[Batch], document: dict[str, Any], *, run_ahead: bool) -> None:
         tables = setting.embedding_tables()
@@ -128,33 +128,27 @@ class FlexdTrainer:
             "optimizer": flexd.RowWiseAdagrad(lr=LEARNING_RATE, eps=EPS), "layout": setting.layout,
             "average_gradients": False, "rules": rules,
         }  # fmt: skip
-        bags = [table for table in tables if isinstance(table, flexd.EmbeddingBagTable)]
-        rows = [table for table in tables if table not in bags]
-        self._joined = flexd.join_collections(
-            flexd.EmbeddingBagCollection(bags, **settings), flexd.EmbeddingCollection(rows, **settings)
-        )
+        self._collection = flexd.EmbeddingBagCollection(tables, **settings)
+        self._rows = [table.name for table in tables if not isinstance(table, flexd.EmbeddingBagTable)]
         inputs = [
-            tuple(
-                {
-                    table.name: flexd.Jagged(
-                        torch.from_numpy(batch.values[table.name]), torch.from_numpy(batch.lengths[table.name])
-                    )
-                    for table in part
-                }
-                for part in (bags, rows)
-            )
+            {
+                table.name: flexd.Jagged(
+                    torch.from_numpy(batch.values[table.name]), torch.from_numpy(batch.lengths[table.name])
+                )
+                for table in tables
+            }
             for batch in batches
         ]
         self._loader: Iterator[Any] = forever(list(zip(batches, inputs, strict=True)))
         if run_ahead:
-            self._loader = iter(flexd.prefetch(self._loader, self._joined, features=lambda batch: batch[1]))
+            self._loader = iter(flexd.prefetch(self._loader, self._collection, features=lambda batch: batch[1]))
 
     def step(self, dense: Dense) -> float:
         batch, inputs = next(self._loader)
-        pooled, rows = self._joined(inputs)
-        loss = dense.loss(batch, pooled, {name: jagged.values for name, jagged in rows.items()})
+        found = self._collection(inputs)
+        loss = dense.loss(batch, found, {name: found[name].values for name in self._rows})
         loss.backward()
-        self._joined.optimizer.step()
+        self._collection.optimizer.step()
         return float(loss.detach())
 
 

@@ -1,1 +1,0 @@
-"""Whole tables for serving: read block by block, as modules that need no other rank."""
