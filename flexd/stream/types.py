@@ -16,6 +16,8 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
+_ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+
 Positions = dict[str, int]
 """Partition -> offset of the next message to read."""
 
@@ -53,7 +55,7 @@ class AccessBatch:
     user_ids: Int64Array | None = None
 
     def __post_init__(self) -> None:
-        if self.rows.ndim != 1 or self.rows.dtype not in (np.int32, np.int64):
+        if self.rows.ndim != 1 or self.rows.dtype not in _ROW_DTYPES:
             raise StreamError(
                 f"accesses of table {self.table!r}: rows are {self.rows.dtype}{list(self.rows.shape)}",
                 remedy="give a one-dimensional int32 or int64 array",

@@ -7,7 +7,7 @@ import itertools
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -56,8 +56,7 @@ _FLOAT64 = pa.float64()
 _CONTINUATION = b"\xff\xff\xff\xff"
 _MAX_DICTIONARIES = 16
 
-_schemas: dict[bytes, pa.Schema] = {}
-"""Checked schemas by the bytes of their metadata: producers repeat their schema in every message."""
+_UINT16, _UINT32, _INT32 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<i")
 
 
 def encode_arrow(batches: Sequence[AccessBatch]) -> bytes:
@@ -192,30 +191,40 @@ def _schema(
 # ---- Arrow ----
 
 
+class _Schema(NamedTuple):
+    """A checked schema: its columns by name, and for those that are lists the dtypes of (offsets, values)."""
+
+    schema: pa.Schema
+    columns: dict[str, int]
+    lists: dict[str, tuple[np.dtype[Any], np.dtype[Any]]]
+
+
+_schemas: dict[bytes, _Schema] = {}
+"""Checked schemas by their bytes: producers repeat their schema in every message."""
+
+
 def _decode_arrow(payload: bytes | memoryview) -> list[AccessBatch]:
     try:
-        schema, batch = _read_batch(pa.py_buffer(payload))
+        schema, batch = _read_batch(payload)
         if not 0 < batch.num_rows <= MAX_ENTRIES:
             reason = "empty" if batch.num_rows == 0 else "too_many_entries"
             _fail(reason, f"{batch.num_rows} entries, 1 to {MAX_ENTRIES} are read")
         # Arrow reads offsets, dictionary indices and text without a check.
         batch.validate(full=True)
-        return _entries(schema, batch.columns)
+        return _entries({name: batch.column(at) for name, at in schema.columns.items()}, schema.lists)
     except CodecError:
         raise
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
         _fail("corrupt", f"Arrow refuses it: {str(error)[:200]}")
 
 
-def _read_batch(payload: pa.Buffer) -> tuple[pa.Schema, pa.RecordBatch]:
+def _read_batch(payload: bytes | memoryview) -> tuple[_Schema, pa.RecordBatch]:
     """Read the only batch of an Arrow stream; what it holds is not validated yet."""
-    stream = pa.BufferReader(payload)
+    buffer = pa.py_buffer(payload)
+    stream = pa.BufferReader(buffer)
     dictionaries = 0
     try:
-        first = pa.ipc.read_message(stream)
-        if first.type != "schema":
-            _fail("wrong_schema", f"the first Arrow message is a {first.type}")
-        schema = _read_schema(first)
+        schema = _read_schema(payload, stream)
         while (message := pa.ipc.read_message(stream)).type == "dictionary":
             dictionaries += 1
             if dictionaries > _MAX_DICTIONARIES:
@@ -226,31 +235,47 @@ def _read_batch(payload: pa.Buffer) -> tuple[pa.Schema, pa.RecordBatch]:
     if message.type != "record batch":
         _fail("wrong_schema", f"Arrow message of type {message.type} where a record batch was expected")
     _check_uncompressed(message)
-    end = stream.tell()
-    rest = payload.size - end
-    if rest and (rest != 8 or payload.slice(end).to_pybytes() != _CONTINUATION + bytes(4)):
-        _fail("wrong_schema", f"{rest} bytes after the record batch: one batch a message")
+    rest = bytes(payload[stream.tell() :][:9])
+    if rest not in (b"", _CONTINUATION + bytes(4)):
+        _fail("wrong_schema", "bytes after the record batch: one batch a message")
     if dictionaries:
-        return schema, pa.ipc.open_stream(payload).read_next_batch()
-    return schema, pa.ipc.read_record_batch(message, schema)
+        return schema, pa.ipc.open_stream(buffer).read_next_batch()
+    return schema, pa.ipc.read_record_batch(message, schema.schema)
 
 
-def _read_schema(message: pa.Message) -> pa.Schema:
+def _read_schema(payload: bytes | memoryview, stream: pa.BufferReader) -> _Schema:
+    """Read the schema from the begin of a stream and move behind it."""
     # A cached schema must make no difference: a replay after a restart must give the same result for every message.
-    key = message.metadata.to_pybytes()
+    key = bytes(payload[: 8 + min(int.from_bytes(payload[4:8], "little"), _MAX_SCHEMA_BYTES)])
     known = _schemas.get(key)
     if known is not None:
+        stream.seek(len(key))
         return known
+    message = pa.ipc.read_message(stream)
+    if message.type != "schema":
+        _fail("wrong_schema", f"the first Arrow message is a {message.type}")
     schema = pa.ipc.read_schema(message)
     # Arrow swaps the bytes of a batch of the other byte order, without a check of the offsets that it swaps.
     if not schema.equals(pa.schema(list(schema))):
         _fail("wrong_schema", "big-endian values, little-endian ones are read")
     _check_schema(schema)
+    known = _Schema(
+        schema,
+        {name: at for at, name in enumerate(schema.names)},
+        {
+            field.name: (
+                np.dtype(np.int64 if pa.types.is_large_list(field.type) else np.int32),
+                np.dtype(field.type.value_type.to_pandas_dtype()),
+            )
+            for field in schema
+            if pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
+        },
+    )
     if len(_schemas) >= _MAX_SCHEMAS:
         _schemas.clear()
-    if len(key) <= _MAX_SCHEMA_BYTES:
-        _schemas[key] = schema
-    return schema
+    if stream.tell() == len(key):
+        _schemas[key] = known
+    return known
 
 
 def _check_uncompressed(message: pa.Message) -> None:
@@ -259,22 +284,22 @@ def _check_uncompressed(message: pa.Message) -> None:
     ``format/Message.fbs``: a ``Message`` has its header as field 2, a ``RecordBatch`` its compression as field 3, and
     a ``DictionaryBatch`` its ``RecordBatch`` as field 1. Arrow has verified the flatbuffer.
     """
-    metadata = message.metadata
-    batch = _child(metadata, struct.unpack_from("<I", metadata, 0)[0], 2)
+    metadata = memoryview(message.metadata)
+    batch = _child(metadata, _UINT32.unpack_from(metadata)[0], 2)
     if batch is not None and message.type == "dictionary":
         batch = _child(metadata, batch, 1)
     if batch is not None and _child(metadata, batch, 3) is not None:
         _fail("compressed", "the Arrow buffers are compressed")
 
 
-def _child(flatbuffer: pa.Buffer, table: int, field: int) -> int | None:
+def _child(flatbuffer: memoryview, table: int, field: int) -> int | None:
     """Return the position of the table that a field of a table points at; None if the field is absent."""
-    vtable = table - struct.unpack_from("<i", flatbuffer, table)[0]
+    vtable = table - _INT32.unpack_from(flatbuffer, table)[0]
     slot = 4 + 2 * field
-    if slot + 2 > struct.unpack_from("<H", flatbuffer, vtable)[0]:
+    if slot + 2 > _UINT16.unpack_from(flatbuffer, vtable)[0]:
         return None
-    offset = struct.unpack_from("<H", flatbuffer, vtable + slot)[0]
-    return table + offset + int(struct.unpack_from("<I", flatbuffer, table + offset)[0]) if offset else None
+    offset = _UINT16.unpack_from(flatbuffer, vtable + slot)[0]
+    return table + offset + int(_UINT32.unpack_from(flatbuffer, table + offset)[0]) if offset else None
 
 
 def _check_schema(schema: pa.Schema) -> None:
@@ -304,37 +329,26 @@ def _is_list_of(kind: pa.DataType, *values: pa.DataType) -> bool:
     return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and kind.value_type in values
 
 
-def _entries(schema: pa.Schema, columns: list[pa.Array]) -> list[AccessBatch]:
-    by_name = dict(zip(schema.names, columns, strict=True))
+def _entries(columns: dict[str, pa.Array], lists: dict[str, tuple[np.dtype[Any], np.dtype[Any]]]) -> list[AccessBatch]:
     for name in _COLUMNS:
-        if by_name[name].null_count:
+        if columns[name].null_count:
             _fail("null_value", f"column {name!r} has null entries")
-    tables = _tables(by_name["table"])
-    rows = _lists("rows", by_name["rows"])
-    ranks = by_name["source_rank"].to_pylist()
+    parts = {name: _lists(name, columns[name], *dtypes) for name, dtypes in lists.items()}
+    tables = _tables(columns["table"])
+    ranks = columns["source_rank"].to_pylist()
     if min(ranks) < 0:
         _fail("bad_source_rank", f"source_rank {min(ranks)}")
-    times = _event_times(by_name["event_time"])
-    lengths, *ids = (_optional_column(name, by_name, len(tables)) for name in ("sequence_lengths", *_IDS))
-    steps: list[Any] = by_name["step"].to_pylist() if "step" in by_name else [None] * len(tables)
+    times = _event_times(columns["event_time"])
+    none: list[None] = [None] * len(tables)
+    steps = columns["step"].to_pylist() if "step" in columns else none
     for step in steps:
         if step is not None and not 0 <= step <= _MAX_STEP:
             _fail("bad_step", f"step {step}, 0 to {_MAX_STEP} are read")
+    lengths, samples, users = (parts.get(name, none) for name in ("sequence_lengths", *_IDS))
     try:
-        return [AccessBatch(*entry) for entry in zip(tables, rows, ranks, times, lengths, steps, *ids, strict=True)]
+        return list(map(AccessBatch, tables, parts["rows"], ranks, times, lengths, steps, samples, users))
     except StreamError as error:
         _fail("bad_lengths", error.message)
-
-
-def _optional_column(name: str, by_name: dict[str, pa.Array], entries: int) -> list[Any]:
-    if name not in by_name:
-        return [None] * entries
-    column = by_name[name]
-    parts = _lists(name, column)
-    if not column.null_count:
-        return parts
-    there = column.is_valid().to_pylist()
-    return [part if valid else None for part, valid in zip(parts, there, strict=True)]
 
 
 def _tables(column: pa.Array) -> list[str]:
@@ -358,18 +372,19 @@ def _check_tables(tables: list[str]) -> None:
         _fail("bad_table_name", f"table name of {longest} characters, 1 to {MAX_TABLE_NAME_CHARS} are allowed")
 
 
-def _lists(name: str, column: pa.Array) -> list[npt.NDArray[Any]]:
-    child = column.values
-    if child.null_count:
+def _lists(name: str, column: pa.Array, offsets_dtype: np.dtype[Any], dtype: np.dtype[Any]) -> list[Any]:
+    """Return an array of each list of a validated column, None where it is missing."""
+    missing, offsets, missing_values, data = column.buffers()
+    if missing_values is not None and column.values.null_count:
         _fail("null_value", f"column {name!r} has null values")
-    values = child.to_numpy()
+    values = np.frombuffer(b"" if data is None else data, dtype)
     if not values.flags.aligned:
         values = values.copy()
-    if len(column) == 1:
-        first, last = column.offsets.to_pylist()
-        return [values[first:last]]
-    offsets = column.offsets.to_numpy().tolist()
-    return [values[first:last] for first, last in itertools.pairwise(offsets)]
+    ends = np.frombuffer(offsets, offsets_dtype, len(column) + 1).tolist()
+    parts: list[Any] = [values[first:last] for first, last in itertools.pairwise(ends)]
+    if missing is not None and column.null_count:
+        parts = [part if valid else None for part, valid in zip(parts, column.is_valid().to_pylist(), strict=True)]
+    return parts
 
 
 def _event_times(column: pa.Array) -> list[float]:
