@@ -76,11 +76,6 @@ class AbortPreview(Model):
     """The rollback, if one was requested."""
 
 
-def abort_status(result: AbortResult) -> int:
-    """Return the HTTP status of the response: 202 while the abort goes on."""
-    return 202 if result.outcome in ("accepted", "timed_out") else 200
-
-
 def rollback_preview(rollback_plan: RollbackPlan) -> RollbackPreview:
     """Return what a rollback would move."""
     delta = rollback_plan.delta

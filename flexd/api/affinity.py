@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from flexd.api.base import FiniteOrNone, Model
+from pydantic import Field
+
+from flexd.api.base import FiniteOrNone, Model, RequestBody
 from flexd.api.families import gauges
 
 if TYPE_CHECKING:
@@ -59,6 +61,15 @@ class AffinityReport(Model):
     """Share left with each user's samples in her node; null without ids of users."""
     learning: bool = False
     """Whether homes are being learnt for the first time: nothing else is known then."""
+
+
+class UsersRequest(RequestBody):
+    """A page of users."""
+
+    offset: Annotated[int, Field(ge=0, le=2**40)] = 0
+    """Users before it."""
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_USERS)] = MAX_PAGE_USERS
+    """Users of it, at most."""
 
 
 class UserNodePage(Model):

@@ -71,13 +71,14 @@ def attempt_report(attempt: Attempt) -> AttemptReport:
 
 
 class AttemptCommands:
-    """Implements ``AttemptsApi``."""
+    """Commands on the attempts. Each raises ApiError if there is no such attempt (404)."""
 
     def __init__(self, coordinator: Coordinator, operator: OperatorCommands) -> None:
         self._coordinator = coordinator
         self._operator = operator
 
     def attempts(self) -> AttemptList:
+        """Return the attempt that holds the job, those that wait, and those that ended within an hour."""
         return AttemptList(attempts=self._reports())
 
     def prefer(self, attempt: str, reason: str = "", who: str = "") -> AttemptResult:

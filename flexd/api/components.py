@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Components:
-    """The running components of a daemon, and the queries that read them. Implements ``InspectApi``.
+    """The running components of a daemon, and the queries that read them.
 
     Methods may be called from any thread and block on nothing that ingest or a migration holds for long.
 

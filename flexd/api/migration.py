@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model, Share
+from flexd.api.base import FiniteOrNone, Model, RequestBody, Share
 from flexd.api.families import counter, counters, gauge, with_zeros
 from flexd.api.migration_effect import MigrationEffect, migration_effect
 from flexd.api.verification import VerificationReport
@@ -197,6 +197,15 @@ class MigrationList(Model):
     """Other commands, at most as many; none if migrations in one state were requested."""
     problem: str | None = None
     """Reason why the newest are not in the history's file yet; null if they are."""
+
+
+class MigrationsRequest(RequestBody):
+    """A list of migrations."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED)] = 100
+    """Migrations at most, the newest."""
+    state: MigrationStateName | None = None
+    """Only those in this state."""
 
 
 class HistoryStatus(Model):

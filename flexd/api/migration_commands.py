@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.5
 
 
 class MigrationCommands:
-    """Implements ``MigrationsApi``. Thread-safe.
+    """Each raises SnapshotError if the file of the history cannot be read. Thread-safe.
 
     Args:
         stopping: set when the daemon ends: no wait outlives it.
@@ -64,7 +64,7 @@ class MigrationCommands:
         self._effects = effects
 
     def migrations(self, limit: int, state: MigrationStateName | None) -> MigrationList:
-        """Implement ``MigrationsApi.migrations``."""
+        """Return at most ``limit`` migrations, newest first; only those in ``state`` if one is given."""
         records = self._history.newest(limit, None if state is None else MigrationState[state])
         actions = self._history.newest_actions(limit) if state is None else ()
         named = [record.migration_id for record in records]
@@ -79,7 +79,7 @@ class MigrationCommands:
         )
 
     def migration(self, migration_id: str) -> MigrationDetail:
-        """Implement ``MigrationsApi.migration``."""
+        """Return one migration of the history; ``latest`` is the newest. Raises ApiError if there is none (404)."""
         if migration_id == LATEST:
             newest = self._history.newest(1)
             migration_id = newest[0].migration_id if newest else migration_id
@@ -115,7 +115,13 @@ class MigrationCommands:
         return next((each.detail for each in actions if (each.kind, each.reason) == ("verify", migration_id)), None)
 
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
-        """Implement ``MigrationsApi.abort``."""
+        """Stop the running migration at its next chunk; with ``rollback`` restore the placement it started from.
+
+        Waits at most ``wait_seconds``; a deadline that passes is no error.
+
+        Raises:
+            ApiError: no migration is running (409), no ranks to roll back to (409), or shutting down (503).
+        """
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
         deadline = time.monotonic() + wait_seconds
@@ -139,7 +145,7 @@ class MigrationCommands:
         )
 
     def preview_abort(self, *, rollback: bool) -> AbortPreview:
-        """Implement ``MigrationsApi.preview_abort``."""
+        """Return what ``abort`` would do now. Changes nothing. Raises ApiError as ``abort``."""
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
         if rollback and not self._executions.migrating and self._recovery.interrupted is not None:

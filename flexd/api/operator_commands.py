@@ -89,7 +89,7 @@ class OperatorCommands:
             self._retry_at = time.monotonic() + RETRY_SECONDS
 
     def pause(self, reason: str, who: str = "") -> PauseState:
-        """Implement ``DaemonApi.pause``."""
+        """Hold planning and pushing at the next chunk boundary, also after a restart; ingest goes on."""
         with self._lock:
             first = self.paused is None
             self.pauses += first
@@ -100,7 +100,7 @@ class OperatorCommands:
         return PauseState(paused=True, reason=reason, changed=first)
 
     def resume(self, reason: str = "", who: str = "") -> PauseState:
-        """Implement ``DaemonApi.resume``."""
+        """End a pause."""
         with self._lock:
             pause = self.paused
             # First, so that ``tick`` does not record the pause again that ends here.
@@ -120,7 +120,7 @@ class OperatorCommands:
         reason: str = "",
         who: str = "",
     ) -> None:
-        """Implement ``PlanningApi.set_throttle``."""
+        """Change the throttle from the next chunk on: None keeps a setting, 0 lifts a limit. Survives a restart."""
         if bytes_per_step is None and bytes_per_second is None and adaptive is None:
             return
         with self._lock:

@@ -34,7 +34,7 @@ _OUTCOMES: Mapping[MigrationState, ReplanOutcome] = {
 
 
 class PlanCommands:
-    """Implements ``PlanningApi`` and the planning commands of ``DaemonApi``. Thread-safe.
+    """Each raises PlanError if no plan can be made: too few accesses, no ranks. Thread-safe.
 
     Args:
         stopping: set when the daemon ends: no wait outlives it.
@@ -66,7 +66,11 @@ class PlanCommands:
         return proposal_report(self._planning.propose(trigger, dry_run=True))
 
     def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
-        """Implement ``DaemonApi.explain``."""
+        """Explain the tier of a row, or of the ``hottest`` rows of a table, by a plan made now. Moves nothing.
+
+        Raises:
+            ApiError: no such table or row (404).
+        """
         index = self._keyspace.index.get(table)
         if index is None:
             names = ", ".join(each.name for each in self._keyspace.tables)
@@ -99,7 +103,18 @@ class PlanCommands:
         return user_node_page(found, offset, limit)
 
     def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
-        """Implement ``DaemonApi.replan``."""
+        """Plan now and start the migration; wait at most ``wait_seconds`` for its end.
+
+        Returns early when the daemon shuts down. A deadline that passes is no error: the outcome is ``timed_out`` and
+        the migration goes on.
+
+        Args:
+            force: carry it out although a gate is closed; recorded.
+            who: the person or program that requests it; recorded.
+
+        Raises:
+            ApiError: paused (409), or shutting down (503).
+        """
         self._check_running()
         proposal = self._planning.propose(_manual_trigger(reason, who), force=force)
         execution = self._planning.execute(proposal, force=force)
@@ -108,7 +123,12 @@ class PlanCommands:
     def apply(
         self, plan_id: str, reason: str, wait_seconds: float, *, force: bool = False, who: str = ""
     ) -> ReplanResult:
-        """Implement ``PlanningApi.apply``."""
+        """Carry a kept plan out; waits and returns like ``replan``.
+
+        Raises:
+            PlanError: ranks, placement or accesses have changed since it was made, or a gate was closed.
+            ApiError: no plan of that id is kept (404), paused (409), or shutting down (503).
+        """
         self._check_running()
         proposal, execution = self._planning.apply(plan_id, _manual_trigger(reason, who), force=force)
         return self._report(proposal, execution, wait_seconds)
@@ -126,7 +146,7 @@ class PlanCommands:
         reason: str = "",
         who: str = "",
     ) -> ThrottleStatus:
-        """Implement ``PlanningApi.set_throttle``."""
+        """Change the throttle, as ``OperatorCommands.set_throttle``."""
         self._operator.set_throttle(bytes_per_step, bytes_per_second, adaptive, reason, who)
         return self.throttle()
 

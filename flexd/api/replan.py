@@ -55,8 +55,3 @@ class ReplanResult(Model):
     """The version that every rank has agreed on."""
     message: str = ""
     """One sentence for people."""
-
-
-def replan_status(result: ReplanResult) -> int:
-    """Return the HTTP status of the response: 202 while the migration goes on."""
-    return 202 if result.outcome in ("accepted", "timed_out") else 200

@@ -74,12 +74,27 @@ class TablePage(Model):
     """The entries of the page."""
 
 
-class RowsRequest(RequestBody):
-    """Body of ``POST /v1/rows``."""
+class PageRequest(RequestBody):
+    """A page of a list."""
+
+    offset: Annotated[int, Field(ge=0, le=2**40)] = 0
+    """Entries before it."""
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ENTRIES)] = 100
+    """Entries of it, at most."""
+
+
+class TablesRequest(PageRequest):
+    """A page of tables."""
+
+    order: TableOrder = "accesses"
+    """Order of the list."""
+
+
+class RowsRequest(PageRequest):
+    """A page of the hot rows of a table."""
 
     table: Annotated[str, Field(max_length=256)]
-    offset: Annotated[int, Field(ge=0, le=2**40)] = 0
-    limit: Annotated[int, Field(ge=1, le=MAX_PAGE_ENTRIES)] = 100
+    """Name of the table."""
 
 
 class HotRow(Model):

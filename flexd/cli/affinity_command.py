@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexd.api import routes
 from flexd.cli.exit_codes import DaemonRefusedError
 from flexd.cli.options import SocketOption, UrlOption, connect
 from flexd.core import units
@@ -83,11 +84,11 @@ def _user_nodes(client: DaemonClient) -> tuple[NodeMap, float | None]:
     from flexd.core.node_map import NodeMap
 
     for _ in range(_ATTEMPTS):
-        page = first = client.user_nodes(0)
+        page = first = client.send(routes.USERS)
         pages = [first]
         read = len(first.ids)
         while page.learnt == first.learnt and page.ids and read < first.users:
-            page = client.user_nodes(read)
+            page = client.send(routes.USERS, offset=read)
             pages.append(page)
             read += len(page.ids)
         if page.learnt == first.learnt:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flexd.api import routes
 from flexd.api.attempt import AttemptReport, AttemptResult
 from flexd.cli.blocks import Block, Sentences, Table
 from flexd.cli.client import DaemonClient
@@ -29,7 +30,7 @@ def list_command(url: UrlOption = None, socket: SocketOption = None, output: Out
 
     Example: flexd attempts list
     """
-    answer = connect(url, socket).attempts()
+    answer = connect(url, socket).send(routes.ATTEMPTS)
     emit(answer, attempt_blocks(answer.attempts), output)
 
 
@@ -57,7 +58,7 @@ def prefer_command(
         _emit(preview, "would hold", output)
         return
     confirm(f"The attempt that holds the job gets no further migrations. Give the job to {attempt}?", yes)
-    _emit(client.prefer_attempt(attempt, reason, who()), "gets", output)
+    _emit(client.send(routes.PREFER, attempt=attempt, reason=reason, who=who()), "gets", output)
 
 
 @app.command("forget")
@@ -84,7 +85,7 @@ def forget_command(
         _emit(preview, "would be forgotten", output)
         return
     confirm(f"Forget attempt {attempt}?", yes)
-    _emit(client.forget_attempt(attempt, reason, who()), "forgotten", output)
+    _emit(client.send(routes.FORGET, attempt=attempt, reason=reason, who=who()), "forgotten", output)
 
 
 def attempt_blocks(attempts: tuple[AttemptReport, ...]) -> list[Block]:
@@ -108,7 +109,7 @@ def attempt_blocks(attempts: tuple[AttemptReport, ...]) -> list[Block]:
 
 def _known(client: DaemonClient, attempt: str) -> tuple[tuple[AttemptReport, ...], AttemptReport]:
     """Return all attempts and the one of this name; raises what the daemon would if there is none."""
-    listed = client.attempts().attempts
+    listed = client.send(routes.ATTEMPTS).attempts
     for each in listed:
         if each.attempt == attempt:
             return listed, each

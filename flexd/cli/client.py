@@ -7,28 +7,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, urlencode
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from flexd.api.abort import AbortPreview, AbortResult
-from flexd.api.affinity import UserNodePage
-from flexd.api.attempt import AttemptList, AttemptResult
-from flexd.api.base import MAX_REASON_CHARACTERS, REQUEST_HEADER
-from flexd.api.config import ConfigReport, ReloadReport
+from flexd.api.base import REQUEST_HEADER
 from flexd.api.errors import ErrorBody
-from flexd.api.explanation import Explanation
-from flexd.api.migration import MigrationDetail, MigrationList
-from flexd.api.pause import PauseState
-from flexd.api.plan import PlanReport
-from flexd.api.planning import ProposalList
-from flexd.api.rank import RankPage
-from flexd.api.replan import ReplanResult
-from flexd.api.status import Status
-from flexd.api.table import HotRowPage, TableOrder, TablePage
-from flexd.api.throttle import ThrottleStatus
-from flexd.api.timeline import Timeline
+from flexd.api.routes import Answer, Route
 from flexd.cli.credentials import CA_VARIABLE, Credentials
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonTimeoutError, DaemonUnreachableError
 from flexd.core.errors import ConfigError
@@ -42,8 +28,6 @@ PLAN_SECONDS = 120.0
 """A plan over 10^9 rows takes seconds on a quiet machine; a busy one needs more."""
 MAX_ANSWER_BYTES = 64 * 2**20
 NO_CREDENTIALS = Credentials()
-
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -87,16 +71,8 @@ class DaemonAddress:
         return DaemonAddress(url)
 
 
-def _checked(reason: str) -> str:
-    if len(reason) > MAX_REASON_CHARACTERS:
-        raise ConfigError(
-            f"the reason has {len(reason)} characters", remedy=f"at most {MAX_REASON_CHARACTERS} are recorded"
-        )
-    return reason
-
-
 class DaemonClient:
-    """One method for each command of the API.
+    """Sends requests of ``flexd.api.routes``.
 
     Each raises DaemonUnreachableError, DaemonRefusedError (the daemon's own message and remedy) or
     DaemonTimeoutError.
@@ -106,107 +82,36 @@ class DaemonClient:
         self._address = address
         self._credentials = credentials
 
-    def status(self) -> Status:
-        return self._call("GET", "/v1/status", Status, ANSWER_SECONDS)
+    def send(self, route: Route[Answer], **fields: Any) -> Answer:
+        """Return the answer of the daemon.
 
-    def plan(self) -> PlanReport:
-        return self._call("POST", "/v1/plan", PlanReport, PLAN_SECONDS)
+        Args:
+            fields: parameters of the path, and fields of the request; None leaves one out.
 
-    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
-        body = {"table": table, "row": row, "hottest": hottest}
-        return self._call("POST", "/v1/explain", Explanation, PLAN_SECONDS, body)
-
-    def config(self) -> ConfigReport:
-        return self._call("GET", "/v1/config", ConfigReport, ANSWER_SECONDS)
-
-    def tables(self, offset: int, limit: int, order: TableOrder) -> TablePage:
-        query = urlencode({"offset": offset, "limit": limit, "order": order})
-        return self._call("GET", f"/v1/tables?{query}", TablePage, ANSWER_SECONDS)
-
-    def rows(self, table: str, offset: int, limit: int) -> HotRowPage:
-        body = {"table": table, "offset": offset, "limit": limit}
-        return self._call("POST", "/v1/rows", HotRowPage, PLAN_SECONDS, body)
-
-    def ranks(self, offset: int, limit: int) -> RankPage:
-        query = urlencode({"offset": offset, "limit": limit})
-        return self._call("GET", f"/v1/topology?{query}", RankPage, ANSWER_SECONDS)
-
-    def timeline(self) -> Timeline:
-        return self._call("GET", "/v1/timeline", Timeline, ANSWER_SECONDS)
-
-    def proposals(self) -> ProposalList:
-        return self._call("GET", "/v1/proposals", ProposalList, ANSWER_SECONDS)
-
-    def proposal(self, plan_id: str) -> PlanReport:
-        return self._call("GET", f"/v1/proposals/{quote(plan_id, safe='')}", PlanReport, ANSWER_SECONDS)
-
-    def user_nodes(self, offset: int) -> UserNodePage:
-        return self._call("GET", f"/v1/affinity/users?offset={offset}", UserNodePage, ANSWER_SECONDS)
-
-    def apply(self, plan_id: str, reason: str, wait_seconds: float, *, force: bool, who: str) -> ReplanResult:
-        body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
-        path = f"/v1/proposals/{quote(plan_id, safe='')}/apply"
-        return self._call("POST", path, ReplanResult, PLAN_SECONDS + wait_seconds, body)
-
-    def throttle(self) -> ThrottleStatus:
-        return self._call("GET", "/v1/throttle", ThrottleStatus, ANSWER_SECONDS)
-
-    def set_throttle(
-        self, bytes_per_step: int | None, bytes_per_second: int | None, adaptive: bool | None, *, reason: str, who: str
-    ) -> ThrottleStatus:
-        body = {
-            "bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive,
-            "reason": _checked(reason), "who": who,
-        }  # fmt: skip
-        return self._call("POST", "/v1/throttle", ThrottleStatus, ANSWER_SECONDS, body)
-
-    def migrations(self, limit: int, state: str | None) -> MigrationList:
-        query = {"limit": str(limit)} | ({} if state is None else {"state": state})
-        return self._call("GET", f"/v1/migrations?{urlencode(query)}", MigrationList, ANSWER_SECONDS)
-
-    def migration(self, migration_id: str) -> MigrationDetail:
-        return self._call("GET", f"/v1/migrations/{quote(migration_id, safe='')}", MigrationDetail, ANSWER_SECONDS)
-
-    def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
-        body = {"rollback": rollback, "reason": _checked(reason), "wait_seconds": wait_seconds, "who": who}
-        return self._call("POST", "/v1/abort", AbortResult, ANSWER_SECONDS + wait_seconds, body)
-
-    def preview_abort(self, *, rollback: bool) -> AbortPreview:
-        return self._call("POST", "/v1/abort/preview", AbortPreview, PLAN_SECONDS, {"rollback": rollback})
-
-    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
-        body = {"reason": _checked(reason), "wait_seconds": wait_seconds, "force": force, "who": who}
-        return self._call("POST", "/v1/replan", ReplanResult, PLAN_SECONDS + wait_seconds, body)
-
-    def attempts(self) -> AttemptList:
-        return self._call("GET", "/v1/attempts", AttemptList, ANSWER_SECONDS)
-
-    def prefer_attempt(self, attempt: str, reason: str, who: str) -> AttemptResult:
-        return self._attempt_command(attempt, "prefer", reason, who)
-
-    def forget_attempt(self, attempt: str, reason: str, who: str) -> AttemptResult:
-        return self._attempt_command(attempt, "forget", reason, who)
-
-    def _attempt_command(self, attempt: str, verb: str, reason: str, who: str) -> AttemptResult:
-        body = {"attempt": attempt, "reason": _checked(reason), "who": who}
-        return self._call("POST", f"/v1/attempts/{verb}", AttemptResult, ANSWER_SECONDS, body)
-
-    def pause(self, reason: str, who: str = "") -> PauseState:
-        return self._call("POST", "/v1/pause", PauseState, ANSWER_SECONDS, {"reason": _checked(reason), "who": who})
-
-    def resume(self, reason: str = "", who: str = "") -> PauseState:
-        return self._call("POST", "/v1/resume", PauseState, ANSWER_SECONDS, {"reason": _checked(reason), "who": who})
-
-    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
-        body = {"reason": _checked(reason), "who": who}
-        return self._call("POST", "/v1/config/reload", ReloadReport, ANSWER_SECONDS, body)
-
-    def preview_reload(self) -> ReloadReport:
-        return self._call("POST", "/v1/config/reload/preview", ReloadReport, ANSWER_SECONDS)
+        Raises:
+            ConfigError: the request does not take such a value.
+        """
+        path = route.path.format(**{name: quote(fields.pop(name), safe="") for name in route.parameters})
+        seconds = (PLAN_SECONDS if route.slow else ANSWER_SECONDS) + fields.get("wait_seconds", 0.0)
+        body = None
+        if route.request is not None:
+            given = {name: value for name, value in fields.items() if value is not None}
+            try:
+                request = route.request(**given).model_dump(mode="json", exclude_unset=True)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                raise ConfigError(
+                    f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}", remedy="give another value"
+                ) from error
+            if route.method == "POST":
+                body = request
+            elif request:
+                path += f"?{urlencode(request)}"
+        return self._call(route.method, path, route.answer, seconds, body)
 
     def _call(
-        self, method: str, path: str, model: type[_Model], seconds: float, body: dict[str, Any] | None = None
-    ) -> _Model:
+        self, method: str, path: str, model: type[Answer], seconds: float, body: dict[str, Any] | None = None
+    ) -> Answer:
         status, content = self._exchange(method, path, seconds, body)
         try:
             if status < 400:

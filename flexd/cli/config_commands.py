@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flexd.api import routes
 from flexd.api.config import KeyChange, ReloadReport
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.exit_codes import ExitCode
@@ -42,7 +43,7 @@ def show(
     """
     from flexd.config.load import load_config
 
-    document = load_config(config).document() if config is not None else connect(url, socket).config().config
+    document = load_config(config).document() if config is not None else connect(url, socket).send(routes.CONFIG).config
     emit(document, [effective(document)], output)
 
 
@@ -62,7 +63,7 @@ def diff(
     """
     from flexd.config.load import load_config
 
-    running, document = connect(url, socket).config().config, load_config(config).document()
+    running, document = connect(url, socket).send(routes.CONFIG).config, load_config(config).document()
     if not document["tables"]:  # the daemon takes them from the ranks
         document["tables"] = running["tables"]
     found = differences(running, document)
@@ -91,11 +92,11 @@ def reload(
     """
     client = connect(url, socket)
     if dry_run:
-        report = client.preview_reload()
+        report = client.send(routes.PREVIEW_RELOAD)
     else:
         if must_ask(yes):
-            confirm(f"{reload_sentence(client.preview_reload())} Reload?", yes)
-        report = client.reload(reason, who())
+            confirm(f"{reload_sentence(client.send(routes.PREVIEW_RELOAD))} Reload?", yes)
+        report = client.send(routes.RELOAD, reason=reason, who=who())
     emit(report, reload_blocks(report), output)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexd.api import routes
 from flexd.api.status import Status
 from flexd.cli.blocks import Block, Sentences, Table
 from flexd.cli.client import DaemonAddress, DaemonClient
@@ -99,7 +100,7 @@ def configured_address(config: Config) -> DaemonAddress | None:
 
 def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
     try:
-        return client.status(), []
+        return client.send(routes.STATUS), []
     except DaemonRefusedError as error:
         return None, [finding.fault("daemon", error.message, error.remedy or "see its log")]
     except ApiError as error:
@@ -110,7 +111,7 @@ def _running(client: DaemonClient, status: Status, config: Config) -> Iterator[F
     from flexd.cli.config_commands import differences
     from flexd.doctor.daemon import daemon as daemon_findings
 
-    yield from daemon_findings(status, len(differences(client.config().config, config.document())))
+    yield from daemon_findings(status, len(differences(client.send(routes.CONFIG).config, config.document())))
 
 
 def _blocks(findings: list[Finding]) -> list[Block]:

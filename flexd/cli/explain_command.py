@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flexd.api import routes
 from flexd.api.base import TierName
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
 from flexd.cli.blocks import Block, Facts, Sentences, Table
@@ -32,7 +33,7 @@ def explain(
     Example: flexd explain items:1234
     """
     table, row = split_target(target)
-    answer = connect(url, socket).explain(table, row, hottest)
+    answer = connect(url, socket).send(routes.EXPLAIN, table=table, row=row, hottest=hottest)
     emit(answer, explain_blocks(answer, single=row is not None), output)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from flexd.api import routes
 from flexd.api.migration import MigrationReport
 from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import ExitCode
@@ -84,7 +85,7 @@ def progress_line(migration: MigrationReport) -> str:
 def _show(client: DaemonClient, ended: threading.Event, stream: TextIO) -> None:
     while not ended.wait(_EVERY_SECONDS):
         try:
-            migration = client.status().migration
+            migration = client.send(routes.STATUS).migration
         except FlexdError:
             # The call that waits reports the error.
             continue

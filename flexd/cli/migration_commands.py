@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flexd.api import routes
 from flexd.api.abort import AbortPreview, AbortResult
 from flexd.api.migration import (
     MAX_LISTED,
@@ -61,7 +62,7 @@ def history(
 
     Example: flexd history -n 5 --state aborted
     """
-    answer = connect(url, socket).migrations(limit, None if state is None else state.name)
+    answer = connect(url, socket).send(routes.MIGRATIONS, limit=limit, state=None if state is None else state.name)
     emit(answer, history_blocks(answer, None if state is None else state.value), output)
 
 
@@ -91,7 +92,7 @@ def show_command(
 
     Example: flexd migrations show latest
     """
-    answer = connect(url, socket).migration(migration_id)
+    answer = connect(url, socket).send(routes.MIGRATION, migration_id=migration_id)
     emit(answer, detail_blocks(answer), output)
 
 
@@ -119,13 +120,13 @@ def abort(
     """
     client = connect(url, socket)
     if dry_run:
-        preview = client.preview_abort(rollback=rollback)
+        preview = client.send(routes.PREVIEW_ABORT, rollback=rollback)
         emit(preview, abort_preview_blocks(preview), output)
         return
     if must_ask(yes):
-        confirm(f"{abort_sentence(client.preview_abort(rollback=rollback))} Abort?", yes)
+        confirm(f"{abort_sentence(client.send(routes.PREVIEW_ABORT, rollback=rollback))} Abort?", yes)
     with migration_progress(client, timeout > 0):
-        result = client.abort(rollback=rollback, reason=reason, wait_seconds=timeout, who=who())
+        result = client.send(routes.ABORT, rollback=rollback, reason=reason, wait_seconds=timeout, who=who())
     emit(result, abort_blocks(result), output)
     raise typer.Exit(exit_code_of_outcome(result.outcome))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flexd.api import routes
 from flexd.api.pause import PauseState
 from flexd.api.status import Status
 from flexd.cli.blocks import Sentences
@@ -27,10 +28,10 @@ def pause(
     """
     client = connect(url, socket)
     if dry_run:
-        _emit_state(_as_it_would_be(client.status(), paused=True, reason=reason), output)
+        _emit_state(_as_it_would_be(client.send(routes.STATUS), paused=True, reason=reason), output)
         return
     confirm("No plan is made and no chunk pushed until flexd resume. Pause?", yes)
-    _emit_state(client.pause(reason, who()), output)
+    _emit_state(client.send(routes.PAUSE, reason=reason, who=who()), output)
 
 
 def resume(
@@ -47,10 +48,10 @@ def resume(
     """
     client = connect(url, socket)
     if dry_run:
-        _emit_state(_as_it_would_be(client.status(), paused=False, reason=None), output)
+        _emit_state(_as_it_would_be(client.send(routes.STATUS), paused=False, reason=None), output)
         return
     confirm("Plans are made and chunks pushed again. Resume?", yes)
-    _emit_state(client.resume(reason, who()), output)
+    _emit_state(client.send(routes.RESUME, reason=reason, who=who()), output)
 
 
 def _as_it_would_be(status: Status, *, paused: bool, reason: str | None) -> PauseState:

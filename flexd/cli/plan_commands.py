@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from flexd.api import routes
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.interactive import DryRunOption, YesOption, confirm, migration_progress, must_ask
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
@@ -44,7 +45,7 @@ def plan(
     Example: flexd plan latest
     """
     client = connect(url, socket)
-    answer = client.plan() if plan_id is None else client.proposal(plan_id)
+    answer = client.send(routes.PLAN) if plan_id is None else client.send(routes.PROPOSAL, plan_id=plan_id)
     emit(answer, plan_blocks(answer), output)
 
 
@@ -55,7 +56,7 @@ def proposals(url: UrlOption = None, socket: SocketOption = None, output: Output
 
     Example: flexd proposals
     """
-    answer = connect(url, socket).proposals()
+    answer = connect(url, socket).send(routes.PROPOSALS)
     emit(answer, proposal_blocks(answer), output)
 
 
@@ -82,16 +83,18 @@ def apply(
     """
     client = connect(url, socket)
     if dry_run:
-        kept = client.proposal(plan_id)
+        kept = client.send(routes.PROPOSAL, plan_id=plan_id)
         emit(kept, plan_blocks(kept), output)
         return
     if must_ask(yes):
-        kept = client.proposal(plan_id)
+        kept = client.send(routes.PROPOSAL, plan_id=plan_id)
         # The id of the plan that was shown: another one may be the latest by the time the user replies.
         plan_id = kept.plan_id
         confirm(f"Plan {plan_id}: {would_move(kept)} Apply?", yes)
     with migration_progress(client, wait):
-        result = client.apply(plan_id, reason, timeout if wait else 0.0, force=force, who=who())
+        result = client.send(
+            routes.APPLY, plan_id=plan_id, reason=reason, wait_seconds=timeout if wait else 0.0, force=force, who=who()
+        )
     emit(result, replan_blocks(result), output)
     raise typer.Exit(exit_code_of_outcome(result.outcome))
 
@@ -115,12 +118,14 @@ def replan(
     """
     client = connect(url, socket)
     if dry_run:
-        planned = client.plan()
+        planned = client.send(routes.PLAN)
         emit(planned, plan_blocks(planned), output)
         return
     if must_ask(yes):
-        confirm(f"As of now {would_move(client.plan())} Replan?", yes)
+        confirm(f"As of now {would_move(client.send(routes.PLAN))} Replan?", yes)
     with migration_progress(client, wait):
-        result = client.replan(reason, timeout if wait else 0.0, force=force, who=who())
+        result = client.send(
+            routes.REPLAN, reason=reason, wait_seconds=timeout if wait else 0.0, force=force, who=who()
+        )
     emit(result, replan_blocks(result), output)
     raise typer.Exit(exit_code_of_outcome(result.outcome))

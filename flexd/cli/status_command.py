@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flexd.api import routes
 from flexd.api.sketch import TableSketchStatus
 from flexd.api.state import StateStatus
 from flexd.api.status import Status
@@ -33,7 +34,7 @@ def status(
     client = connect(url, socket)
 
     def ask() -> Answer:
-        answer = client.status()
+        answer = client.send(routes.STATUS)
         return answer, status_blocks(answer)
 
     emit_watched(ask, output, watch)

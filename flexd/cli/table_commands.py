@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flexd.api import routes
 from flexd.api.base import RowsByTier
 from flexd.api.rank import RankPage
 from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TablePage
@@ -53,7 +54,7 @@ def tables(
     client = connect(url, socket)
 
     def ask() -> Answer:
-        page = client.tables(offset, limit, order.value)
+        page = client.send(routes.TABLES, offset=offset, limit=limit, order=order.value)
         return page, table_blocks(page)
 
     emit_watched(ask, output, watch)
@@ -77,7 +78,7 @@ def rows(
     client = connect(url, socket)
 
     def ask() -> Answer:
-        page = client.rows(table, offset, limit)
+        page = client.send(routes.ROWS, table=table, offset=offset, limit=limit)
         return page, row_blocks(page)
 
     emit_watched(ask, output, watch)
@@ -98,7 +99,7 @@ def topology(
     client = connect(url, socket)
 
     def ask() -> Answer:
-        page = client.ranks(offset, limit)
+        page = client.send(routes.RANKS, offset=offset, limit=limit)
         return page, rank_blocks(page)
 
     emit_watched(ask, output, watch)

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from flexd.api import routes
 from flexd.api.base import Model
 from flexd.api.throttle import StepTimeReport, ThrottleStatus
 from flexd.cli.blocks import Block, Facts, Table
@@ -40,16 +41,23 @@ def throttle(
     client = connect(url, socket)
     adapts = None if adaptive is None else adaptive == "on"
     if dry_run:
-        change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+        change = ThrottleChange.between(client.send(routes.THROTTLE), bytes_per_step, bytes_per_second, adapts)
         emit(change, throttle_change_blocks(change), output)
         return
     if bytes_per_step is None and bytes_per_second is None and adapts is None:
-        answer = client.throttle()
+        answer = client.send(routes.THROTTLE)
     else:
         if must_ask(yes):
-            change = ThrottleChange.between(client.throttle(), bytes_per_step, bytes_per_second, adapts)
+            change = ThrottleChange.between(client.send(routes.THROTTLE), bytes_per_step, bytes_per_second, adapts)
             confirm(f"{throttle_sentence(change)} Change?", yes)
-        answer = client.set_throttle(bytes_per_step, bytes_per_second, adapts, reason=reason, who=who())
+        answer = client.send(
+            routes.SET_THROTTLE,
+            bytes_per_step=bytes_per_step,
+            bytes_per_second=bytes_per_second,
+            adaptive=adapts,
+            reason=reason,
+            who=who(),
+        )
     emit(answer, throttle_blocks(answer), output)
 
 

@@ -6,20 +6,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
+from typing import Any
 
 from flexd.api.attempt import AttemptCommands
 from flexd.api.components import Components
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
-from flexd.api.explanation import Explanation
 from flexd.api.migration_commands import MigrationCommands
 from flexd.api.operator_commands import OperatorCommands
-from flexd.api.pause import PauseState
-from flexd.api.plan import PlanReport
 from flexd.api.plan_commands import PlanCommands
-from flexd.api.replan import ReplanResult
 from flexd.api.status import Status, base_status
 from flexd.api.threads import threads_status
 from flexd.config.model import Config
@@ -153,7 +151,7 @@ class Daemon:
         )  # fmt: skip
         self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
         decisions = DecisionFile(state / "decisions.json")
-        self._operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
+        self.operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
         plan_log = PlanLog(state / "plans.jsonl")
         executions = Executions(config.control, keyspace, self._coordinator, plan_log)
         prices = self._prices = LivePrices(cluster, self._training, self._coordinator)
@@ -164,7 +162,7 @@ class Daemon:
         samples_kept = config.sketch.coaccess_memory_bytes > 0
         planning = self._planning = Planning(
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
-            self._drift.planned, self._operator.record_withheld, self._ingestor.sequence_length_quantiles,
+            self._drift.planned, self.operator.record_withheld, self._ingestor.sequence_length_quantiles,
             AffinityMonitor(keyspace, self._ingestor.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
@@ -181,9 +179,9 @@ class Daemon:
         self._stop_requested, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
         self.planning = PlanCommands(
-            keyspace, self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self._operator
+            keyspace, self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self.operator
         )
-        self.attempts = AttemptCommands(self._coordinator, self._operator)
+        self.attempts = AttemptCommands(self._coordinator, self.operator)
         self.migrations = MigrationCommands(
             self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions,
             self._effects,
@@ -257,12 +255,12 @@ class Daemon:
         """
         self._ticked_at = time.monotonic()
         self._loop_watch.attempt(self._tick_operator)
-        if self._operator.paused is None:
+        if self.operator.paused is None:
             self._planning_watch.attempt(self._auto.tick)
 
     def _tick_operator(self) -> None:
         fault_point("thread.loop")
-        self._operator.tick()
+        self.operator.tick()
 
     def _reload_quietly(self) -> None:
         with contextlib.suppress(FlexdError):  # It is logged and counted.
@@ -335,7 +333,7 @@ class Daemon:
         self._planning.apply_config(config)
         self._drift.apply_config(config.planner)
         self._auto.apply_config(config.planner)
-        self._operator.apply_config(config.control)
+        self.operator.apply_config(config.control)
         self.inspect.settings = config
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
@@ -350,41 +348,31 @@ class Daemon:
         return report
 
     def preview_reload(self) -> ReloadReport:
-        """Implement ``DaemonApi.preview_reload``."""
+        """Return what ``reload`` would do now. Changes nothing."""
         return self._file.preview(self.check)
 
     def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Record the outcome of a reload."""
-        self._operator.record_reload(who, reason, outcome)
+        self.operator.record_reload(who, reason, outcome)
 
     def status(self) -> Status:
         base = base_status(self._config, self._started, self.health(), self.ready())
         return self.inspect.status(base).model_copy(
             update={
-                "paused": self._operator.paused is not None,
-                "pause_reason": self._operator.pause_reason,
-                "paused_by": None if self._operator.paused is None else self._operator.paused.who or None,
-                "pauses": self._operator.pauses,
-                "decisions": self._operator.decisions_status(),
+                "paused": self.operator.paused is not None,
+                "pause_reason": self.operator.pause_reason,
+                "paused_by": None if self.operator.paused is None else self.operator.paused.who or None,
+                "pauses": self.operator.pauses,
+                "decisions": self.operator.decisions_status(),
                 "config": self._file.status(),
                 "threads": threads_status(self.supervisor),
             }
         )
 
-    def plan(self) -> PlanReport:
-        return self.planning.plan()
-
-    def explain(self, table: str, row: int | None, hottest: int) -> Explanation:
-        return self.planning.explain(table, row, hottest)
-
-    def replan(self, reason: str, wait_seconds: float, *, force: bool = False, who: str = "") -> ReplanResult:
-        return self.planning.replan(reason, wait_seconds, force=force, who=who)
-
-    def pause(self, reason: str, who: str = "") -> PauseState:
-        return self._operator.pause(reason, who)
-
-    def resume(self, reason: str = "", who: str = "") -> PauseState:
-        return self._operator.resume(reason, who)
+    def handler(self, name: str) -> Callable[..., Any]:
+        """Implement ``DaemonApi.handler``."""
+        handler: Callable[..., Any] = attrgetter(name)(self)
+        return handler
 
     def health(self) -> ProbeResult:
         reasons = []

@@ -18,10 +18,9 @@ from flexd.core.errors import ApiError, StateLockedError, StateVersionError, Unu
 from flexd.core.process_start import ProcessStart
 from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
-from flexd.daemon.active_daemon import InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import TICK_SECONDS, Daemon
-from flexd.daemon.tables_from_ranks import TablesFromRanks
+from flexd.daemon.tables_from_ranks import InactiveDaemon, TablesFromRanks
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 

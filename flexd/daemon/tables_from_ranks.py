@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from flexd.api.config import ReloadReport
 from flexd.api.errors import ProbeResult
-from flexd.api.interface import DaemonApi
+from flexd.api.routes import STATUS, DaemonApi
 from flexd.api.status import Status, base_status
 from flexd.api.threads import threads_status
 from flexd.config.checks import check_config
@@ -32,7 +34,6 @@ from flexd.core.process_start import ProcessStart
 from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
-from flexd.daemon.active_daemon import ActiveDaemon, InactiveDaemon
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
@@ -47,7 +48,23 @@ logger = logging.getLogger("flexd")
 _SHARE_SERVER = 0.05
 
 
-class TablesFromRanks(ActiveDaemon):
+class InactiveDaemon(Protocol):
+    """Refuses every command but the status. A subclass adds the status, the probes and the refusal."""
+
+    def refusal(self) -> ApiError:
+        """Return the error of every command."""
+        ...
+
+    def status(self) -> Status: ...
+
+    def handler(self, name: str) -> Callable[..., Any]:
+        """Return the status. Raises ApiError for all other handlers."""
+        if name != STATUS.handler:
+            raise self.refusal()
+        return self.status
+
+
+class TablesFromRanks:
     """Implements ``DaemonApi``: forwards to a ``Daemon``, or says what it waits for.
 
     Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
@@ -191,6 +208,20 @@ class TablesFromRanks(ActiveDaemon):
             return self._daemon
         return self._learning or _Learning(self)
 
+    def handler(self, name: str) -> Callable[..., Any]:
+        """Return the handler of the daemon that is active now; the file is read again by this process itself."""
+        own: dict[str, Callable[..., Any]] = {"reload": self.reload, "preview_reload": self.preview_reload}
+        return own.get(name) or self.active().handler(name)
+
+    def status(self) -> Status:
+        return self.active().status()
+
+    def health(self) -> ProbeResult:
+        return self.active().health()
+
+    def ready(self) -> ProbeResult:
+        return self.active().ready()
+
     def check(self, config: Config) -> None:
         """Raise FlexdError if ``apply_config`` would."""
         if self._daemon is not None:
@@ -215,7 +246,7 @@ class TablesFromRanks(ActiveDaemon):
         return report
 
     def preview_reload(self) -> ReloadReport:
-        """Implement ``DaemonApi.preview_reload``."""
+        """Return what ``reload`` would do now. Changes nothing."""
         return self._file.preview(self.check)
 
     def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from flexd.api.routes import ROUTES
 from flexd.config.server import ApiScope
 from flexd.core.errors import ApiError
 from flexd.server.guard import READING_METHODS, answer_error
@@ -25,9 +26,7 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/"})
 """Open without a token: kubelets, which have none, request the probes; the status page at ``/`` holds no data."""
 LOCAL = Caller("local", "admin")
 """Sender of a request where neither tokens nor client certificates are configured."""
-READING_POSTS = frozenset(
-    {"/v1/plan", "/v1/explain", "/v1/rows", "/v1/abort/preview", "/v1/config/reload/preview"}
-)  # fmt: skip
+READING_POSTS = frozenset(route.path for route in ROUTES if route.reads)
 """Paths whose POST computes and changes nothing: the scope "read" suffices."""
 
 _log = logging.getLogger(__name__)

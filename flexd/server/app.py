@@ -10,25 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import flexd
-from flexd.api.base import REQUEST_HEADER, CommandRequest, build_models
-from flexd.api.config import ReloadReport
+from flexd.api.base import REQUEST_HEADER, build_models
 from flexd.api.errors import ErrorBody, ErrorDetail, ProbeResult, error_body, http_status
-from flexd.api.explanation import ExplainRequest, Explanation
-from flexd.api.interface import DaemonApi
-from flexd.api.pause import PauseRequest, PauseState
-from flexd.api.plan import PlanReport
-from flexd.api.replan import ReplanRequest, ReplanResult, replan_status
-from flexd.api.status import Status
+from flexd.api.routes import DaemonApi
 from flexd.core.errors import FlexdError
-from flexd.server.access import requester
-from flexd.server.attempt_routes import add_attempts
 from flexd.server.guard import RequestGuard
-from flexd.server.inspect_routes import add_inspection
 from flexd.server.metrics import Metrics
-from flexd.server.migration_routes import add_migrations
 from flexd.server.page import add_page
-from flexd.server.planning_routes import add_planning
-from flexd.server.routing import ERRORS, MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls, json_response, refusal
+from flexd.server.routing import ERRORS, add_routes, json_response
 
 _log = logging.getLogger(__name__)
 
@@ -55,69 +44,10 @@ def create_app(
         docs_url=None,
         redoc_url=None,
     )
-    slow = SlowCalls(MAX_SLOW_CALLS)
     _add_error_handlers(app)
     _add_probes(app, api, metrics)
     add_page(app)
-    add_inspection(app, lambda: api.inspect, slow)
-    add_planning(app, lambda: api.planning, slow)
-    add_migrations(app, lambda: api.migrations, slow)
-    add_attempts(app, lambda: api.attempts)
-
-    @app.get("/v1/status", response_model=Status, responses=ERRORS)
-    def status() -> Response:
-        """Health, stream, sketch, live ranks, placement, newest plan and migration."""
-        return json_response(api.status())
-
-    @app.post("/v1/plan", response_model=PlanReport, responses=VERB_ERRORS)
-    def plan() -> Response:
-        """Dry run: the changes of a re-plan now, and the reasons. Moves nothing."""
-        with slow.one():
-            return json_response(api.plan())
-
-    @app.post(
-        "/v1/explain",
-        response_model=Explanation,
-        responses={**VERB_ERRORS, 404: refusal("No such table or row.")},
-    )
-    def explain(request: ExplainRequest) -> Response:
-        """The reasons for the tiers of a row, or of the hottest rows of a table. Moves nothing."""
-        with slow.one():
-            return json_response(api.explain(request.table, request.row, request.hottest))
-
-    @app.post(
-        "/v1/replan",
-        response_model=ReplanResult,
-        responses={**VERB_ERRORS, 202: {"model": ReplanResult, "description": "The migration is still running."}},
-    )
-    def replan(request: ReplanRequest) -> Response:
-        """Plans now, starts the migration and waits at most ``wait_seconds`` for its end."""
-        with slow.one():
-            result = api.replan(request.reason, request.wait_seconds, force=request.force, who=requester(request.who))
-        return json_response(result, replan_status(result))
-
-    @app.post("/v1/pause", response_model=PauseState, responses=VERB_ERRORS)
-    def pause(request: PauseRequest) -> Response:
-        """Holds planning and pushing at the next chunk; ingest goes on."""
-        return json_response(api.pause(request.reason, requester(request.who)))
-
-    @app.post("/v1/resume", response_model=PauseState, responses=VERB_ERRORS)
-    def resume(request: CommandRequest | None = None) -> Response:
-        """Ends a pause."""
-        command = request or CommandRequest()
-        return json_response(api.resume(command.reason, requester(command.who)))
-
-    @app.post("/v1/config/reload/preview", response_model=ReloadReport, responses=VERB_ERRORS)
-    def preview_reload() -> Response:
-        """Dry run: the keys of the file that a reload would apply now, and those that need a restart."""
-        return json_response(api.preview_reload())
-
-    @app.post("/v1/config/reload", response_model=ReloadReport, responses=VERB_ERRORS)
-    def reload(request: CommandRequest | None = None) -> Response:
-        """Reads the configuration file again. A file that is wrong changes nothing."""
-        command = request or CommandRequest()
-        return json_response(api.reload(command.reason, requester(command.who)))
-
+    add_routes(app, api)
     app.add_middleware(RequestGuard, loopback_only=loopback_only, on_refused=on_refused)
     return app
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flexd.api.interface import DaemonApi
+from flexd.api.routes import DaemonApi
 from flexd.config.base import is_loopback, split_address
 from flexd.config.server import ServerConfig
 from flexd.core.errors import ApiError

@@ -10,8 +10,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from flexd.api.families import MAX_LABEL_VALUES, counters
-from flexd.api.interface import DaemonApi
 from flexd.api.rank import RankPage
+from flexd.api.routes import RANKS, DaemonApi
 from flexd.core.errors import ApiError
 
 
@@ -45,13 +45,11 @@ class DaemonCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._api.status().metrics()
-        yield from self._ranks().metrics()
-
-    def _ranks(self) -> RankPage:
         try:
-            return self._api.inspect.ranks(0, MAX_LABEL_VALUES)
+            ranks = self._api.handler(RANKS.handler)(offset=0, limit=MAX_LABEL_VALUES)
         except ApiError:  # A daemon that waits for its state or its tables has no ranks.
-            return RankPage()
+            ranks = RankPage()
+        yield from ranks.metrics()
 
 
 class RefusalsCollector(Collector):

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from flexd.api import routes
 from flexd.cli import client as client_module
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode
@@ -76,7 +77,7 @@ def test_another_program_at_the_address(answer):
         thread = threading.Thread(target=serve)
         thread.start()
         with pytest.raises(DaemonUnreachableError):
-            DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).status()
+            DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).send(routes.STATUS)
         thread.join(5)
 
 
@@ -102,7 +103,7 @@ def test_an_answer_that_drips_hits_the_deadline(monkeypatch):
         thread.start()
         try:
             with pytest.raises(DaemonTimeoutError):
-                DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).status()
+                DaemonClient(DaemonAddress(f"http://127.0.0.1:{other.getsockname()[1]}")).send(routes.STATUS)
         finally:
             stop.set()
             thread.join(5)

@@ -35,31 +35,31 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     assert any("no rank" in reason for reason in status.reasons)
     assert daemon.health().ok
     assert not daemon.ready().ok
-    for verb in (daemon.plan, lambda: daemon.replan("r", 0.0)):
+    for verb in (daemon.planning.plan, lambda: daemon.planning.replan("r", 0.0)):
         with pytest.raises(PlanError, match="no plan without ranks"):
             verb()
 
     for table, row in (("nothing", None), ("item", 3_000)):
         with pytest.raises(ApiError, match=r"no (table|row)") as missing:
-            daemon.explain(table, row, 10)
+            daemon.planning.explain(table, row, 10)
         assert missing.value.status == 404
     with pytest.raises(PlanError, match="no plan without ranks"):
-        daemon.explain("item", 2_999, 10)
+        daemon.planning.explain("item", 2_999, 10)
 
-    assert daemon.pause("one").changed is True
-    assert daemon.pause("two").changed is False
+    assert daemon.operator.pause("one").changed is True
+    assert daemon.operator.pause("two").changed is False
     assert daemon.status().pause_reason == "two"
     with pytest.raises(ApiError, match="paused: two") as refused:
-        daemon.replan("r", 0.0)
+        daemon.planning.replan("r", 0.0)
     assert refused.value.status == 409
     with pytest.raises(PlanError):
-        daemon.plan()
+        daemon.planning.plan()
     accesses = daemon.status().stream.accesses
     running.until(lambda: daemon.status().stream.accesses > accesses)
-    assert daemon.resume().changed is True
-    assert daemon.resume().changed is False
+    assert daemon.operator.resume().changed is True
+    assert daemon.operator.resume().changed is False
     with pytest.raises(PlanError):
-        daemon.replan("r", 0.0)
+        daemon.planning.replan("r", 0.0)
 
 
 def test_a_stopping_daemon_is_not_ready_and_refuses_a_replan(start: Start, make_config: Make) -> None:
@@ -67,7 +67,7 @@ def test_a_stopping_daemon_is_not_ready_and_refuses_a_replan(start: Start, make_
     running.stop()
     assert "shutting down" in running.daemon.ready().reasons
     with pytest.raises(ApiError) as error:
-        running.daemon.replan("r", 0.0)
+        running.daemon.planning.replan("r", 0.0)
     assert error.value.status == 503
 
 

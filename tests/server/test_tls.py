@@ -12,6 +12,7 @@ import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
+from flexd.api import routes
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.credentials import Credentials
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
@@ -88,26 +89,26 @@ def client(certificates: Certificates, url: str, name: str | None = None, token:
 def test_a_certificate_gives_name_and_scope(certificates: Certificates, serve: Any) -> None:
     daemon, url = serve()
     assert url.startswith("https://127.0.0.1:")
-    assert client(certificates, url, "dashboard").status().job == "job"
-    assert client(certificates, url, "operator").pause("x").paused
+    assert client(certificates, url, "dashboard").send(routes.STATUS).job == "job"
+    assert client(certificates, url, "operator").send(routes.PAUSE, reason="x").paused
     assert daemon.calls == [("status", "dashboard"), ("pause", "x", "operator", "operator")]
     with pytest.raises(DaemonRefusedError, match="'dashboard' may only read"):
-        client(certificates, url, "dashboard").resume()
+        client(certificates, url, "dashboard").send(routes.RESUME)
     with pytest.raises(DaemonRefusedError, match="'unlisted' has no scope here"):
-        client(certificates, url, "unlisted").status()
+        client(certificates, url, "unlisted").send(routes.STATUS)
     assert len(daemon.calls) == 2
 
 
 def test_other_certificates_are_refused(certificates: Certificates, serve: Any, tmp_path: Path) -> None:
     daemon, url = serve()
     with pytest.raises(DaemonUnreachableError):
-        client(certificates, url).status()
+        client(certificates, url).send(routes.STATUS)
     other = Certificates(tmp_path)
     impostor = Credentials(None, certificates.ca_file, *other.issue("operator"))
     with pytest.raises(DaemonUnreachableError):
-        DaemonClient(DaemonAddress(url), impostor).pause("x")
+        DaemonClient(DaemonAddress(url), impostor).send(routes.PAUSE, reason="x")
     with pytest.raises(DaemonUnreachableError, match="FLEXD_CA_FILE"):
-        DaemonClient(DaemonAddress(url), Credentials(None, other.ca_file)).status()
+        DaemonClient(DaemonAddress(url), Credentials(None, other.ca_file)).send(routes.STATUS)
     with pytest.raises(httpx.TransportError):
         httpx.get(url.replace("https", "http") + "/v1/status", timeout=5)
     assert daemon.calls == []
@@ -115,14 +116,14 @@ def test_other_certificates_are_refused(certificates: Certificates, serve: Any, 
 
 def test_a_token_or_a_certificate_is_accepted(certificates: Certificates, serve: Any) -> None:
     daemon, url = serve(with_tokens=True)
-    client(certificates, url, token=TOKEN).pause("x")
-    client(certificates, url, "dashboard").status()
+    client(certificates, url, token=TOKEN).send(routes.PAUSE, reason="x")
+    client(certificates, url, "dashboard").send(routes.STATUS)
     # A token that is shown counts, whatever certificate comes with it.
-    client(certificates, url, "dashboard", TOKEN).resume()
+    client(certificates, url, "dashboard", TOKEN).send(routes.RESUME)
     assert [call[-1] for call in daemon.calls] == ["tool", "dashboard", "tool"]
     for name, token in [(None, None), ("operator", "a guessed token")]:
         with pytest.raises(DaemonRefusedError) as caught:
-            client(certificates, url, name, token).status()
+            client(certificates, url, name, token).send(routes.STATUS)
         assert caught.value.status == 401
     assert len(daemon.calls) == 3
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 from flexd.api.config import KeyChange, ReloadReport
 from flexd.api.errors import ProbeResult
@@ -50,6 +53,11 @@ class FakeDaemon:
     @property
     def inspect(self) -> FakeInspection:
         return FakeInspection(self._enter)
+
+    def handler(self, name: str) -> Callable[..., Any]:
+        """Return its own method, or that of the part which the route names."""
+        own = getattr(self, name.rpartition(".")[2], None)
+        return own if callable(own) else attrgetter(name)(self)
 
     def _enter(self, *call: object) -> None:
         self.calls.append(call)
