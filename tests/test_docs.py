@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,8 @@ import pytest
 import typer
 
 from flexd.cli.main import app
+from tests.support import forked
+from tests.support.forked import Forked
 from tests.support.repository import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,11 +30,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def run_python(page: Path, directory: Path) -> None:
     script = directory / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=directory, env=environment, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+    done = Forked(forked.script, str(script), directory=directory).wait()
     assert done.returncode == 0, done.stderr
 
 

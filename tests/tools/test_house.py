@@ -34,8 +34,9 @@ TREE = {
 }
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tmp_path = tmp_path_factory.mktemp("tree")
     for name, text in TREE.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +44,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def found(tree: Path) -> dict[str, Any]:
     return house.report(tree)
 
@@ -76,11 +77,11 @@ def test_sizes(found: dict[str, Any]) -> None:
     assert (size["words of docs and README"], size["words of decisions"], size["metrics"]) == (3, 2, 1)
 
 
-def test_the_command_fails_while_there_is_a_cycle(tree: Path) -> None:
+def test_the_command_fails_while_there_is_a_cycle(tree: Path, found: dict[str, Any]) -> None:
     command = [sys.executable, house.__file__, "--json", "--root", str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert json.loads(done.stdout) == house.report(tree)
+    assert json.loads(done.stdout) == found
 
 
 def test_this_repository_has_no_import_cycle_and_no_denied_name() -> None:

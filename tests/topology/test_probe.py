@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +18,8 @@ from flexd.demo.ports import free_ports
 from flexd.topology.cluster import Collective, Link
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster
 from flexd.topology.probe import ProbeOptions
-from tests.support import probe_jobs
+from tests.support import forked, probe_jobs
+from tests.support.forked import Forked
 from tests.support.probe_jobs import SMALL
 from tests.support.rank_pool import RankPool
 
@@ -115,18 +114,15 @@ def test_invalid_options_are_refused(wrong: dict[str, float]) -> None:
         ProbeOptions(**wrong)  # type: ignore[arg-type]
 
 
-def launch(folder: Path, ranks: int, *options: str) -> list[subprocess.Popen[str]]:
+def launch(folder: Path, ranks: int, *options: str) -> list[Forked]:
     """Run ``flexd probe`` as torchrun starts it: one process a rank, configured by the environment."""
-    port = str(free_ports(1)[0])
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
-    shared |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "WORLD_SIZE": str(ranks)}
+    shared |= {"LOCAL_WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
+    command = (forked.flexd, "probe", "--backend", "gloo", *options)
     return [
-        subprocess.Popen(
-            [sys.executable, "-m", "flexd", "probe", "--backend", "gloo", *options], text=True, cwd=folder,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
+        Forked(*command, directory=folder, name=f"rank{rank}", RANK=str(rank), LOCAL_RANK=str(rank), **shared)
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
 
 
 def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
@@ -134,14 +130,14 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
         tmp_path, 2, "--out", "c.yaml", "--local-ranks", "1", "--max-bytes", "16384", "--budget-seconds", "0.5",
         "--missing-from", "azure-a100-200g", "-o", "json",
     )  # fmt: skip
-    printed = [process.communicate(timeout=90) for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], printed
+    ended = [process.wait(90) for process in ranks]
+    assert [each.returncode for each in ended] == [0, 0], ended
     cluster = load_cluster(tmp_path / "c.yaml")
     assert cluster.intra_node == load_preset("azure-a100-200g").intra_node
     costs = cluster.step_costs
     assert costs is not None
     assert costs.row_bytes_per_second > 0
-    answer = json.loads(printed[0][0])
+    answer = json.loads(ended[0].stdout)
     assert [(one["link"], one["collective"]) for one in answer["measured"]] == [
         ("inter_node", collective.value) for collective in Collective
     ]
@@ -151,7 +147,7 @@ def test_the_command_writes_a_file_that_loads(tmp_path: Path) -> None:
     assert by_name["all_reduce"]["latency_seconds"] == curve.latency_seconds
     assert answer["source"] == cluster.source
     assert answer["step_costs"] == asdict(costs)
-    assert printed[1][0] == ""
+    assert ended[1].stdout == ""
 
 
 @pytest.fixture

@@ -2,19 +2,68 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import flexd
+from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.process_end import ProcessEnd
-from tests.support.repository import ROOT
+from tests.support.forked import Forked
 
 SECONDS = 180.0
 """Less than half of the timeout of the process group."""
+GROUP_SECONDS = 400.0
+"""Timeout of the process group, far longer than the test waits."""
+STAYS_SECONDS = 300.0
+
+
+def stay_alive(done: Path) -> None:
+    deadline = time.monotonic() + STAYS_SECONDS
+    while not done.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def train(rank: int, end: str) -> None:
+    layout = RankLayout(1, 2)
+    tables = [flexd.EmbeddingTable("item", 40, 4)]
+    collection = flexd.EmbeddingCollection(tables, optimizer=flexd.SGD(0.1), layout=layout)
+    for step in range(4):
+        rows = collection({"item": flexd.Jagged(torch.tensor([1, 2]), torch.tensor([2]))})["item"].values
+        if step == 2 and rank == 1:
+            if end in ("error", "error of a thread"):
+                raise ValueError("batch 7 is broken")
+            if end == "exit in a step":
+                sys.exit(3)
+        rows.sum().backward()
+        collection.optimizer.step()
+        if step == 2 and rank == 1 and end == "exit between steps":
+            sys.exit(3)
+
+
+def run_rank(rank: int, port: int, end: str, done: Path) -> None:
+    """Train until rank 1 ends in some way.
+
+    The process of rank 1 stays alive after an error until the file ``done`` exists, as one with a busy thread does, so
+    that rank 0 cannot learn of the end from a closed connection.
+    """
+    timeout = timedelta(seconds=GROUP_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    if rank == 1 and end.startswith("error"):
+        threading.Thread(target=stay_alive, args=(done,)).start()
+    if rank == 1 and end == "error of a thread":
+        trainer = threading.Thread(target=train, args=(rank, end))
+        trainer.start()
+        trainer.join()
+    else:
+        train(rank, end)
 
 
 @pytest.mark.parametrize(
@@ -30,22 +79,16 @@ def test_the_other_rank_is_told_why(tmp_path: Path, end: str, told: str | None) 
     # As a launcher does, so that the store outlives the ranks.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     done = tmp_path / "done"
-    command = [sys.executable, "-m", "tests.support.ending_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(store.port), end, str(done)], stderr=subprocess.PIPE, text=True, cwd=ROOT
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    ranks = [Forked(run_rank, rank, store.port, end, done, directory=tmp_path, name=str(rank)) for rank in range(2)]
     try:
-        said = ranks[0].communicate(timeout=SECONDS)[1]
+        first = ranks[0].wait(SECONDS)
         done.touch()
-        own = ranks[1].communicate(timeout=SECONDS)[1]
+        own = ranks[1].wait(SECONDS).stderr
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait(10)
-    assert ranks[0].returncode == 1
+    said = first.stderr
+    assert first.returncode == 1
     assert "CollectiveError: rank 0: all_to_all with ranks 1" in said
     if told is None:
         assert "the process ended" not in said, "what ends between steps may be the regular end of a trainer"
