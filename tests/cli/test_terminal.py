@@ -7,9 +7,164 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.plans import FULL_PLAN
+from flexd.api.plan import PlanReport
 from tests.support.statuses import STATUSES
 from tests.support.terminals import ended
+
+FULL_PLAN = PlanReport.model_validate(
+    {
+        "plan_id": "p7",
+        "parent_id": "p6",
+        "reason": "drift",
+        "created_unix_seconds": 1700000000.0,
+        "topology_generation": 2,
+        "profile_generation": 3,
+        "cluster": "azure-a100-200g",
+        "replica_slots": [1000],
+        "rows_before": {"NODE": 0, "DEVICE": 10},
+        "rows": {"NODE": 5332, "DEVICE": 0},
+        "promotions": 5332,
+        "demotions": 10,
+        "migration_bytes": 87380816,
+        "migration_seconds": 0.001034,
+        "lower_bound_seconds": 0.008365,
+        "gap": 0.0107,
+        "saved_seconds": 0.000368,
+        "saved_busiest_seconds": 0.000372,
+        "saved_share": 0.0046,
+        "step_seconds": 0.08,
+        "memory": {
+            "total_bytes": 843500000.0,
+            "home_bytes": 20480000.0,
+            "replica_bytes": 16390000.0,
+            "directory_bytes": 16000.0,
+            "buffer_bytes": {
+                "rows": 201000000.0,
+                "gradients": 201000000.0,
+                "exchange": 382800000.0,
+                "sync": 21840000.0,
+            },
+        },
+        "before": {
+            "exposed_seconds": 0.008735,
+            "peak_exposed_seconds": 0.008739,
+            "total_seconds": 0.008735,
+            "buffer_bytes": 817600000.0,
+            "bytes": {
+                "intra_node": {"all_to_all": 301400000.0, "sync": 158900.0},
+                "inter_node": {"all_to_all": 113900000.0, "sync": 61220.0},
+            },
+            "phases": {
+                "forward_ids": {
+                    "intra_node": {"bytes": 73570.0, "seconds": 1.897e-05},
+                    "inter_node": {"bytes": 27810.0, "seconds": 6.148e-05},
+                },
+                "forward_rows": {
+                    "intra_node": {"bytes": 150700000.0, "seconds": 0.000601},
+                    "inter_node": {"bytes": 56950000.0, "seconds": 0.003709},
+                },
+                "backward_rows": {
+                    "intra_node": {"bytes": 150700000.0, "seconds": 0.0006011},
+                    "inter_node": {"bytes": 56950000.0, "seconds": 0.003709},
+                },
+                "sync_mask": {
+                    "intra_node": {"bytes": 1.875, "seconds": 7.362e-12},
+                    "inter_node": {"bytes": 0.4688, "seconds": 3.028e-11},
+                },
+                "sync_rows": {
+                    "intra_node": {"bytes": 0.0, "seconds": 0.0},
+                    "inter_node": {"bytes": 61220.0, "seconds": 2.455e-05},
+                },
+                "sync_sums": {
+                    "intra_node": {"bytes": 122400.0, "seconds": 9.821e-06},
+                    "inter_node": {"bytes": 0.0, "seconds": 0.0},
+                },
+            },
+        },
+        "after": {
+            "exposed_seconds": 0.008365,
+            "peak_exposed_seconds": 0.008367,
+            "total_seconds": 0.008365,
+            "buffer_bytes": 806600000.0,
+            "bytes": {
+                "intra_node": {"all_to_all": 301500000.0, "sync": 0.0},
+                "inter_node": {"all_to_all": 81210000.0, "sync": 32760000.0},
+            },
+            "phases": {
+                "forward_ids": {
+                    "intra_node": {"bytes": 73590.0, "seconds": 1.897e-05},
+                    "inter_node": {"bytes": 19820.0, "seconds": 6.096e-05},
+                },
+                "forward_rows": {
+                    "intra_node": {"bytes": 150700000.0, "seconds": 0.0006011},
+                    "inter_node": {"bytes": 40600000.0, "seconds": 0.002652},
+                },
+                "backward_rows": {
+                    "intra_node": {"bytes": 150700000.0, "seconds": 0.0006011},
+                    "inter_node": {"bytes": 40600000.0, "seconds": 0.002652},
+                },
+                "sync_mask": {
+                    "intra_node": {"bytes": 0.0, "seconds": 0.0},
+                    "inter_node": {"bytes": 249.9, "seconds": 1.615e-08},
+                },
+                "sync_rows": {
+                    "intra_node": {"bytes": 0.0, "seconds": 0.0},
+                    "inter_node": {"bytes": 32760000.0, "seconds": 0.001778},
+                },
+                "sync_sums": {
+                    "intra_node": {"bytes": 0.0, "seconds": 0.0},
+                    "inter_node": {"bytes": 0.0, "seconds": 0.0},
+                },
+            },
+        },
+        "baselines": {
+            "row_wise": {
+                "exposed_seconds": 0.3971,
+                "peak_exposed_seconds": 1.495,
+                "total_seconds": 0.3971,
+                "buffer_bytes": 25790000000.0,
+                "bytes": {
+                    "intra_node": {"all_to_all": 1536000000.0, "sync": 0.0},
+                    "inter_node": {"all_to_all": 6145000000.0, "sync": 0.0},
+                },
+            },
+            "row_wise_dedup": {
+                "exposed_seconds": 0.0196,
+                "peak_exposed_seconds": 0.0196,
+                "total_seconds": 0.0196,
+                "buffer_bytes": 779000000.0,
+                "bytes": {
+                    "intra_node": {"all_to_all": 75380000.0, "sync": 0.0},
+                    "inter_node": {"all_to_all": 301500000.0, "sync": 0.0},
+                },
+            },
+            "two_hop": {
+                "exposed_seconds": 0.008703,
+                "peak_exposed_seconds": 0.008704,
+                "total_seconds": 0.008703,
+                "buffer_bytes": 817500000.0,
+                "bytes": {
+                    "intra_node": {"all_to_all": 301500000.0, "sync": 0.0},
+                    "inter_node": {"all_to_all": 114000000.0, "sync": 0.0},
+                },
+            },
+        },
+        "replication": {
+            "words": [
+                "replicas save 339 us of exposed communication a step against the same chain with every row at home",
+                "ids: 1,000 requests a rank and step are not sent (0.517 us)",
+                "Between nodes an all-reduce moves 18.6 GB/s a rank (75% of the wire), "
+                "an all-to-all 15.5 GB/s (62%): 1.20 times as much",
+                "the forward exchange takes 1.06 ms less and sends 16.4 MB less between nodes; the "
+                "backward exchange takes 1.06 ms less; the synchronisation takes 1.78 ms (exposed: "
+                "forward 100%, backward 100%, synchronisation 100%)",
+                "replication saves time, not bytes: 32.8 MB of all-to-all between nodes become 32.8 MB of "
+                "synchronisation",
+            ]
+        },
+    }
+)
+
 
 pytestmark = pytest.mark.alone
 

@@ -3,14 +3,58 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
-from flexd.demo.link import EmulatedLink
-from tests.support import link_jobs
+import flexd
+from flexd.demo.link import EmulatedLink, limit_collectives
 from tests.support.rank_pool import RankPool
+
+
+class _Charged(EmulatedLink):
+    """Notes what it carries instead of waiting."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.sent = self.received = 0.0
+
+    @contextmanager
+    def carry(self, sent_bytes: float, received_bytes: float) -> Iterator[None]:
+        self.sent += sent_bytes
+        self.received += received_bytes
+        yield
+
+
+def charged(rank: int, exchange: str) -> dict[str, Any]:
+    """Train three steps under a link, and one more after it was undone."""
+    collection = flexd.EmbeddingCollection(
+        [flexd.EmbeddingTable("item", 100, 8)], layout=flexd.RankLayout(2, 2), exchange=exchange
+    )
+    link = _Charged()
+    generator = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        ids = torch.randint(100, (40,), generator=generator)
+        collection({"item": flexd.Jagged(ids, torch.full((4,), 10))})["item"].values.square().sum().backward()
+        collection.optimizer.step()
+
+    undo = limit_collectives(link)
+    try:
+        for _ in range(3):
+            step()
+        totals = collection.traffic.totals()
+    finally:
+        undo()
+    sent = link.sent
+    step()
+    return {
+        "sent_bytes": sent, "received_bytes": link.received, "after_undo": link.sent,
+        "inter_bytes": totals["all_to_all_inter_bytes"] + totals["sync_inter_bytes"],
+    }  # fmt: skip
 
 
 class Clock:
@@ -80,7 +124,7 @@ def test_collectives_of_two_threads_share_the_link(link: EmulatedLink, clock: Cl
 
 @pytest.mark.parametrize("exchange", ["chain", "direct_no_dedup"])
 def test_what_a_rank_is_charged_is_what_it_counts_as_sent(ranks: Callable[[int], RankPool], exchange: str) -> None:
-    found: list[dict[str, Any]] = ranks(4).run(link_jobs.charged, exchange)
+    found: list[dict[str, Any]] = ranks(4).run(charged, exchange)
     for counted in found:
         assert counted["sent_bytes"] == pytest.approx(counted["inter_bytes"])
         assert counted["inter_bytes"] > 0

@@ -8,15 +8,50 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+import flexd
+from flexd.core.layout import RankLayout
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 from flexd.topology.files import write_cluster
-from tests.support import tapped_jobs
-from tests.support.flexd_processes import RunningDaemon, flexd
+from tests.support.flexd_processes import RunningDaemon
+from tests.support.flexd_processes import flexd as run_flexd
 from tests.support.rank_pool import RankPool
-from tests.support.tapped_jobs import DIM, ROWS
 from tests.support.until import until
+
+ROWS, DIM, LOOK_UPS = 2_000, 16, 64
+
+
+def alike(rank: int, port: int, stop: Path, steps: int) -> dict[str, Any]:
+    """Train until the file ``stop`` exists, at most so many steps."""
+    collection = EmbeddingCollection([EmbeddingTable("item", ROWS, DIM)], layout=RankLayout(2, 2), replica_slots=[ROWS])
+    tap = flexd.Tap(collection, interval_steps=10, touch_steps=2)
+    connection = flexd.connect(collection, f"127.0.0.1:{port}", job="tapped", timeout_seconds=10.0, tap=tap)
+    popularity = np.arange(1, ROWS + 1) ** -0.8
+    popularity /= popularity.sum()
+    ended = torch.zeros(1)
+    step = 0
+    while step < steps and not ended.item():
+        ids = torch.from_numpy(np.random.default_rng(step).choice(ROWS, LOOK_UPS, p=popularity))
+        rows = collection({"item": flexd.Jagged(ids, torch.full((8,), LOOK_UPS // 8))})["item"].values
+        rows.square().sum().backward()
+        collection.optimizer.step()
+        step += 1
+        ended[0] = float(stop.exists())
+        dist.broadcast(ended, 0)
+    counters = tap.counters
+    out = {
+        "bit_equal": collection.replicas_bit_equal(),
+        "listed": len(collection.engine.migrator.placement()[0]),
+        "failures": counters.failures,
+    }
+    connection.close(10.0)
+    return out
+
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(300)]
 
@@ -44,14 +79,12 @@ def test_a_plan_uses_the_touches_of_taps_with_and_without_copies(
     stop = tmp_path / "stop"
     with RunningDaemon(tmp_path, settings) as daemon:
         port = daemon.config.control.listen_port
-        job = threading.Thread(
-            target=lambda: results.extend(ranks(4).run(tapped_jobs.alike, port, stop, 200_000, timeout=280))
-        )
+        job = threading.Thread(target=lambda: results.extend(ranks(4).run(alike, port, stop, 200_000, timeout=280)))
         job.start()
         try:
 
             def explained() -> list[dict[str, Any]]:
-                shown = flexd("explain", "item", "--hottest", 40, "-o", "json", "--url", daemon.url)
+                shown = run_flexd("explain", "item", "--hottest", 40, "-o", "json", "--url", daemon.url)
                 return json.loads(shown.stdout)["explained"] if shown.returncode == 0 else []
 
             def alike() -> list[dict[str, Any]] | None:

@@ -3,19 +3,68 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+import flexd
+from flexd.core.layout import RankLayout
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.topology.cluster import Cluster, CollectiveCurve, LinkModel
 from flexd.topology.files import write_cluster
-from tests.support import verification_jobs
-from tests.support.flexd_processes import RunningDaemon, flexd
+from tests.support.flexd_processes import RunningDaemon
+from tests.support.flexd_processes import flexd as run_flexd
 from tests.support.rank_pool import RankPool
 from tests.support.until import until
-from tests.support.verification_jobs import ROWS
+
+ROWS, DIM, MICRO_BATCHES = 2_000, 16, 4
+
+
+def verified(
+    rank: int, port: int, stop: Path, seconds_per_home_access: float, seconds_with_copies: float, steps: int
+) -> dict[str, Any]:
+    """Train until the file ``stop`` exists.
+
+    Args:
+        seconds_per_home_access: the wait of a slow link for a look-up that no copy answers.
+        seconds_with_copies: what a step takes longer while any row has copies: the latency of their synchronisation.
+        steps: the most steps.
+    """
+    collection = EmbeddingCollection([EmbeddingTable("item", ROWS, DIM)], layout=RankLayout(2, 2), replica_slots=[ROWS])
+    tap = flexd.Tap(collection, interval_steps=5)
+    connection = flexd.connect(collection, f"127.0.0.1:{port}", job="verified", timeout_seconds=10.0, tap=tap)
+    rng = np.random.default_rng(rank)
+    popularity = np.arange(1, ROWS + 1) ** -1.2
+    popularity /= popularity.sum()
+    before, step = 0, 0
+    ended = torch.zeros(1)
+    while step < steps:
+        total = 0.0
+        for _ in range(MICRO_BATCHES):
+            ids = torch.from_numpy(rng.choice(ROWS, 128, p=popularity))
+            rows = collection({"item": flexd.Jagged(ids, torch.full((8,), 16))})["item"].values
+            total = total + rows.square().sum()
+        total.backward()
+        collection.optimizer.step()
+        now = collection.traffic.totals()["home_accesses"]
+        listed = len(collection.engine.migrator.placement()[0]) > 0
+        time.sleep((now - before) * seconds_per_home_access + seconds_with_copies * listed)
+        before, step = now, step + 1
+        ended[0] = float(stop.exists())
+        dist.broadcast(ended, 0)
+        if ended.item():
+            break
+    bit_equal = collection.replicas_bit_equal()
+    out = {"steps": step, "bit_equal": bit_equal, "listed": len(collection.engine.migrator.placement()[0])}
+    connection.close(10.0)
+    return out
+
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(400)]
 
@@ -61,7 +110,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
         job = threading.Thread(
             target=lambda: results.extend(
                 ranks(4).run(
-                    verification_jobs.verified, daemon.config.control.listen_port, stop, seconds_per_home_access,
+                    verified, daemon.config.control.listen_port, stop, seconds_per_home_access,
                     seconds_with_copies, 50_000, timeout=380,
                 )
             )
@@ -86,7 +135,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
                 and f".{last}" in daemon.status()["migration"]["migration_id"],
                 60, what=lambda: daemon.status()["migration"],
             )  # fmt: skip
-            shown = flexd("migrations", "show", migration_id, "--url", daemon.url)
+            shown = run_flexd("migrations", "show", migration_id, "--url", daemon.url)
             assert f"{verdict}: " in shown.stdout, shown
             assert "% interval" in shown.stdout.replace("\n", " ")
             assert daemon.metrics()[f"flexd_verifications_total{{{verdict}}}"] == 1.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +20,68 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.connect import Connection
-from flexd.embedding.exchange.collectives import TrafficKind
-from tests.support import connection_jobs
-from tests.support.collection_jobs import listed_by, random_placement, some, tables
-from tests.support.connection_jobs import connected_alone
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.connect import Connection, _agreed_attempt
+from flexd.embedding.exchange.collectives import Traffic, TrafficKind
+from flexd.embedding.exchange.process_groups import ChainGroups
+from flexd.embedding.row_optimizers import RowWiseAdagrad
+from tests.support.collection_jobs import ROWS, listed_by, random_placement, some, tables, train_step
 from tests.support.plain_tables import ids, pair
 from tests.support.rank_pool import RankPool
+
+
+def connected(rank: int, layout: RankLayout, port: int, digest: int, limit: int) -> dict[str, Any]:
+    """Train with a real agent until all ranks have the placement of this digest, and for three more steps."""
+    collection = EmbeddingCollection(
+        tables(), optimizer=RowWiseAdagrad(lr=0.1), layout=layout, replica_slots=[61, 23, 3]
+    )
+    connection = flexd.connect(collection, f"127.0.0.1:{port}", job="job", timeout_seconds=5.0)
+    versions, equal, step, left = [], True, 0, 3
+    while step < limit and left:
+        train_step(collection, some(0, step, rank))
+        equal &= collection.replicas_bit_equal()
+        versions.append(collection.placement_version)
+        step += 1
+        left -= int(
+            collection.engine.migrator.digest == digest
+        )  # equal on all ranks: they apply chunks at the same step
+    out = {
+        "priced": collection.engine.inbox.priced_exchange,
+        "steps": step, "versions": versions, "bit_equal": equal, "digest": collection.engine.migrator.digest,
+        "listed": collection.engine.migrator.placement(), "state": connection.agent.state,
+        "tables": {name: collection.gather_table(name).numpy() for name in ROWS},
+        "accesses": sum(collection.traffic.totals()[f"{tier}_accesses"] for tier in ("home", "node", "device")),
+    }  # fmt: skip
+    connection.close(5.0)
+    return out
+
+
+def connected_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
+    """Return the final tables of ``connected``, from plain tables and the formula of row-wise Adagrad."""
+    start = EmbeddingCollection(tables(), layout=RankLayout(1, 1))
+    weights = {name: start.initial_table(name) for name in ROWS}
+    total = {name: torch.zeros(rows, 1, dtype=torch.float64) for name, rows in ROWS.items()}
+    for step in range(steps):
+        grads = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        for rank in range(world_size):
+            for name, jagged in some(0, step, rank).items():
+                grads[name].index_add_(0, jagged.values, weights[name][jagged.values].cos() / world_size)
+        for name, grad in grads.items():
+            total[name] += grad.square().mean(dim=1, keepdim=True)
+            weights[name] = weights[name] - 0.1 * grad / (total[name].sqrt() + 1e-8)
+    return {name: weight.numpy() for name, weight in weights.items()}
+
+
+def attempts(rank: int, run_ids: list[str]) -> list[str]:
+    """Return the default attempt of one launch for each torchrun run id ("": not launched by torchrun)."""
+    found = []
+    groups = ChainGroups(RankLayout(1, 2), Traffic(), torch.device("cpu"))
+    for run_id in run_ids:
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        if run_id:
+            os.environ.update(TORCHELASTIC_RUN_ID=run_id, TORCHELASTIC_RESTART_COUNT="1")
+        found.append(_agreed_attempt(groups, torch.device("cpu")))
+    return found
 
 
 class _RecordingAgent:
@@ -82,7 +139,7 @@ Ranks = Callable[[int], RankPool]
 
 def test_all_ranks_of_a_launch_agree_on_its_attempt(ranks: Ranks) -> None:
     """Launched with plain env:// variables, and with torchrun's beside them."""
-    first, second = ranks(2).run(connection_jobs.attempts, ["", "job-7", "job-7"])
+    first, second = ranks(2).run(attempts, ["", "job-7", "job-7"])
     assert first == second
     assert len(set(first)) == 3
     assert [name.rsplit("-", 1)[0] for name in first[1:]] == ["job-7-1", "job-7-1"]
@@ -107,7 +164,7 @@ def test_ranks_under_a_real_coordinator(ranks: Ranks, tmp_path: Path) -> None:
     pusher = threading.Thread(target=push, daemon=True)
     pusher.start()
     try:
-        results = ranks(4).run(connection_jobs.connected, layout, coordinator.port, final.digest(), 20_000)
+        results = ranks(4).run(connected, layout, coordinator.port, final.digest(), 20_000)
         pusher.join(30)
         assert states == [MigrationState.COMMITTED] * 2
         assert coordinator.placement().digest() == final.digest()

@@ -3,19 +3,64 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+import flexd
 from flexd.api.training import training_status
 from flexd.cli.status_command import status_blocks
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
+from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace, TableSpec
+from flexd.core.layout import RankLayout
+from flexd.core.mistakes import MISTAKES
+from flexd.embedding.jagged import Jagged
 from flexd.operations.training_monitor import TrainingMonitor
 from tests.cli.test_status_command import HEALTHY, text_of
-from tests.support import mistake_jobs
 from tests.support.collection_jobs import tables
 from tests.support.rank_pool import RankPool
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    try:
+        yield
+    except EmbeddingError:
+        return
+    raise AssertionError("the mistake was not refused")
+
+
+def batch(shift: int) -> dict[str, Jagged]:
+    return {"item": Jagged((torch.arange(4) + shift) % 61, torch.tensor([4]))}
+
+
+def make_mistakes(rank: int, port: int) -> dict[str, str]:
+    """Make one mistake of each kind but that of an installation; return what this rank says of them by kind."""
+    collection = flexd.EmbeddingCollection(tables(), layout=RankLayout(2, 1))
+    with refused():  # a checkpoint of a model with other row counts, loaded before the connection
+        collection.load_rows("item", 0, torch.zeros(62, collection.tables[0].dim, dtype=torch.float64))
+    connection = flexd.connect(collection, f"127.0.0.1:{port}", job="job", timeout_seconds=5.0)
+    deadline = time.monotonic() + 30  # a report waits for the daemon to know all ranks
+    while not connection.agent.counters.get("reports") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert connection.agent.counters.get("reports"), "what was noted before is reported without a step"
+    with refused():  # values made from another seed on each rank
+        generator = torch.Generator().manual_seed(rank)
+        collection.load_rows("item", 0, torch.rand(61, collection.tables[0].dim, generator=generator).double())
+    if rank == 0:  # a framework that saves on rank 0
+        collection.state_dict()
+    for features in flexd.prefetch([batch(shift) for shift in range(4)], collection):
+        masked = {name: Jagged(jagged.values.flip(0), jagged.lengths) for name, jagged in features.items()}
+        collection(masked)["item"].values.sum().backward()
+        collection.optimizer.step()
+    connection.close(5.0)
+    collection.close()
+    return {report.kind: report.text for report in MISTAKES.reports()}
+
 
 Ranks = Callable[[int], RankPool]
 
@@ -29,7 +74,7 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     coordinator.start()
     kinds = {"row_counts", "differing_seeds", "lone_save", "changed_ids"}
     try:
-        said, other = ranks(2).run(mistake_jobs.make_mistakes, coordinator.port)
+        said, other = ranks(2).run(make_mistakes, coordinator.port)
         deadline = time.monotonic() + 20
         while {each.kind for each in monitor.mistakes.totals()} != kinds and time.monotonic() < deadline:
             time.sleep(0.05)

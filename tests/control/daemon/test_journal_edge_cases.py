@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import tracemalloc
 from pathlib import Path
@@ -15,7 +16,29 @@ from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.journal_frames import JournalledMigration, framed, payload_of
 from flexd.core.errors import SnapshotError
 from flexd.core.placement import Delta, Placement
-from tests.support.disk_order import watch_disk
+
+
+def watch_disk(patch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that records later operations: ``sync NAME``, ``name NAME`` (a file renamed or linked to it)."""
+    operations: list[str] = []
+    sync, link, rename, replace = os.fsync, os.link, os.rename, os.replace
+
+    def fsync(descriptor: int) -> None:
+        sync(descriptor)
+        operations.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+
+    def naming(call: Any) -> Any:
+        def named(source: Any, target: Any, **options: Any) -> None:
+            call(source, target, **options)
+            operations.append(f"name {Path(target).name}")
+
+        return named
+
+    patch.setattr(os, "fsync", fsync)
+    for name, call in (("link", link), ("rename", rename), ("replace", replace)):
+        patch.setattr(os, name, naming(call))
+    return operations
+
 
 SEGMENT = Segment("a1", 3, "topology")
 ROWS = 4

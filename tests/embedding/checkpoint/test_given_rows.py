@@ -5,10 +5,67 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
+from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from tests.support import given_rows_jobs
+from flexd.embedding.checkpoint import blocks
+from flexd.embedding.collection import EmbeddingCollection
+from tests.support.collection_jobs import tables
 from tests.support.rank_pool import RankPool
+
+
+def values_of(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def load_from(rank: int, layout: RankLayout, source: int, given: str, window_bytes: int) -> bool:
+    """Load rows that one rank has; return whether the table has them, and nothing else changed."""
+    blocks.MAX_WINDOW_BYTES = window_bytes
+    collection = EmbeddingCollection(tables(), layout=layout, replica_slots=[20, 0, 0])
+    expected = collection.gather_table("item")
+    expected[5:48] = values_of(43)
+    values: torch.Tensor | None = values_of(43)
+    if rank != source:
+        values = None if given == "none" else values_of(7, seed=rank)
+    collection.load_rows("item", 5, values, source=source)
+    return torch.equal(collection.gather_table("item"), expected)
+
+
+def load_differing(rank: int, layout: RankLayout, mistake: str) -> tuple[str, bool]:
+    """Make a mistake on rank 2; return the error, and whether the tables are unchanged."""
+    collection = EmbeddingCollection(tables(), layout=layout)
+    before = {name: collection.gather_table(name) for name in ("item", "odd")}
+    name, first, values, source = "item", 3, values_of(20), None
+    if rank == 2:
+        if mistake == "seed":
+            values = values_of(20, seed=1)
+        elif mistake == "one bit":
+            values.view(torch.int64)[7, 3] ^= 1
+        elif mistake == "order":
+            values[[3, 4]] = values[[4, 3]]
+        elif mistake == "rows":
+            first = 4
+        elif mistake == "count":
+            values = values[:19]
+        elif mistake == "shape":
+            values = values[:, :5]
+        elif mistake == "table":
+            name, values = "odd", torch.ones(20, 3)
+        elif mistake == "none":
+            values = None
+        elif mistake == "source":
+            source = 0
+    if mistake == "empty source":
+        source, values = 2, values if rank != 2 else None
+    try:
+        collection.load_rows(name, first, values, source=source)
+        text = "loaded"
+    except EmbeddingError as error:
+        text = str(error)
+    same = all(torch.equal(collection.gather_table(table), rows) for table, rows in before.items())
+    return text, same
+
 
 Ranks = Callable[[int], RankPool]
 FOUR_RANKS = RankLayout(2, 2)
@@ -16,7 +73,7 @@ FOUR_RANKS = RankLayout(2, 2)
 
 @pytest.mark.parametrize(("source", "given", "window_bytes"), [(0, "none", 300), (3, "others", 2**20)])
 def test_rows_of_one_rank_reach_their_homes(ranks: Ranks, source: int, given: str, window_bytes: int) -> None:
-    assert all(ranks(4).run(given_rows_jobs.load_from, FOUR_RANKS, source, given, window_bytes))
+    assert all(ranks(4).run(load_from, FOUR_RANKS, source, given, window_bytes))
 
 
 @pytest.mark.parametrize(
@@ -35,7 +92,7 @@ def test_rows_of_one_rank_reach_their_homes(ranks: Ranks, source: int, given: st
     ],
 )
 def test_a_mistake_of_one_rank_is_refused_on_every_rank(ranks: Ranks, mistake: str, cause: str) -> None:
-    results = ranks(4).run(given_rows_jobs.load_differing, FOUR_RANKS, mistake, timeout=60)
+    results = ranks(4).run(load_differing, FOUR_RANKS, mistake, timeout=60)
     for rank, (text, unchanged) in enumerate(results):
         if mistake == "shape" and rank == 2:
             assert "rank 2: table 'item': values of shape (20, 5) from row 3 on, in 61 rows of 8" in text

@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
-from tests.support import collective_order_jobs
+from flexd.embedding.exchange import collectives, job_groups
 from tests.support.exactness import Scenario
 from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop
+from tests.support.run_ahead_jobs import Loop, train
+
+Issued = tuple[str, tuple[int, ...], str]
+
+
+def issued(rank: int, scenario: Scenario, loop: Loop) -> tuple[list[Issued], int]:
+    """Train; return (thread, ranks of the group, operation) of each collective, and the number of new groups."""
+    record: list[Issued] = []
+    made = 0
+
+    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(*args: Any, **kwargs: Any) -> Any:
+            thread = "training" if threading.current_thread() is threading.main_thread() else "other"
+            record.append((thread, tuple(dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)), name))
+            return call(*args, **kwargs)
+
+        return issue
+
+    new_subgroup = job_groups.new_subgroup
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        made += 1
+        return new_subgroup(*args, **kwargs)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", recorded("all_to_all", dist.all_to_all_single)),
+        mock.patch.object(dist, "all_reduce", recorded("all_reduce", dist.all_reduce)),
+        mock.patch.object(collectives, "all_gather_flat", recorded("all_gather", collectives.all_gather_flat)),
+        mock.patch.object(job_groups, "new_subgroup", counted),
+    ):
+        train(rank, scenario, loop)
+    return record, made
+
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +60,7 @@ SCENARIO = Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=5)
 
 
 def test_only_the_training_thread_issues_collectives_in_one_order(ranks: Ranks) -> None:
-    results = ranks(4).run(collective_order_jobs.issued, SCENARIO, Loop(one_thread=True))
+    results = ranks(4).run(issued, SCENARIO, Loop(one_thread=True))
     for rank, (record, _) in enumerate(results):
         assert {thread for thread, _, _ in record} == {"training"}
         for other, (theirs, _) in enumerate(results):
@@ -42,9 +78,9 @@ def test_only_the_training_thread_issues_collectives_in_one_order(ranks: Ranks) 
 
 def test_one_thread_makes_no_process_groups_of_its_own(ranks: Ranks) -> None:
     pool = ranks(4)
-    pool.run(collective_order_jobs.issued, SCENARIO, Loop(ahead=False))
-    assert [made for _, made in pool.run(collective_order_jobs.issued, SCENARIO, Loop(one_thread=True))] == [0] * 4
-    two_threads = pool.run(collective_order_jobs.issued, SCENARIO, Loop(one_thread=False))
+    pool.run(issued, SCENARIO, Loop(ahead=False))
+    assert [made for _, made in pool.run(issued, SCENARIO, Loop(one_thread=True))] == [0] * 4
+    two_threads = pool.run(issued, SCENARIO, Loop(one_thread=False))
     assert [made for _, made in two_threads] == [2] * 4, "this rank's node and rail"
     assert {thread for thread, _, _ in two_threads[0][0]} == {"training", "other"}
 

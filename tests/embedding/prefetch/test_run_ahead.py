@@ -5,21 +5,74 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from tests.support import accelerator_jobs, changed_inputs, ddp_jobs, run_ahead_jobs
-from tests.support.ddp_jobs import ddp_alone
+from flexd.embedding.collection import EmbeddingCollection
+from tests.support import accelerator_jobs, changed_inputs, run_ahead_jobs
+from tests.support.collection_jobs import some, tables
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
+
+
+class Tower(nn.Module):
+    """A dense layer; with ``collection`` the tables are part of the module, as in many trainers."""
+
+    def __init__(self, collection: EmbeddingCollection | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.dense = nn.Linear(8, 4, dtype=torch.float64)
+        with torch.no_grad():
+            for parameter in self.dense.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        self.collection = collection
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        rows = inputs if self.collection is None else self.collection(inputs)["item"].values
+        return self.dense(rows.tanh()).square().sum()
+
+
+def ddp_with_run_ahead(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:
+    """Run ``ddp`` with run-ahead: two threads have collectives under way at the same time."""
+    collection = EmbeddingCollection(
+        tables(names=("item",)), optimizer=flexd.SGD(0.05), layout=layout, replica_slots=[61]
+    )
+    model = DistributedDataParallel(Tower(collection if inside else None))
+    dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader = [{"item": some(0, step, rank)["item"]} for step in range(steps)]
+    for features in flexd.prefetch(loader, collection):
+        loss = model(features if inside else collection(features)["item"].values)
+        dense_optimizer.zero_grad()
+        collection.optimizer.zero_grad()
+        loss.backward()
+        dense_optimizer.step()
+        collection.optimizer.step()
+    module = model.module
+    return {"item": collection.gather_table("item").numpy(), "dense": module.dense.weight.detach().numpy()}
+
+
+def ddp_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
+    start = EmbeddingCollection(tables(names=("item",)), layout=RankLayout(1, 1))
+    table, tower = nn.Embedding.from_pretrained(start.initial_table("item"), freeze=False), Tower()
+    optimizer = torch.optim.SGD([*table.parameters(), *tower.parameters()], lr=0.05)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            (tower(table(some(0, step, rank)["item"].values)) / world_size).backward()
+        optimizer.step()
+    return {"item": table.weight.detach().numpy(), "dense": tower.dense.weight.detach().numpy()}
+
 
 pytestmark = pytest.mark.slow
 
@@ -188,7 +241,7 @@ def test_any_schedule_trains_equally(ranks: Ranks, scenario: Scenario, loop: Loo
 @pytest.mark.parametrize("inside", [False, True])
 def test_run_ahead_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, inside: bool) -> None:
     expected = ddp_alone(4, 6)
-    for result in ranks(4).run(ddp_jobs.ddp_with_run_ahead, RankLayout(2, 2), inside, 6):
+    for result in ranks(4).run(ddp_with_run_ahead, RankLayout(2, 2), inside, 6):
         for name, values in expected.items():
             np.testing.assert_allclose(result[name], values, rtol=1e-9, atol=1e-9)
 
