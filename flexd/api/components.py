@@ -77,7 +77,9 @@ class Components:
         return base.model_copy(
             update={
                 "stream": stream_status(self.settings, ingest),
-                "sketch": sketch_status(self.ingestor.choices(), planning.last_profile, planning.profile_age_seconds()),
+                "sketch": sketch_status(
+                    self.ingestor.sketches.choices(), planning.last_profile, planning.profile_age_seconds()
+                ),
                 "drift": drift_status(self.drift, self.settings.planner.drift_threshold),
                 "topology": topology_status(
                     live,
@@ -142,7 +144,7 @@ class Components:
 
     def _mean_row_bytes(self) -> float:
         """Return the mean size of a looked-up row's values: tables weigh by the accesses counted."""
-        accesses = self.ingestor.samples_by_table()
+        accesses = self.ingestor.sketches.samples_by_table()
         sizes = [table.row_bytes for table in self.keyspace.tables]
         total = sum(accesses)
         if total == 0:

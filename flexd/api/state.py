@@ -10,7 +10,7 @@ from pydantic import Field
 
 from flexd.api.base import Model
 from flexd.api.families import gauge, gauges, with_zeros
-from flexd.sketch.table_outcome import OUTCOMES
+from flexd.sketch.table_restore import OUTCOMES
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -155,8 +155,8 @@ def table_page(
     """
     import numpy as np
 
-    choices: Sequence[TableChoice] = ingestor.choices()
-    accesses = np.array(ingestor.samples_by_table(), dtype=np.int64)
+    choices: Sequence[TableChoice] = ingestor.sketches.choices()
+    accesses = np.array(ingestor.sketches.samples_by_table(), dtype=np.int64)
     placed = _placed_rows(keyspace, placement)
     keys: dict[TableOrder, Any] = {
         "accesses": -accesses,

@@ -18,7 +18,7 @@ from flexd.core import units
 if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.daemon.state_admin import StateReport
-    from flexd.sketch.table_outcome import TableOutcome
+    from flexd.sketch.table_restore import TableOutcome
     from flexd.stream.offsets_in_work import PoisonOffset
 
 app = typer.Typer(

@@ -162,8 +162,8 @@ class Daemon:
         samples_kept = config.sketch.coaccess_memory_bytes > 0
         planning = self._planning = Planning(
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
-            self._drift.planned, self.operator.record_withheld, self._ingestor.sequence_length_quantiles,
-            AffinityMonitor(keyspace, self._ingestor.coaccess, supervisor) if samples_kept else None,
+            self._drift.planned, self.operator.record_withheld, self._ingestor.sketches.sequence_length_quantiles,
+            AffinityMonitor(keyspace, self._ingestor.sketches.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
         late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)

@@ -157,7 +157,7 @@ def _save_empty(config: Config, store: SnapshotStore, old: list[Path]) -> None:
         except (SnapshotError, SketchError) as error:
             problems.append(f"{path.name}: {error.message}")
             continue
-        meta, arrays = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config)).state()
+        meta, arrays = SketchSet(config.keyspace().tables, factory.sketch_settings(config)).state()
         store.save(
             {
                 "format": SNAPSHOT_META_FORMAT, "sketches": meta, "positions": saved.positions,

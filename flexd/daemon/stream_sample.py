@@ -101,7 +101,7 @@ def read_sample(config: Config, seconds: float, progress: Callable[[IngestStats]
     ingestor.start()
     try:
         stats = _wait(ingestor, seconds, progress)
-        profile, coaccess = ingestor.profile(), ingestor.coaccess()
+        profile, coaccess = ingestor.profile(), ingestor.sketches.coaccess()
     finally:
         ingestor.stop(CLOSE_SECONDS)
     if not stats.accesses:

@@ -10,9 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import TableSpec
@@ -20,14 +17,11 @@ from flexd.core.layout import RankLayout
 from flexd.core.supervision import Supervisor, UnsafeStateError
 from flexd.ingest.arrival import ArrivalClock
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.message_counter import Decode, MessageCounter, decode_message
 from flexd.ingest.rate import RateMeter, Totals
 from flexd.ingest.restore import restore
 from flexd.ingest.snapshot_cycle import SnapshotCycle
 from flexd.ingest.stats import ROW_REASONS, IngestStats
-from flexd.sketch.budget import TableChoice
-from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.snapshot import SnapshotStore
@@ -133,17 +127,18 @@ class Ingestor:
         self._unrestored_positions = state.positions
         self._generation = state.generation
         self._generation_lock = threading.Lock()
-        self._sketches = GuardedSketches(state.sketches)
+        self.sketches = state.sketches
+        """What was counted. Profiles are read by the methods here: they are of the whole stream, as of now."""
         self._counter = MessageCounter(
-            self._sketches, dead_letters, max_message_bytes, decode, self._work, self._arrivals
+            self.sketches, dead_letters, max_message_bytes, decode, self._work, self._arrivals
         )
         self._stats = self._read_stats()
 
     def start(self) -> None:
         """Compile the kernels and start the thread."""
         warm_up(
-            {choice.kind for choice in self._sketches.choices()},
-            coaccess=self._sketches.sketches.coaccess_sample is not None,
+            {choice.kind for choice in self.sketches.choices()},
+            coaccess=self.sketches.coaccess_sample is not None,
         )
         self._thread.start()
 
@@ -173,7 +168,7 @@ class Ingestor:
             self._generation += 1
             generation = self._generation
         lag = self._stats.lag_messages
-        found = self._sketches.profile(accesses_per_step, generation, lag, layout, self._idle_seconds())
+        found = self.sketches.profile(accesses_per_step, generation, lag, layout, self._idle_seconds())
         return dataclasses.replace(found, tables=tuple(map(self._scaled, found.tables)))
 
     def table_profile(self, table: str, layout: RankLayout | None = None) -> TableProfile:
@@ -182,30 +177,7 @@ class Ingestor:
         Raises:
             SketchError: unknown table.
         """
-        return self._scaled(self._sketches.table_profile(table, layout, self._idle_seconds()))
-
-    def coaccess(self) -> CoAccess | None:
-        """Return the sampled rows that occur together (any thread); None if none are sampled.
-
-        Ingest waits while what is in use is copied.
-        """
-        return self._sketches.coaccess()
-
-    def samples_by_table(self) -> tuple[int, ...]:
-        """Return the accesses counted of each table, undecayed, in the configured order (any thread)."""
-        return self._sketches.samples_by_table()
-
-    def choices(self) -> tuple[TableChoice, ...]:
-        """Return how each table is counted."""
-        return self._sketches.choices()
-
-    def query(self, table: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the decayed accesses of int64[n] rows as float64[n], like ``SketchSet.query``, of the whole stream."""
-        return self._sketches.query(table, rows, self._idle_seconds()) / self._source.read_share
-
-    def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> npt.NDArray[np.float64]:
-        """Return ``SketchSet.sequence_length_quantiles``."""
-        return self._sketches.sequence_length_quantiles(table, ranks)
+        return self._scaled(self.sketches.table_profile(table, layout, self._idle_seconds()))
 
     def stats(self) -> IngestStats:
         """Return the present statistics (any thread; takes no lock)."""
@@ -247,11 +219,11 @@ class Ingestor:
                 self._attempt("snapshot", self._finish_save)
             self._stats = self._read_stats()
             self._watch.progress()
-            if self._sketches.damage is not None:
+            if self.sketches.damage is not None:
                 raise UnsafeStateError(
-                    f"the counters may hold a part of a message: {self._sketches.damage!r}",
+                    f"the counters may hold a part of a message: {self.sketches.damage!r}",
                     remedy="start the daemon again; it continues from its newest snapshot",
-                ) from self._sketches.damage
+                ) from self.sketches.damage
 
     def _finish(self) -> None:
         if self._snapshots.pending:
@@ -260,7 +232,7 @@ class Ingestor:
         if restored and self._attempt("snapshot state", self._begin_save) and self._snapshots.pending:
             self._attempt("snapshot", self._finish_save)
         self._attempt("source", self._source.close)
-        if self._sketches.damage is None:
+        if self.sketches.damage is None:
             self._work.close()
         self._stats = self._read_stats()
 
@@ -293,22 +265,22 @@ class Ingestor:
             count = self._counter.count
             for message in messages:
                 count(message)
-                if self._sketches.damage is not None:
+                if self.sketches.damage is not None:
                     return
             self._work.end()
             self._counted_at = time.monotonic()
         now = time.monotonic()
         self._counter.skew.update(now)
         if now >= self._lag_at + _LAG_INTERVAL_SECONDS:
-            self._sketches.limit_clock(self._arrivals.now())
+            self.sketches.limit_clock(self._arrivals.now())
             self._lag, self._lag_at = self._source.lag(), now
 
     def _set_backlog(self, backlog: bool) -> None:
         self._backlog = backlog
-        self._sketches.set_backlog(backlog)
+        self.sketches.set_backlog(backlog)
 
     def _begin_save(self) -> None:
-        self._snapshots.begin(self._source, self._sketches, lambda: self._generation)
+        self._snapshots.begin(self._source, self.sketches, lambda: self._generation)
 
     def _finish_save(self) -> None:
         self._snapshots.finish(self._source)
@@ -329,16 +301,15 @@ class Ingestor:
         return silent if caught_up and silent >= IDLE_AFTER_SECONDS else 0.0
 
     def _read_stats(self) -> IngestStats:
-        total = self._counter.counts()
-        counts = total.accesses
-        self._rates.update(time.monotonic(), Totals(total.messages, counts.accepted))
+        counted, counts = self._counter, self._counter.accesses
+        self._rates.update(time.monotonic(), Totals(counted.messages, counts.accepted))
         letters, losses = self._dead_letters, self._source.losses()
         return IngestStats(
-            messages=total.messages,
+            messages=counted.messages,
             accesses=counts.accepted,
-            bytes=total.bytes,
-            batches=total.batches,
-            rejected_messages=total.rejected,
+            bytes=counted.bytes,
+            batches=counted.batches,
+            rejected_messages=dict(counted.rejected),
             rejected_accesses={reason: getattr(counts, reason) for reason in ROW_REASONS},
             adjusted_accesses={"future_clamped": counts.future_clamped, "late": counts.late},
             messages_per_second=self._rates.messages_per_second,
@@ -349,7 +320,7 @@ class Ingestor:
             positions_lost=losses.positions(),
             lost_ranges=losses.ranges(),
             skipped_offsets=self._work.skipped(),
-            newest_event_seconds=self._sketches.newest_event_seconds,
+            newest_event_seconds=self.sketches.newest_event_seconds,
             least_skew_seconds=self._counter.skew.least_seconds,
             most_skew_seconds=self._counter.skew.most_seconds,
             snapshots=self._snapshots.saved,

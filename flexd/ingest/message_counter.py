@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
@@ -12,7 +11,6 @@ from flexd.core.fault_points import fault_point
 from flexd.core.tap_counts import TapCounts
 from flexd.ingest.arrival import ArrivalClock, EventTimeSkew
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.stats import ROW_REASONS
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts
@@ -26,24 +24,6 @@ Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | TapCounts]]
 
 MAX_REASONS = 64
 """Distinct rejection reasons that are counted by name; the rest is counted as ``other``."""
-
-
-@dataclass(frozen=True)
-class MessageCounts:
-    """Counts of some messages.
-
-    Attributes:
-        messages, bytes: read, including the rejected ones.
-        batches: of the accepted messages.
-        accesses: of the accepted messages, by outcome.
-        rejected: messages not counted, by reason.
-    """
-
-    messages: int = 0
-    bytes: int = 0
-    batches: int = 0
-    accesses: AccessCounts = field(default_factory=AccessCounts)
-    rejected: Mapping[str, int] = field(default_factory=dict)
 
 
 def decode_message(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | TapCounts]:
@@ -61,7 +41,14 @@ def decode_message(payload: bytes | memoryview, max_message_bytes: int) -> Seque
 
 
 class MessageCounter:
-    """Counts messages into sketches. ``count`` belongs to one thread.
+    """Counts messages into sketches. ``count`` belongs to one thread; the counts are exact between two messages.
+
+    Attributes:
+        messages, bytes: read, including the rejected ones.
+        batches: of the accepted messages.
+        accesses: of the accepted messages, by outcome.
+        rejected: messages not counted, by reason.
+        skew: of the event times against the arrivals.
 
     Args:
         dead_letters: None keeps none.
@@ -73,7 +60,7 @@ class MessageCounter:
 
     def __init__(
         self,
-        sketches: GuardedSketches,
+        sketches: SketchSet,
         dead_letters: DeadLetterFile | None,
         max_message_bytes: int,
         decode: Decode,
@@ -87,16 +74,16 @@ class MessageCounter:
         self._work = work or OffsetsInWork()
         self._arrivals = arrivals or ArrivalClock()
         self.skew = EventTimeSkew()
-        self._messages = self._bytes = self._batches = 0
-        self._accesses = AccessCounts()
-        self._rejected: dict[str, int] = {}
+        self.messages = self.bytes = self.batches = 0
+        self.accesses = AccessCounts()
+        self.rejected: dict[str, int] = {}
 
     def count(self, message: Message | RefusedMessages) -> None:
         """Count one message. Never raises, because the source has already moved past it.
 
         A message that cannot be decoded is rejected as a whole. What was decoded can be counted (``AccessBatch`` and
         ``tap_counts.decode`` have checked it). If counting fails nevertheless, a part of the message may be in the
-        counters: they are marked as damaged (``GuardedSketches.damage``), and the caller must not go on. The next start
+        counters: they are marked as damaged (``SketchSet.damage``), and the caller must not go on. The next start
         continues from the newest snapshot, which holds nothing of it.
         """
         try:
@@ -108,15 +95,15 @@ class MessageCounter:
 
     def _count(self, message: Message | RefusedMessages) -> None:
         if isinstance(message, RefusedMessages):
-            self._messages += message.messages
+            self.messages += message.messages
             self._reject(message.reason, message.detail, message, message.messages)
             return
         if not self._work.begin(message.partition, message.offset, message.offset, counting=True):
-            self._messages += 1
+            self.messages += 1
             self._reject("poison_offset", "the daemon ended twice while it counted this message", message)
             return
-        self._messages += 1
-        self._bytes += len(message.payload)
+        self.messages += 1
+        self.bytes += len(message.payload)
         try:
             batches = self._decode(message.payload, self._max_message_bytes)
         except CodecError as error:
@@ -129,35 +116,33 @@ class MessageCounter:
         arrival = self._arrivals.arrival(message)
         for batch in batches:
             self.skew.add(batch.event_time_seconds - arrival)
-        with self._sketches.lock:
-            sketches = self._sketches.sketches
+        sketches = self._sketches
+        with sketches.lock:
             refused: Exception | None = None
+            accesses: AccessCounts | None = None
             try:
                 fault_point("thread.counting")
-                accesses = sum(
-                    (_ingest(sketches, batch, arrival, message.partition) for batch in batches), AccessCounts()
-                )
+                for batch in batches:
+                    counted = _ingest(sketches, batch, arrival, message.partition)
+                    accesses = counted if accesses is None else accesses + counted
             except Exception as error:
                 # Before the lock is released: nobody may save these counters.
-                refused = self._sketches.damage = error
+                refused = sketches.damage = error
         if refused is not None:
             self._reject("internal_error", repr(refused), message)
+        if refused is not None or accesses is None:
             return
-        self._batches += len(batches)
-        self._accesses += accesses
+        self.batches += len(batches)
+        self.accesses += accesses
         if self._dead_letters is not None:
             for reason in ROW_REASONS:
                 if rejected := getattr(accesses, reason):
                     self._dead_letters.record(reason, f"{rejected} accesses of the message", message)
 
-    def counts(self) -> MessageCounts:
-        """Return the counts of all messages so far (any thread; exact between two messages)."""
-        return MessageCounts(self._messages, self._bytes, self._batches, self._accesses, dict(self._rejected))
-
     def _reject(self, reason: str, detail: str, message: Message | RefusedMessages, messages: int = 1) -> None:
-        if reason not in self._rejected and len(self._rejected) >= MAX_REASONS:
+        if reason not in self.rejected and len(self.rejected) >= MAX_REASONS:
             reason = "other"
-        self._rejected[reason] = self._rejected.get(reason, 0) + messages
+        self.rejected[reason] = self.rejected.get(reason, 0) + messages
         if self._dead_letters is not None:
             self._dead_letters.record(reason, detail, message)
 

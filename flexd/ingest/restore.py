@@ -19,7 +19,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch import snapshot, table_restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.sketch.table_outcome import TableOutcome
+from flexd.sketch.table_restore import TableOutcome
 from flexd.sketch.types import SketchSettings
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class SnapshotMeta:
     """Content of a snapshot beside the arrays of its sketches.
 
     Attributes:
-        sketches: description of the sketches (``flexd.sketch.saved_state``).
+        sketches: description of the sketches (``SketchSet.state``).
     """
 
     sketches: dict[str, Any]
@@ -110,7 +110,7 @@ def restore(
         UnusableStateError: there are snapshots, and none can be used; nothing has changed.
         SketchError, ConfigError: impossible sketch settings or tables.
     """
-    state = RestoredState(SketchSet.of(tables, settings))
+    state = RestoredState(SketchSet(tables, settings))
     if snapshots is None:
         return state
     refused: list[tuple[Path, bool, str]] = []  # (path, whether it is damaged, the problem)
@@ -156,7 +156,7 @@ def read_newest(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings:
         SnapshotError: there is no snapshot, or none can be used, with the reason of each.
         SketchError, ConfigError: impossible sketch settings or tables.
     """
-    state = RestoredState(SketchSet.of(tables, settings))
+    state = RestoredState(SketchSet(tables, settings))
     for path in snapshots.paths():
         try:
             _load(state, path, tables, settings)
@@ -193,7 +193,7 @@ def preview(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: Ske
     Raises:
         SketchError, ConfigError: impossible sketch settings or tables.
     """
-    SketchSet.of(tables, settings)
+    SketchSet(tables, settings)
     refused: list[str] = []
     for path in snapshots.paths():
         try:

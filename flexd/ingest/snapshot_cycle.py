@@ -11,8 +11,8 @@ from typing import Any
 
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
-from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT
+from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.types import Positions, Source
 
@@ -86,7 +86,7 @@ class SnapshotCycle:
         """True if ``finish`` would not wait."""
         return self._writing.finished
 
-    def begin(self, source: Source, sketches: GuardedSketches, generation: Callable[[], int]) -> None:
+    def begin(self, source: Source, sketches: SketchSet, generation: Callable[[], int]) -> None:
         """Make counters and positions durable. The order of the steps makes every access count once.
 
         1. Between two polls, when every message that the source has returned is counted, copy sketches, positions and
@@ -107,9 +107,10 @@ class SnapshotCycle:
         extra = dict(self._extra_state())
         # 1.
         began = time.monotonic()
-        with sketches.frozen() as (sketch_meta, arrays):
+        with sketches.lock:
             if sketches.damage is not None:
                 raise SnapshotError("the counters are damaged and not saved", remedy="start the daemon again")
+            sketch_meta, arrays = sketches.state()
             positions = source.positions()
             meta = {
                 "format": SNAPSHOT_META_FORMAT,

@@ -27,6 +27,7 @@ from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
 from flexd.simulate.touches import TouchCounter
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from flexd.topology.cluster import Cluster
 
 Int64Array = npt.NDArray[np.int64]
@@ -249,9 +250,11 @@ class _SimulatedDaemon:
         self._keyspace, self._world_size = shared.keyspace, shared.layout.world_size
         self._sketches = SketchSet(
             shared.keyspace.tables,
-            memory_bytes=shared.settings.sketch_bytes,
-            half_life_seconds=None if math.isinf(half_life) else half_life,
-            max_future_seconds=1.0,
+            SketchSettings(
+                memory_bytes=shared.settings.sketch_bytes,
+                half_life_seconds=None if math.isinf(half_life) else half_life,
+                max_future_seconds=1.0,
+            ),
         )
         self._accesses = 0
         self._steps = 0

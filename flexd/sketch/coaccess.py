@@ -210,11 +210,11 @@ class CoAccessSample:
         meta = {"limit": self._limit.hex(), "offered": self.offered, "counts": self._counts.tolist()}
         return meta, {_ARRAY: self._words[: self._used].copy()}
 
-    def load(self, meta: dict[str, Any], arrays: Arrays, tables: Sequence[int] | None = None) -> None:
+    def load(self, meta: dict[str, Any], arrays: Arrays, tables: Sequence[int]) -> None:
         """Replace everything by what ``state`` returned, of this or another memory or list of tables.
 
         Args:
-            tables: index here of each of the saved tables, -1 for those that are no more; None: they are the same.
+            tables: index here of each of the saved tables, -1 for those that are no more.
 
         Raises:
             SketchError: it is damaged.
@@ -229,7 +229,7 @@ class CoAccessSample:
             raise SketchError("saved co-access sample is damaged", remedy="use an earlier snapshot")
         places, sizes = kernels.locate_parts(words, len(words), count)
         saved = words[places + 6].astype(np.int64)
-        index = np.arange(len(self._table_rows)) if tables is None else np.array(tables, dtype=np.int64)
+        index = np.array(tables, dtype=np.int64)
         if count and int(saved.max()) >= len(index):
             raise SketchError("saved co-access sample is of more tables", remedy="use an earlier snapshot")
         now = index[saved] if count else saved

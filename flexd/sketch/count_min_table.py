@@ -134,12 +134,7 @@ class CountMinTable(TableSketch):
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         hot_meta, hot = self._hot.state()
-        meta = {
-            "kind": "count_min",
-            "log2_width": self._counter.log2_width,
-            "total_units": self._counter.total_units,
-            **hot_meta,
-        }
+        meta = {"total_units": self._counter.total_units, **hot_meta}
         cells: Arrays = {"cells": self._counter.cells(), "registers": self._distinct.registers.copy()}
         return meta, {**cells, **hot}
 

@@ -80,7 +80,7 @@ class DenseTable(TableSketch):
         self._counter.rescale(bits)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
-        return {"kind": "dense"}, self._counter.state()
+        return {}, self._counter.state()
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         self._counter.load(arrays)

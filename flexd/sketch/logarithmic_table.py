@@ -177,8 +177,7 @@ class LogTable(TableSketch):
         self._counter.rescale(bits)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
-        meta, arrays = self._counter.state()
-        return {"kind": "logarithmic", **meta}, arrays
+        return self._counter.state()
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
         self._counter.load(meta, arrays)

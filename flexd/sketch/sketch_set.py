@@ -2,131 +2,188 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
+import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import SketchError
+from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import TableCounts, TapCounts
-from flexd.sketch.coaccess import CoAccess
-from flexd.sketch.decay import Admission, ForwardDecay, check_event_time
+from flexd.sketch import budget, kinds
+from flexd.sketch.budget import TableChoice
+from flexd.sketch.coaccess import CoAccess, CoAccessSample
+from flexd.sketch.decay import Admission, ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.quantiles import KllQuantiles, check_values
-from flexd.sketch.table_counters import TableCounters
-from flexd.sketch.table_sketch import TableSketch
-from flexd.sketch.touch_counts import TableTouches
-from flexd.sketch.types import AccessCounts
+from flexd.sketch.quantiles import KllQuantiles
+from flexd.sketch.table_sketch import Arrays, TableSketch
+from flexd.sketch.touch_counts import TableTouches, capacity
+from flexd.sketch.types import AccessCounts, SketchSettings
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
-_ROW_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+STATE_FORMAT = 6
 
 
-class SketchSet(TableCounters):
-    """Counters of every table over one event-time clock. Not thread-safe: the owner holds a lock.
+@dataclass
+class _Table:
+    """What is remembered of one table.
 
-    Args and errors as of ``TableCounters``.
+    Attributes:
+        index: in the order of the key space.
+        lengths: of sequences; None before the first.
     """
+
+    index: int
+    spec: TableSpec
+    choice: TableChoice
+    sketch: TableSketch
+    touches: TableTouches
+    lengths: KllQuantiles | None = None
+
+    def add_lengths(self) -> KllQuantiles:
+        if self.lengths is None:
+            self.lengths = KllQuantiles()
+        return self.lengths
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        meta, arrays = self.sketch.state()
+        meta["choice"] = dataclasses.asdict(self.choice)
+        if self.lengths is not None:
+            arrays["sequence_lengths"] = self.lengths.serialized()
+        touched, parts = self.touches.state()
+        if parts:
+            meta["touches"] = touched
+            arrays.update(parts)
+        return meta, arrays
+
+    def load(self, meta: Mapping[str, Any], arrays: Arrays) -> None:
+        self.sketch.load(dict(meta), arrays)
+        if "sequence_lengths" in arrays:
+            self.add_lengths().load(arrays["sequence_lengths"])
+        if "touches" in meta:
+            self.touches.load(meta["touches"], arrays)
+
+
+class SketchSet:
+    """Counters of every table within one memory budget, and the event-time clock by which they decay.
+
+    One thread writes, holding ``lock`` for one message at a time; any thread may read.
+
+    Attributes:
+        lock: the readers below take it; ``ingest``, ``ingest_counted``, ``ingest_passes`` and ``state`` do not.
+        damage: what interrupted a message, so that the counters hold an unknown part of it and must not be saved; None
+            while they can be trusted.
+
+    Args:
+        key_tables: the tables of the key space, in its order.
+
+    Raises:
+        ConfigError: no tables, or two of the same name.
+        SketchError: impossible settings, or more tables than the memory can hold at all.
+    """
+
+    def __init__(self, key_tables: Sequence[TableSpec], settings: SketchSettings | None = None) -> None:
+        settings = settings or SketchSettings()
+        specs = KeySpace(key_tables).tables
+        if settings.max_hot_rows < 1:
+            raise SketchError(f"max_hot_rows {settings.max_hot_rows}", remedy="list at least one")
+        self.settings = settings
+        self.lock = threading.Lock()
+        self.damage: BaseException | None = None
+        self._decay = ForwardDecay(settings.half_life_seconds, settings.max_future_seconds, settings.late_after_seconds)
+        choices = budget.choose(
+            specs, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic
+        )  # fmt: skip
+        self._tables = {
+            spec.name: _Table(
+                index, spec, choice, kinds.make_table(spec, choice, index),
+                TableTouches(spec.rows, capacity(spec.rows, len(specs), settings.memory_bytes), len(specs)),
+            )
+            for index, (spec, choice) in enumerate(zip(specs, choices, strict=True))
+        }  # fmt: skip
+        self.coaccess_sample = (
+            CoAccessSample([spec.rows for spec in specs], settings.coaccess_memory_bytes, settings.half_life_seconds)
+            if settings.coaccess_memory_bytes
+            else None
+        )
+        """The sample of rows that occur together; None if none is kept."""
 
     @property
     def newest_event_seconds(self) -> float:
         """NaN before the first access."""
         return self._decay.newest_seconds
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of all counters of accesses in use, within ``SketchSettings.memory_bytes``."""
+        return sum(table.sketch.nbytes for table in self._tables.values())
+
+    @property
+    def samples(self) -> int:
+        """Accesses counted, undecayed."""
+        return sum(self.samples_by_table())
+
+    def samples_by_table(self) -> tuple[int, ...]:
+        """Return the accesses counted of each table, undecayed, in the order of the tables."""
+        return tuple(table.sketch.samples for table in self._tables.values())
+
+    def choices(self) -> tuple[TableChoice, ...]:
+        """Return how each table is counted, in the order of the key space."""
+        return tuple(table.choice for table in self._tables.values())
+
     def ingest(
         self,
         table: str,
-        rows: npt.NDArray[np.integer[Any]],
+        rows: npt.NDArray[np.int32] | Int64Array,
         source_rank: int,
         event_time_seconds: float,
-        sequence_lengths: npt.NDArray[np.integer[Any]] | None = None,
+        sequence_lengths: npt.NDArray[np.int32] | None = None,
         arrival_seconds: float = math.inf,
         step: int | None = None,
         sample_ids: Int64Array | None = None,
         user_ids: Int64Array | None = None,
         partition: str = "",
     ) -> AccessCounts:
-        """Count one batch.
+        """Count one batch. Its arrays are those of an ``AccessBatch``, which has checked them.
 
         Args:
             table: name; accesses of an unknown table are counted as such and change nothing else.
-            rows: integer[n] row ids (int32 and int64 without a copy).
-            source_rank: rank whose samples made the accesses.
-            event_time_seconds: Unix time of the accesses.
-            sequence_lengths: integer[s] or None.
             arrival_seconds: as in ``ForwardDecay.admit``.
-            step: number of the forward pass that the rank looked the rows up in, equal on all ranks; None if unknown.
-            sample_ids, user_ids: int64[s] or None: the sample of each sequence, and its user. They sum up to n.
             partition: of the stream, where a rank's batches are in the order of their steps.
 
         Raises:
-            SketchError: rows or lengths are no vectors of numbers, the time is not finite, or, where rows that occur
-                together are sampled, lengths do not sum to the rows or ids of samples and users do not fit them.
-                Nothing is counted then.
+            SketchError: the time is not finite. Nothing is counted then.
         """
-        self._check(table, rows, event_time_seconds, sequence_lengths, sample_ids, user_ids)
-        index = self._index.get(table)
-        if index is None:
+        to = self._tables.get(table)
+        if to is None:
             return AccessCounts(unknown_table=len(rows))
         step_of_touches = step if self.settings.share >= 1 else None
         if not len(rows):
             if step_of_touches is not None and not math.isnan(self._decay.newest_seconds):
                 # The rank looked nothing up: without this entry its step would never be complete.
-                self._touches[index].add(
-                    rows, source_rank, step_of_touches, self._decay.newest_seconds, self._decay, partition
-                )
+                to.touches.add(rows, source_rank, step_of_touches, self._decay.newest_seconds, self._decay, partition)
             return AccessCounts()
         admission = self._decay.admit(event_time_seconds, arrival_seconds)
-        ids = rows if rows.dtype in _ROW_DTYPES else rows.astype(np.int64)
-        negative, outside = self._tables[index].add(
-            np.ascontiguousarray(ids), source_rank, admission.event_time_seconds, self._decay
-        )
+        time = admission.event_time_seconds
+        ids = rows if rows.flags.c_contiguous else rows.copy()
+        negative, outside = to.sketch.add(ids, source_rank, time, self._decay)
         if sequence_lengths is not None:
-            self._lengths.setdefault(index, KllQuantiles()).add(sequence_lengths)
-            if self._coaccess is not None:
-                self._coaccess.add(
-                    index, np.ascontiguousarray(ids), sequence_lengths.astype(np.int32, copy=False), source_rank,
-                    admission.event_time_seconds, step, sample_ids, user_ids,
+            to.add_lengths().add(sequence_lengths)
+            if self.coaccess_sample is not None:
+                self.coaccess_sample.add(
+                    to.index, ids, sequence_lengths, source_rank, time, step, sample_ids, user_ids
                 )  # fmt: skip
-        self._touches[index].add(
-            ids, source_rank, step_of_touches, admission.event_time_seconds, self._decay, partition
-        )  # fmt: skip
+        to.touches.add(ids, source_rank, step_of_touches, time, self._decay, partition)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
-
-    def _check(
-        self,
-        table: str,
-        rows: npt.NDArray[np.integer[Any]],
-        event_time_seconds: float,
-        sequence_lengths: npt.NDArray[np.integer[Any]] | None,
-        sample_ids: Int64Array | None,
-        user_ids: Int64Array | None,
-    ) -> None:
-        """Raise SketchError unless a batch can be counted; change nothing."""
-        if rows.ndim != 1 or rows.dtype.kind not in "iu":
-            raise SketchError(f"rows of table {table!r} are {rows.dtype}{list(rows.shape)}", remedy="give row ids [n]")
-        if table not in self._index or not len(rows):
-            return
-        check_event_time(event_time_seconds)
-        if sequence_lengths is not None:
-            check_values(sequence_lengths)
-            if self._coaccess is not None:
-                _check_samples(table, len(rows), sequence_lengths, (sample_ids, user_ids))
-
-    def coaccess(self) -> CoAccess | None:
-        """Return the sampled rows that occur together; None if none are sampled."""
-        if self._coaccess is None:
-            return None
-        return self._coaccess.read(self.table_names)
 
     def ingest_counted(
         self, counts: TableCounts, source_rank: int, event_time_seconds: float, arrival_seconds: float = math.inf
@@ -139,19 +196,19 @@ class SketchSet(TableCounters):
         Raises:
             SketchError: the event time is not finite.
         """
-        index = self._index.get(counts.table)
-        if index is None:
+        to = self._tables.get(counts.table)
+        if to is None:
             return AccessCounts(unknown_table=counts.accesses)
         if not counts.accesses:
             return AccessCounts()
         admission = self._decay.admit(event_time_seconds, arrival_seconds)
         # Seeded by the message: counted again after a crash, it gives the same sample.
         random = np.random.default_rng([source_rank, int(np.float64(event_time_seconds).view(np.uint64))])
-        outside = self._tables[index].add_counted(
+        outside = to.sketch.add_counted(
             counts.rows, counts.counts, source_rank, admission.event_time_seconds, self._decay, random
         )
         if len(counts.lengths.lengths):
-            self._lengths.setdefault(index, KllQuantiles()).add_counted(counts.lengths.lengths, counts.lengths.counts)
+            to.add_lengths().add_counted(counts.lengths.lengths, counts.lengths.counts)
         return _access_counts(admission, counts.accesses - outside, 0, outside)
 
     def ingest_passes(self, counts: TapCounts, arrival_seconds: float = math.inf) -> None:
@@ -161,35 +218,50 @@ class SketchSet(TableCounters):
             return
         admission = self._decay.admit(counts.event_time_seconds, arrival_seconds)
         for at, table in enumerate(sampled.tables):
-            index = self._index.get(table)
-            if index is None:
+            to = self._tables.get(table)
+            if to is None:
                 continue
             for each in sampled.passes:
-                self._touches[index].add_pass(
+                to.touches.add_pass(
                     each.rows[at], each.accesses[at], counts.source_rank, each.number, admission.event_time_seconds,
                     self._decay,
                 )  # fmt: skip
 
-    def advance(self, to_event_time_seconds: float) -> None:
-        """Move event time on without an access, so that an idle stream decays."""
-        self._decay.advance(to_event_time_seconds)
-
     def limit_clock(self, now_seconds: float) -> None:
         """Apply ``ForwardDecay.limit``."""
-        self._decay.limit(now_seconds)
+        with self.lock:
+            self._decay.limit(now_seconds)
 
-    def query(self, table: str, rows: Int64Array) -> Float64Array:
-        """Return the decayed accesses of int64[n] rows as float64[n].
+    def set_backlog(self, backlog: bool) -> None:
+        """Say whether the stream's backlog is being read: see ``TableTouches.set_backlog``."""
+        with self.lock:
+            for table in self._tables.values():
+                table.touches.set_backlog(backlog, self._decay)
+
+    def coaccess(self) -> CoAccess | None:
+        """Return the sampled rows that occur together; None if none are sampled.
+
+        The writer waits only while the sample is copied.
+        """
+        if self.coaccess_sample is None:
+            return None
+        with self.lock:
+            copied = self.coaccess_sample.copy()
+        return copied.read(tuple(self._tables))
+
+    def query(self, table: str, rows: Int64Array, idle_seconds: float = 0.0) -> Float64Array:
+        """Return the accesses of int64[n] rows, decayed until ``idle_seconds`` after the newest event, as float64[n].
 
         They are exact for dense tables, never too low for count-min, and right on average for logarithmic counters.
 
         Raises:
             SketchError: unknown table, or rows outside it.
         """
-        index = self._index_of(table)
-        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= self._specs[index].rows):
-            raise SketchError(f"rows outside table {table!r}", remedy=f"query rows 0 to {self._specs[index].rows - 1}")
-        return self._tables[index].query(rows, self._decay)
+        of = self._table(table)
+        if len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= of.spec.rows):
+            raise SketchError(f"rows outside table {table!r}", remedy=f"query rows 0 to {of.spec.rows - 1}")
+        with self.lock:
+            return of.sketch.query(rows, self._as_of(idle_seconds))
 
     def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> Float64Array:
         """Return sequence lengths at normalised ranks 0-1 as float64[len(ranks)]; empty if none were counted.
@@ -199,46 +271,31 @@ class SketchSet(TableCounters):
         Raises:
             SketchError: unknown table.
         """
-        lengths = self._lengths.get(self._index_of(table))
-        return np.empty(0, dtype=np.float64) if lengths is None else lengths.quantiles(ranks)
-
-    def as_of(self, event_time_seconds: float) -> SketchSet:
-        """Return a read-only view of these counters at a later event time; an earlier time or NaN changes nothing.
-
-        The view shares the counters: nothing may write to this set while the view is read.
-        """
-        view = copy.copy(self)
-        view._decay = copy.deepcopy(self._decay)
-        view._decay.advance(event_time_seconds)
-        return view
+        lengths = self._table(table).lengths
+        with self.lock:
+            return np.empty(0, dtype=np.float64) if lengths is None else lengths.quantiles(ranks)
 
     def profile(
         self,
         accesses_per_step: Mapping[str, float] | float | None = None,
         generation: int = 0,
         lag_messages: int = 0,
-        guard: AbstractContextManager[Any] | None = None,
         layout: RankLayout | None = None,
+        idle_seconds: float = 0.0,
     ) -> Profile:
-        """Return the profile that the planner reads.
+        """Return the profile that the planner reads. The writer waits only while one table's counters are copied.
 
         Args:
             accesses_per_step: of the whole job in one training step: by table (0 for tables not named), or in total,
                 to be divided in proportion to the decayed accesses; None (unknown) leaves 0 everywhere.
             generation, lag_messages: copied into the profile.
-            guard: a lock that is entered again for each table, and held only while that table's counters are copied;
-                without it the caller keeps writers away.
             layout: present layout of the ranks, to map ranks to nodes; without it ``sources`` and ``touches`` are None.
                 Touches by node and by anyone are counted from the first call with it on.
+            idle_seconds: after the newest event, until which accesses decay.
         """
-        guard = guard or contextlib.nullcontext()
-        with guard:
-            decay, samples = copy.copy(self._decay), self.samples
-        made: list[TableProfile] = []
-        for sketch, touches in zip(self._tables, self._touches, strict=True):
-            with guard:
-                frozen = sketch.copy()
-            made.append(self._with_touches(frozen, touches, decay, guard, layout))
+        with self.lock:
+            decay, samples = self._as_of(idle_seconds), self.samples
+        made = [self._read(table, decay, layout) for table in self._tables.values()]
         total = sum(table.weight for table in made)
         steps = [_accesses(table, total, accesses_per_step) for table in made]
         window = decay.newest_seconds - decay.oldest_seconds
@@ -253,50 +310,83 @@ class SketchSet(TableCounters):
             samples=samples,
         )
 
-    def table_profile(
-        self, table: str, guard: AbstractContextManager[Any] | None = None, layout: RankLayout | None = None
-    ) -> TableProfile:
+    def table_profile(self, table: str, layout: RankLayout | None = None, idle_seconds: float = 0.0) -> TableProfile:
         """Return one table of ``profile``, without its accesses a step.
 
         Raises:
             SketchError: unknown table.
         """
-        index = self._index_of(table)
-        guard = guard or contextlib.nullcontext()
-        with guard:
-            decay, frozen = copy.copy(self._decay), self._tables[index].copy()
-        return self._with_touches(frozen, self._touches[index], decay, guard, layout)
+        of = self._table(table)
+        with self.lock:
+            decay = self._as_of(idle_seconds)
+        return self._read(of, decay, layout)
 
-    def _with_touches(
-        self,
-        frozen: TableSketch,
-        touches: TableTouches,
-        decay: ForwardDecay,
-        guard: AbstractContextManager[Any],
-        layout: RankLayout | None,
-    ) -> TableProfile:
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        """Return a copy of everything for ``table_restore``: (JSON-able description, arrays by name).
+
+        Arrays of a table are named ``index/...``.
+        """
+        metas: list[dict[str, Any]] = []
+        arrays: Arrays = {}
+        for table in self._tables.values():
+            meta, parts = table.state()
+            metas.append(meta)
+            arrays.update({f"{table.index}/{name}": array for name, array in parts.items()})
+        state = {
+            "format": STATE_FORMAT,
+            "settings": dataclasses.asdict(self.settings),
+            "decay": self._decay.state(),
+            "table_list": [dataclasses.asdict(table.spec) for table in self._tables.values()],
+            "sketches": metas,
+        }
+        if self.coaccess_sample is not None:
+            state["coaccess"], words = self.coaccess_sample.state()
+            arrays.update(words)
+        return state, arrays
+
+    def load(self, state: Mapping[str, Any], arrays: Arrays, kept: Mapping[str, int], *, coaccess: bool) -> None:
+        """Continue from a saved state.
+
+        Args:
+            kept: index in the state of each table whose counters are loaded, by name; the others stay empty.
+            coaccess: load the sample of rows that occur together, if both have one.
+
+        Raises:
+            SketchError: the state does not fit.
+            KeyError, TypeError, ValueError: fields are missing or malformed.
+        """
+        self._decay.load(state["decay"])
+        for name, index in kept.items():
+            prefix = f"{index}/"
+            parts = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+            self._tables[name].load(state["sketches"][index], parts)
+        if coaccess and self.coaccess_sample is not None and "coaccess" in state:
+            tables = [self._tables.get(str(spec["name"])) for spec in state["table_list"]]
+            places = [-1 if table is None else table.index for table in tables]
+            self.coaccess_sample.load(dict(state["coaccess"]), arrays, places)
+
+    def _table(self, name: str) -> _Table:
+        found = self._tables.get(name)
+        if found is None:
+            raise SketchError(f"unknown table {name!r}", remedy=f"one of {', '.join(self._tables)}"[:500])
+        return found
+
+    def _as_of(self, idle_seconds: float) -> ForwardDecay:
+        """Return a copy of the clock, ``idle_seconds`` later."""
+        decay = copy.copy(self._decay)
+        decay.advance(decay.newest_seconds + idle_seconds)
+        return decay
+
+    def _read(self, table: _Table, decay: ForwardDecay, layout: RankLayout | None) -> TableProfile:
+        with self.lock:
+            frozen = table.sketch.copy()
         profile = frozen.profile(decay, self.settings.max_hot_rows, layout)
         if layout is None:
             return profile
-        with guard:
-            touches.set_layout(layout)
-            measured = touches.read(profile.hot_rows, decay, layout)
+        with self.lock:
+            table.touches.set_layout(layout)
+            measured = table.touches.read(profile.hot_rows, decay, layout)
         return profile if measured is None else dataclasses.replace(profile, touches=measured)
-
-
-def _check_samples(
-    table: str, rows: int, lengths: npt.NDArray[np.integer[Any]], ids: Sequence[Int64Array | None]
-) -> None:
-    if len(lengths) and (int(lengths.min()) < 0 or int(lengths.max()) > rows):
-        raise SketchError(f"lengths of table {table!r} are not those of its rows", remedy="give one length a sample")
-    if int(lengths.sum(dtype=np.int64)) != rows:
-        raise SketchError(f"lengths of table {table!r} do not sum to its rows", remedy="give one length a sample")
-    for given in ids:
-        if given is not None and (given.dtype != np.int64 or given.shape != lengths.shape):
-            raise SketchError(
-                f"ids of samples or users of table {table!r} are {given.dtype}{list(given.shape)}",
-                remedy=f"give int64[{len(lengths)}]",
-            )
 
 
 def _access_counts(admission: Admission, accepted: int, negative: int, outside: int) -> AccessCounts:

@@ -6,88 +6,121 @@ same name and as many rows was filled anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from flexd.core.errors import SketchError, StateVersionError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import budget, saved_state
+from flexd.sketch import budget
 from flexd.sketch.budget import TableChoice
-from flexd.sketch.saved_state import SavedState, SavedTable
-from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.table_outcome import TableOutcome
+from flexd.sketch.sketch_set import STATE_FORMAT, SketchSet
 from flexd.sketch.table_sketch import Arrays
 from flexd.sketch.types import SketchSettings
 
+Outcome = Literal["kept", "emptied", "new", "removed"]
+OUTCOMES: tuple[Outcome, ...] = ("kept", "emptied", "new", "removed")
+
+
+@dataclass(frozen=True)
+class TableOutcome:
+    """The fate of one table when saved sketches are restored.
+
+    Attributes:
+        table: name.
+        outcome: ``kept`` as it was, ``emptied`` because its counters are others now, ``new`` (not in the saved state)
+            or ``removed`` (not configured any more).
+        accesses: accesses counted in the saved state.
+        detail: what changed, or why the table starts empty; "" if nothing did.
+    """
+
+    table: str
+    outcome: Outcome
+    accesses: int
+    detail: str = ""
+
+    @property
+    def lost(self) -> int:
+        """Accesses whose counts are not continued."""
+        return self.accesses if self.outcome in ("emptied", "removed") else 0
+
 
 def outcomes_of(
-    meta: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings
+    state: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings
 ) -> tuple[TableOutcome, ...]:
     """Return what ``restore`` would do with each table, from the description alone.
 
-    Raises:
-        StateVersionError: the state is of a newer flexd.
-        SketchError: it cannot be read, or the settings are impossible.
-    """
-    return tuple(outcome for outcome, _, _ in _compare(saved_state.parse(meta), tables, settings))
-
-
-def restore(
-    meta: Mapping[str, Any], arrays: Arrays, tables: Sequence[TableSpec], settings: SketchSettings
-) -> tuple[SketchSet, tuple[TableOutcome, ...]]:
-    """Return the sketches for these tables and settings with every count that can be continued, and what was done.
+    Configured tables come in their order, then removed ones.
 
     Raises:
         StateVersionError: the state is of a newer flexd.
         SketchError: it is damaged or of an older format, or the settings are impossible.
     """
-    saved = saved_state.parse(meta)
-    fresh = SketchSet.of(tables, settings)
-    fresh.load_clock(saved.decay)
-    outcomes = []
-    for outcome, index, table in _compare(saved, tables, settings):
-        outcomes.append(outcome)
-        if outcome.outcome == "kept" and table is not None and index is not None:
-            fresh.load_table(index, table, arrays)
-    fresh.load_coaccess(saved, arrays)
-    return fresh, tuple(outcomes)
-
-
-def _compare(
-    saved: SavedState, tables: Sequence[TableSpec], settings: SketchSettings
-) -> list[tuple[TableOutcome, int | None, SavedTable | None]]:
-    """Return (outcome, index of the configured table, saved table): configured tables in their order, then removed
-    ones."""
-    choices = budget.choose(
-        tables, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic
-    )  # fmt: skip
-    by_name = {table.spec.name: table for table in saved.tables}
-    found: list[tuple[TableOutcome, int | None, SavedTable | None]] = []
-    for index, (spec, choice) in enumerate(zip(tables, choices, strict=True)):
-        table = by_name.pop(spec.name, None)
-        if table is None:
-            found.append((TableOutcome(spec.name, "new", 0), index, None))
+    _check_format(state.get("format"))
+    choices = budget.choose(tables, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic)
+    with _damaged():
+        was_half_life, was_share = state["settings"]["half_life_seconds"], state["settings"]["share"]
+        saved = {
+            spec["name"]: (TableSpec(**spec), TableChoice(**sketch["choice"]), int(sketch["samples"]))
+            for spec, sketch in zip(state["table_list"], state["sketches"], strict=True)
+        }
+    found = []
+    for spec, choice in zip(tables, choices, strict=True):
+        if spec.name not in saved:
+            found.append(TableOutcome(spec.name, "new", 0))
             continue
-        changed = _changes(table, spec, choice)
-        if saved.settings.half_life_seconds != settings.half_life_seconds:
+        old_spec, old_choice, accesses = saved.pop(spec.name)
+        changed = []
+        if old_spec.rows != spec.rows:
+            changed.append(f"{old_spec.rows} rows to {spec.rows}")
+        old, new = _words(old_choice), _words(choice)
+        if old != new:
+            changed.append(f"{old} to {new}")
+        if was_half_life != settings.half_life_seconds:
             changed.append("half-life")
-        if saved.settings.share != settings.share:
-            changed.append(f"{saved.settings.share:g} of the stream was counted, now {settings.share:g}")
-        outcome = TableOutcome(spec.name, "emptied" if changed else "kept", table.accesses, ", ".join(changed))
-        found.append((outcome, index, table))
-    for table in by_name.values():
-        found.append((TableOutcome(table.spec.name, "removed", table.accesses, "not configured"), None, table))
-    return found
+        if was_share != settings.share:
+            changed.append(f"{was_share:g} of the stream was counted, now {settings.share:g}")
+        found.append(TableOutcome(spec.name, "emptied" if changed else "kept", accesses, ", ".join(changed)))
+    removed = [TableOutcome(name, "removed", accesses, "not configured") for name, (_, _, accesses) in saved.items()]
+    return (*found, *removed)
 
 
-def _changes(saved: SavedTable, spec: TableSpec, choice: TableChoice) -> list[str]:
-    """Return in words why the saved counters of a table cannot be loaded; empty if they can."""
-    changed = []
-    if saved.spec.rows != spec.rows:
-        changed.append(f"{saved.spec.rows} rows to {spec.rows}")
-    old, new = _words(saved.choice), _words(choice)
-    if old != new:
-        changed.append(f"{old} to {new}")
-    return changed
+def restore(
+    state: Mapping[str, Any], arrays: Arrays, tables: Sequence[TableSpec], settings: SketchSettings
+) -> tuple[SketchSet, tuple[TableOutcome, ...]]:
+    """Return the sketches for these tables and settings with every count that can be continued, and what was done.
+
+    Raises: the errors of ``outcomes_of``.
+    """
+    outcomes = outcomes_of(state, tables, settings)
+    fresh = SketchSet(tables, settings)
+    with _damaged():
+        index = {spec["name"]: at for at, spec in enumerate(state["table_list"])}
+        kept = {outcome.table: index[outcome.table] for outcome in outcomes if outcome.outcome == "kept"}
+        same_decay = state["settings"]["half_life_seconds"] == settings.half_life_seconds
+        fresh.load(state, arrays, kept, coaccess=same_decay)
+    return fresh, outcomes
+
+
+def _check_format(number: object) -> None:
+    if isinstance(number, int) and number > STATE_FORMAT:
+        raise StateVersionError(
+            f"sketch state of format {number} is of a newer flexd; this one reads {STATE_FORMAT}",
+            remedy="run the flexd that wrote it, or a newer one",
+        )
+    if number != STATE_FORMAT:
+        raise SketchError(
+            f"sketch state of format {str(number)[:40]!r}, this flexd reads {STATE_FORMAT}", remedy="start without it"
+        )
+
+
+@contextlib.contextmanager
+def _damaged() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise SketchError(f"sketch state is damaged: {error!r}", remedy="use an earlier snapshot") from error
 
 
 def _words(choice: TableChoice) -> str:

@@ -8,12 +8,13 @@ import pytest
 from flexd.api.sketch import SketchStatus, sketch_status
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 
 ROWS = 10**9
 
 
 def status(rows: np.ndarray) -> SketchStatus:
-    sketches = SketchSet([TableSpec("items", ROWS, 4)], 2**20, None, 1e9, 1_000, logarithmic=False)
+    sketches = SketchSet([TableSpec("items", ROWS, 4)], SketchSettings(2**20, None, 1e9, 1_000, logarithmic=False))
     assert [choice.kind for choice in sketches.choices()] == ["count_min"]
     sketches.ingest("items", rows, 0, 1.7e9)
     return sketch_status(sketches.choices(), sketches.profile(), 0.0)

@@ -72,7 +72,7 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
     done = flexd_command("advise", "--step-ms", 5, "-c", file, *SMALL)
     assert (done.returncode, "does not exist" in done.stderr) == (ExitCode.FAILED, True), done.stderr
     config = load_config(file)
-    sketches = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config))
+    sketches = SketchSet(config.keyspace().tables, factory.sketch_settings(config))
     store = SnapshotStore(tmp_path / "state" / "snapshots", 3)
 
     def save() -> None:

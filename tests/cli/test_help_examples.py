@@ -80,7 +80,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "bags.items,TW,30,1,pooled,64,100000,1,3,512\n"
     )
     config = load_config(Path("configs/laptop.yaml"))
-    sketches = SketchSet.of(config.keyspace().tables, sketch_settings(config))
+    sketches = SketchSet(config.keyspace().tables, sketch_settings(config))
     sketches.ingest("items", rows, 0, 1.7e9, np.array([len(rows)]))
     meta, arrays = sketches.state()
     store = SnapshotStore(tmp_path / config.state.dir / "snapshots", 20)

@@ -16,7 +16,7 @@ from flexd.cli.produce_command import MAX_FUTURE_SECONDS
 from flexd.config.stream import SketchConfig
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import AccessCounts
+from flexd.sketch.types import AccessCounts, SketchSettings
 from flexd.stream.codecs.codec import decode
 from flexd.stream.file_log.log import FileLogSource
 from flexd.stream.trace import load_trace
@@ -76,7 +76,7 @@ def long_trace(path: Path, days: float) -> Path:
 
 def counted_by_a_daemon(log: Path) -> dict[str, int]:
     """Count the messages of a file log with the daemon's counters, as if they had just arrived."""
-    tables = SketchSet([TableSpec("items", 50, 4)], 2**20, 3600.0)
+    tables = SketchSet([TableSpec("items", 50, 4)], SketchSettings(2**20, 3600.0))
     counts = sum(
         (
             tables.ingest(table, np.array(rows, np.int64), rank, at, None, time.time())

@@ -40,7 +40,7 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "flexd.yaml"
     path.write_text(yaml.safe_dump(settings))
     config = load_config(path, {})
-    sketches = SketchSet.of(config.keyspace().tables, factory.sketch_settings(config))
+    sketches = SketchSet(config.keyspace().tables, factory.sketch_settings(config))
     store = SnapshotStore(config.state.dir / "snapshots", 3)
     for number in range(1, 3):
         for table in TABLES:
@@ -67,7 +67,7 @@ def test_the_report_says_what_a_start_would_keep(config: Config) -> None:
     report = state_admin.report(config)
     assert report.starts
     assert [(saved.format, saved.accesses, saved.messages, saved.problem) for saved in report.snapshots] == [
-        (5, 2 * COUNTED, 2, ""), (5, COUNTED, 1, ""),
+        (6, 2 * COUNTED, 2, ""), (6, COUNTED, 1, ""),
     ]  # fmt: skip
     assert {outcome.table: outcome.outcome for outcome in report.preview.outcomes} == {"users": "kept", "items": "kept"}
     for path in (config.state.dir / "snapshots").iterdir():

@@ -9,9 +9,9 @@ import pytest
 
 from flexd.core.keyspace import TableSpec
 from flexd.ingest.arrival import WINDOW_SECONDS, ArrivalClock, EventTimeSkew
-from flexd.ingest.guarded_sketches import GuardedSketches
 from flexd.ingest.message_counter import MessageCounter, decode_message
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch, Message
 
@@ -45,14 +45,14 @@ def test_the_skew_is_that_of_the_last_whole_window():
 
 @pytest.mark.parametrize("appended_seconds", [None, NOW - 50.0])
 def test_messages_are_counted_by_their_arrival(appended_seconds):
-    sketches = GuardedSketches(SketchSet([TableSpec("t", 8, 4)], 2**20, 3600.0, 300.0))
+    sketches = SketchSet([TableSpec("t", 8, 4)], SketchSettings(2**20, 3600.0, 300.0))
     counter = MessageCounter(sketches, None, 10_000, decode_message, arrivals=ArrivalClock(lambda: NOW))
     arrival = NOW if appended_seconds is None else appended_seconds
     for time in (arrival - 5, arrival + 250, arrival + 86_400):
         payload = encode_arrow([AccessBatch("t", np.array([1], np.int32), 0, time)])
         counter.count(Message("p", 0, payload, appended_seconds))
-    assert counter.counts().accesses.future_clamped == 1
-    assert counter.counts().accesses.accepted == 3
+    assert counter.accesses.future_clamped == 1
+    assert counter.accesses.accepted == 3
     assert sketches.newest_event_seconds == arrival + 250
     counter.skew.update(0.0)
     assert (counter.skew.least_seconds, counter.skew.most_seconds) == (-5.0, 86_400.0)

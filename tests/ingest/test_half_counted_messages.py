@@ -27,7 +27,6 @@ ROWS, MESSAGES = np.arange(-1, 9, dtype=np.int64), 6
 MEMORY, BUG = MemoryError("no memory"), ValueError("a bug")
 
 STAGES: list[tuple[Any, str]] = [
-    (sketch_set.SketchSet, "_check"),
     (sketch_set.SketchSet, "ingest"),
     (ForwardDecay, "admit"),
     (TableSketch, "fit_unit"),
@@ -93,7 +92,7 @@ def test_a_fault_at_any_stage_counts_each_message_wholly_or_not_at_all(
     if ended:
         ingestor, again = run_all(tmp_path)
         assert not again
-    samples = ingestor._sketches.sketches.samples_by_table()
+    samples = ingestor.sketches.samples_by_table()
     stats = ingestor.stats()
     skipped = sum(stats.rejected_messages.values())
     assert samples == ((MESSAGES - skipped) * 2 * 9, (MESSAGES - skipped) * 9)

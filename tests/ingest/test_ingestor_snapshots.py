@@ -12,6 +12,7 @@ from flexd.ingest import ingestor as ingestor_module
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
 from tests.support.ingest_fakes import DEADLINE, SETTINGS, T0, TABLES, FakeSource, wait_until
@@ -52,7 +53,7 @@ def test_positions_of_a_snapshot_are_those_of_its_counters(tmp_path):
 
 
 def _accepted(message: bytes) -> int:
-    sketches = SketchSet(TABLES, 2**24, None)
+    sketches = SketchSet(TABLES, SketchSettings(2**24, None))
     return sum(sketches.ingest(b.table, b.rows, 0, b.event_time_seconds).accepted for b in decode(message, 2**20))
 
 
@@ -88,11 +89,11 @@ def test_an_idle_stream_decays_in_reads_and_not_in_the_counters(tmp_path, monkey
     source = FakeSource({"p": [encode_arrow([batch])]})
     ingestor = Ingestor(source, TABLES, settings, SnapshotStore(tmp_path, 1), poll_seconds=0.01)
     ingestor.start()
-    wait_until(lambda: ingestor.query("small", np.array([3]))[0] > 0)
+    wait_until(lambda: ingestor.table_profile("small").weight > 0)
     wait_until(lambda: ingestor.stats().idle_seconds > 0.4)
-    assert 0 < ingestor.query("small", np.array([3]))[0] < 0.3
+    assert 0 < ingestor.table_profile("small").weight < 0.3
     assert ingestor.profile().tables[0].weight < 0.3
     source.problem = "broker away"
-    assert ingestor.query("small", np.array([3]))[0] == 1.0, "an outage is not idleness"
+    assert ingestor.table_profile("small").weight == 1.0, "an outage is not idleness"
     source.problem = None
     assert ingestor.stop(DEADLINE)

@@ -46,7 +46,7 @@ def test_bad_input_is_counted_by_reason_and_sampled(tmp_path):
     assert stats.rejected_messages == {"internal_error": 1, "corrupt": 1, "bad_json": 2, "too_large": 1, "empty": 1}
     assert stats.rejected_accesses == {"unknown_table": 5, "negative_row": 2, "row_out_of_range": 2}
     assert stats.accesses == 4
-    assert ingestor.query("small", np.array([3])).tolist() == pytest.approx([4.0])
+    assert ingestor.sketches.query("small", np.array([3])).tolist() == pytest.approx([4.0])
     lines = [json.loads(line) for line in (tmp_path / "dead.jsonl").read_text().splitlines()]
     assert stats.dead_letters == len(lines) == 11
     large = next(line for line in lines if line["reason"] == "too_large")

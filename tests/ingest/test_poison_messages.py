@@ -50,7 +50,7 @@ while ingestor.stats().messages < 20:
     assert time.monotonic() < deadline
     time.sleep(0.01)
 ingestor.stop(20)
-counts = ingestor.query("t", np.arange(20)).tolist()
+counts = ingestor.sketches.query("t", np.arange(20)).tolist()
 print(json.dumps({"counts": counts, "rejected": ingestor.stats().rejected_messages}))
 """
 

@@ -89,12 +89,12 @@ def counted_by_a_tap(passes: list[np.ndarray], touch_steps: int) -> tap_counts.T
 
 
 def profile_of(steps: list[list[np.ndarray]], touch_steps: int) -> Profile:
-    sketches = SketchSet.of([TABLE], SketchSettings(half_life_seconds=None))
+    sketches = SketchSet([TABLE], SketchSettings(half_life_seconds=None))
     sketches.profile(layout=LAYOUT)
     for rank in range(LAYOUT.world_size):
         message = counted_by_a_tap([ranks[rank] for ranks in steps], touch_steps)
         _ingest(sketches, replace(message, source_rank=rank), 1e9, "")
-    sketches._touches[0].flush(sketches._decay)
+    next(iter(sketches._tables.values())).touches.flush(sketches._decay)
     return sketches.profile(ACCESSES * LAYOUT.world_size, layout=LAYOUT)
 
 

@@ -25,6 +25,7 @@ from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.measured_changes import plan_kind
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from tests.support.planning_harness import ROWS, PlanningHarness
 
 LENGTH, SAMPLES = 10, 50
@@ -35,7 +36,7 @@ def with_samples(directory: Path, batches: int = 20, **planner: float) -> Planni
     harness = PlanningHarness(directory, **planner)
     harness.see(50_000)
     keyspace = harness.config.keyspace()
-    sketches = SketchSet(keyspace.tables, half_life_seconds=None, coaccess_memory_bytes=1 << 20)
+    sketches = SketchSet(keyspace.tables, SketchSettings(half_life_seconds=None, coaccess_memory_bytes=1 << 20))
     random = np.random.default_rng(0)
     for batch in range(batches):
         group = random.integers(0, 10, SAMPLES)

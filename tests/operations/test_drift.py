@@ -23,6 +23,7 @@ from flexd.operations.live_prices import LivePrices
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
@@ -67,7 +68,7 @@ class DriftHarness:
     def __init__(self, directory: Path, **planner: Any) -> None:
         self.config = config_of(directory, **planner)
         self.keyspace = self.config.keyspace()
-        self.sketches = SketchSet(self.keyspace.tables, half_life_seconds=5.0)
+        self.sketches = SketchSet(self.keyspace.tables, SketchSettings(half_life_seconds=5.0))
         self.coordinator = FakeCoordinator()
         self.executions = SimpleNamespace(migrating=False)
         self.training = SimpleNamespace(

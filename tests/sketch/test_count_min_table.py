@@ -8,11 +8,12 @@ import pytest
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 
 
 def test_a_crowded_decayed_count_min_takes_a_coarser_unit():
-    sketches = SketchSet([TableSpec("t", 10**6, 4)], 400_000, 1000.0, 1e9, 100, logarithmic=False)
-    table = sketches._tables[0]
+    sketches = SketchSet([TableSpec("t", 10**6, 4)], SketchSettings(400_000, 1000.0, 1e9, 100, logarithmic=False))
+    table = sketches._tables["t"].sketch
     rows = np.zeros(1, dtype=np.int64)
     sketches.ingest("t", rows, 0, 1.7e9)
     before, counter = table.exponent, table._counter
@@ -39,7 +40,7 @@ MEMORY = 16 * 2**20
 
 def test_a_billion_rows_are_profiled_within_the_budget() -> None:
     """Hot rows among uniform accesses are listed within their bounds, and memory stays within the budget."""
-    sketches = SketchSet([TableSpec("huge", ROWS, 64)], MEMORY, None, max_hot_rows=20_000)
+    sketches = SketchSet([TableSpec("huge", ROWS, 64)], SketchSettings(MEMORY, None, max_hot_rows=20_000))
     (choice,) = sketches.choices()
     assert choice.kind == "count_min"
     assert choice.bytes <= MEMORY

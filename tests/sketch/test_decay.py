@@ -14,13 +14,14 @@ from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 
 TABLE = [TableSpec("t", 8, 4)]
 T0 = 1.7e9
 
 
 def _set(half_life: float | None = 10.0, max_future: float = 1e9, **more) -> SketchSet:
-    return SketchSet(TABLE, 2**20, half_life, max_future, **more)
+    return SketchSet(TABLE, SketchSettings(2**20, half_life, max_future, **more))
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,7 +90,7 @@ HALF_LIFE, ALLOWANCE = 600.0, 300.0
 )
 def test_no_messages_reduce_honest_counts_by_more_than_the_decay_over_the_allowance(events, rows):
     """Honest accesses are dated up to 30 s before their arrival. Other messages are dated anyhow, and of other rows."""
-    sketches = SketchSet([TableSpec("t", rows, 4)], 2**20, HALF_LIFE, ALLOWANCE)
+    sketches = SketchSet([TableSpec("t", rows, 4)], SketchSettings(2**20, HALF_LIFE, ALLOWANCE))
     now, honest = T0, []
     for passed, (kind, value) in events:
         now += passed
@@ -130,17 +131,15 @@ def test_clock_state_round_trip(times):
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["dense", "count_min"]), st.floats(0.5, 5000.0), st.floats(0.0, 400.0))
 def test_an_idle_stream_decays_by_the_formula(kind: str, half_life: float, idle_seconds: float) -> None:
-    """Weight, profile and counters after ``advance`` are those before it times 2^-(idle / half-life)."""
+    """Weight, profile and counters read later are those before it times 2^-(idle / half-life)."""
     rows = 8 if kind == "dense" else 3_000_000
-    sketches = SketchSet([TableSpec("t", rows, 4)], 2**20, half_life, 1e9)
+    sketches = SketchSet([TableSpec("t", rows, 4)], SketchSettings(2**20, half_life, 1e9))
     assert sketches.choices()[0].kind == kind
     times = T0 + np.linspace(0, half_life, 5)
     for time in times:
         sketches.ingest("t", np.array([1, 1, 2], dtype=np.int64), 0, float(time))
     before = sketches.profile().tables[0]
-    sketches.advance(float(times[-1]) + idle_seconds)
-    sketches.advance(T0)
-    after = sketches.profile().tables[0]
+    after = sketches.profile(idle_seconds=idle_seconds).tables[0]
     factor = 2.0 ** (-idle_seconds / half_life)
     now = float(times[-1]) + idle_seconds
     closed_form = 3 * float((2.0 ** ((times - now) / half_life)).sum())
@@ -148,14 +147,15 @@ def test_an_idle_stream_decays_by_the_formula(kind: str, half_life: float, idle_
     # A count-min rounds the weight of an access up to one of 2^10 units, an exact counter to one of 2^16.
     within = 1e-4 if kind == "dense" else 1e-3
     assert after.weight == pytest.approx(closed_form, rel=within)
-    counts = sketches.query("t", np.array([1, 2, 3]))
+    counts = sketches.query("t", np.array([1, 2, 3]), idle_seconds)
     assert counts == pytest.approx([closed_form * 2 / 3, closed_form / 3, 0], rel=within)
     if kind == "count_min":
         assert counts[0] >= closed_form * 2 / 3 * (1 - 1e-9)
         assert counts[1] >= closed_form / 3 * (1 - 1e-9)
     assert np.array_equal(after.hot_rows, before.hot_rows)
     assert after.hot_share == pytest.approx(before.hot_share)
-    assert sketches.profile().event_time_seconds == now
+    assert sketches.profile(idle_seconds=idle_seconds).event_time_seconds == now
+    assert sketches.profile(idle_seconds=-1.0).event_time_seconds == float(times[-1])
 
 
 def test_late_is_what_is_older_than_the_allowance() -> None:

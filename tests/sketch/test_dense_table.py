@@ -7,17 +7,18 @@ import pytest
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 
 T0 = 1.7e9
 
 
 def test_heavy_decayed_tables_get_a_coarser_unit_instead_of_more_memory():
     rows = 200_000
-    sketches = SketchSet([TableSpec("heavy", rows, 4)], 3 * 2**19, 1000.0, 1e9, 10)
+    sketches = SketchSet([TableSpec("heavy", rows, 4)], SketchSettings(3 * 2**19, 1000.0, 1e9, 10))
     sketches.ingest("heavy", np.zeros(1, dtype=np.int32), 0, T0)
     # As after a long stream; counting up to here would take billions of accesses.
-    counter = sketches._tables[0]._counter
-    unit = sketches._decay.unit_weight(sketches._tables[0].exponent)
+    counter = sketches._tables["heavy"].sketch._counter
+    unit = sketches._decay.unit_weight(sketches._tables["heavy"].sketch.exponent)
     counter._low[:] = 2**31 - 1
     largest = 0
     for _ in range(4):

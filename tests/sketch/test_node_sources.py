@@ -11,6 +11,7 @@ from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from tests.support.saved_sketches import loaded_sketches
 
 LAYOUT = RankLayout(4, 2)
@@ -96,7 +97,7 @@ def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic
     """Holds for dense, logarithmic and count-min tables, and after a snapshot."""
     tables = [TableSpec("t", 200_000, 4)]
     row, rank = _accesses(200_000, 200_000, 0.8)
-    whole = SketchSet(tables, memory, 1000.0, logarithmic=logarithmic)
+    whole = SketchSet(tables, SketchSettings(memory, 1000.0, logarithmic=logarithmic))
     assert whole.choices()[0].kind == ("dense" if memory == 2**22 else "logarithmic" if logarithmic else "count_min")
     assert whole.nbytes <= memory
     _sets(whole, row, rank)

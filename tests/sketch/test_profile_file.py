@@ -13,13 +13,16 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch.profile import Profile, RowTouches
 from flexd.sketch.profile_file import read_profile, write_profile
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 
 FIELDS = ("hot_rows", "hot_share", "hot_lower", "hot_upper", "bin_share", "bin_rows")
 
 
 @pytest.fixture
 def profile() -> Profile:
-    sketches = SketchSet([TableSpec("a", 300, 4), TableSpec("b", 50, 4), TableSpec("none", 9, 4)], 2**20, 60.0, 1e9, 20)
+    sketches = SketchSet(
+        [TableSpec("a", 300, 4), TableSpec("b", 50, 4), TableSpec("none", 9, 4)], SketchSettings(2**20, 60.0, 1e9, 20)
+    )
     for i in range(5):
         for table, rows in (("a", 300), ("b", 50)):
             sketches.ingest(table, np.random.default_rng(i).zipf(1.3, 500) % rows, 0, 1.7e9 + i)

@@ -12,14 +12,16 @@ from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.types import AccessCounts
+from flexd.sketch.types import AccessCounts, SketchSettings
 
 SMALL, LARGE = TableSpec("small", 500, 8), TableSpec("large", 3_000_000, 8)
 MEMORY = 6 * 2**20
 
 
 def sketches(half_life: float | None = None) -> SketchSet:
-    made = SketchSet([SMALL, LARGE], memory_bytes=MEMORY, half_life_seconds=half_life, logarithmic=False)
+    made = SketchSet(
+        [SMALL, LARGE], SketchSettings(memory_bytes=MEMORY, half_life_seconds=half_life, logarithmic=False)
+    )
     assert [choice.kind for choice in made.choices()] == ["dense", "count_min"]
     return made
 
@@ -97,7 +99,7 @@ def test_the_sample_holds_sources_and_rows_by_their_share():
     common = np.repeat(np.arange(100), 400)
     ingest_counted(made, TapCounts(0, 1.0, (rows_of("small", common),)))
     ingest_counted(made, TapCounts(1, 1.0, (rows_of("small", np.repeat([499], 120_000)),)))
-    sample = made._tables[0]._sample
+    sample = made._tables["small"].sketch._sample
     assert (sample.rows() == 499).mean() == pytest.approx(0.75, abs=0.1)
     assert (sample.source_ranks() == 1).mean() == pytest.approx(0.75, abs=0.1)
     assert (sample.source_ranks()[sample.rows() == 499] == 1).all()
@@ -110,13 +112,13 @@ def test_counts_of_nodes_with_the_same_accesses_have_no_affinity(rows, exponent)
     affinity = []
     for seed in range(40):
         random = np.random.default_rng(seed)
-        made = SketchSet([TableSpec("t", rows, 8)], memory_bytes=2 * 2**20, half_life_seconds=3600.0)
+        made = SketchSet([TableSpec("t", rows, 8)], SketchSettings(memory_bytes=2 * 2**20, half_life_seconds=3600.0))
         for rank in range(2):
             counts = random.multinomial(200_000, popularity / popularity.sum())
             there = np.flatnonzero(counts)
             table = TableCounts("t", there, counts[there], LengthCounts.none())
             ingest_counted(made, TapCounts(rank, 1.7e9 + seed, (table,)))
-        sample = made._tables[0]._sample
+        sample = made._tables["t"].sketch._sample
         sources = read_sources(sample.rows(), sample.source_ranks(), np.arange(1), RankLayout(2, 1))
         affinity.append(sources.affinity)
     standard_error = np.std(affinity) / np.sqrt(len(affinity))

@@ -12,6 +12,7 @@ from flexd.simulate.exact_profile import exact_profile
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.touch_counts import TableTouches
+from flexd.sketch.types import SketchSettings
 from tests.support.saved_sketches import loaded_sketches
 
 LAYOUT = RankLayout(2, 2)
@@ -104,12 +105,12 @@ def test_old_steps_decay_like_accesses():
 
 
 def test_saved_and_loaded_touches_are_equal_and_damaged_ones_are_refused():
-    sketches = SketchSet([TableSpec("t", ROWS, 4)], half_life_seconds=None)
+    sketches = SketchSet([TableSpec("t", ROWS, 4)], SketchSettings(half_life_seconds=None))
     sketches.profile(layout=LAYOUT)
     for step, ranks in enumerate(correlated(40)):
         for rank, rows in enumerate(ranks):
             sketches.ingest("t", rows, rank, 1.0, step=step)
-    sketches._touches[0].flush(sketches._decay)
+    sketches._tables["t"].touches.flush(sketches._decay)
     meta, arrays = sketches.state()
     loaded = loaded_sketches([TableSpec("t", ROWS, 4)], sketches.settings, meta, arrays)
     before, after = (each.profile(layout=LAYOUT).tables[0].touches for each in (sketches, loaded))

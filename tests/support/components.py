@@ -36,7 +36,7 @@ class CountedAccesses:
     """The counters of an ingestor: item 7 three times as often as item 3, and one user."""
 
     def __init__(self) -> None:
-        self.sketches = SketchSet.of(KEYSPACE.tables, SketchSettings(memory_bytes=2**22))
+        self.sketches = SketchSet(KEYSPACE.tables, SketchSettings(memory_bytes=2**22))
         self.sketches.ingest("items", np.array([7, 7, 7, 3]), 0, 1e9)
         self.sketches.ingest("users", np.array([49]), 0, 1e9)
         self.choices = self.sketches.choices

@@ -124,8 +124,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def state_of(ingestor: Ingestor) -> tuple[dict, dict[str, np.ndarray]]:
-    with ingestor._sketches.frozen() as state:
-        return state
+    return ingestor.sketches.state()
 
 
 def run_to_the_end(ingestor: Ingestor, source: FakeSource) -> None:

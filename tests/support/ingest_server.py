@@ -59,7 +59,7 @@ def _run(order: Mapping[str, Any]) -> None:
     status = state.parent / "status.json"
     while not stopped:
         stats = ingestor.stats()
-        known = ingestor._sketches.sketches.samples
+        known = ingestor.sketches.samples
         text = {"pid": os.getpid(), "samples": known, "failures": stats.snapshot_failures, "problem": stats.problem,
                 "snapshots": stats.snapshots, "messages": stats.messages}  # fmt: skip
         temporary = status.with_suffix(f".{os.getpid()}")
@@ -130,7 +130,7 @@ def saved_counters(state: Path) -> tuple[Any, dict[str, int]]:
 
 def counted(batches: Any) -> SketchSet:
     """Return the sketches that an uninterrupted run ends with."""
-    sketches = SketchSet.of(TABLES, SETTINGS)
+    sketches = SketchSet(TABLES, SETTINGS)
     for batch in batches:
         sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
     return sketches

@@ -23,6 +23,7 @@ from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from flexd.topology.scale import scale_model
 from tests.support.fake_coordinator import FakeCoordinator
 
@@ -46,7 +47,7 @@ class PlanningHarness:
             }
         )
         keyspace = self.config.keyspace()
-        self.sketches = SketchSet(keyspace.tables, half_life_seconds=None)
+        self.sketches = SketchSet(keyspace.tables, SketchSettings(half_life_seconds=None))
         self.coordinator = FakeCoordinator()
         self.training = TrainingMonitor()
         self.profiles: list[Profile] = []

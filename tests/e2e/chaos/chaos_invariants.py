@@ -101,7 +101,7 @@ class Checker:
             return found.samples >= published
 
         published = sum(int(accesses.sum()) for accesses in logged.accesses.values())
-        found = SketchSet.of(world.config.keyspace().tables, factory.sketch_settings(world.config))
+        found = SketchSet(world.config.keyspace().tables, factory.sketch_settings(world.config))
         until(saved, 40.0, lambda: f"{found.samples} of {published} accesses are counted\n{world.where()}")
         wrong = []
         if found.samples != published:

@@ -28,7 +28,6 @@ from flexd.core.keyspace import TableSpec
 from flexd.daemon.allocator import keep_freed_memory
 from flexd.ingest import Ingestor
 from flexd.sketch.kinds import warm_up
-from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink, FileLogSource
@@ -68,29 +67,26 @@ def read_stream(order: dict[str, Any]) -> dict[str, float]:
     os.sched_setaffinity(0, order["cores"])
     keep_freed_memory()  # as the daemon does
     warm_up()
-    with tempfile.TemporaryDirectory() as state:
-        ingestor = Ingestor(
-            open_source(order),
-            [TableSpec(TABLE, order["rows"], 64)],
-            SketchSettings(memory_bytes=2**30, half_life_seconds=3600.0),
-            SnapshotStore(Path(state), 1),
-            snapshot_interval_seconds=3600.0,
-        )
-        ingestor.start()
-        ids, deadline = order["messages"] * MESSAGE_IDS, time.monotonic() + 120
-        started: tuple[float, float, int] | None = None
-        while True:
-            accesses = ingestor._counter.counts().accesses.accepted
-            if started is None and accesses:
-                started = (time.perf_counter(), time.process_time(), accesses)
-            if accesses >= ids:
-                break
-            assert time.monotonic() < deadline, ingestor.stats()
-            time.sleep(0.002)
-        assert started is not None
-        wall, cpu, counted = time.perf_counter() - started[0], time.process_time() - started[1], ids - started[2]
-        ingestor._snapshots = None
-        ingestor.stop(20.0)
+    ingestor = Ingestor(
+        open_source(order),
+        [TableSpec(TABLE, order["rows"], 64)],
+        SketchSettings(memory_bytes=2**30, half_life_seconds=3600.0),
+        None,
+    )
+    ingestor.start()
+    ids, deadline = order["messages"] * MESSAGE_IDS, time.monotonic() + 120
+    started: tuple[float, float, int] | None = None
+    while True:
+        accesses = ingestor._counter.accesses.accepted
+        if started is None and accesses:
+            started = (time.perf_counter(), time.process_time(), accesses)
+        if accesses >= ids:
+            break
+        assert time.monotonic() < deadline, ingestor.stats()
+        time.sleep(0.002)
+    assert started is not None
+    wall, cpu, counted = time.perf_counter() - started[0], time.process_time() - started[1], ids - started[2]
+    ingestor.stop(20.0)
     return {"wall": counted / wall / 1e6, "cpu": counted / cpu / 1e6}
 
 

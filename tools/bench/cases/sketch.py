@@ -24,6 +24,7 @@ from flexd.sketch.counters.dense import DenseCounter
 from flexd.sketch.counters.hashing import cell_positions
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from tools.bench.harness import Outcome, at_least, at_most, timed
 from tools.bench.sections import accuracy
 
@@ -87,7 +88,9 @@ def _sketch_set(
     half_life: float | None,
     kind: str = "dense",
 ) -> Callable[[], object]:
-    sketches = SketchSet([TableSpec("t", rows, 64)], memory, half_life, logarithmic=kind == "logarithmic")
+    sketches = SketchSet(
+        [TableSpec("t", rows, 64)], SketchSettings(memory, half_life, logarithmic=kind == "logarithmic")
+    )
     assert sketches.choices()[0].kind == kind
     clock = iter(range(10**9))
 
@@ -143,7 +146,7 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
         figures[f"{kernel}_share_of_memory_limit"] = (
             figures[f"{kernel}_million_ids_per_second"] / figures[f"{limit}_million_ids_per_second"]
         )
-    counted = SketchSet([TableSpec("t", rows, 64)], 2**30, 3600.0)
+    counted = SketchSet([TableSpec("t", rows, 64)], SketchSettings(2**30, 3600.0))
     counted.ingest("t", ids, 0, 1.7e9)
     figures["profile_dense_seconds"] = _median_seconds(counted.profile, repeats)
     figures["state_copy_seconds"] = _median_seconds(counted.state, repeats)

@@ -34,6 +34,7 @@ from flexd.planner.plan import make_plan, placement_cost
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.types import SketchSettings
 from flexd.stream.trace import load_trace
 from flexd.stream.zipf import ZipfSampler
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkModel
@@ -101,7 +102,7 @@ class Case:
         return np.sum(rows, axis=0)
 
     def count(self, memory_bytes: int, **settings: Any) -> SketchSet:
-        sketches = SketchSet(self.tables, memory_bytes, None, **settings)
+        sketches = SketchSet(self.tables, SketchSettings(memory_bytes, None, **settings))
         for table, rows in self.accesses:
             for start in range(0, len(rows), MESSAGE_IDS):
                 sketches.ingest(self.tables[table].name, rows[start : start + MESSAGE_IDS], 0, 1.0)
