@@ -8,8 +8,6 @@ from flexd.api.pause import PauseState
 from flexd.cli.exit_codes import ExitCode
 from tests.support.terminals import ended
 
-pytestmark = pytest.mark.alone
-
 
 def test_control_c_at_the_question_changes_nothing(terminal, daemon):
     process = terminal("pause", "--reason", "night")

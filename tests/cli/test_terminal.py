@@ -166,9 +166,6 @@ FULL_PLAN = PlanReport.model_validate(
 )
 
 
-pytestmark = pytest.mark.alone
-
-
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 GOLDEN = Path(__file__).parent / "golden"
 MARKS = {"\x1b[1m": "<b>", "\x1b[2m": "<dim>", "\x1b[1;31m": "<red>", "\x1b[0m": "</>"}

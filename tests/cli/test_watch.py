@@ -90,7 +90,6 @@ def test_an_interrupt_that_got_lost_ends_watching_too(capsys, request):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.alone
 def test_watching_goes_on_when_the_daemon_fails_for_a_while(terminal, daemon):
     process = terminal("tables", "--watch", "0.2")
     process.expect("every 0.2 s")

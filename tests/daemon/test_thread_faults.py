@@ -23,9 +23,6 @@ from flexd.stream.types import AccessBatch
 from tests.support.flexd_processes import saved_sketches
 from tests.support.repository import ROOT, child_environment
 
-# Fault points belong to the process: HTTP servers that other tests left in it would take some of the faults.
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(autouse=True)
 def _disarm() -> Iterator[None]:

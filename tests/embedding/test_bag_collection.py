@@ -9,10 +9,41 @@ import pytest
 import torch
 
 import flexd
+import flexd.core.errors
 from flexd.core.layout import RankLayout
 from tests.support import bag_jobs
-from tests.support.bag_jobs import ROWS, Answers, tables, train_alone
+from tests.support.bag_jobs import ROWS, Answers, loss_of, tables, train_alone
 from tests.support.rank_pool import RankPool
+
+
+def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS) -> list[str]:
+    """Return the errors of invalid bags on every rank, with a valid batch in between."""
+    collection = flexd.EmbeddingBagCollection(tables(answers), layout=layout)
+    ids = torch.tensor([1, 2, 3])
+    good = {"history": flexd.Jagged(ids, torch.tensor([2, 1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}
+    faults: list[tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]] = [
+        ({"history": flexd.Jagged(ids, torch.tensor([2, 2]))}, {}),
+        ({"history": flexd.Jagged(ids, torch.tensor([4, -1]))}, {}),
+        ({"history": flexd.Jagged(ids, torch.tensor([1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}, {}),
+        ({"history": flexd.Jagged(ids[:0], torch.tensor([5])), "shop": flexd.Jagged(ids, torch.tensor([3]))}, {}),
+        ({"history": flexd.Jagged(ids, ids[:0])}, {}),
+        ({"history": flexd.Jagged(ids + 60, torch.tensor([3]))}, {}),
+        (good, {"shop": torch.ones(3, dtype=torch.float64)}),
+        (good, {"history": torch.ones(2, dtype=torch.float64)}),
+        (good, {"history": torch.ones(3, dtype=torch.int64)}),
+        (good, {"basket": torch.ones(3)}),
+    ]
+    errors = []
+    for features, weights in faults:
+        try:
+            collection(*((features, weights) if rank == faulty else (good, None)))
+            errors.append("no error")
+        except flexd.core.errors.EmbeddingError as error:
+            errors.append(str(error))
+        loss_of(collection(good)).backward()
+        collection.optimizer.step()
+    return errors
+
 
 Ranks = Callable[[int], RankPool]
 SUMS = ("sums", "sums")
@@ -67,7 +98,7 @@ def test_invalid_bags_are_refused_on_every_rank(ranks: Ranks, faulty: int, answe
         "lengths from 5 on sum to 5, for 0 ids", "lengths from 0 on sum to 0, for 3 ids", "row 63 of table",
         "pooled by mean", "for ids of shape (3,)", "torch.int64 on cpu", "the feature is not in the batch",
     ]  # fmt: skip
-    for rank, errors in enumerate(ranks(2).run(bag_jobs.refused, RankLayout(2, 1), faulty, answers)):
+    for rank, errors in enumerate(ranks(2).run(refused, RankLayout(2, 1), faulty, answers)):
         for text, cause in zip(errors, causes, strict=True):
             assert (cause if rank == faulty else f"rank {faulty} has input") in text
 

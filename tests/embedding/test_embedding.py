@@ -2,18 +2,176 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.core.layout import RankLayout
-from tests.support import trainer_jobs
+from flexd.core.placement import Delta
 from tests.support.rank_pool import Job, RankPool
-from tests.support.trainer_jobs import Training, train_alone
+from tests.support.trainer_jobs import DIM, ITEMS, STEPS, USERS, Recommender, batch
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training to compare.
+
+    Attributes:
+        softmax: the loss is a softmax over all items, through ``.weight``; else BPR.
+        optimizer: "sgd", "adam" or "adamw".
+        max_norm: of all gradients together; 0: no clipping.
+        scheduler: "", "one cycle" or "step".
+        scaled: with a GradScaler, and the loss of the last rank overflows in step 1.
+    """
+
+    softmax: bool = False
+    optimizer: str = "sgd"
+    max_norm: float = 0.0
+    scheduler: str = ""
+    scaled: bool = False
+
+
+def dense_optimizer(case: Training, parameters: Any) -> torch.optim.Optimizer:
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=0.2)
+    kind = torch.optim.Adam if case.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, lr=0.05, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)
+
+
+def row_optimizer(case: Training) -> Any:
+    if case.optimizer == "sgd":
+        return flexd.SGD(0.2)
+    decoupled = case.optimizer == "adamw"
+    return flexd.DenseAdam(0.05, (0.8, 0.95), 1e-3, weight_decay=0.1, decoupled_weight_decay=decoupled)
+
+
+def schedule(case: Training, optimizer: torch.optim.Optimizer) -> Any:
+    if case.scheduler == "one cycle":
+        momentum = "betas" in optimizer.defaults
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=STEPS + 2, cycle_momentum=momentum)
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5 if case.scheduler == "step" else 1.0)
+
+
+def factor_of(case: Training, step: int, rank: int, world_size: int) -> float:
+    return math.inf if case.scaled and step == 1 and rank == world_size - 1 else 1.0
+
+
+def own(rank: int, layout: RankLayout, case: Training) -> dict[str, Any]:
+    """Train with ``flexd.Embedding`` modules that have a collection each."""
+    model = Recommender(case.softmax)
+    for parent, name, plain in ((model, "items", model.items), (model.users, "embedding", model.users["embedding"])):
+        made = flexd.Embedding(
+            plain.num_embeddings, DIM, plain.padding_idx, name=name, dtype=torch.float64, layout=layout,
+            optimizer=row_optimizer(case),
+        )  # fmt: skip
+        made.load_rows(0, plain.weight.detach())
+        setattr(parent, name, made) if parent is model else model.users.update({name: made})
+    collections = [model.items.collection, model.users["embedding"].collection]
+    return train(rank, layout, case, model, collections)
+
+
+def embedded(rank: int, layout: RankLayout, case: Training) -> dict[str, Any]:
+    """Train with all embeddings in one collection; ranks other than 0 draw other values before."""
+    model = Recommender(case.softmax, seed=3 if rank == 0 else 100 + rank)
+    slots = {"replica_slots": [ITEMS + USERS]}
+    tables = flexd.embed_all(model, optimizer=row_optimizer(case), layout=layout, **slots)
+    return train(rank, layout, case, model, [tables])
+
+
+def train(
+    rank: int, layout: RankLayout, case: Training, model: Recommender, collections: list[flexd.EmbeddingCollection]
+) -> dict[str, Any]:
+    wrapped = DistributedDataParallel(model) if layout.world_size > 1 else model
+    optimizer = flexd.JoinedOptimizer(
+        dense_optimizer(case, wrapped.parameters()), *(each.optimizer for each in collections)
+    )
+    scheduler = schedule(case, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaled)
+    losses, norms = [], []
+    for step in range(STEPS):
+        if step == 2:
+            for each in collections:
+                keys = np.arange(0, sum(each.replica_slots), 3, dtype=np.int64)
+                if len(keys):
+                    each.engine.inbox.offer(1, Delta(keys, np.zeros(len(keys), np.uint8), 1 + (keys % 2).astype("u1")))
+        optimizer.zero_grad()
+        loss = wrapped(batch(step, rank))
+        scaler.scale(loss * factor_of(case, step, rank, layout.world_size)).backward()
+        if case.max_norm:
+            scaler.unscale_(optimizer)
+            norms.append(float(optimizer.clip_grad_norm_(case.max_norm)))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    model.eval()
+    scores = model.scores(batch(99, rank)).detach().numpy()
+    return {
+        "losses": losses, "norms": norms, "scores": scores, "lr": [g["lr"] for g in optimizer.param_groups],
+        "tables": [model.items.weight.numpy(), model.users["embedding"].weight.numpy()],
+        "dense": model.dense.weight.detach().numpy(), "parameters": [name for name, _ in model.named_parameters()],
+        "versions": [each.placement_version for each in collections],
+        "equal": all(each.replicas_bit_equal() for each in collections),
+        "pending": [len(each.engine.passes) for each in collections],
+    }  # fmt: skip
+
+
+def train_alone(world_size: int, case: Training) -> dict[str, Any]:
+    """Train the plain model with one optimizer over the batches of all ranks."""
+    model = Recommender(case.softmax)
+    optimizer = dense_optimizer(case, model.parameters())
+    scheduler = schedule(case, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=case.scaled)
+    losses: list[list[float]] = [[] for _ in range(world_size)]
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(world_size):
+            loss = model(batch(step, rank))
+            scaler.scale(loss * factor_of(case, step, rank, world_size) / world_size).backward()
+            losses[rank].append(float(loss.detach()))
+        if case.max_norm:
+            scaler.unscale_(optimizer)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.max_norm)))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+    with torch.no_grad():
+        scores = [model.scores(batch(99, rank)).numpy() for rank in range(world_size)]
+    return {
+        "losses": losses, "norms": norms, "scores": scores, "lr": optimizer.param_groups[0]["lr"],
+        "tables": [model.items.weight.detach().numpy(), model.users["embedding"].weight.detach().numpy()],
+        "dense": model.dense.weight.detach().numpy(),
+    }  # fmt: skip
+
+
+def faults(rank: int, layout: RankLayout) -> list[str]:
+    """Give one rank input that cannot be looked up; every rank must raise an error, and go on."""
+    items = flexd.Embedding(ITEMS, DIM, layout=layout)
+    texts = []
+    one = torch.tensor([1])
+    bad_inputs: list[Any] = [
+        torch.tensor([[1, ITEMS]]), torch.tensor([0.5]), [1, 2], torch.tensor([-1]), flexd.Jagged(one, one),
+        (one, torch.tensor([0, 1])), torch.nested.nested_tensor([one], layout=torch.jagged), one.to_sparse(),
+    ]  # fmt: skip
+    for bad in bad_inputs:
+        try:
+            items(bad if rank == 1 else torch.tensor([[1, 2]]))
+            texts.append("no error")
+        except flexd.core.errors.EmbeddingError as error:
+            texts.append(str(error))
+        items(torch.tensor(3)).sum().backward()
+        items.optimizer.step()
+    return texts
+
 
 Ranks = Callable[[int], RankPool]
 
@@ -27,7 +185,7 @@ TRAININGS = [
 ]
 
 
-@pytest.mark.parametrize("job", [trainer_jobs.embedded, trainer_jobs.own])
+@pytest.mark.parametrize("job", [embedded, own])
 @pytest.mark.parametrize("case", TRAININGS, ids=str)
 def test_training_is_that_of_plain_embeddings_and_one_optimizer(ranks: Ranks, job: Job, case: Training) -> None:
     results, expected = ranks(4).run(job, FOUR, case), train_alone(4, case)
@@ -40,13 +198,13 @@ def test_training_is_that_of_plain_embeddings_and_one_optimizer(ranks: Ranks, jo
         for table, plain in zip(result["tables"], expected["tables"], strict=True):
             np.testing.assert_allclose(table, plain, rtol=0, atol=1e-9)
         assert result["parameters"] == ["dense.weight", "dense.bias"]
-        assert result["versions"] == ([1] if job == "embedded" else [0, 0])
+        assert result["versions"] == ([1] if job is embedded else [0, 0])
         assert result["equal"]
         assert not any(result["pending"])
 
 
 def test_inputs_that_cannot_be_looked_up_are_errors_on_every_rank(ranks: Ranks) -> None:
-    first, second = ranks(2).run(trainer_jobs.faults, RankLayout(2, 1))
+    first, second = ranks(2).run(faults, RankLayout(2, 1))
     assert first == ["rank 1 has input that cannot be looked up - see the error of rank 1"] * 8
     parts = (
         f"row {41} of table", "torch.float32", "a list instead of", "row -1", "a Jagged instead of a dense tensor",

@@ -7,14 +7,54 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flexd.core.layout import RankLayout
-from tests.support import accelerator_jobs, exactness, run_ahead_jobs
+from flexd.core.errors import ChunkRefusedError
+from flexd.core.layout import RankLayout, Tier
+from flexd.core.placement import Delta
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from tests.support import accelerator_jobs, run_ahead_jobs
 from tests.support.exactness import Scenario, train_alone
 from tests.support.rank_pool import Job, RankPool
 from tests.support.run_ahead_jobs import Loop
+
+
+def bad_input(rank: int, layout: RankLayout, faulty: int) -> list[str]:
+    """Pass bad ids on one rank; all ranks must raise an error, and train on afterwards."""
+    from flexd.core.errors import EmbeddingError
+
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    good = {"item": Jagged(torch.tensor([1, 2, 3]), torch.tensor([3]))}
+    faults = [
+        {"item": Jagged(torch.tensor([1, 50]), torch.tensor([2]))},
+        {"item": Jagged(torch.tensor([-1]), torch.tensor([1]))},
+        {"item": Jagged(torch.tensor([1.5]), torch.tensor([1]))},
+        {"nothing": Jagged(torch.tensor([1]), torch.tensor([1]))},
+    ]
+    texts = []
+    for fault in faults:
+        try:
+            collection(fault if rank == faulty else good)
+            texts.append("no error")
+        except EmbeddingError as error:
+            texts.append(str(error))
+        collection(good)["item"].values.sum().backward()
+        collection.optimizer.step()
+    return texts
+
+
+def refused(rank: int, layout: RankLayout) -> str:
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout, replica_slots=[1])
+    keys = np.arange(20, dtype=np.int64)
+    try:
+        collection.engine.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
+    except ChunkRefusedError as error:
+        return str(error)
+    return "accepted"
+
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +114,7 @@ def test_tables_of_two_dims_are_exact(ranks: Ranks, nodes: int, local_ranks: int
 )
 def test_kernels_of_an_accelerator_are_exact(ranks: Ranks, scenario: Scenario) -> None:
     """The code paths for tensors that are not in host memory, on tensors of the CPU."""
-    check(scenario, ranks, kernels="run")
+    check(scenario, ranks, kernels=accelerator_jobs.run)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +143,8 @@ def test_a_narrow_wire_rounds_alike_in_units(ranks: Ranks) -> None:
         assert all(np.array_equal(table, other["tables"][name]) for name, table in mine["tables"].items())
 
 
-@pytest.mark.parametrize("kernels", ["run", "run_in_units"])
-def test_mixed_dtypes_with_the_kernels_of_an_accelerator(ranks: Ranks, kernels: str) -> None:
+@pytest.mark.parametrize("kernels", [accelerator_jobs.run, accelerator_jobs.run_in_units])
+def test_mixed_dtypes_with_the_kernels_of_an_accelerator(ranks: Ranks, kernels: Job) -> None:
     scenario = Scenario(2, 2, "sgd", dtype="float32", second_dtype="bfloat16", two_dims=True, steps=6)
     check(scenario, ranks, tolerance=2e-2, kernels=kernels)
 
@@ -203,7 +243,7 @@ def test_migrations_reduce_the_bytes_of_the_all_to_all(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("nodes", "local_ranks", "faulty"), [(1, 1, 0), (2, 2, 3), (2, 1, 0), (1, 2, 1)])
 def test_invalid_input_is_refused_on_every_rank(ranks: Ranks, nodes: int, local_ranks: int, faulty: int) -> None:
     layout = RankLayout(nodes, local_ranks)
-    texts = ranks(layout.world_size).run(exactness.bad_input, layout, faulty)
+    texts = ranks(layout.world_size).run(bad_input, layout, faulty)
     expected = ["row 50 of table 'item' is outside 0..49", "row -1", "torch.float32", "'nothing'"]
     for rank, got in enumerate(texts):
         for text, cause in zip(got, expected, strict=True):
@@ -211,6 +251,6 @@ def test_invalid_input_is_refused_on_every_rank(ranks: Ranks, nodes: int, local_
 
 
 def test_a_chunk_beyond_the_budget_is_refused(ranks: Ranks) -> None:
-    for text in ranks(4).run(exactness.refused, RankLayout(2, 2)):
+    for text in ranks(4).run(refused, RankLayout(2, 2)):
         assert "needs" in text
         assert "replica slots" in text

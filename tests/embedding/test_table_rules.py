@@ -9,12 +9,34 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import flexd
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from tests.support import home_rule_jobs
 from tests.support.rank_pool import RankPool
+
+
+def planned(rank: int, layout: RankLayout, tables: Any, rules: str | None) -> dict[str, Any]:
+    """Train bags of ``tables``, by the rules of a file or their own."""
+    bags = flexd.EmbeddingBagCollection(tables, optimizer=flexd.SGD(lr=0.1), layout=layout, rules=rules)
+    losses = []
+    for step in range(4):
+        rng = np.random.default_rng([step, rank])
+        given = {
+            table.name: flexd.Jagged(torch.from_numpy(rng.integers(0, table.rows, 9)), torch.tensor([4, 0, 5]))
+            for table in tables
+        }
+        loss = torch.stack([(out - 0.1).square().sum() for out in bags(given).values()]).sum()
+        loss.backward()
+        bags.optimizer.step()
+        losses.append(float(loss.detach()))
+    return {
+        "losses": losses,
+        "rules": [(table.homes, table.answer) for table in bags.tables],
+        "device_accesses": bags.traffic.device_accesses,
+    }
+
 
 TABLES = [
     flexd.EmbeddingBagTable("item", 61, 8, dtype="float64"),
@@ -72,9 +94,7 @@ def test_a_plan_for_other_ranks_is_refused():
 def test_training_by_planned_rules_equals_that_without(ranks: Callable[[int], RankPool], tmp_path: Path):
     file = tmp_path / "rules.json"
     file.write_text(json.dumps(document()))
-    with_rules, without = (
-        ranks(4).run(home_rule_jobs.planned, RankLayout(2, 2), TABLES, given)[0] for given in (str(file), None)
-    )
+    with_rules, without = (ranks(4).run(planned, RankLayout(2, 2), TABLES, given)[0] for given in (str(file), None))
     assert with_rules["rules"] == [("node:1", "sums"), ("every rank", "rows"), ("rank:3", "rows")]
     assert without["rules"] == [("all", "rows"), ("rank:0", "rows"), ("all", "rows")]
     assert with_rules["losses"][-1] < with_rules["losses"][0]

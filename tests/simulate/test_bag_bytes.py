@@ -6,16 +6,70 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
+from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.row_optimizers import SGD
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, StepByteCounter, sent_bytes
 from flexd.simulate.step_keys import StepPasses
-from tests.support import simulate_jobs
 from tests.support.bag_bytes import bytes_of_bags, bytes_of_sizes
 from tests.support.rank_pool import RankPool
-from tests.support.simulate_jobs import bags_of, keyspace_of
+from tests.support.simulate_jobs import TABLES, keyspace_of
+
+
+def bags_of(
+    kind: str, seed: int, step: int, rank: int, micro_batch: int = 0
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return skewed ids and lengths of the bags of every table; some bags and some batches are empty."""
+    rng = np.random.default_rng([seed, step, rank, micro_batch])
+    found = {}
+    for name, rows, _, _ in TABLES[kind]:
+        lengths = rng.integers(0, 9, int(rng.integers(0, 6)))
+        found[name] = (rng.zipf(1.3, int(lengths.sum())) - 1) % rows, lengths
+    return found
+
+
+def record_bags(
+    rank: int,
+    layout: RankLayout,
+    kind: str,
+    exchange: str,
+    seed: int,
+    summed: tuple[str, ...],
+    steps: int,
+    micro_batches: int,
+    weighted: bool,
+) -> list[dict[str, int]]:
+    """Return the traffic of each step of training on bags; the tables ``summed`` answer by sums."""
+    collection = EmbeddingBagCollection(
+        [
+            EmbeddingBagTable(name, rows, dim, dtype=dtype, answer="sums" if name in summed else "rows")
+            for name, rows, dim, dtype in TABLES[kind]
+        ],
+        optimizer=SGD(lr=0.1),
+        layout=layout,
+        exchange=exchange,
+    )
+    traffic = []
+    for step in range(steps):
+        before = collection.traffic.totals()
+        for micro_batch in range(micro_batches):
+            features = {
+                name: Jagged(torch.from_numpy(ids), torch.from_numpy(lengths))
+                for name, (ids, lengths) in bags_of(kind, seed, step, rank, micro_batch).items()
+            }
+            factors = {name: torch.ones(len(jagged.values)) for name, jagged in features.items()}
+            out = collection(features, factors if weighted else None)
+            torch.stack([sums.double().sin().sum() for sums in out.values()]).sum().backward()
+        collection.optimizer.step()
+        after = collection.traffic.totals()
+        traffic.append({name: after[name] - before[name] for name in after})
+    return traffic
+
 
 STEPS = 4
 EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP}
@@ -44,7 +98,7 @@ def test_bytes_of_sums_equal_those_of_real_ranks(
     layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
     keyspace = keyspace_of(kind, "sgd")
     counted = ranks(layout.world_size).run(
-        simulate_jobs.record_bags, layout, kind, exchange, seed, summed, STEPS, micro_batches, weighted
+        record_bags, layout, kind, exchange, seed, summed, STEPS, micro_batches, weighted
     )
     of_rows = StepByteCounter(keyspace, layout)
     for step in range(STEPS):

@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
+from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
 from flexd.planner.model.row_bytes import Exchange
 from flexd.simulate.byte_counter import (
     ALL_TO_ALL_PARTS,
@@ -21,9 +25,62 @@ from flexd.simulate.byte_counter import (
     sent_bytes,
 )
 from flexd.simulate.step_keys import StepPasses
-from tests.support import simulate_jobs
 from tests.support.rank_pool import RankPool
-from tests.support.simulate_jobs import keys_of, keyspace_of
+from tests.support.simulate_jobs import TABLES, keyspace_of
+
+
+def ids_of(kind: str, seed: int, step: int, rank: int, micro_batch: int = 0) -> dict[str, np.ndarray]:
+    """Return skewed ids of every table, sometimes none."""
+    rng = np.random.default_rng([seed, step, rank, micro_batch])
+    return {
+        name: (rng.zipf(1.3, int(rng.integers(0, 40))) - 1) % rows if rng.random() < 0.9 else np.empty(0, np.int64)
+        for name, rows, _, _ in TABLES[kind]
+    }
+
+
+def keys_of(kind: str, optimizer: str, seed: int, step: int, world_size: int, micro_batch: int = 0) -> list[np.ndarray]:
+    keyspace = keyspace_of(kind, optimizer)
+    by_rank = [ids_of(kind, seed, step, rank, micro_batch) for rank in range(world_size)]
+    return [
+        np.concatenate([keyspace.keys(keyspace.index[name], rows) for name, rows in ids.items()]) for ids in by_rank
+    ]
+
+
+def record(
+    rank: int,
+    layout: RankLayout,
+    kind: str,
+    optimizer: str,
+    exchange: str,
+    seed: int,
+    chunks: list[Delta | None],
+    micro_batches: int = 1,
+    replica_sums: str = "all_reduce",
+) -> list[dict[str, int]]:
+    """Return the traffic of each step. Chunk t arrives before step t and is applied at the start of step t + 1."""
+    collection = EmbeddingCollection(
+        [EmbeddingTable(name, rows, dim, dtype=dtype) for name, rows, dim, dtype in TABLES[kind]],
+        optimizer=SGD(lr=0.1) if optimizer == "sgd" else RowWiseAdagrad(lr=0.1),
+        layout=layout, exchange=exchange, replica_slots=[group.rows for group in keyspace_of(kind, optimizer).groups],
+        replica_sums=replica_sums,
+    )  # fmt: skip
+    traffic = []
+    for step, chunk in enumerate(chunks):
+        if chunk is not None:
+            collection.engine.inbox.offer(collection.engine.inbox._received_version + 1, chunk)
+        before = collection.traffic.totals()
+        for micro_batch in range(micro_batches):
+            features = {
+                name: Jagged(torch.from_numpy(ids), torch.tensor([len(ids)]))
+                for name, ids in ids_of(kind, seed, step, rank, micro_batch).items()
+            }
+            out = collection(features)
+            torch.stack([jagged.values.double().sin().sum() for jagged in out.values()]).sum().backward()
+        collection.optimizer.step()
+        after = collection.traffic.totals()
+        traffic.append({name: after[name] - before[name] for name in after})
+    return traffic
+
 
 STEPS = 5
 EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP, "direct_no_dedup": Exchange.DIRECT}
@@ -73,7 +130,7 @@ def test_bytes_equal_those_of_real_ranks(
     # Only the chain has replicas.
     chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
     said = ranks(layout.world_size).run(
-        simulate_jobs.record, layout, kind, optimizer, exchange, seed, chunks, micro_batches, replica_sums
+        record, layout, kind, optimizer, exchange, seed, chunks, micro_batches, replica_sums
     )
     counter = StepByteCounter(keyspace, layout, replica_sums)
     placement, words = Placement.empty(), BitWords(keyspace, layout)

@@ -121,32 +121,3 @@ def train_alone(world_size: int) -> tuple[list[list[float]], list[list[dict[str,
             weight_grads[rank].append({n: None if w.grad is None else w.grad * world_size for n, w in weights.items()})
         optimizer.step()
     return losses, weight_grads, {name: bag.weight.detach() for name, bag in bags.items()}
-
-
-def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS) -> list[str]:
-    """Return the errors of invalid bags on every rank, with a valid batch in between."""
-    collection = flexd.EmbeddingBagCollection(tables(answers), layout=layout)
-    ids = torch.tensor([1, 2, 3])
-    good = {"history": flexd.Jagged(ids, torch.tensor([2, 1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}
-    faults: list[tuple[dict[str, flexd.Jagged], dict[str, torch.Tensor]]] = [
-        ({"history": flexd.Jagged(ids, torch.tensor([2, 2]))}, {}),
-        ({"history": flexd.Jagged(ids, torch.tensor([4, -1]))}, {}),
-        ({"history": flexd.Jagged(ids, torch.tensor([1])), "shop": flexd.Jagged(ids, torch.tensor([3]))}, {}),
-        ({"history": flexd.Jagged(ids[:0], torch.tensor([5])), "shop": flexd.Jagged(ids, torch.tensor([3]))}, {}),
-        ({"history": flexd.Jagged(ids, ids[:0])}, {}),
-        ({"history": flexd.Jagged(ids + 60, torch.tensor([3]))}, {}),
-        (good, {"shop": torch.ones(3, dtype=torch.float64)}),
-        (good, {"history": torch.ones(2, dtype=torch.float64)}),
-        (good, {"history": torch.ones(3, dtype=torch.int64)}),
-        (good, {"basket": torch.ones(3)}),
-    ]
-    errors = []
-    for features, weights in faults:
-        try:
-            collection(*((features, weights) if rank == faulty else (good, None)))
-            errors.append("no error")
-        except flexd.core.errors.EmbeddingError as error:
-            errors.append(str(error))
-        loss_of(collection(good)).backward()
-        collection.optimizer.step()
-    return errors

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from flexd.core.errors import ChunkRefusedError
 from flexd.core.home_rules import SPREAD, HomeRule
-from flexd.core.layout import MOVED, RankLayout, Tier
+from flexd.core.layout import MOVED, RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
@@ -304,37 +303,3 @@ def train_alone(scenario: Scenario) -> tuple[list[list[float]], dict[str, np.nda
                 rate = slower * (scenario.second_rate if name == "shop" else 1.0)
                 plain[name].step(table.weight, grad, seen[name], rate, step + 1)
     return losses, {name: table.weight.detach().double().numpy() for name, table in tables.items()}
-
-
-def bad_input(rank: int, layout: RankLayout, faulty: int) -> list[str]:
-    """Pass bad ids on one rank; all ranks must raise an error, and train on afterwards."""
-    from flexd.core.errors import EmbeddingError
-
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
-    good = {"item": Jagged(torch.tensor([1, 2, 3]), torch.tensor([3]))}
-    faults = [
-        {"item": Jagged(torch.tensor([1, 50]), torch.tensor([2]))},
-        {"item": Jagged(torch.tensor([-1]), torch.tensor([1]))},
-        {"item": Jagged(torch.tensor([1.5]), torch.tensor([1]))},
-        {"nothing": Jagged(torch.tensor([1]), torch.tensor([1]))},
-    ]
-    texts = []
-    for fault in faults:
-        try:
-            collection(fault if rank == faulty else good)
-            texts.append("no error")
-        except EmbeddingError as error:
-            texts.append(str(error))
-        collection(good)["item"].values.sum().backward()
-        collection.optimizer.step()
-    return texts
-
-
-def refused(rank: int, layout: RankLayout) -> str:
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout, replica_slots=[1])
-    keys = np.arange(20, dtype=np.int64)
-    try:
-        collection.engine.inbox.offer(1, Delta(keys, np.zeros(20, np.uint8), np.full(20, Tier.DEVICE, np.uint8)))
-    except ChunkRefusedError as error:
-        return str(error)
-    return "accepted"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.core.layout import RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.exchange.exchange_choice import ExchangeTrial
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.prefetch.run_ahead import RunAhead
@@ -235,102 +233,3 @@ def way_of(loop: Loop, seed: int, index: int, rank: int) -> str:
 
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("flexd-ahead")]
-
-
-def uneven(
-    rank: int, layout: RankLayout, batches: list[int], one_thread: bool | None = None
-) -> tuple[int, str, list[str]]:
-    """Train each rank on its own number of batches; return the steps, the error, and remaining threads."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
-    loader = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(batches[rank])]
-    steps, text = 0, ""
-    try:
-        for features in flexd.prefetch(loader, collection, timeout_seconds=20.0, one_thread=one_thread):
-            collection(features)["item"].values.sum().backward()
-            collection.optimizer.step()
-            steps += 1
-    except EmbeddingError as error:
-        text = str(error)
-    return steps, text, threads()
-
-
-def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], exchange: str) -> list[dict[str, Any]]:
-    """Return the bytes and the overlapped bytes of each step over ``ids[rank]``."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 60, 4)], layout=layout, exchange=exchange)
-    engine = collection.engine
-    loader = [{"item": Jagged(torch.tensor(part), torch.tensor([len(part)]))} for part in ids[rank]]
-    traffic = []
-
-    def totals() -> tuple[int, int]:
-        engine.hooks.wait()
-        return tuple(
-            counted.all_to_all_intra_bytes + counted.all_to_all_inter_bytes
-            for counted in (collection.traffic, engine.hooks.overlapped)
-        )
-
-    for features in flexd.prefetch(loader, collection):
-        before = totals()
-        collection(features)["item"].values.sum().backward()
-        collection.optimizer.step()
-        after = totals()
-        traffic.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
-    return traffic
-
-
-def failing_loader(
-    rank: int, layout: RankLayout, failing: int, after: int, one_thread: bool | None = None
-) -> tuple[int, str, list[str]]:
-    """Train; the loader of one rank raises after so many batches. Return steps, error, and remaining threads."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
-
-    def loader() -> Iterator[dict[str, Jagged]]:
-        for index in range(5):
-            if rank == failing and index == after:
-                raise OSError("the disk is gone")
-            yield {"item": Jagged(torch.arange(3) + index, torch.tensor([3]))}
-
-    steps, text = 0, ""
-    try:
-        for features in flexd.prefetch(loader(), collection, timeout_seconds=300.0, one_thread=one_thread):
-            collection(features)["item"].values.sum().backward()
-            collection.optimizer.step()
-            steps += 1
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    return steps, text, threads()
-
-
-def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
-    """Train while the loader of the last rank fills one buffer for every batch. Return the error."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
-    buffer = torch.zeros(3, dtype=torch.int64)
-
-    def loader() -> Iterator[dict[str, Jagged]]:
-        for index in range(6):
-            buffer.copy_(torch.arange(3) + index)
-            yield {"item": Jagged(buffer if rank == 1 else buffer.clone(), torch.tensor([3]))}
-
-    try:
-        for features in flexd.prefetch(loader(), collection, one_thread=one_thread, depth=depth):
-            collection(features)["item"].values.sum().backward()
-            collection.optimizer.step()
-    except EmbeddingError as error:
-        return str(error)
-    return ""
-
-
-def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
-    """Train; the loop of the last rank masks an id that no row has. Without run-ahead if ``one_thread`` is None."""
-    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
-    loader: Any = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(4)]
-    if one_thread is not None:
-        loader = flexd.prefetch(loader, collection, one_thread=one_thread)
-    try:
-        for index, features in enumerate(loader):
-            if index == 2 and rank == 1:
-                features["item"].values[1] = bad
-            collection(features)["item"].values.sum().backward()
-            collection.optimizer.step()
-    except EmbeddingError as error:
-        return str(error)
-    return ""

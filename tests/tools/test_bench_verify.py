@@ -10,8 +10,6 @@ import pytest
 from tools.bench.cases.verify import Job, checks_of, has_settled, interval, jobs
 from tools.bench.workloads import Setting, batches_of, keys_of
 
-pytestmark = pytest.mark.alone
-
 
 def status(plans: dict[str, int], verification: str | None = None, migration: str | None = None) -> dict[str, Any]:
     return {

@@ -3,31 +3,90 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch.distributed as dist
 
 from flexd.cli.main import main
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
 from flexd.demo.ports import free_ports
-from flexd.topology.cluster import Collective, Link
+from flexd.topology.cluster import Cluster, Collective, Link
 from flexd.topology.files import dump_cluster, load_cluster, load_preset, parse_cluster
-from flexd.topology.probe import ProbeOptions
-from tests.support import forked, probe_jobs
+from flexd.topology.probe import ProbeOptions, probe
+from flexd.topology.timing import ProbeGroups, make_collective
+from tests.support import forked
 from tests.support.forked import Forked
-from tests.support.probe_jobs import SMALL
 from tests.support.rank_pool import RankPool
+
+SMALL = ProbeOptions(min_bytes=256, max_bytes=65_536, growth=16.0, budget_seconds=1.0)
+
+
+def measured(rank: int, layout: RankLayout, options: ProbeOptions) -> tuple[Cluster, dict[str, list[float]]]:
+    """Return the cluster, and message bytes by link and collective."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
+    report = probe(groups, options)
+    groups.close()
+    sizes = {f"{link} {collective}": times.message_bytes.tolist() for (link, collective), times in report.times.items()}
+    return report.cluster(), sizes
+
+
+def sub_groups(rank: int, layout: RankLayout, size: int) -> list[int] | None:
+    """Return the ranks of this rank's group of so many inside its node, after a measurement over it."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
+    group = groups.sub_group(Link.INTRA_NODE, size)
+    work = None if group is None else make_collective(Collective.ALL_REDUCE, 1024, group, groups.device)[1]
+    groups.seconds(work or (lambda: None), 2)
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    if group is not None:
+        dist.destroy_process_group(group)
+    groups.close()
+    return ranks
+
+
+def leave_during_a_collective(rank: int, layout: RankLayout, victim: int, hangs: bool, timeout_seconds: float) -> str:
+    """Let one rank exit, or stop responding, in the middle of a collective between nodes."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=timeout_seconds))
+    group_of, seconds = ProbeGroups.group_of, ProbeGroups.seconds
+    reached = False
+
+    def watched(self: ProbeGroups, link: Link) -> Any:
+        nonlocal reached
+        reached = link is Link.INTER_NODE
+        return group_of(self, link)
+
+    def leave(self: ProbeGroups, work: Any, times: int) -> float:
+        if not reached:
+            return seconds(self, work, times)
+        self.max_over_ranks(np.zeros(1))  # the others start
+        if not hangs:
+            os._exit(9)
+        time.sleep(300)
+        return 0.0
+
+    if rank == victim:
+        ProbeGroups.group_of, ProbeGroups.seconds = watched, leave  # type: ignore[method-assign]
+    try:
+        probe(groups, SMALL)
+    except TopologyError as error:
+        return str(error)
+    return "no error"
+
 
 LAYOUT = RankLayout(2, 2)
 
 
 def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None:
-    results = pool.run(probe_jobs.measured, LAYOUT, SMALL)
+    results = pool.run(measured, LAYOUT, SMALL)
     cluster, sizes = results[0]
     assert all(other == cluster for other, _ in results)
     assert set(sizes) == {f"{link} {collective}" for link in Link for collective in Collective}
@@ -43,7 +102,7 @@ def test_all_ranks_report_one_cluster_that_prices_a_plan(pool: RankPool) -> None
 @pytest.mark.parametrize(("layout", "missing"), [(RankLayout(1, 4), "inter_node"), (RankLayout(4, 1), "intra_node")])
 def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, layout: RankLayout, missing: str) -> None:
     options = ProbeOptions(min_bytes=1024, max_bytes=1024, budget_seconds=0.01)
-    cluster, sizes = pool.run(probe_jobs.measured, layout, options)[0]
+    cluster, sizes = pool.run(measured, layout, options)[0]
     assert not any(name.startswith(missing) for name in sizes)
     assert f"{missing}: not measured" in cluster.source
     assert cluster.intra_node == cluster.inter_node
@@ -51,7 +110,7 @@ def test_a_link_that_the_job_does_not_have_gets_other_figures(pool: RankPool, la
 
 def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
     options = ProbeOptions(min_bytes=1024, max_bytes=4096, budget_seconds=0.05, sub_groups=True)
-    clusters = [result[0] for result in pool.run(probe_jobs.measured, RankLayout(2, 2), options)]
+    clusters = [result[0] for result in pool.run(measured, RankLayout(2, 2), options)]
     assert all(one == clusters[0] for one in clusters)
     world = clusters[0].world
     assert world is not None
@@ -60,7 +119,7 @@ def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
     # 86 or 342 float32 for each of three peers, two of which are on the other node.
     assert {round(size) for size, _ in world.all_to_all.points} <= {2 * 4 * 86, 2 * 4 * 342}
     assert parse_cluster(dump_cluster(clusters[0]), "x") == clusters[0]
-    whole = pool.run(probe_jobs.measured, RankLayout(1, 4), options)
+    whole = pool.run(measured, RankLayout(1, 4), options)
     assert all(one == whole[0] for one in whole)
     assert whole[0][0].world is None
     for collective in Collective:
@@ -69,14 +128,14 @@ def test_ranks_measure_the_world_and_the_groups_inside(pool: RankPool) -> None:
 
 
 def test_ranks_left_over_by_a_group_size_take_part_in_the_agreement(pool: RankPool) -> None:
-    assert pool.run(probe_jobs.sub_groups, RankLayout(1, 4), 3) == [[0, 1, 2]] * 3 + [None]
-    assert pool.run(probe_jobs.sub_groups, RankLayout(2, 2), 2)[3] == [2, 3]
+    assert pool.run(sub_groups, RankLayout(1, 4), 3) == [[0, 1, 2]] * 3 + [None]
+    assert pool.run(sub_groups, RankLayout(2, 2), 2)[3] == [2, 3]
 
 
 def test_a_small_budget_measures_only_the_smallest_size(pool: RankPool) -> None:
     options = ProbeOptions(min_bytes=64, max_bytes=2**22, growth=4.0, budget_seconds=1e-6)
-    cluster, sizes = pool.run(probe_jobs.measured, LAYOUT, options)[0]
-    assert all(len(measured) == 1 for measured in sizes.values())
+    cluster, sizes = pool.run(measured, LAYOUT, options)[0]
+    assert all(len(sent) == 1 for sent in sizes.values())
     assert "within the budget" in cluster.source
 
 
@@ -85,7 +144,7 @@ def test_a_missing_rank_fails_the_probe_within_the_deadline(hangs: bool) -> None
     pool = RankPool(4)
     try:
         for pipe in pool._pipes:
-            pipe.send((probe_jobs.leave_during_a_collective, (LAYOUT, 3, hangs, 3.0)))
+            pipe.send((leave_during_a_collective, (LAYOUT, 3, hangs, 3.0)))
         deadline = time.monotonic() + 60
         for pipe in pool._pipes[:3]:
             assert pipe.poll(max(0.0, deadline - time.monotonic())), "a survivor hangs"

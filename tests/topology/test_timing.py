@@ -2,14 +2,73 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from tests.support import probe_jobs
+from flexd.topology import timing
+from flexd.topology.cluster import Collective, Link
+from flexd.topology.timing import ProbeGroups, make_collective
 from tests.support.rank_pool import RankPool
+
+
+def groups_of(rank: int, layouts: dict[int, RankLayout]) -> str:
+    """Return the ranks of this rank's groups and two numbers shared by all ranks, or the error."""
+    try:
+        groups = ProbeGroups.create(layouts[rank], "cpu", timedelta(seconds=30))
+    except TopologyError as error:
+        return str(error)
+    members = [group and dist.get_process_group_ranks(group) for group in (groups.node, groups.rail)]
+    largest = float(groups.max_over_ranks(np.array([rank], dtype=np.float64))[0])
+    text = f"node {members[0]}, rail {members[1]}, max {largest}, of rank 0 {groups.from_rank0(10.0 + rank)}"
+    groups.close()
+    return text
+
+
+def bytes_sent(rank: int, layout: RankLayout, sizes: list[int]) -> list[tuple[str, int, float, float]]:
+    """Return for each collective its name, the requested bytes, the stated bytes and the bytes of its arguments."""
+    groups = ProbeGroups.create(layout, "cpu", timedelta(seconds=30))
+    out = []
+    seen: list[float] = []
+
+    def all_reduce(flat: Any, group: Any) -> None:
+        peers = dist.get_world_size(group)
+        seen.append(2 * flat.nbytes * (peers - 1) / peers)
+
+    def all_to_all(received: Any, send: Any, _received: list[int], splits: list[int], group: Any) -> None:
+        assert received.numel() == send.numel() == sum(splits)
+        own = splits[dist.get_group_rank(group, rank)]
+        seen.append((sum(splits) - own) * send.itemsize)
+
+    def all_gather(received: Any, part: Any, group: Any) -> None:
+        peers = dist.get_world_size(group)
+        assert received.numel() == part.numel() * peers
+        seen.append(part.nbytes * (peers - 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing.dist, "all_reduce", all_reduce)
+        patch.setattr(timing.dist, "all_to_all_single", all_to_all)
+        patch.setattr(timing, "_all_gather", all_gather)
+        for link in Link:
+            group = groups.group_of(link)
+            for collective in Collective if group is not None else ():
+                for size in sizes:
+                    assert group is not None
+                    stated, work = make_collective(collective, size, group, groups.device)
+                    work()
+                    out.append((f"{link} {collective}", size, stated, seen[-1]))
+    groups.close()
+    return out
 
 
 def test_stated_bytes_equal_the_sent_bytes(pool: RankPool) -> None:
     for layout in (RankLayout(2, 2), RankLayout(1, 4)):
-        for rows in pool.run(probe_jobs.bytes_sent, layout, [1, 1000, 4099, 65_536]):
+        for rows in pool.run(bytes_sent, layout, [1, 1000, 4099, 65_536]):
             assert rows
             for name, requested, stated, sent in rows:
                 assert stated == sent, name
@@ -17,17 +76,17 @@ def test_stated_bytes_equal_the_sent_bytes(pool: RankPool) -> None:
 
 
 def test_different_layouts_are_refused_on_every_rank(pool: RankPool) -> None:
-    texts = pool.run(probe_jobs.groups_of, {rank: RankLayout(2, 2) for rank in (0, 1, 2)} | {3: RankLayout(4, 1)})
+    texts = pool.run(groups_of, {rank: RankLayout(2, 2) for rank in (0, 1, 2)} | {3: RankLayout(4, 1)})
     assert all("layout of rank 3 is [4.0, 1.0], of rank 0 [2.0, 2.0]" in text for text in texts)
 
 
 def test_groups_have_the_ranks_of_a_node_and_of_a_rail(pool: RankPool) -> None:
-    assert pool.run(probe_jobs.groups_of, dict.fromkeys(range(4), RankLayout(2, 2))) == [
+    assert pool.run(groups_of, dict.fromkeys(range(4), RankLayout(2, 2))) == [
         "node [0, 1], rail [0, 2], max 3.0, of rank 0 10.0",
         "node [0, 1], rail [1, 3], max 3.0, of rank 0 10.0",
         "node [2, 3], rail [0, 2], max 3.0, of rank 0 10.0",
         "node [2, 3], rail [1, 3], max 3.0, of rank 0 10.0",
     ]
-    assert pool.run(probe_jobs.groups_of, dict.fromkeys(range(4), RankLayout(4, 1)))[2] == (
+    assert pool.run(groups_of, dict.fromkeys(range(4), RankLayout(4, 1)))[2] == (
         "node None, rail [0, 1, 2, 3], max 3.0, of rank 0 10.0"
     )

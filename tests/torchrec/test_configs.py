@@ -8,18 +8,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torchrec import (
+    EmbeddingConfig,
+)
+from torchrec.types import DataType
 
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.torchrec import (
+    FlexEmbeddingCollection,
+)
 from tests.support.rank_pool import RankPool
+from tests.support.torchrec_jobs import ROWS, make
 
-torchrec = pytest.importorskip("torchrec")
-from torchrec import EmbeddingConfig  # noqa: E402
-from torchrec.types import DataType  # noqa: E402
 
-from flexd.core.errors import EmbeddingError  # noqa: E402
-from flexd.core.layout import RankLayout  # noqa: E402
-from flexd.torchrec import FlexEmbeddingCollection  # noqa: E402
-from tests.support import torchrec_jobs  # noqa: E402
-from tests.support.torchrec_jobs import make  # noqa: E402
+def initial(rank: int, layout: RankLayout) -> dict[str, torch.Tensor]:
+    collection = make(False, layout)
+    return {name: collection.gather_table(name) for name in ROWS}
+
 
 ONE = RankLayout(1, 1)
 
@@ -51,7 +57,7 @@ def test_initial_values_follow_init_fn_and_seed() -> None:
 
 def test_initial_values_do_not_depend_on_the_number_of_ranks(pair: RankPool) -> None:
     alone = make(False, ONE)
-    for tables in pair.run(torchrec_jobs.initial, RankLayout(2, 1)):
+    for tables in pair.run(initial, RankLayout(2, 1)):
         for name, table in tables.items():
             assert torch.equal(table, alone.gather_table(name))
 

@@ -7,28 +7,86 @@ from typing import Any
 
 import pytest
 import torch
+import torchrec
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.types import DataType
 
+import flexd
+from flexd.core.errors import EmbeddingError
+from flexd.core.layout import RankLayout
+from flexd.torchrec import FlexEmbeddingCollection, replace
 from tests.support.rank_pool import RankPool
+from tests.support.torchrec_models import OPTIMIZERS, ROWS, batch, collections, every_second_row, make, plain_tables
 
-torchrec = pytest.importorskip("torchrec")
-from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward  # noqa: E402
-from torchrec import EmbeddingBagConfig, EmbeddingConfig  # noqa: E402
-from torchrec.types import DataType  # noqa: E402
 
-import flexd  # noqa: E402
-from flexd.core.errors import EmbeddingError  # noqa: E402
-from flexd.core.layout import RankLayout  # noqa: E402
-from flexd.torchrec import FlexEmbeddingCollection, replace  # noqa: E402
-from tests.support import torchrec_models  # noqa: E402
-from tests.support.torchrec_models import (  # noqa: E402
-    ROWS,
-    batch,
-    collections,
-    make,
-    plain_tables,
-    train_alone,
-)
+def train_alone(world_size: int, optimizer: str, steps: int) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Train the unchanged model in one process on the batches of all ranks, with torch's own optimizers."""
+    model = make()
+    kind, settings = OPTIMIZERS[optimizer]
+    sparse = [p for module in collections(model) for p in module.parameters()]
+    known = {id(parameter) for parameter in sparse}
+    optimizers = [
+        torch.optim.SGD([p for p in model.parameters() if id(p) not in known], lr=0.1),
+        kind(sparse, **{"eps": 1e-8, **settings} if optimizer != "sgd" else settings),
+    ]
+    losses: list[list[float]] = [[] for _ in range(world_size)]
+    for step in range(steps):
+        for one in optimizers:
+            one.zero_grad()
+        for rank in range(world_size):
+            loss = model(*batch(step, rank))
+            (loss / world_size).backward()
+            losses[rank].append(float(loss.detach()))
+        for one in optimizers:
+            one.step()
+    return losses, plain_tables(model)
+
+
+def train_replaced(
+    rank: int,
+    layout: RankLayout,
+    optimizer: str,
+    steps: int,
+    prefetched: bool,
+    one_lookup: bool,
+    summed: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Replace the collections of the model, and train it on ranks; the tables ``summed`` answer by sums."""
+    model = make(optimizer)
+    tables = replace(
+        model,
+        layout=layout,
+        one_lookup=one_lookup,
+        replica_slots=[80, 40],
+        answers=dict.fromkeys(summed, "sums"),
+    )
+    parallel: Any = DistributedDataParallel(model) if layout.world_size > 1 else model
+    dense = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    losses, equal = [], True
+    batches: Any = [batch(step, rank) for step in range(steps)]
+    for given in flexd.prefetch(batches, tables, features=lambda one: one[1]) if prefetched else batches:
+        if len(losses) == 1:
+            tables.engine.inbox.offer(1, every_second_row())
+        loss = parallel(*given)
+        dense.zero_grad()
+        tables.optimizer.zero_grad()
+        loss.backward()
+        dense.step()
+        tables.optimizer.step()
+        losses.append(float(loss.detach()))
+        equal &= prefetched or tables.replicas_bit_equal()
+    return {
+        "losses": losses,
+        "replicas_equal": equal and tables.replicas_bit_equal(),
+        "version": tables.placement_version,
+        "listed": len(tables.engine.migrator.placement()[0]),
+        "tables": {name: tables.gather_table(name) for name in ROWS},
+        "unused": tables.engine.hooks.unused_batches,
+    }
+
 
 STEPS = 6
 
@@ -48,7 +106,7 @@ def test_training_on_two_ranks_equals_the_model_before(
     pair: RankPool, optimizer: str, prefetched: bool, one_lookup: bool, summed: tuple[str, ...]
 ) -> None:
     losses, tables = train_alone(2, optimizer, STEPS)
-    job = (torchrec_models.train_replaced, RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup, summed)
+    job = (train_replaced, RankLayout(2, 1), optimizer, STEPS, prefetched, one_lookup, summed)
     results = pair.run(*job)
     for rank, result in enumerate(results):
         assert result["losses"] == pytest.approx(losses[rank], abs=2e-6)

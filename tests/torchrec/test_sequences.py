@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import Any
 
 import pytest
 import torch
-
-torchrec = pytest.importorskip("torchrec")
-from torchrec import EmbeddingConfig  # noqa: E402
-from torchrec.modules.embedding_modules import (  # noqa: E402
+import torchrec
+from torchrec import EmbeddingConfig
+from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     EmbeddingCollectionInterface,
 )
 
-from flexd.core.errors import FlexdError  # noqa: E402
-from flexd.core.layout import RankLayout  # noqa: E402
-from flexd.torchrec import FlexEmbeddingCollection  # noqa: E402
-from tests.support.torchrec_jobs import batch, configs, make, plain_of  # noqa: E402
+from flexd.core.errors import FlexdError
+from flexd.core.layout import RankLayout
+from flexd.torchrec import FlexEmbeddingCollection
+from tests.support.torchrec_jobs import batch, configs, make
+
+
+def plain_of(collection: Any, pooled: bool) -> Any:
+    """Return TorchRec's module with the present rows of the collection."""
+    module = (torchrec.EmbeddingBagCollection if pooled else torchrec.EmbeddingCollection)(tables=configs(pooled))
+    tables = module.embedding_bags if pooled else module.embeddings
+    with torch.no_grad():
+        for name, table in tables.items():
+            table.weight.copy_(collection.gather_table(name))
+    return module
+
 
 ONE = RankLayout(1, 1)
 

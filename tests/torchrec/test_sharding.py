@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torchrec")
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.sharding import shard_tables

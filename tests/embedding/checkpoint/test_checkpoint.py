@@ -4,16 +4,162 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
+from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
-from flexd.embedding.collection import EmbeddingTable
-from tests.support import checkpoint_jobs
-from tests.support.collection_jobs import ROWS, tables
+from flexd.embedding.checkpoint import checkpoint
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from tests.support.checkpoint_jobs import OPTIMIZERS, as_numpy, train_steps, whole
+from tests.support.collection_jobs import ROWS, offer, tables
 from tests.support.rank_pool import RankPool
+
+
+def make(layout: RankLayout, optimizer: str, seed: int, dtype: str = "float64") -> EmbeddingCollection:
+    return EmbeddingCollection(
+        tables(dtype), optimizer=OPTIMIZERS[optimizer], layout=layout, replica_slots=[61, 23, 3],
+        average_gradients=False, seed=seed,
+    )  # fmt: skip
+
+
+def save(
+    rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int, dtype: str = "float64"
+) -> dict[str, Any]:
+    """Train with replicas, save, and continue training."""
+    checkpoint_windows(window_bytes)
+    collection = make(layout, optimizer, 1, dtype)
+    offer(collection, delta)
+    train_steps(collection, 0, 4)
+    checkpoint.save_checkpoint(collection, path)
+    saved = whole(collection)
+    train_steps(collection, 4, 4)
+    return {"saved": saved, "end": tables_of(collection), "steps": collection.steps}
+
+
+def load(
+    rank: int, layout: RankLayout, optimizer: str, path: str, delta: Delta, window_bytes: int, dtype: str = "float64"
+) -> dict[str, Any]:
+    """Load over other values, steps and replicas, and continue training like ``save``."""
+    checkpoint_windows(window_bytes)
+    collection = make(layout, optimizer, 2, dtype)
+    offer(collection, delta)
+    train_steps(collection, 100, 3)
+    checkpoint.load_checkpoint(collection, path)
+    loaded, version = whole(collection), collection.placement_version
+    equal = train_steps(collection, 4, 4)
+    return {
+        "loaded": loaded, "end": tables_of(collection), "steps": collection.steps, "equal": equal, "version": version,
+        "replicas": sum(len(store.directory) for store in collection.engine.stores),
+    }  # fmt: skip
+
+
+def checkpoint_windows(window_bytes: int) -> None:
+    """Set a small window, so that a block takes several."""
+    from flexd.embedding.checkpoint import blocks
+
+    blocks.MAX_WINDOW_BYTES = window_bytes
+
+
+def tables_of(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
+    return {name: collection.gather_table(name).double().numpy() for name in ROWS}
+
+
+def beside_a_model(rank: int, layout: RankLayout, path: str) -> bool:
+    """Save a collection and a model with one ``dcp.save``."""
+    model = torch.nn.Linear(2, 2)
+    old, new = make(layout, "adam", 1), make(layout, "adam", 2)
+    train_steps(old, 0, 2)
+    dcp.save({"model": model.state_dict(), "tables": checkpoint.ShardedState(old)}, checkpoint_id=path)
+    expected = whole(old)
+    train_steps(new, 7, 1)
+    other = torch.nn.Linear(2, 2).state_dict()
+    dcp.load({"model": other, "tables": checkpoint.ShardedState(new)}, checkpoint_id=path)
+    loaded = whole(new)
+    # Every rank has a model of its own; the first one is saved.
+    return all(np.array_equal(loaded[key], expected[key]) for key in expected) and new.steps == 2
+
+
+def load_into(
+    rank: int, layout: RankLayout, path: str, specs: list[EmbeddingTable], optimizer: str
+) -> tuple[str, bool]:
+    """Return the error of a collection that does not fit, and whether it is unchanged."""
+    collection = EmbeddingCollection(specs, optimizer=OPTIMIZERS[optimizer], layout=layout)
+    before = whole(collection)
+    try:
+        checkpoint.load_checkpoint(collection, path)
+        text = "loaded"
+    except CheckpointError as error:
+        text = str(error)
+    after = whole(collection)
+    return text, all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def load_changed(rank: int, layout: RankLayout, change: str) -> tuple[str, bool]:
+    """Load a state that was changed on one rank after saving."""
+    checkpoint_windows(300)
+    collection = make(layout, "adam", 1)
+    train_steps(collection, 0, 2)
+    state = checkpoint.sharded_state_dict(collection)
+    before = whole(collection)
+    if rank == layout.world_size - 1:
+        if change == "one bit":
+            bits = state["optimizer.adam.item.exp_avg"].to_local().view(torch.uint8)
+            bits[1, 3] ^= 4
+        elif change == "two rows":
+            rows = state["embeddings.item.weight"].to_local()
+            rows[:2] = rows[[1, 0]]
+        elif change == "a table":
+            del state["embeddings.odd.weight"]
+    try:
+        checkpoint.load_sharded_state_dict(collection, state)
+        text = "loaded"
+    except CheckpointError as error:
+        text = str(error)
+    after = whole(collection)
+    return text, all(np.array_equal(before[key], after[key]) for key in before)
+
+
+def plain_tables(rank: int, layout: RankLayout) -> dict[str, Any]:
+    """Export plain tables and load them into a collection that was trained on other values."""
+    first, second, third = (make(layout, "adam", seed) for seed in (1, 2, 3))
+    train_steps(first, 0, 3)
+    state = checkpoint.whole_state_dict(first)
+    modules = {
+        name: torch.nn.Embedding(rows, state[f"embeddings.{name}.weight"].shape[1]) for name, rows in ROWS.items()
+    }
+    plain = torch.nn.ModuleDict({"embeddings": torch.nn.ModuleDict(modules)}).double()
+    plain.load_state_dict({key: value for key, value in state.items() if key.startswith("embeddings.")})
+    train_steps(second, 5, 2)
+    checkpoint.load_whole_state_dict(second, {f"old.{key}": value for key, value in state.items()}, "old.")
+    same = whole(second)
+    expected = as_numpy(state)
+    train_steps(third, 5, 2)
+    checkpoint.load_whole_state_dict(third, plain.state_dict())
+    fresh = whole(third)
+    del state["optimizer.adam.odd.exp_avg"]
+    try:
+        checkpoint.load_whole_state_dict(third, state)
+        text = "loaded"
+    except CheckpointError as error:
+        text = str(error)
+    return {
+        "same": all(np.array_equal(same[key], expected[key]) for key in expected) and second.steps == 3,
+        "weights": all(np.array_equal(fresh[key], expected[key]) for key in expected if key.startswith("embeddings.")),
+        "state": any(fresh[key].any() for key in expected if key.startswith("optimizer.")), "steps": third.steps,
+        "text": text,
+    }  # fmt: skip
+
+
+def saved_keys(rank: int, layout: RankLayout) -> list[str]:
+    checkpoint_windows(2**20)
+    return list(checkpoint.sharded_state_dict(make(layout, "adam", 1)))
+
 
 Ranks = Callable[[int], RankPool]
 
@@ -34,7 +180,7 @@ def replicate(seed: int) -> Delta:
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """Save a checkpoint of 2 x 2 ranks with Adam; return its path and the result of further training."""
     path = tmp_path_factory.mktemp("checkpoint") / "adam"
-    results = ranks(4).run(checkpoint_jobs.save, FOUR_RANKS, "adam", str(path), replicate(1), 300)
+    results = ranks(4).run(save, FOUR_RANKS, "adam", str(path), replicate(1), 300)
     return path, results[0]
 
 
@@ -54,7 +200,7 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(
     ranks: Ranks, saved: tuple[Path, dict], nodes: int, local_ranks: int
 ) -> None:
     layout = RankLayout(nodes, local_ranks)
-    results = ranks(layout.world_size).run(checkpoint_jobs.load, layout, "adam", str(saved[0]), replicate(2), 100)
+    results = ranks(layout.world_size).run(load, layout, "adam", str(saved[0]), replicate(2), 100)
     check_loaded(results, saved[1])
     if layout.world_size > 1:
         assert all(result["version"] == 1 and result["replicas"] > 10 for result in results)
@@ -63,13 +209,13 @@ def test_any_number_of_ranks_continues_from_a_checkpoint(
 @pytest.mark.parametrize(("optimizer", "dtype"), [("rowwise_adagrad", "float32"), ("sgd", "bfloat16")])
 def test_checkpoints_of_other_optimizers_and_dtypes(ranks: Ranks, tmp_path: Path, optimizer: str, dtype: str) -> None:
     path, three, two = str(tmp_path / "there"), RankLayout(3, 1), RankLayout(2, 1)
-    expected = ranks(3).run(checkpoint_jobs.save, three, optimizer, path, replicate(3), 2**20, dtype)
-    results = ranks(2).run(checkpoint_jobs.load, two, optimizer, path, replicate(4), 2**20, dtype)
+    expected = ranks(3).run(save, three, optimizer, path, replicate(3), 2**20, dtype)
+    results = ranks(2).run(load, two, optimizer, path, replicate(4), 2**20, dtype)
     check_loaded(results, expected[0], tolerance={"float32": 1e-4, "bfloat16": 0.5}[dtype])
 
 
 def test_a_model_and_a_collection_share_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    assert all(ranks(4).run(checkpoint_jobs.beside_a_model, FOUR_RANKS, str(tmp_path / "there")))
+    assert all(ranks(4).run(beside_a_model, FOUR_RANKS, str(tmp_path / "there")))
 
 
 ITEM, ODD, TINY = tables()
@@ -104,9 +250,7 @@ ITEM, ODD, TINY = tables()
 def test_a_checkpoint_of_other_tables_names_the_difference(
     ranks: Ranks, saved: tuple[Path, dict], specs: list[EmbeddingTable], optimizer: str, causes: list[str]
 ) -> None:
-    for text, unchanged in ranks(2).run(
-        checkpoint_jobs.load_into, RankLayout(1, 2), str(saved[0]), specs, optimizer, timeout=60
-    ):
+    for text, unchanged in ranks(2).run(load_into, RankLayout(1, 2), str(saved[0]), specs, optimizer, timeout=60):
         for cause in causes:
             assert cause in text
         assert unchanged
@@ -114,7 +258,7 @@ def test_a_checkpoint_of_other_tables_names_the_difference(
 
 @pytest.mark.parametrize("change", ["one bit", "two rows", "a table"])
 def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
-    results = ranks(4).run(checkpoint_jobs.load_changed, FOUR_RANKS, change, timeout=60)
+    results = ranks(4).run(load_changed, FOUR_RANKS, change, timeout=60)
     for rank, (text, unchanged) in enumerate(results):
         if change == "a table":
             cause = "rank 3: embeddings.odd.weight is missing"
@@ -126,7 +270,7 @@ def test_a_changed_state_is_refused(ranks: Ranks, change: str) -> None:
 
 @pytest.mark.parametrize("layout", [FOUR_RANKS, ONE_RANK])
 def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: RankLayout) -> None:
-    for result in ranks(layout.world_size).run(checkpoint_jobs.plain_tables, layout):
+    for result in ranks(layout.world_size).run(plain_tables, layout):
         assert result["same"]
         assert result["weights"]
         assert not result["state"], "weights without state start with initial optimizer state"
@@ -136,6 +280,6 @@ def test_whole_tables_round_trip_through_plain_modules(ranks: Ranks, layout: Ran
 
 def test_one_rank_saves_a_table_that_fits_a_window(ranks: Ranks) -> None:
     """The size of a checkpoint's metadata grows with the tables, not with tables times ranks."""
-    by_rank = ranks(4).run(checkpoint_jobs.saved_keys, FOUR_RANKS)
+    by_rank = ranks(4).run(saved_keys, FOUR_RANKS)
     keys = [key for keys in by_rank for key in keys if key != "optimizer.adam.step"]
     assert len(keys) == len(set(keys)) == 4 * len(ROWS)

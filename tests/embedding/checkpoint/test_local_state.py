@@ -14,18 +14,14 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from tests.support.collection_jobs import (
-    ROWS,
-    look_everything_up,
-    loss_of,
-    offer,
-    random_placement,
-    some,
-    tables,
-    train_step,
-)
+from tests.support.collection_jobs import ROWS, everything, loss_of, offer, random_placement, some, tables, train_step
 from tests.support.plain_tables import pair
 from tests.support.rank_pool import RankPool
+
+
+def look_everything_up(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
+    with torch.no_grad():
+        return {name: jagged.values.numpy() for name, jagged in collection(everything()).items()}
 
 
 def save_and_load(rank: int, layout: RankLayout, first: Delta, second: Delta, pending: bool) -> dict[str, Any]:

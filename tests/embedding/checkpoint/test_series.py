@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,10 +19,173 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import CheckpointError
 from flexd.core.layout import RankLayout
+from flexd.core.placement import Placement
+from flexd.embedding.checkpoint import blocks, saved_rows, series_directory
 from flexd.embedding.checkpoint.row_files import RowFileReader
 from flexd.embedding.checkpoint.series import CheckpointSeries
-from tests.support import series_jobs
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.prefetch.loop import prefetch
+from flexd.embedding.row_optimizers import RowOptimizer
+from tests.support.checkpoint_jobs import OPTIMIZERS, share, train_steps, whole
+from tests.support.collection_jobs import offer, random_placement, tables, train_step
 from tests.support.rank_pool import RankPool
+
+Events = list[tuple[str, Any]]
+"""What happens to a job: ("train", steps), ("move", seed), ("ahead", steps), ("rows", (table, first, count)),
+("reset", None), ("save", None), ("load", number)."""
+
+
+def made(
+    layout: RankLayout,
+    optimizer: str,
+    seed: int,
+    *,
+    fast_memory_bytes: int | None = None,
+    directory: str | None = None,
+    exchange: str = "chain",
+    names: tuple[str, ...] = ("item", "odd", "tiny"),
+    rule: RowOptimizer | None = None,
+    dtype: str = "float64",
+) -> EmbeddingCollection:
+    slots = dict(zip(("item", "odd", "tiny"), (61, 23, 3), strict=True))
+    return EmbeddingCollection(
+        tables(dtype, names), optimizer=rule or OPTIMIZERS[optimizer], layout=layout, average_gradients=False,
+        replica_slots=[slots[name] for name in names], seed=seed, exchange=exchange,
+        fast_memory_bytes=fast_memory_bytes, slow_memory_dir=directory,
+    )  # fmt: skip
+
+
+def run(
+    rank: int, layout: RankLayout, path: str, optimizer: str, events: Events, more: dict[str, Any], settings: dict
+) -> list[dict[str, Any]]:
+    """Run events; return of each save its number, base, rows and bytes, and all tables and state at its time."""
+    blocks.MAX_WINDOW_BYTES = 300
+    collection = made(layout, optimizer, 1, **more)
+    series = CheckpointSeries(collection, path, **settings)
+    placement, step, saves = Placement.empty(), 0, []
+    for event, value in events:
+        if event == "train":
+            train_steps(collection, step, value)
+            step += value
+        elif event == "move":
+            following = random_placement(value, 40, layout)
+            offer(collection, placement.delta_to(following))
+            placement = following
+        elif event == "ahead":
+            batches = [share(n, rank, layout.world_size) for n in range(step, step + value)]
+            for number, batch in enumerate(prefetch(batches, collection)):
+                train_step(collection, batch)
+                if number == value // 2:
+                    saves.append(saved(collection, series))
+            step += value
+        elif event == "rows":
+            name, first, count = value
+            values = torch.full((count, next(t.dim for t in collection.tables if t.name == name)), float(step))
+            collection.load_rows(name, first, values)
+        elif event == "reset":
+            collection.reset_parameters()
+        elif event == "load":
+            series.load(value)
+        else:
+            saves.append(saved(collection, series))
+    series.close()
+    collection.close()
+    return saves
+
+
+def saved(collection: EmbeddingCollection, series: CheckpointSeries) -> dict[str, Any]:
+    made = series.save({"step": torch.tensor(collection.steps)})
+    return {
+        "number": made.number, "base": made.base, "rows": made.rows, "nbytes": made.nbytes, "removed": made.removed,
+        "tables": whole(collection), "steps": collection.steps,
+    }  # fmt: skip
+
+
+def load(
+    rank: int, layout: RankLayout, path: str, optimizer: str, numbers: list[int | None], more: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Load checkpoints over other values; return what was loaded, and the tables after more training."""
+    blocks.MAX_WINDOW_BYTES = 200
+    collection = made(layout, optimizer, 2, **more)
+    series = CheckpointSeries(collection, path)
+    offer(collection, Placement.empty().delta_to(random_placement(8, 30)))
+    found = []
+    for number in numbers:
+        train_steps(collection, 100, 2)
+        loaded = series.load(number)
+        at_load = whole(collection)
+        equal = train_steps(collection, 300, 2)
+        found.append(
+            {
+                "number": loaded.number, "steps": loaded.steps, "state": int(loaded.state["step"]), "tables": at_load,
+                "equal": equal, "interrupted": loaded.interrupted, "end": whole(collection),
+            }
+        )  # fmt: skip
+    series.close()
+    return found
+
+
+def refused(rank: int, layout: RankLayout, path: str, number: int | None, names: tuple[str, ...]) -> tuple[str, bool]:
+    """Return the error of loading a checkpoint, and whether the collection is unchanged."""
+    collection = made(layout, "adam", 2, names=names)
+    before = whole(collection)
+    series = CheckpointSeries(collection, path)
+    text = "loaded"
+    try:
+        series.load(number)
+    except CheckpointError as error:
+        text = str(error)
+    after = whole(collection)
+    series.close()
+    return text, all(np.array_equal(before[key], after[key]) for key in before) and collection.steps == 0
+
+
+def failing_save(rank: int, layout: RankLayout, path: str, where: str) -> dict[str, Any]:
+    """Save, and again while one rank cannot write; then train on and save a third time."""
+    blocks.MAX_WINDOW_BYTES = 300
+    collection = made(layout, "adam", 1)
+    series = CheckpointSeries(collection, path)
+    train_steps(collection, 0, 1)
+    first = saved(collection, series)
+    train_steps(collection, 1, 1)
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    failing = {
+        "rows": (saved_rows.RowFileWriter, "write", 2),
+        "complete": (series_directory.SeriesDirectory, "complete", 0),
+        "begin": (series_directory.SeriesDirectory, "begin", 0),
+    }[where]
+    text = "saved"
+    with mock.patch.object(*failing[:2], broken if rank == failing[2] else getattr(*failing[:2])):
+        try:
+            series.save()
+        except CheckpointError as error:
+            text = str(error)
+    after_failure = sorted(entry.name for entry in Path(path).iterdir())
+    train_steps(collection, 2, 1)
+    last = saved(collection, series)
+    series.close()
+    return {"text": text, "saves": [first, last], "after": after_failure, "numbers": series.numbers()}
+
+
+def end_while_saving(rank: int, layout: RankLayout, path: str, where: str) -> None:
+    """End the process in the middle of the second save of a rank."""
+    blocks.MAX_WINDOW_BYTES = 300
+    collection = made(layout, "adam", 1)
+    series = CheckpointSeries(collection, path)
+    series.save({"step": torch.tensor(0)})
+    train_steps(collection, 0, 1)
+
+    def end(*_: object, **__: object) -> None:
+        os._exit(3)
+
+    failing = (saved_rows.RowFileWriter, "close") if where == "rows" else (Path, "rename")
+    if rank == 0:
+        mock.patch.object(*failing, end).start()
+    series.save()
+
 
 Ranks = Callable[[int], RankPool]
 FOUR_RANKS = RankLayout(2, 2)
@@ -57,14 +221,14 @@ def test_every_checkpoint_of_a_series_is_loaded_bit_for_bit_by_any_ranks(
     ranks: Ranks, tmp_path: Path, optimizer: str, more: dict[str, Any], loading: tuple[RankLayout, dict[str, Any]]
 ) -> None:
     kept = {"keep": 10, "whole_every": 4}
-    results = ranks(4).run(series_jobs.run, FOUR_RANKS, str(tmp_path), optimizer, EVENTS, more, kept)
+    results = ranks(4).run(run, FOUR_RANKS, str(tmp_path), optimizer, EVENTS, more, kept)
     saves = results[0]
     assert [save["base"] for save in saves] == [None, 1, 2, 3, None, 5]
     assert saves[3]["rows"] == 9, "nothing but what load_rows set"
     assert 0 < saves[1]["rows"] < saves[0]["rows"] == saves[4]["rows"] == 87
     layout, more = loading
     numbers = [save["number"] for save in saves]
-    for result in ranks(layout.world_size).run(series_jobs.load, layout, str(tmp_path), optimizer, numbers, more):
+    for result in ranks(layout.world_size).run(load, layout, str(tmp_path), optimizer, numbers, more):
         check(result, saves)
 
 
@@ -93,21 +257,21 @@ def test_any_series_is_exact(
     more = {"fast_memory_bytes": fast_memory_bytes}
     with tempfile.TemporaryDirectory() as path:
         saves = ranks(4).run(
-            series_jobs.run, FOUR_RANKS, path, optimizer, [*events, ("save", None)], more,
+            run, FOUR_RANKS, path, optimizer, [*events, ("save", None)], more,
             {"keep": 20, "whole_every": whole_every},
         )[0]  # fmt: skip
         numbers = [save["number"] for save in saves]
-        for result in ranks(layout.world_size).run(series_jobs.load, layout, path, optimizer, numbers, more):
+        for result in ranks(layout.world_size).run(load, layout, path, optimizer, numbers, more):
             check(result, saves)
 
 
 def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Path) -> None:
     events = [event for _ in range(9) for event in (("train", 1), ("save", None))]
     kept = {"keep": 2, "whole_every": 3}
-    saves = ranks(4).run(series_jobs.run, FOUR_RANKS, str(tmp_path), "adam", events, {}, kept)[0]
+    saves = ranks(4).run(run, FOUR_RANKS, str(tmp_path), "adam", events, {}, kept)[0]
     assert [save["removed"] for save in saves] == [(), (), (), (), (1, 2, 3), (), (), (4, 5, 6), ()]
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"save-{number:08}" for number in (7, 8, 9)]
-    for result in ranks(1).run(series_jobs.load, RankLayout(1, 1), str(tmp_path), "adam", [8, None], {}):
+    for result in ranks(1).run(load, RankLayout(1, 1), str(tmp_path), "adam", [8, None], {}):
         check(result, saves[7:])
 
 
@@ -115,7 +279,7 @@ def test_the_newest_are_kept_with_what_they_build_on(ranks: Ranks, tmp_path: Pat
 def three(ranks: Ranks, tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
     """A series of one checkpoint with all rows and two with changes."""
     events = [event for _ in range(3) for event in (("train", 1), ("save", None))]
-    results = ranks(4).run(series_jobs.run, FOUR_RANKS, str(tmp_path), "adam", events, {}, {})
+    results = ranks(4).run(run, FOUR_RANKS, str(tmp_path), "adam", events, {}, {})
     return tmp_path, results[0]
 
 
@@ -161,13 +325,13 @@ def test_damage_is_named_and_nothing_is_loaded(
         manifest.write_text(manifest.read_text()[:-30])
     else:
         (path / "save-00000003" / "state.pt").write_bytes(b"no state")
-    texts = ranks(2).run(series_jobs.refused, RankLayout(2, 1), str(path), None, NAMES)
+    texts = ranks(2).run(refused, RankLayout(2, 1), str(path), None, NAMES)
     assert any(cause in text for text, _ in texts), texts
     for text, unchanged in texts:
         assert cause in text or "refused the checkpoint" in text
         assert unchanged
     if damage in ("manifest", "state"):
-        check(ranks(1).run(series_jobs.load, RankLayout(1, 1), str(path), "adam", [2], {})[0], saves[1:2])
+        check(ranks(1).run(load, RankLayout(1, 1), str(path), "adam", [2], {})[0], saves[1:2])
     if damage == "manifest":
         assert "load one of save-00000001, save-00000002" in texts[0][0]
 
@@ -181,14 +345,14 @@ def test_other_tables_and_missing_checkpoints_are_named(
         (path, 7, NAMES, "has no complete save-00000007 - load one of save-00000001, save-00000002, save-00000003"),
         (empty, None, NAMES, "has no complete checkpoint - load a checkpoint of another directory"),
     ):
-        texts = ranks(2).run(series_jobs.refused, RankLayout(2, 1), where, number, names)
+        texts = ranks(2).run(refused, RankLayout(2, 1), where, number, names)
         assert cause in texts[0][0]
         assert all(unchanged for _, unchanged in texts)
 
 
 @pytest.mark.parametrize(("where", "failing"), [("rows", 2), ("complete", 0), ("begin", 0)])
 def test_a_save_that_fails_on_a_rank_loses_no_rows(ranks: Ranks, tmp_path: Path, where: str, failing: int) -> None:
-    results = ranks(4).run(series_jobs.failing_save, FOUR_RANKS, str(tmp_path), where)
+    results = ranks(4).run(failing_save, FOUR_RANKS, str(tmp_path), where)
     for rank, result in enumerate(results):
         if rank == failing:
             assert "No space left on device - make room" in result["text"]
@@ -198,9 +362,7 @@ def test_a_save_that_fails_on_a_rank_loses_no_rows(ranks: Ranks, tmp_path: Path,
     saves = results[0]["saves"]
     assert [save["base"] for save in saves] == [None, 1]
     check(
-        ranks(1).run(series_jobs.load, RankLayout(1, 1), str(tmp_path), "adam", [save["number"] for save in saves], {})[
-            0
-        ],
+        ranks(1).run(load, RankLayout(1, 1), str(tmp_path), "adam", [save["number"] for save in saves], {})[0],
         saves,
     )
 
@@ -210,15 +372,15 @@ def test_a_job_that_ends_while_it_saves_leaves_the_checkpoint_before(tmp_path: P
     """A process of its own, because it ends."""
     context = multiprocessing.get_context("spawn")
     path = str(tmp_path / "series")
-    process = context.Process(target=series_jobs.end_while_saving, args=(0, RankLayout(1, 1), path, where))
+    process = context.Process(target=end_while_saving, args=(0, RankLayout(1, 1), path, where))
     process.start()
     process.join(120)
     assert process.exitcode == 3
-    collection = series_jobs.made(RankLayout(1, 1), "adam", 7)
+    collection = made(RankLayout(1, 1), "adam", 7)
     series = CheckpointSeries(collection, path)
     loaded = series.load()
     assert (loaded.number, loaded.steps, loaded.interrupted) == (1, 0, (2,))
-    expected = series_jobs.made(RankLayout(1, 1), "adam", 1)
+    expected = made(RankLayout(1, 1), "adam", 1)
     assert all(torch.equal(collection.gather_table(name), expected.gather_table(name)) for name in NAMES)
     with pytest.raises(CheckpointError, match=r"has no complete save-00000002; save-00000002 was being written"):
         series.load(2)

@@ -4,24 +4,119 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch.distributed import distributed_c10d
 
 import flexd
-from flexd.core.errors import TopologyError
+from flexd.core.errors import EmbeddingError, FlexdError, TopologyError
 from flexd.core.layout import RankLayout
-from flexd.embedding.collection import EmbeddingTable
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.connect import connect
+from flexd.embedding.exchange import job_groups, process_groups
+from flexd.embedding.exchange.fault_notice import FaultNotices
 from flexd.embedding.exchange.process_groups import layout_from_environment
+from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import SGD, RowWiseAdagrad
-from tests.support import collection_jobs, fault_jobs
+from tests.support.collection_jobs import ROWS, some, tables, train_step
 from tests.support.rank_pool import RankPool
+
+
+def construct(rank: int, arguments: list[dict[str, Any]]) -> str:
+    """Construct a collection on each rank with its own arguments; return the error."""
+    keywords = {"tables": [EmbeddingTable("item", 64, 2)], "layout": RankLayout(2, 2)} | arguments[rank]
+    try:
+        EmbeddingCollection(**keywords)
+    except (TopologyError, EmbeddingError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "constructed"
+
+
+def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
+    """Count the process groups that collections and loops of ``prefetch`` make, and those that are left at the end."""
+    made: list[str] = []
+    new_subgroup = job_groups.new_subgroup
+
+    def counted(ranks: Any, name: str, timeout: Any) -> Any:
+        made.append(name.split("/")[2])
+        return new_subgroup(ranks, name, timeout)
+
+    def loop(collection: EmbeddingCollection, timeout_seconds: float) -> None:
+        for features in prefetch(
+            [some(0, step, rank) for step in range(3)], collection, timeout_seconds=timeout_seconds
+        ):
+            train_step(collection, features)
+
+    out: dict[str, Any] = {}
+    before = set(distributed_c10d._world.pg_map)
+    with (
+        mock.patch.object(job_groups, "new_subgroup", counted),
+        mock.patch.object(job_groups, "_present", [job_groups.JobGroups()]),
+    ):
+        for name, exchange in (("first", "chain"), ("again", "direct")):
+            made.clear()
+            with EmbeddingCollection(tables(), layout=layout) as first, EmbeddingCollection(tables(), layout=layout):
+                out[f"{name}: collections"] = list(made)
+                loop(first, 50.0)
+                loop(first, 51.0)
+                of_loop = first.engine.hooks.exchanges[0][0]
+                ahead = of_loop.node.group or of_loop.rail.group
+                out["timeout"] = ahead._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                out[f"{name}: loops"] = list(made)
+                with EmbeddingCollection(tables(), layout=layout, exchange=exchange) as third:
+                    loop(third, 51.0)
+                out[f"{name}: another collection"] = list(made)
+            out[f"{name}: left"] = len(set(distributed_c10d._world.pg_map) - before)
+        with EmbeddingCollection(tables(), layout=layout) as kept:
+            with EmbeddingCollection(tables(), layout=layout):
+                loop(kept, 50.0)
+            loop(kept, 50.0)
+            train_step(kept, some(0, 1, rank))
+            out["kept"] = {name: kept.gather_table(name).numpy() for name in ROWS}
+    try:
+        kept(some(0, 1, rank))
+    except EmbeddingError as error:
+        out["closed"] = str(error)
+    kept.close()
+    return out
+
+
+def late(rank: int, layout: RankLayout, missing: list[int], where: str, seconds: float) -> str:
+    """Make or connect a collection on all ranks but the missing ones; return the error of this rank."""
+    try:
+        if where == "construct" and rank in missing:
+            FaultNotices()  # instances are numbered alike on all ranks
+        elif where == "construct":
+            with mock.patch.object(process_groups, "_timeout", return_value=timedelta(seconds=seconds)):
+                EmbeddingCollection(tables(), layout=layout)
+        else:
+            collection = EmbeddingCollection(tables(), layout=layout)
+            collection._groups._timeout_seconds = seconds
+            if rank not in missing and where == "connect":
+                connect(collection, "127.0.0.1:1", job="job")
+            elif rank not in missing:
+                collection.close()
+    except FlexdError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def timeouts(rank: int, layout: RankLayout) -> list[float]:
+    """Return the timeouts of the collectives of world, node and rail in seconds."""
+    groups = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)._groups
+    backends = [peers.group._get_backend(torch.device("cpu")) for peers in (groups.world, groups.node, groups.rail)]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
 
 Ranks = Callable[[int], RankPool]
 
 
 def test_collectives_have_the_timeout_of_the_default_group(ranks: Ranks) -> None:
-    assert ranks(4).run(fault_jobs.timeouts, RankLayout(2, 2)) == [[60.0] * 3] * 4
+    assert ranks(4).run(timeouts, RankLayout(2, 2)) == [[60.0] * 3] * 4
 
 
 def test_without_a_process_group_each_rank_would_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +151,7 @@ OTHER = [EmbeddingTable("item", 65, 2)]
 def test_different_arguments_are_refused_on_every_rank(
     ranks: Ranks, arguments: list[dict[str, Any]], cause: str
 ) -> None:
-    for text in ranks(4).run(collection_jobs.construct, arguments, timeout=30):
+    for text in ranks(4).run(construct, arguments, timeout=30):
         assert text.startswith("TopologyError")
         assert cause in text
 
@@ -64,7 +159,7 @@ def test_different_arguments_are_refused_on_every_rank(
 def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) -> None:
     """A rank makes its own node and rail, for the training threads and for each second thread, and no more for another
     deadline; the world of a second thread only for the exchange that uses it."""
-    for rank, found in enumerate(ranks(4).run(collection_jobs.closed_groups, RankLayout(2, 2))):
+    for rank, found in enumerate(ranks(4).run(closed_groups, RankLayout(2, 2))):
         for name in ("first", "again"):
             assert found[f"{name}: collections"] == ["node", "rail"]
             assert found[f"{name}: loops"] == ["node", "rail"] * 2
@@ -87,7 +182,7 @@ def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) 
 def test_ranks_that_do_not_come_are_named_within_the_deadline(
     ranks: Ranks, where: str, missing: list[int], call: str
 ) -> None:
-    for rank, text in enumerate(ranks(4).run(collection_jobs.late, RankLayout(2, 2), missing, where, 0.3)):
+    for rank, text in enumerate(ranks(4).run(late, RankLayout(2, 2), missing, where, 0.3)):
         if rank not in missing:
             found = re.match(rf"CollectiveError: rank {rank}: {re.escape(call)}: ranks \[(.*)\] did not call it", text)
             assert found, text

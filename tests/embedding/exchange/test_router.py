@@ -3,12 +3,104 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
+import flexd.embedding.exchange.collectives as collectives_module
 from flexd.core.layout import RankLayout
-from tests.support import exchange_jobs
+from flexd.core.placement import Delta
+from flexd.embedding.collection import EmbeddingCollection
+from tests.support.exchange_jobs import batch, make, step
 from tests.support.rank_pool import RankPool
+
+
+def collectives(rank: int, layout: RankLayout, dims: list[int], dtypes: list[str], moved: bool) -> dict[str, Any]:
+    """Count all-to-alls, all-reduces and broadcasts of a training step, and of an evaluation."""
+    collection = make(layout, dims, dtypes, moved)
+    names = ("all_to_all_single", "all_reduce", "broadcast")
+    originals, count = {name: getattr(dist, name) for name in names}, dict.fromkeys(names, 0)
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    try:
+        for name in names:
+            setattr(dist, name, counted(name))
+        step(collection, [1])
+        trained = list(count.values())
+        count.update(dict.fromkeys(names, 0))
+        with torch.no_grad():
+            collection(batch(collection, 1))
+    finally:
+        for name in names:
+            setattr(dist, name, originals[name])
+    return {"training": trained, "evaluation": list(count.values())}
+
+
+def collectives_of_a_chunk(rank: int, layout: RankLayout, dims: list[int], trains: bool) -> dict[str, Any]:
+    """Count the collectives of a pass that applies a chunk, and of one after it; rows are listed before both.
+
+    Returns:
+        Of both the collectives by name, and after both whether all replicas are bit-equal; the bytes that the first
+        sent for migrations; whether its rows are those of a pass without a chunk.
+    """
+    collection = make(layout, dims, ["float32"] * len(dims), True)
+    step(collection, [1])
+    collection.engine.inbox.offer(2, promotions(collection))
+    with torch.no_grad():
+        before = [jagged.values for jagged in collection(batch(collection, 1)).values()]  # agrees on the chunk
+    names = {"all_to_all_single": dist, "all_reduce": dist, "broadcast": dist, "all_gather_flat": collectives_module}
+    originals, count = {name: getattr(owner, name) for name, owner in names.items()}, dict.fromkeys(names, 0)
+
+    def counted(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    found: list[dict[str, int]] = []
+    bit_equal, versions = [], []
+    sent = collection.traffic.totals()
+    equal = False
+    for _ in range(2):
+        count.update(dict.fromkeys(names, 0))
+        try:
+            for name, owner in names.items():
+                setattr(owner, name, counted(name))
+            if trains:
+                step(collection, [1])
+            else:
+                with torch.no_grad():
+                    rows = [jagged.values for jagged in collection(batch(collection, 1)).values()]
+                equal = all(map(torch.equal, rows, before))
+        finally:
+            for name, owner in names.items():
+                setattr(owner, name, originals[name])
+        found.append(dict(count))
+        versions.append(collection.placement_version)
+        bit_equal.append(collection.replicas_bit_equal())
+    moved = {name: collection.traffic.totals()[name] - sent[name] for name in sent if name.startswith("migration")}
+    return {
+        "collectives": found, "bit_equal": bit_equal, "equal": equal, "migrated": sum(moved.values()),
+        "versions": versions, "listed": len(collection.engine.migrator.placement()[0]),
+    }  # fmt: skip
+
+
+def promotions(collection: EmbeddingCollection) -> Delta:
+    """Make a chunk that promotes all rows that ``make`` has moved, and those it has not, to DEVICE."""
+    keys = np.arange(collection.engine.keyspace.total_rows)
+    old = (keys % 3).astype(np.uint8)
+    return Delta(keys[old < 2], old[old < 2], np.full(int((old < 2).sum()), 2, np.uint8))
+
 
 Ranks = Callable[[int], RankPool]
 
@@ -28,7 +120,7 @@ def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str],
     """Each of two hops exchanges sizes, ids, rows and gradients. With copies, the first hop returns sums, and the
     second has an all-reduce, or sums from the homes where an all-reduce would add rounded gradients."""
     for moved, trained in ((False, [8, 0, 0]), (True, training)):
-        for counts in ranks(4).run(exchange_jobs.collectives, RankLayout(2, 2), dims, dtypes, moved):
+        for counts in ranks(4).run(collectives, RankLayout(2, 2), dims, dtypes, moved):
             assert counts == {"training": trained, "evaluation": [6, 0, 0]}
 
 
@@ -36,7 +128,7 @@ def test_collectives_of_a_step(ranks: Ranks, dims: list[int], dtypes: list[str],
 @pytest.mark.parametrize("nodes", [1, 2, 4])
 def test_a_chunk_adds_no_collective(ranks: Ranks, nodes: int, trains: bool) -> None:
     """The rows of a chunk travel with those of the pass that applies it, and all copies have them after it."""
-    for counted in ranks(4).run(exchange_jobs.collectives_of_a_chunk, RankLayout(nodes, 4 // nodes), [8, 3], trains):
+    for counted in ranks(4).run(collectives_of_a_chunk, RankLayout(nodes, 4 // nodes), [8, 3], trains):
         applying, after = counted["collectives"]
         assert counted["versions"] == [2, 2], "the chunk was not applied in the first pass"
         assert applying == after

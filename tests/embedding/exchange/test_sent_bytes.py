@@ -7,12 +7,36 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.core.placement import Placement
-from tests.support import exchange_jobs
-from tests.support.collection_jobs import ROWS, listed_by, some
+from flexd.core.placement import Delta, Placement
+from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.jagged import Jagged
+from tests.support.collection_jobs import ROWS, listed_by, offer, some, tables, train_step
 from tests.support.rank_pool import RankPool
+
+
+def count_bytes(rank: int, layout: RankLayout, exchange: str, delta: Delta, steps: int) -> list[dict[str, int]]:
+    """Return the traffic of two empty look-ups, which agree on a chunk and apply it, and then of each step."""
+    collection = EmbeddingCollection(tables("float32", ("item",)), layout=layout, exchange=exchange, replica_slots=[61])
+    built = collection.traffic.totals()
+    assert not any(built.values()), "construction is not training"
+    offer(collection, delta)
+    no_ids = {"item": Jagged(torch.arange(0), torch.tensor([0]))}
+    with torch.no_grad():
+        for _ in range(2):
+            collection(no_ids)
+    traffic = [collection.traffic.totals()]
+    for step in range(steps):
+        before = collection.traffic.totals()
+        train_step(collection, {"item": some(0, step, rank)["item"]})
+        collection.gather_table("item")
+        collection.replicas_bit_equal()
+        after = collection.traffic.totals()
+        traffic.append({name: after[name] - before[name] for name in after})
+    return traffic
+
 
 Ranks = Callable[[int], RankPool]
 
@@ -149,7 +173,7 @@ def test_bytes_and_accesses_equal_those_of_the_id_sets(
         return key % layout.world_size == rank or key in tier_of[rank]
 
     delta = Placement.empty().delta_to(placement)
-    results = ranks(layout.world_size).run(exchange_jobs.count_bytes, layout, exchange, delta, 3)
+    results = ranks(layout.world_size).run(count_bytes, layout, exchange, delta, 3)
     copied = [result[0] for result in results]
     assert [[s["migration_intra_bytes"], s["migration_inter_bytes"]] for s in copied] == migration_bytes(
         layout, placement, exchange

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from flexd.core.layout import RankLayout
+from flexd.embedding.kernels import step_probe
 from flexd.embedding.kernels.step_probe import FEWEST_TURNS, MOST_TURNS, HomeKernels, StepProbe
 from flexd.embedding.row_optimizers import RowWiseAdagrad
-from tests.support import probe_jobs
+from flexd.topology.cluster import StepCosts
 from tests.support.rank_pool import RankPool
+
+
+def step_costs(rank: int, layout: RankLayout, budget_seconds: float) -> tuple[StepCosts, int]:
+    """Return the step costs, and how many turns of steps were measured."""
+    turns = 0
+    measured = step_probe._steps
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal turns
+        found = measured(*arguments)
+        turns = len(found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_probe, "_steps", counted)
+        costs = step_probe.measure_step_costs(layout, torch.device("cpu"), budget_seconds)
+    return costs, turns
 
 
 def test_costs_are_medians_of_differences_within_turns() -> None:
@@ -23,7 +43,7 @@ def test_costs_are_medians_of_differences_within_turns() -> None:
 
 
 def test_ranks_agree_on_positive_costs(pool: RankPool) -> None:
-    results = pool.run(probe_jobs.step_costs, RankLayout(2, 1), 0.5)
+    results = pool.run(step_costs, RankLayout(2, 1), 0.5)
     assert results[0][0] == results[1][0]
     costs, turns = results[0]
     # More collectives and launches never take no time at all on a processor.

@@ -2,37 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from tests.support import run_ahead_jobs
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
 from tests.support.rank_pool import RankPool
+from tests.support.run_ahead_jobs import threads
+
+
+def uneven(
+    rank: int, layout: RankLayout, batches: list[int], one_thread: bool | None = None
+) -> tuple[int, str, list[str]]:
+    """Train each rank on its own number of batches; return the steps, the error, and remaining threads."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+    loader = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(batches[rank])]
+    steps, text = 0, ""
+    try:
+        for features in flexd.prefetch(loader, collection, timeout_seconds=20.0, one_thread=one_thread):
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+            steps += 1
+    except EmbeddingError as error:
+        text = str(error)
+    return steps, text, threads()
+
+
+def failing_loader(
+    rank: int, layout: RankLayout, failing: int, after: int, one_thread: bool | None = None
+) -> tuple[int, str, list[str]]:
+    """Train; the loader of one rank raises after so many batches. Return steps, error, and remaining threads."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=layout)
+
+    def loader() -> Iterator[dict[str, Jagged]]:
+        for index in range(5):
+            if rank == failing and index == after:
+                raise OSError("the disk is gone")
+            yield {"item": Jagged(torch.arange(3) + index, torch.tensor([3]))}
+
+    steps, text = 0, ""
+    try:
+        for features in flexd.prefetch(loader(), collection, timeout_seconds=300.0, one_thread=one_thread):
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+            steps += 1
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return steps, text, threads()
+
 
 Ranks = Callable[[int], RankPool]
 
 
 @pytest.mark.parametrize("batches", [[3, 3, 2, 3], [0, 1, 1, 1], [1, 0, 0, 0], [5, 4, 4, 2]])
 def test_uneven_loaders_are_an_error_on_every_rank(ranks: Ranks, batches: list[int]) -> None:
-    results = ranks(4).run(run_ahead_jobs.uneven, RankLayout(2, 2), batches)
-    for steps, text, threads in results:
+    results = ranks(4).run(uneven, RankLayout(2, 2), batches)
+    for steps, text, left in results:
         assert steps == min(batches)
         named = int(text.split()[1])
         assert f"rank {named} has no further batch, other ranks have" in text
         assert batches[named] == min(batches)
-        assert threads == []
+        assert left == []
 
 
 @pytest.mark.parametrize(("failing", "after"), [(2, 3), (0, 1), (3, 0)])
 def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing: int, after: int) -> None:
     """The batches before it are trained. Nobody waits for a deadline."""
-    results = ranks(4).run(run_ahead_jobs.failing_loader, RankLayout(2, 2), failing, after, timeout=60)
-    for rank, (steps, text, threads) in enumerate(results):
+    results = ranks(4).run(failing_loader, RankLayout(2, 2), failing, after, timeout=60)
+    for rank, (steps, text, left) in enumerate(results):
         assert steps == after
-        assert threads == []
+        assert left == []
         if rank == failing:
             assert text == "OSError: the disk is gone"
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,52 @@ from torch.nn.parallel import DistributedDataParallel
 import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.layout import RankLayout
-from flexd.embedding.collection import EmbeddingCollection
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
 from tests.support import accelerator_jobs, changed_inputs, run_ahead_jobs
 from tests.support.collection_jobs import some, tables
-from tests.support.exactness import Scenario, train_alone
+from tests.support.exactness import (
+    Scenario,
+    train_alone,
+)
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
+
+
+def one_buffer(rank: int, one_thread: bool, depth: int) -> str:
+    """Train while the loader of the last rank fills one buffer for every batch. Return the error."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
+    buffer = torch.zeros(3, dtype=torch.int64)
+
+    def loader() -> Iterator[dict[str, Jagged]]:
+        for index in range(6):
+            buffer.copy_(torch.arange(3) + index)
+            yield {"item": Jagged(buffer if rank == 1 else buffer.clone(), torch.tensor([3]))}
+
+    try:
+        for features in flexd.prefetch(loader(), collection, one_thread=one_thread, depth=depth):
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+    except EmbeddingError as error:
+        return str(error)
+    return ""
+
+
+def masked_badly(rank: int, one_thread: bool | None, bad: int) -> str:
+    """Train; the loop of the last rank masks an id that no row has. Without run-ahead if ``one_thread`` is None."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 50, 4)], layout=RankLayout(2, 1))
+    loader: Any = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(4)]
+    if one_thread is not None:
+        loader = flexd.prefetch(loader, collection, one_thread=one_thread)
+    try:
+        for index, features in enumerate(loader):
+            if index == 2 and rank == 1:
+                features["item"].values[1] = bad
+            collection(features)["item"].values.sum().backward()
+            collection.optimizer.step()
+    except EmbeddingError as error:
+        return str(error)
+    return ""
 
 
 class Tower(nn.Module):
@@ -180,7 +220,7 @@ def test_changed_inputs_train_equally_with_other_work_in_the_loop(ranks: Ranks, 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread: bool, depth: int) -> None:
     """On the last rank alone; the buffers of the other are new."""
-    own, other = (found for found in reversed(ranks(2).run(run_ahead_jobs.one_buffer, one_thread, depth)))
+    own, other = (found for found in reversed(ranks(2).run(one_buffer, one_thread, depth)))
     assert "rank 1: the loader has written a later batch to the memory of this one" in own
     assert "rank 1 has input that cannot be looked up" in other
 
@@ -188,7 +228,7 @@ def test_a_loader_that_fills_one_buffer_again_is_named(ranks: Ranks, one_thread:
 @pytest.mark.parametrize("one_thread", [False, True])
 @pytest.mark.parametrize("bad", [-1, 50])
 def test_ids_masked_out_of_range_raise_as_without_run_ahead(ranks: Ranks, one_thread: bool, bad: int) -> None:
-    plain, ahead = (ranks(2).run(run_ahead_jobs.masked_badly, each, bad) for each in (None, one_thread))
+    plain, ahead = (ranks(2).run(masked_badly, each, bad) for each in (None, one_thread))
     assert plain == ahead
     assert f"row {bad} of table 'item' is outside 0..49" in plain[1]
     assert "rank 1 has input" in plain[0]

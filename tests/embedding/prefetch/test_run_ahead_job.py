@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import flexd
 from flexd.core.layout import RankLayout
-from tests.support import run_ahead_jobs
+from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
+from flexd.embedding.jagged import Jagged
 from tests.support.rank_pool import RankPool
+
+
+def count_bytes(rank: int, layout: RankLayout, ids: list[list[list[int]]], exchange: str) -> list[dict[str, Any]]:
+    """Return the bytes and the overlapped bytes of each step over ``ids[rank]``."""
+    collection = EmbeddingCollection([EmbeddingTable("item", 60, 4)], layout=layout, exchange=exchange)
+    engine = collection.engine
+    loader = [{"item": Jagged(torch.tensor(part), torch.tensor([len(part)]))} for part in ids[rank]]
+    traffic = []
+
+    def totals() -> tuple[int, int]:
+        engine.hooks.wait()
+        return tuple(
+            counted.all_to_all_intra_bytes + counted.all_to_all_inter_bytes
+            for counted in (collection.traffic, engine.hooks.overlapped)
+        )
+
+    for features in flexd.prefetch(loader, collection):
+        before = totals()
+        collection(features)["item"].values.sum().backward()
+        collection.optimizer.step()
+        after = totals()
+        traffic.append({"all": after[0] - before[0], "overlapped": after[1] - before[1]})
+    return traffic
+
 
 Ranks = Callable[[int], RankPool]
 
@@ -20,10 +46,10 @@ def test_a_step_waits_only_for_rows_of_both_batches(ranks: Ranks, layout: tuple[
     """Rows have 16 bytes. Batches have no row in common at first, then all rows."""
     world = layout[0] * layout[1]
     apart = [[list(range(20 * (step % 3), 20 * (step % 3) + 20)) for step in range(6)]] * world
-    for step in ranks(world).run(run_ahead_jobs.count_bytes, RankLayout(*layout), apart, exchange)[0][1:-1]:
+    for step in ranks(world).run(count_bytes, RankLayout(*layout), apart, exchange)[0][1:-1]:
         assert step["all"] == step["overlapped"] > 0
     same = [[list(range(20))] * 6] * world
-    results = ranks(world).run(run_ahead_jobs.count_bytes, RankLayout(*layout), same, exchange)
+    results = ranks(world).run(count_bytes, RankLayout(*layout), same, exchange)
     for result in results:
         for step in result[1:-1]:
             waited = step["all"] - step["overlapped"]
