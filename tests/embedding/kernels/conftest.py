@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.support.rank_pool import RankPool
 
 
-@pytest.fixture(scope="package")
-def pool() -> Iterator[RankPool]:
-    """Two gloo processes, started on first use and kept for the folder."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(ranks: Callable[[int], RankPool]) -> RankPool:
+    return ranks(2)

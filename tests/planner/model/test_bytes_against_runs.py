@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -97,25 +97,17 @@ def bytes_per_step(
 
 
 CLUSTER = load_preset("azure-a100-200g")
+Ranks = Callable[[int], RankPool]
 PLACEMENTS = {"home": (0, 0), "node": (0, 400), "device": (200, 0), "mixed": (100, 300)}
 LAYOUTS = [RankLayout(2, 2), RankLayout(1, 2), RankLayout(2, 1), RankLayout(3, 2)]
 STEPS = 6
 TOLERANCE = 0.02
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, RankPool]]:
-    made: dict[int, RankPool] = {}
-    yield made
-    for pool in made.values():
-        pool.close()
-
-
-def counted(pools: dict[int, RankPool], layout: RankLayout, exchange: str, device: int, node: int) -> dict[str, float]:
+def counted(ranks: Ranks, layout: RankLayout, exchange: str, device: int, node: int) -> dict[str, float]:
     """Mean over the ranks."""
-    pool = pools.get(layout.world_size) or pools.setdefault(layout.world_size, RankPool(layout.world_size))
-    ranks = pool.run(bytes_per_step, layout, exchange, device, node, STEPS)
-    return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in ranks[0]}
+    found = ranks(layout.world_size).run(bytes_per_step, layout, exchange, device, node, STEPS)
+    return {name: sum(rank[name] for rank in found) / len(found) for name in found[0]}
 
 
 def check(cost: CostBreakdown, sent: dict[str, float]) -> None:
@@ -126,11 +118,11 @@ def check(cost: CostBreakdown, sent: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.nodes}x{layout.local_ranks}")
 @pytest.mark.parametrize("tiers", PLACEMENTS)
-def test_the_chain_sends_what_is_predicted(pools: dict[int, RankPool], layout: RankLayout, tiers: str) -> None:
+def test_the_chain_sends_what_is_predicted(ranks: Ranks, layout: RankLayout, tiers: str) -> None:
     device, node = PLACEMENTS[tiers]
     loads = make_loads(exact_profile(layout), keyspace(), layout)
     cost = placement_cost(loads, placement(device, node), keyspace(), layout, CLUSTER)
-    sent = counted(pools, layout, "chain", device, node)
+    sent = counted(ranks, layout, "chain", device, node)
     check(cost, sent)
     assert sum(sent[f"{kind}_{link}_bytes"] for kind in ("all_to_all", "sync") for link in ("intra", "inter")) > 1e4
 
@@ -140,8 +132,8 @@ def test_the_chain_sends_what_is_predicted(pools: dict[int, RankPool], layout: R
     ("exchange", "priced"), [("direct", Exchange.DIRECT_DEDUP), ("direct_no_dedup", Exchange.DIRECT)]
 )
 def test_the_direct_exchange_sends_what_is_predicted(
-    pools: dict[int, RankPool], layout: RankLayout, exchange: str, priced: Exchange
+    ranks: Ranks, layout: RankLayout, exchange: str, priced: Exchange
 ) -> None:
     loads = make_loads(exact_profile(layout), keyspace(), layout)
     cost = placement_cost(loads, placement(0, 0), keyspace(), layout, CLUSTER, priced)
-    check(cost, counted(pools, layout, exchange, 0, 0))
+    check(cost, counted(ranks, layout, exchange, 0, 0))
