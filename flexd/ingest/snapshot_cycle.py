@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from flexd.core.errors import SnapshotError
@@ -42,7 +43,8 @@ class SnapshotCycle:
         self._extra_state = extra_state
         self._requested = threading.Event()
         self._next = math.inf
-        self._writing = _BackgroundJob("flexd-snapshot", background=background)
+        self._background = background
+        self._writing: Future[None] | None = None
         self._positions: Positions = {}
         self.saved = 0
         """Snapshots on disk since the start."""
@@ -79,12 +81,12 @@ class SnapshotCycle:
     @property
     def pending(self) -> bool:
         """True from ``begin`` to ``finish``."""
-        return self._writing.pending
+        return self._writing is not None
 
     @property
     def written(self) -> bool:
         """True if ``finish`` would not wait."""
-        return self._writing.finished
+        return self._writing is not None and self._writing.done()
 
     def begin(self, source: Source, sketches: SketchSet, generation: Callable[[], int]) -> None:
         """Make counters and positions durable. The order of the steps makes every access count once.
@@ -124,10 +126,21 @@ class SnapshotCycle:
         fault_point("snapshot.copied")
 
         # 2.
-        def write() -> None:
-            snapshots.save(meta, arrays)
+        writing: Future[None] = Future()
 
-        self._writing.start(write)
+        def write() -> None:
+            try:
+                snapshots.save(meta, arrays)
+            except BaseException as error:
+                writing.set_exception(error)
+            else:
+                writing.set_result(None)
+
+        self._writing = writing
+        if self._background:
+            threading.Thread(target=write, name="flexd-snapshot", daemon=True).start()
+        else:
+            write()
 
     def finish(self, source: Source) -> None:
         """Run step 3 of ``begin``.
@@ -135,7 +148,9 @@ class SnapshotCycle:
         Raises:
             SnapshotError: step 2 failed; the previous snapshot and its positions stay valid together.
         """
-        self._writing.join()
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
         self.saved += 1
         self.saved_at = time.monotonic()
         # 3.
@@ -144,53 +159,3 @@ class SnapshotCycle:
         if failure is not None:
             self.commit_failures += 1
             _log.warning("ingest: commit: %s", failure)
-
-
-class _BackgroundJob:
-    """Runs at most one job at a time. All methods must be called from one thread.
-
-    Args:
-        background: False runs jobs inside ``start``.
-    """
-
-    def __init__(self, name: str, *, background: bool) -> None:
-        self._name = name
-        self._background = background
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._pending = False
-
-    @property
-    def pending(self) -> bool:
-        """True from ``start`` until ``join`` returns or raises."""
-        return self._pending
-
-    @property
-    def finished(self) -> bool:
-        """True if a job is pending and ``join`` would not block."""
-        return self._pending and (self._thread is None or not self._thread.is_alive())
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Start ``work``. The previous job must have been joined."""
-        assert not self._pending, "one job at a time"  # noqa: S101
-        self._pending, self._failure, self._thread = True, None, None
-
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._failure = error
-
-        if self._background:
-            self._thread = threading.Thread(target=run, name=self._name, daemon=True)
-            self._thread.start()
-        else:
-            run()
-
-    def join(self) -> None:
-        """Wait for the job and raise what it raised."""
-        if self._thread is not None:
-            self._thread.join()
-        self._pending, failure, self._failure = False, self._failure, None
-        if failure is not None:
-            raise failure

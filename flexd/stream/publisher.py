@@ -9,13 +9,12 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.core.errors import StreamError
-from flexd.core.sample_hash import mixed, mixed_one
 from flexd.stream.codecs.codec import MAX_ENTRIES, MAX_EVENT_TIME_SECONDS, MAX_TABLE_NAME_CHARS, encode_arrow
 from flexd.stream.types import AccessBatch, Int32Array, Sink
 
@@ -62,10 +61,7 @@ class Publisher:
 
     Sampling keeps every access with the same probability ``sample_fraction``, whatever its row, so shares and
     frequency ratios estimated downstream are unbiased; absolute counts are ``sample_fraction`` times the true ones.
-    ``sample_by="batch"`` draws once a call (with step numbers once a step, the same on all ranks of one ``seed``),
-    which is cheapest. ``"sample"`` draws once a sequence (by its sample id where it has one, else once a call without
-    ``lengths``): estimates from the same number of accesses vary less, because the accesses of one batch are alike.
-    Sequences are kept or left out whole, so their lengths stay true.
+    It draws once a call, with step numbers once a step, the same on all ranks of one ``seed``.
 
     Args:
         sink: owned and closed by the publisher; used by its background thread only.
@@ -86,7 +82,6 @@ class Publisher:
         max_queue_batches: int = 256,
         max_queue_bytes: int = 64 * 2**20,
         sample_fraction: float = 1.0,
-        sample_by: Literal["batch", "sample"] = "batch",
         seed: int = 0,
         max_message_bytes: int = 900_000,
         linger_seconds: float = 0.05,
@@ -100,7 +95,6 @@ class Publisher:
         self._max_queue_batches = max_queue_batches
         self._max_queue_bytes = max_queue_bytes
         self._sample_fraction = sample_fraction
-        self._sample_by = sample_by
         self._seed = seed
         self._random = np.random.default_rng([seed, source_rank])
         self._max_message_bytes = max_message_bytes
@@ -209,33 +203,13 @@ class Publisher:
         )
         # Check the shapes before sampling and copying.
         batch = AccessBatch(table, ids, self._source_rank, float(event_time_seconds), parts, step, samples, users)
-        if self._sample_fraction < 1.0:
-            if self._sample_by == "batch" or parts is None:
-                if self._draw(step) >= self._sample_fraction:
-                    self._count("sampled_out", len(ids))
-                    return None
-            else:
-                keep = self._draws(parts, samples) < self._sample_fraction
-                kept = ids[np.repeat(keep, parts)]
-                self._count("sampled_out", len(ids) - len(kept))
-                if not keep.any():
-                    return None
-                # A part of a batch shows no touches: it keeps no step.
-                return AccessBatch(
-                    table, kept, self._source_rank, batch.event_time_seconds, parts[keep], None,
-                    *(None if given is None else given[keep] for given in (samples, users)),
-                )  # fmt: skip
+        if self._sample_fraction < 1.0 and self._draw(step) >= self._sample_fraction:
+            self._count("sampled_out", len(ids))
+            return None
         if not self._has_room(batch):
             self._count("dropped_queue_full", len(ids))
             return None
         return replace(batch, rows=ids.copy())
-
-    def _draws(self, parts: Int32Array, samples: npt.NDArray[np.int64] | None) -> npt.NDArray[np.float64]:
-        """Draw from [0, 1) for each sequence; by its sample where that is known, the same in all tables and ranks."""
-        if samples is None:
-            return self._random.random(len(parts))
-        draws: npt.NDArray[np.float64] = mixed(samples ^ np.int64(mixed_one(self._seed) >> 1)) / 2.0**64
-        return draws
 
     def _draw(self, step: int | None) -> float:
         """Draw from [0, 1); all ranks and tables draw the same number for the same step."""

@@ -154,11 +154,10 @@ def test_invalid_input_is_counted_and_not_raised(table, rows, lengths, more):
     assert sink.payloads == []
 
 
-@pytest.mark.parametrize("by", ["batch", "sample"])
-def test_sampling_is_unbiased(by):
+def test_sampling_is_unbiased():
     """Row r appears r+1 times a batch: the sampled shares must be equal, and a tenth of the accesses is kept."""
     sink = MemorySink()
-    publisher = Publisher(sink, source_rank=1, sample_fraction=0.1, sample_by=by, max_queue_batches=10_000, seed=5)
+    publisher = Publisher(sink, source_rank=1, sample_fraction=0.1, max_queue_batches=10_000, seed=5)
     rows = np.repeat(np.arange(20), np.arange(1, 21))
     lengths = np.ones(len(rows), dtype=np.int32)
     batches = 4000
@@ -167,7 +166,7 @@ def test_sampling_is_unbiased(by):
     assert publisher.close(20.0)
     counts = np.bincount(np.concatenate([b.rows for b in sink.batches()]), minlength=20)
     expected = np.arange(1, 21) * batches * 0.1
-    # Five standard deviations of the coarser scheme, in which all copies of a row are kept or dropped together.
+    # Five standard deviations of a scheme in which all copies of a row are kept or dropped together.
     sigma = np.arange(1, 21) * np.sqrt(batches * 0.1 * 0.9)
     assert (np.abs(counts - expected) < 5 * sigma).all()
     assert publisher.counters().sampled_out + publisher.counters().published == len(rows) * batches
@@ -219,23 +218,6 @@ def test_ranks_publish_the_same_steps_of_a_sample_and_parts_of_a_batch_keep_thei
         assert sum(len(batch.rows) for batch in batches) == 2000 * len(kept[-1])
     assert kept[0] == kept[1]
     assert 10 < len(kept[0]) < 30
-
-
-def test_sampling_by_sample_ids_keeps_the_same_samples_of_all_tables_and_ranks() -> None:
-    ids = np.arange(2_000, dtype=np.int64) * 7 - 5_000
-    kept = []
-    for rank, table in ((0, "a"), (1, "b")):
-        sink = MemorySink()
-        publisher = Publisher(sink, source_rank=rank, sample_fraction=0.25, sample_by="sample", seed=3)
-        order = np.random.default_rng(rank).permutation(len(ids))
-        publisher.publish(table, ids[order], np.ones(len(ids), dtype=np.int32), 1.0, 4, ids[order], -ids[order])
-        publisher.close(20.0)
-        [batch] = sink.batches()
-        assert np.array_equal(batch.sample_ids, batch.rows)
-        assert np.array_equal(batch.user_ids, -batch.rows)
-        kept.append(set(batch.sample_ids.tolist()))
-    assert kept[0] == kept[1]
-    assert 400 < len(kept[0]) < 600
 
 
 def test_pieces_of_a_large_batch_keep_the_ids_of_their_sequences() -> None:

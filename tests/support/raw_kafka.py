@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import socket
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 
 import lz4.frame
@@ -70,13 +69,6 @@ def batch(
     ) + records  # fmt: skip
     crc = crc32c(body) if crc is None else crc
     return struct.pack(">qiibI", base_offset, len(body) + 9, 0, 2, crc) + body
-
-
-def message(offset: int, value: bytes, *, codec: int = 0, magic: int = 1, timestamp_ms: int = 0) -> bytes:
-    """Encode one message of the old formats 0 and 1; ``codec`` marks it as a wrapper of compressed messages."""
-    stamp = struct.pack(">q", timestamp_ms) if magic else b""
-    body = struct.pack(">bb", magic, codec) + stamp + struct.pack(">ii", -1, len(value)) + value
-    return struct.pack(">qi", offset, len(body) + 4) + struct.pack(">I", zlib.crc32(body)) + body
 
 
 def produce(bootstrap: str, topic: str, batch: bytes, partition: int = 0) -> int:

@@ -4,14 +4,13 @@ Of each batch the checksum, the number of records and the decompressed size are 
 batch that fails is passed over as a whole (``RefusedMessages``), as are the records behind one that cannot be read, so
 that the position always moves on.
 
-Format 2 (https://kafka.apache.org/documentation/#recordbatch) and the message sets of formats 0 and 1 are read; headers
+Format 2 (https://kafka.apache.org/documentation/#recordbatch) is read, which every producer since 2017 writes; headers
 and keys of records are not, since no message of flexd has any.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,9 +28,6 @@ _HEADER = struct.Struct(">qiibIhiqqqhii")
 _CHECKED_FROM = 21
 """The checksum covers the attributes and everything behind them."""
 _TIMESTAMP_TYPE_MASK, _TRANSACTIONAL_MASK, _CONTROL_MASK = 0x08, 0x10, 0x20
-_OLD_HEADERS = (struct.Struct(">qiIbb"), struct.Struct(">qiIbbq"))
-_OLD_CHECKED_FROM = 16
-_LENGTH = struct.Struct(">i")
 _MIN_RECORD_BYTES = 7
 
 Item = Message | RefusedMessages
@@ -112,12 +108,9 @@ class BatchReader:
                 return
             if not self._work.begin(self._partition, base, last):
                 raise BatchRefusedError("poison_offset", "the daemon ended twice while it read this batch")
-            if magic == 2:
-                yield from self._read(base, last, batch)
-            elif magic in (0, 1):
-                yield from self._read_old(magic, batch)
-            else:
+            if magic != 2:
                 raise BatchRefusedError("corrupt_batch", f"format {magic}")
+            yield from self._read(base, last, batch)
         except BatchRefusedError as error:
             refused = error
         except (struct.error, ValueError, IndexError, OverflowError) as error:
@@ -191,65 +184,6 @@ class BatchReader:
             self._aborted_producers.discard(producer)
             return True
         return bool(attributes & _TRANSACTIONAL_MASK) and producer in self._aborted_producers
-
-    def _read_old(self, magic: int, batch: memoryview) -> Iterator[Message]:
-        offset, timestamp, attributes, value = self._old_message(magic, batch)
-        appended = timestamp / 1000 if attributes & _TIMESTAMP_TYPE_MASK else None
-        codec = attributes & CODEC_MASK
-        if codec == decompression.NONE:
-            if offset >= self.next_offset:
-                self.record_bytes = len(batch)
-                self.next_offset = offset + 1
-                yield Message(self._partition, offset, value, appended)
-            return
-        if codec == decompression.LZ4 and magic == 0:
-            raise BatchRefusedError("unsupported_codec", "lz4 in message format 0")
-        inner = memoryview(decompress(codec, value, self._limits.max_batch_bytes))
-        messages = self._inner_messages(magic, inner)
-        # With format 1 the inner offsets are relative, and the wrapper has the offset of its last message.
-        shift = offset - messages[-1][0] if magic == 1 and messages else 0
-        for relative, start, end in messages:
-            position = relative + shift
-            if position > offset:
-                raise ValueError(f"a message at offset {position}")
-            if position < self.next_offset:
-                continue
-            _, _, nested, inner_value = self._old_message(magic, inner[start:end])
-            if nested & CODEC_MASK:
-                raise BatchRefusedError("corrupt_batch", "compressed messages within compressed messages")
-            self.record_bytes = end - start
-            self.next_offset = position + 1
-            yield Message(self._partition, position, inner_value, appended)
-
-    def _inner_messages(self, magic: int, inner: memoryview) -> list[tuple[int, int, int]]:
-        """Return offset, begin and end of each message of a decompressed set."""
-        found: list[tuple[int, int, int]] = []
-        at = 0
-        while at < len(inner):
-            offset, length = _LOG.unpack_from(inner, at)
-            end = at + _LOG.size + length
-            if len(found) >= self._limits.max_batch_records:
-                raise BatchRefusedError("batch_too_many_records", f"more than {len(found)}", bytes(inner[:HEAD_BYTES]))
-            if length < _OLD_HEADERS[magic].size - _LOG.size or end > len(inner):
-                raise ValueError(f"message {len(found)} of a set")
-            found.append((offset, at, end))
-            at = end
-        return found
-
-    def _old_message(self, magic: int, data: memoryview) -> tuple[int, int, int, memoryview]:
-        """Return offset, timestamp, attributes and value of a message of format 0 or 1."""
-        header = _OLD_HEADERS[magic]
-        offset, _, crc, found, attributes, *timestamp = header.unpack_from(data)
-        if found != magic or zlib.crc32(data[_OLD_CHECKED_FROM:]) != crc:
-            raise BatchRefusedError("corrupt_batch", "checksum")
-        at = header.size
-        (key_bytes,) = _LENGTH.unpack_from(data, at)
-        at += 4 + max(key_bytes, 0)
-        (value_bytes,) = _LENGTH.unpack_from(data, at)
-        value = data[at + 4 : at + 4 + max(value_bytes, 0)]
-        if len(value) != max(value_bytes, 0):
-            raise ValueError("a message ends beyond its set")
-        return offset, (timestamp or [0])[0], attributes, value
 
     def _refused(self, last: int, reason: str, detail: str, batch: memoryview, head: bytes = b"") -> RefusedMessages:
         first = self.next_offset
