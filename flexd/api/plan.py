@@ -134,15 +134,6 @@ class ExchangeReport(Model):
     """Exposed time of a step with the recommended exchange."""
 
 
-class ReplicaSumsReport(Model):
-    """Where the gradients of copied rows are added, in the chain."""
-
-    planned: str = "all_reduce"
-    """``all_reduce`` by the ranks of a rail, or at the row's ``home``."""
-    other_exposed_seconds: FiniteOrNone = None
-    """Exposed time of a step with the other one; null where nothing would be added elsewhere."""
-
-
 class MemoryReport(Model):
     """Memory of the rank that needs most, with the plan in place."""
 
@@ -245,8 +236,6 @@ class PlanReport(Model):
     """Memory of the plan on a rank."""
     exchange: ExchangeReport = ExchangeReport()
     """The planned and the recommended exchange."""
-    replica_sums: ReplicaSumsReport = ReplicaSumsReport()
-    """Where the gradients of copied rows are added."""
     pooled_tables: dict[str, PooledTableReport] = Field(default_factory=dict)
     """Answers of pooled tables, by table, as far as they were looked up."""
     affinity: AffinityReport | None = None

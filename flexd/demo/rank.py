@@ -170,9 +170,11 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         optimizer=flexd.RowWiseAdagrad(lr=setup.learning_rate, eps=ADAGRAD_EPS),
         layout=flexd.RankLayout(setup.nodes, setup.local_ranks),
         replica_fraction=setup.replica_budget if planned else 0.0,
-        exchange="direct_no_dedup" if setup.strategy == Strategy.ROW_WISE else "chain",
+        exchange="direct" if setup.strategy == Strategy.ROW_WISE else "chain",
         seed=setup.seed,
     )
+    if setup.strategy == Strategy.ROW_WISE:
+        collection.engine.router.request_every_look_up()
     link = None
     if setup.link_mbit and setup.nodes > 1:
         link = EmulatedLink(rank_bytes_per_second(setup.link_mbit, setup.local_ranks))

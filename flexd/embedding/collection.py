@@ -104,16 +104,12 @@ class EmbeddingCollection(TableAccess):
         replica_fraction: replica slots of each rank, as a fraction of all rows of the dim-group.
         replica_slots: replica slots of each rank, one number a dim-group, instead of ``replica_fraction``.
         average_gradients: divide gradients by the world size, as ``DistributedDataParallel`` does.
-        exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home), "auto" (the
-            one of these whose steps take less time, measured from time to time, beginning with the one that the daemon
-            prices lower; it changes between two steps and without any effect on the result) or "direct_no_dedup" (the
-            default of sharded modules elsewhere).
+        exchange: "chain" (two hops: node owner, then home), "direct" (every rank requests from every home) or "auto"
+            (the one of these whose steps take less time, measured from time to time, beginning with the one that the
+            daemon prices lower; it changes between two steps and without any effect on the result).
         comm_dtype: "float32", "float16" or "bfloat16", the dtype in which rows and gradients are sent; default each
             table's own. Gradients are added in float32 or wider, and rows are rounded at every read, so that training
             does not depend on the placement. The daemon is told.
-        replica_sums: "all_reduce" (the ranks of a rail all-reduce gradients of copies where that loses no precision) or
-            "home" (always added at the row's home, which sends back the sums, as narrow dtypes need). Exact either way;
-            the "chain" exchange alone follows it. The daemon is told.
         max_migration_bytes_per_step: cap on copied rows at one step (a larger chunk is applied alone).
         fast_memory_bytes: of home rows that a rank keeps in fast memory, with optimizer state; the others are in slow
             memory, and come in when a step needs them. Default: all rows are fast. It does not change the result.
@@ -145,7 +141,6 @@ class EmbeddingCollection(TableAccess):
         average_gradients: bool = True,
         exchange: str = "chain",
         comm_dtype: str | None = None,
-        replica_sums: str = "all_reduce",
         max_migration_bytes_per_step: int = 2**20,
         fast_memory_bytes: int | None = None,
         slow_memory_dir: str | os.PathLike[str] | None = None,
@@ -166,7 +161,7 @@ class EmbeddingCollection(TableAccess):
         )
         self.given_arguments: dict[str, Any] = {
             "optimizer": row_optimizer, "layout": layout, "average_gradients": average_gradients, "exchange": exchange,
-            "comm_dtype": comm_dtype, "replica_sums": replica_sums, "fast_memory_bytes": fast_memory_bytes,
+            "comm_dtype": comm_dtype, "fast_memory_bytes": fast_memory_bytes,
             "max_migration_bytes_per_step": max_migration_bytes_per_step, "slow_memory_dir": slow_memory_dir,
             "seed": seed,
         }  # fmt: skip
@@ -183,7 +178,6 @@ class EmbeddingCollection(TableAccess):
                 average_gradients=average_gradients,
                 exchange=exchange,
                 comm_dtype=comm_dtype,
-                replica_sums=replica_sums,
                 max_migration_bytes_per_step=max_migration_bytes_per_step,
                 two_memories=_two_memories(fast_memory_bytes, slow_memory_dir, optimizers),
                 planned=planned,
@@ -198,7 +192,6 @@ class EmbeddingCollection(TableAccess):
         average_gradients: bool,
         exchange: str,
         comm_dtype: str | None,
-        replica_sums: str,
         max_migration_bytes_per_step: int,
         two_memories: TwoMemories | None,
         planned: TableRules | None,
@@ -211,7 +204,7 @@ class EmbeddingCollection(TableAccess):
         if planned is not None:
             planned.check_layout(self.layout)
         with self.traffic.uncounted():
-            settings = (exchange, comm_dtype, replica_sums, average_gradients, max_migration_bytes_per_step)
+            settings = (exchange, comm_dtype, average_gradients, max_migration_bytes_per_step)
             compared = [
                 rows_of_tables([(table.name, table.rows) for table in self.tables]),
                 Setting("tables", self.keyspace.digest),
@@ -235,7 +228,6 @@ class EmbeddingCollection(TableAccess):
             max_migration_bytes_per_step=max_migration_bytes_per_step,
             device=self.device,
             comm_dtype=comm_dtype,
-            replica_sums=replica_sums,
             two_memories=two_memories,
             keep_keys=any(table.lr is not None or table.optimizer is not None for table in self.tables),
             answers=TableAnswers(
@@ -285,7 +277,7 @@ class EmbeddingCollection(TableAccess):
 
     @property
     def exchange(self) -> str:
-        """The exchange in use: "chain", "direct" or "direct_no_dedup"."""
+        """The exchange in use: "chain" or "direct"."""
         return self.engine.exchange.name
 
     @property

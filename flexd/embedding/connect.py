@@ -195,7 +195,7 @@ def connect(
 
 def _trainer_settings(collection: EmbeddingCollection) -> TrainerSettings:
     given = collection.given_arguments
-    settings = TrainerSettings(given["exchange"], given["comm_dtype"], given["replica_sums"])
+    settings = TrainerSettings(given["exchange"], given["comm_dtype"])
     tables, pooled = collection.keyspace.tables, collection.engine.answers.pooled
     answers = {tables[at].name: collection.answer_of(tables[at].name) for at in sorted(pooled)}
     return with_answers(settings, tables, answers)

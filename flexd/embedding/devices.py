@@ -41,16 +41,6 @@ def uploaded(
     return on_host.pin_memory().to(device, non_blocking=True)
 
 
-def write_rows(rows: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy [n, width] values to the unique int64 [n] places of contiguous rows, in place."""
-    if in_host_memory(rows):
-        # ``index_copy_`` takes twice the time on a CPU. numpy has no bfloat16, and bytes of equal width are equal.
-        bits = _BITS[rows.element_size()]
-        rows.view(bits).numpy()[index.numpy()] = values.view(bits).numpy()
-    else:
-        rows.index_copy_(0, index, values)
-
-
 def zeros(shapes: Sequence[tuple[int, int]], dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
     """Return a tensor of zeros of each shape and dtype, with one kernel for all of a dtype."""
     made: list[torch.Tensor | None] = [None] * len(shapes)
@@ -102,13 +92,6 @@ def ordered(
     Returns:
         (int64 [n] places ordered by section, int64 [sections] number of rows in each).
     """
-    if in_host_memory(section):
-        # A radix sort of 16 bits takes a tenth of the time of torch's merge sort.
-        narrow = section.numpy().astype(np.uint16 if sections <= 2**16 else np.int64)
-        return (
-            torch.from_numpy(np.argsort(narrow, kind="stable")),
-            torch.from_numpy(np.bincount(narrow, minlength=sections)),
-        )
     order = torch.sort(section, stable=True).indices
     sizes = section.new_zeros(sections) if zeros is None else zeros
     return order, sizes.scatter_(0, section, 1, reduce="add")
@@ -118,8 +101,6 @@ def sum_by_place(
     places: torch.Tensor, numbers: torch.Tensor | None, size: int, zeros: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Sum int64 [n] numbers (None: 1 each) by their place in 0..size - 1: int64 [size], in ``zeros`` if it is given."""
-    if numbers is None and in_host_memory(places):
-        return torch.bincount(places, minlength=size)
     sums = places.new_zeros(size) if zeros is None else zeros
     if numbers is None:
         return sums.scatter_(0, places, 1, reduce="add")

@@ -54,9 +54,9 @@ class RowEngine:
 
     Args:
         replica_slots: of each dim-group, for chunks; copies by the rule "every rank" have slots beside them.
-        exchange: "auto", "chain", "direct" or "direct_no_dedup", as in ``EmbeddingCollection``.
+        exchange: "auto", "chain" or "direct", as in ``EmbeddingCollection``.
         gradient_scale: gradients are multiplied by it.
-        comm_dtype, replica_sums: as in ``EmbeddingCollection``.
+        comm_dtype: as in ``EmbeddingCollection``.
         two_memories: None: all rows are in fast memory.
         answers: of pooled tables.
         keep_keys: the optimizer needs the keys of all rows, replicas too.
@@ -77,7 +77,6 @@ class RowEngine:
         max_migration_bytes_per_step: int,
         device: torch.device,
         comm_dtype: str | None = None,
-        replica_sums: str = "all_reduce",
         two_memories: TwoMemories | None = None,
         answers: TableAnswers = NO_POOLED,
         keep_keys: bool = False,
@@ -106,12 +105,9 @@ class RowEngine:
         if chooses or not automatic:
             self.exchange.reason = ExchangeReason.START if chooses else ExchangeReason.CONFIGURED
         self._comm_dtype = comm_dtype
-        self._replica_sums = replica_sums
         self.answers = answers
         self.router, self.sync = self.new_exchange(groups, traffic)
-        self.migrator = Migrator(
-            groups, self.stores, homes, traffic, max_migration_bytes_per_step, self.changed_rows.add
-        )
+        self.migrator = Migrator(groups, self.stores, homes, max_migration_bytes_per_step, self.changed_rows.add)
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
@@ -139,14 +135,13 @@ class RowEngine:
         """Make a router and a replica synchronisation of these stores over other process groups."""
         hops, of_bags = self._hops(groups)
         make = partial(SummingRouter, bag_hops=of_bags) if self.answers.by_sums else Router
-        dedup = self.exchange.name != "direct_no_dedup"
-        router = make(self.stores, hops, traffic, dedup=dedup, comm_dtype=self._comm_dtype)
+        router = make(self.stores, hops, traffic, comm_dtype=self._comm_dtype)
         return router, ReplicaSync(self.stores, router, groups.layout, self.changed_rows)
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are answered by sums."""
         name = self.exchange.name
-        return row_hops(name, groups, self._replica_sums), bag_hops(name, groups) if self.answers.by_sums else []
+        return row_hops(name, groups), bag_hops(name, groups) if self.answers.by_sums else []
 
     def initialise(self, scales: Sequence[float], seed: int, states: Mapping[str, float]) -> None:
         """Set the home rows of each table to its ``initial_rows``, and every number of optimizer state to its value in

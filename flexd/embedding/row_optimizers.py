@@ -255,7 +255,7 @@ class _FusedRowOptimizer(_CommonSettings):
             if rates is not None:
                 change.mul_(rates)
             if group.state.shape[1]:
-                devices.write_rows(group.state, index, kept)
+                group.state.index_copy_(0, index, kept)
             if old is None or (rows.dtype == old.dtype and not decoupled):
                 rows.index_add_(0, index, change)
                 continue
@@ -267,7 +267,7 @@ class _FusedRowOptimizer(_CommonSettings):
                 rounded = round_stochastically(old, rows.dtype, group.keys_of(index), step)
             else:
                 rounded = old.to(rows.dtype)
-            devices.write_rows(rows, index, rounded)
+            rows.index_copy_(0, index, rounded)
 
     def _check(self, **not_negative: float) -> None:
         for name, value in {"lr": self.lr, "weight_decay": self.weight_decay, **not_negative}.items():

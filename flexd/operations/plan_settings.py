@@ -13,11 +13,11 @@ from flexd.core.keyspace import DTYPE_BYTES, TableSpec
 from flexd.core.layout import Tier
 from flexd.planner.baselines import ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.training_shape import REPLICA_SUMS, TrainingShape
+from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
 
-_EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP, "direct_no_dedup": Exchange.DIRECT}
+_EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class TrainingJob:
     """How the ranks train, as they say when they register.
 
     Attributes:
-        exchange, comm_dtype, replica_sums: of their collections.
+        exchange, comm_dtype: of their collections.
         answers: "rows" or "sums" by name of each pooled table.
         passes: forward passes for each step of the optimizer, as the ranks report them. Their gradients are pushed
             once.
@@ -33,7 +33,6 @@ class TrainingJob:
 
     exchange: Exchange = Exchange.CHAIN
     comm_dtype: str | None = None
-    replica_sums: str = REPLICA_SUMS[0]
     answers: Mapping[str, str] = field(default_factory=dict)
     passes: int = 1
 
@@ -49,17 +48,13 @@ class TrainingJob:
         return cls(
             _EXCHANGES.get(trainer.exchange, cls.exchange),
             trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
-            trainer.replica_sums if trainer.replica_sums in REPLICA_SUMS else cls.replica_sums,
             trainer.answer_by_table(tables),
             passes,
         )
 
     @property
     def shape(self) -> TrainingShape:
-        return TrainingShape(
-            micro_batches=self.passes, merged_backward=True, comm_dtype=self.comm_dtype,
-            replica_sums=self.replica_sums,
-        )  # fmt: skip
+        return TrainingShape(micro_batches=self.passes, merged_backward=True, comm_dtype=self.comm_dtype)
 
     @property
     def by_sums(self) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,9 +61,7 @@ class Plan:
         live_fits: whether the live placement keeps to slots, budgets, pins and excluded tables. If not, the plan is
             needed whatever it saves.
         step_seconds: measured wall time of a step; None if it is not known.
-        replica_sums: where gradients of copies are added that both ways are exact for, as in ``TrainingShape``.
-        other_sums: cost of the target if they were added the other way; None where there is no other way: an exchange
-            that is not the chain, one node, or gradients that travel narrower than they are added.
+
         pooled_tables: the answers of pooled tables, of those that are configured and were looked up.
         moves_save_seconds: exposed seconds a step that rows which move to other nodes or back save, beside the costs.
     """
@@ -92,8 +90,6 @@ class Plan:
     home_seconds: float
     live_fits: bool
     step_seconds: float | None = None
-    replica_sums: str = "all_reduce"
-    other_sums: CostBreakdown | None = None
     pooled_tables: tuple[PooledTable, ...] = ()
     moves_save_seconds: float = 0.0
 
@@ -170,10 +166,6 @@ class Plan:
                     self.after.exposed_seconds, self.baselines[ROW_WISE_DEDUP.name].exposed_seconds
                 ),
             },
-            "replica_sums": {
-                "planned": self.replica_sums,
-                "other_exposed_seconds": None if self.other_sums is None else self.other_sums.exposed_seconds,
-            },
             "pooled_tables": {one.table: one.to_dict() for one in self.pooled_tables},
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": summarise_replication(
@@ -181,7 +173,6 @@ class Plan:
                 self.after,
                 self.cluster,
                 self.baselines[ROW_WISE_DEDUP.name],
-                self.other_sums,
             ),
         }
 
@@ -270,31 +261,7 @@ def make_plan(
         home_seconds=choice.home.exposed_seconds,
         live_fits=_fits(live, limits, keyspace, layout, budgets),
         step_seconds=step_seconds,
-        replica_sums=shape.replica_sums,
-        other_sums=_cost_of_other_sums(sums, choice.tiers, keyspace, cluster, exchange, shape),
     )
-
-
-def _cost_of_other_sums(
-    sums: Sequence[LoadSums],
-    tiers: Sequence[UInt8Array],
-    keyspace: KeySpace,
-    cluster: Cluster,
-    exchange: Exchange,
-    shape: TrainingShape,
-) -> CostBreakdown | None:
-    """Return the cost of the tiers with the other ``replica_sums``; None where nothing would be added elsewhere."""
-    if exchange is not Exchange.CHAIN or sums[0].layout.nodes == 1:
-        return None
-    specs = [keyspace.tables[keyspace.groups[group.load.group].tables[0]] for group in sums]
-    if all(shape.narrow_wire(spec) for spec in specs):
-        return None
-    other = shape.with_other_sums()
-    others = [
-        LoadSums(replace(group.load, sums_at_home=other.sums_at_home(spec)), group.layout)
-        for group, spec in zip(sums, specs, strict=True)
-    ]
-    return joint_cost(others, tiers, cluster, exchange)
 
 
 def _fits(live: Placement, limits: PlanLimits, keyspace: KeySpace, layout: RankLayout, budgets: SlotBudgets) -> bool:

@@ -15,7 +15,6 @@ def summarise_replication(
     plan: CostBreakdown,
     cluster: Cluster,
     dedup: CostBreakdown,
-    other_sums: CostBreakdown | None = None,
 ) -> dict[str, Any]:
     """Return figures per rank and step, and ``words``: sentences that state them.
 
@@ -23,7 +22,6 @@ def summarise_replication(
         home: cost of the chain without replicas.
         plan: cost of the same chain with the plan's replicas.
         dedup: cost of row-wise sharding with dedup.
-        other_sums: cost of the same placement with gradients of copies added the other way; None: there is none.
     """
     link = cluster.link(Link.INTER_NODE)
     exchange_bytes = max(plan.all_to_all_bytes(TrafficLink.INTER_NODE), home.all_to_all_bytes(TrafficLink.INTER_NODE))
@@ -47,10 +45,7 @@ def summarise_replication(
         "all_to_all_wire_share": all_to_all / link.wire_bytes_per_second,
         "all_reduce_wire_share": all_reduce / link.wire_bytes_per_second,
     }
-    narrow = plan.summed_at_home and other_sums is None
-    words = _words(figures, cluster, narrow=narrow)
-    if other_sums is not None and figures["replicated_rows"] > 0:
-        words.append(_of_other_sums(plan, other_sums))
+    words = _words(figures, cluster, narrow=plan.summed_at_home)
     if dedup.exposed_seconds < plan.exposed_seconds:
         words.append(
             f"row-wise sharding with dedup (exchange 'direct') would take {_time(dedup.exposed_seconds)} a step, this "
@@ -91,18 +86,6 @@ def _words(figures: dict[str, float], cluster: Cluster, *, narrow: bool) -> list
         f"replication saves time, not bytes: {_size(figures['inter_node_all_to_all_bytes_saved'])} of all-to-all "
         f"between nodes become {_size(figures['inter_node_sync_bytes_added'])} of synchronisation",
     ]
-
-
-def _of_other_sums(plan: CostBreakdown, other: CostBreakdown) -> str:
-    ways = ("all-reduced between nodes", "summed at their homes")
-    used, unused = ways if not plan.summed_at_home else ways[::-1]
-    name = "all_reduce" if plan.summed_at_home else "home"
-    more = other.exposed_seconds - plan.exposed_seconds
-    priced = f"{_time(abs(more))} {'more' if more >= 0 else 'less'} exposed communication a step"
-    advice = "" if more >= 0 else f". A running job cannot change it; start the next one with replica_sums '{name}'"
-    return (
-        f"gradients of copies are {used}; {unused} (replica_sums '{name}') the same copies would cost {priced}{advice}"
-    )
 
 
 def _saving(seconds: float) -> str:

@@ -133,11 +133,10 @@ class StepByteCounter:
     """Counts for one key space and layout.
 
     Args:
-        replica_sums: as in ``TrainingShape``.
     """
 
-    def __init__(self, keyspace: KeySpace, layout: RankLayout, replica_sums: str = "all_reduce") -> None:
-        shape = TrainingShape(replica_sums=replica_sums)
+    def __init__(self, keyspace: KeySpace, layout: RankLayout) -> None:
+        shape = TrainingShape()
         self._keyspace = keyspace
         self._layout = layout
         self._homes = Homes(keyspace, layout)
@@ -145,7 +144,7 @@ class StepByteCounter:
         self._row_bytes = np.array([spec.row_bytes for spec in specs], dtype=np.int64)
         self._moved_bytes = np.array([spec.row_bytes + spec.state_bytes for spec in specs], dtype=np.int64)
         self._dtypes = np.array([spec.dtype for spec in specs])
-        self._at_home = np.array([shape.sums_at_home(spec) for spec in specs])
+        self._at_home = np.array([shape.narrow_wire(spec) for spec in specs])
         ranks = np.arange(layout.world_size)
         self._farthest = INTER if layout.nodes > 1 else INTRA
         self._node_of, self._local_of = ranks // layout.local_ranks, ranks % layout.local_ranks

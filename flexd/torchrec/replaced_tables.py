@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -54,12 +54,10 @@ class _Replaced(nn.Module):
         return tables.look_up(self._module, features, training=self.training)
 
 
-class ReplacedEmbeddingCollection(_Replaced, EmbeddingCollectionInterface):
-    """Stands for a ``torchrec.EmbeddingCollection``; see ``replace``."""
+class RowsOfModule(EmbeddingCollectionInterface):
+    """What TorchRec asks an ``EmbeddingCollection`` for, of a ``ReplacedModule``."""
 
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return rows [n, dim] of each embedding name, as ``FlexEmbeddingCollection.forward``."""
-        return cast(dict[str, JaggedTensor], self._output(features))
+    _module: ReplacedModule
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         return list(self._module.configs)
@@ -75,18 +73,32 @@ class ReplacedEmbeddingCollection(_Replaced, EmbeddingCollectionInterface):
         return [[next(outputs).output for _ in table.features] for table in self._module.tables]
 
 
-class ReplacedEmbeddingBagCollection(_Replaced, EmbeddingBagCollectionInterface):
-    """Stands for a ``torchrec.EmbeddingBagCollection``; see ``replace``."""
+class BagsOfModule(EmbeddingBagCollectionInterface):
+    """What TorchRec asks an ``EmbeddingBagCollection`` for, of a ``ReplacedModule``."""
 
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return float32 [batch, sum of dims], as ``FlexEmbeddingBagCollection.forward``."""
-        return cast(KeyedTensor, self._output(features))
+    _module: ReplacedModule
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         return list(self._module.configs)
 
     def is_weighted(self) -> bool:
         return self._module.is_weighted
+
+
+class ReplacedEmbeddingCollection(_Replaced, RowsOfModule):
+    """Stands for a ``torchrec.EmbeddingCollection``; see ``replace``."""
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """Return rows [n, dim] of each embedding name, as ``FlexEmbeddingCollection.forward``."""
+        return cast(dict[str, JaggedTensor], self._output(features))
+
+
+class ReplacedEmbeddingBagCollection(_Replaced, BagsOfModule):
+    """Stands for a ``torchrec.EmbeddingBagCollection``; see ``replace``."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return float32 [batch, sum of dims], as ``FlexEmbeddingBagCollection.forward``."""
+        return cast(KeyedTensor, self._output(features))
 
 
 Output: TypeAlias = "dict[str, JaggedTensor] | KeyedTensor"
@@ -153,7 +165,16 @@ def replaced_module(
     Args:
         taken: name -> path of the module that has it, of all modules before.
         loaded: the values of the tables are loaded, so that ``init_fn`` is not needed.
+
+    Raises:
+        EmbeddingError: a configuration is not supported, or weights are combined with MEAN.
     """
+    by_mean = [config.name for config in configs if getattr(config, "pooling", None) == PoolingType.MEAN]
+    if is_weighted and by_mean:
+        raise EmbeddingError(
+            f"{path or 'a collection'} is weighted and has tables pooled by MEAN: {', '.join(by_mean)}",
+            remedy="pool by SUM, with weights that sum to 1 in each bag",
+        )
 
     def unique(name: str) -> str:
         return f"{path}/{name}" if name in taken else name

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
     EmbeddingBagCollectionInterface,
@@ -160,14 +159,9 @@ def _described(path: str, module: Any, taken: Mapping[str, str]) -> ReplacedModu
         return replaced_module(
             path, module.embedding_configs(), taken, pooled=False, need_indices=module.need_indices(), loaded=loaded
         )
-    configs = module.embedding_bag_configs()
-    by_mean = [config.name for config in configs if config.pooling == PoolingType.MEAN]
-    if module.is_weighted() and by_mean:
-        raise EmbeddingError(
-            f"{path} is weighted and has tables pooled by MEAN: {', '.join(by_mean)}",
-            remedy="pool by SUM, with weights that sum to 1 in each bag",
-        )
-    return replaced_module(path, configs, taken, pooled=True, is_weighted=module.is_weighted(), loaded=loaded)
+    return replaced_module(
+        path, module.embedding_bag_configs(), taken, pooled=True, is_weighted=module.is_weighted(), loaded=loaded
+    )
 
 
 def _weights(path: str, module: Any) -> list[nn.Parameter]:

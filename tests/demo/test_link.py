@@ -122,7 +122,7 @@ def test_collectives_of_two_threads_share_the_link(link: EmulatedLink, clock: Cl
     thread.join(10)
 
 
-@pytest.mark.parametrize("exchange", ["chain", "direct_no_dedup"])
+@pytest.mark.parametrize("exchange", ["chain", "direct"])
 def test_what_a_rank_is_charged_is_what_it_counts_as_sent(ranks: Callable[[int], RankPool], exchange: str) -> None:
     found: list[dict[str, Any]] = ranks(4).run(charged, exchange)
     for counted in found:

@@ -57,14 +57,12 @@ SUMS = ("sums", "sums")
         (2, 1, "chain", True, ROWS),
         (2, 2, "chain", True, ROWS),
         (2, 2, "direct", False, ROWS),
-        (1, 2, "direct_no_dedup", False, ROWS),
         (1, 1, "chain", False, SUMS),
         (2, 1, "chain", True, SUMS),
         (2, 2, "chain", False, SUMS),
         (2, 2, "chain", True, ("sums", "rows")),
         (3, 2, "chain", False, ("rows", "sums")),
         (2, 2, "direct", True, SUMS),
-        (1, 2, "direct_no_dedup", False, SUMS),
     ],
 )
 def test_training_equals_embedding_bags(

@@ -86,7 +86,6 @@ def job(
     [
         (SMALL, {"exchange": "chain"}),
         pytest.param(SMALL, {"exchange": "direct", "optimizer": flexd.Adam(weight_decay=0.1)}, marks=pytest.mark.long),
-        pytest.param(SMALL, {"exchange": "direct_no_dedup", "optimizer": flexd.SGD(lr=0.1)}, marks=pytest.mark.long),
         pytest.param(SMALL, {"comm_dtype": "bfloat16", "optimizer": flexd.RowWiseAdam()}, marks=pytest.mark.long),
         pytest.param(
             SMALL, {"comm_dtype": "float16", "copies": 0.0, "optimizer": flexd.Adagrad()}, marks=pytest.mark.long

@@ -133,7 +133,7 @@ Ranks = Callable[[int], RankPool]
     ("more", "depth"),
     [
         ({"fast_memory_bytes": 1}, 0),
-        ({"fast_memory_bytes": 1_500, "exchange": "direct_no_dedup"}, 0),
+        ({"fast_memory_bytes": 1_500, "exchange": "direct"}, 0),
         ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "optimizer": "adam"}, 1),
         ({"fast_memory_bytes": 1_500, "exchange": "direct", "passes": 3, "replica_fraction": 1.0}, 0),
         ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "migrate_every": 2}, 3),

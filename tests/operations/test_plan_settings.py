@@ -12,7 +12,7 @@ from flexd.operations.plan_settings import TrainingJob, plan_limits
 from flexd.planner.model.row_bytes import Exchange
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]
-TOLD = with_answers(TrainerSettings("direct", "float16", "home"), TABLES, {"a": "sums", "c": "rows"})
+TOLD = with_answers(TrainerSettings("direct", "float16"), TABLES, {"a": "sums", "c": "rows"})
 
 
 def test_every_setting_is_passed_on() -> None:
@@ -25,7 +25,7 @@ def test_every_setting_is_passed_on() -> None:
     )
     job = TrainingJob.of(TOLD, TABLES, 4)
     limits, shape = plan_limits(settings, job), job.shape
-    assert (shape.micro_batches, shape.comm_dtype, shape.replica_sums) == (4, "float16", "home")
+    assert (shape.micro_batches, shape.comm_dtype) == (4, "float16")
     assert job.exchange is Exchange.DIRECT_DEDUP
     assert job.answers == {"a": "sums", "c": "rows"}
     assert limits.exclude_tables == {"a", "b"}, "no row of a table that answers by sums is copied"
@@ -39,4 +39,4 @@ def test_every_setting_is_passed_on() -> None:
 
 def test_a_trainer_that_says_nothing_or_what_is_not_known_has_the_defaults() -> None:
     assert TrainingJob.of(None, TABLES) == TrainingJob()
-    assert TrainingJob.of(TrainerSettings("auto", "float8", "everywhere"), TABLES) == TrainingJob()
+    assert TrainingJob.of(TrainerSettings("auto", "float8"), TABLES) == TrainingJob()

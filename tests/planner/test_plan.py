@@ -12,7 +12,6 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import make_loads
 from flexd.planner.plan import Plan, make_plan, placement_cost
 from flexd.sketch.profile import Profile
@@ -66,21 +65,6 @@ def test_a_plan_says_everything() -> None:
     assert summary["migration_seconds"] > 0
     assert len(made.gains) == len(made.target)
     assert (made.gains > 0).all()
-
-
-@pytest.mark.parametrize(("way", "other"), [("all_reduce", "home"), ("home", "all_reduce")])
-def test_the_price_of_summing_gradients_the_other_way_is_that_of_a_job_that_does(way: str, other: str) -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=800)
-    made = plan(seen, shape=TrainingShape(micro_batches=4, merged_backward=True, replica_sums=way))
-    assert len(made.target) > 0
-    loads = make_loads(seen, KEYSPACE, LAYOUT, TrainingShape(micro_batches=4, merged_backward=True, replica_sums=other))
-    priced = placement_cost(loads, made.target, KEYSPACE, LAYOUT, made.cluster)
-    assert made.other_sums is not None
-    assert made.other_sums.exposed_seconds == pytest.approx(priced.exposed_seconds, rel=1e-12)
-    assert priced.exposed_seconds != pytest.approx(made.after.exposed_seconds, rel=1e-6)
-    summary = made.summary()
-    assert summary["replica_sums"] == {"planned": way, "other_exposed_seconds": made.other_sums.exposed_seconds}
-    assert f"replica_sums '{other}'" in " ".join(summary["replication"]["words"])
 
 
 def test_the_next_plan_from_the_same_profile_changes_nothing() -> None:

@@ -55,15 +55,16 @@ def record(
     seed: int,
     chunks: list[Delta | None],
     micro_batches: int = 1,
-    replica_sums: str = "all_reduce",
 ) -> list[dict[str, int]]:
     """Return the traffic of each step. Chunk t arrives before step t and is applied at the start of step t + 1."""
     collection = EmbeddingCollection(
         [EmbeddingTable(name, rows, dim, dtype=dtype) for name, rows, dim, dtype in TABLES[kind]],
         optimizer=SGD(lr=0.1) if optimizer == "sgd" else RowWiseAdagrad(lr=0.1),
-        layout=layout, exchange=exchange, replica_slots=[group.rows for group in keyspace_of(kind, optimizer).groups],
-        replica_sums=replica_sums,
+        layout=layout, exchange=exchange.replace("every look-up", "direct"),
+        replica_slots=[group.rows for group in keyspace_of(kind, optimizer).groups],
     )  # fmt: skip
+    if exchange == "every look-up":
+        collection.engine.router.request_every_look_up()
     traffic = []
     for step, chunk in enumerate(chunks):
         if chunk is not None:
@@ -83,7 +84,7 @@ def record(
 
 
 STEPS = 5
-EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP, "direct_no_dedup": Exchange.DIRECT}
+EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP, "every look-up": Exchange.DIRECT}
 
 
 def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
@@ -101,18 +102,17 @@ def _chunks(total_rows: int, seed: int) -> list[Delta | None]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "local_ranks", "kind", "optimizer", "exchange", "micro_batches", "replica_sums"),
+    ("nodes", "local_ranks", "kind", "optimizer", "exchange", "micro_batches"),
     [
-        (2, 2, "two dims", "rowwise_adagrad", "chain", 1, "all_reduce"),
-        (1, 4, "two dims", "sgd", "chain", 1, "all_reduce"),
-        (4, 1, "two dtypes", "sgd", "chain", 1, "all_reduce"),
-        (3, 1, "one group", "rowwise_adagrad", "chain", 1, "all_reduce"),
-        (3, 2, "two dtypes", "sgd", "direct_no_dedup", 1, "all_reduce"),
-        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 2, "all_reduce"),
-        (2, 2, "two dims", "sgd", "direct", 3, "all_reduce"),
-        (2, 1, "one group", "sgd", "direct_no_dedup", 2, "all_reduce"),
-        (3, 2, "two dtypes", "sgd", "chain", 1, "home"),
-        (4, 1, "two dtypes", "sgd", "chain", 2, "home"),
+        (2, 2, "two dims", "rowwise_adagrad", "chain", 1),
+        (1, 4, "two dims", "sgd", "chain", 1),
+        (4, 1, "two dtypes", "sgd", "chain", 1),
+        (3, 1, "one group", "rowwise_adagrad", "chain", 1),
+        (3, 2, "two dtypes", "sgd", "every look-up", 1),
+        (2, 2, "two dtypes", "rowwise_adagrad", "chain", 2),
+        (2, 2, "two dims", "sgd", "direct", 3),
+        (2, 1, "one group", "sgd", "every look-up", 2),
+        (3, 2, "two dtypes", "sgd", "chain", 1),
     ],
 )
 def test_bytes_equal_those_of_real_ranks(
@@ -123,16 +123,13 @@ def test_bytes_equal_those_of_real_ranks(
     optimizer: str,
     exchange: str,
     micro_batches: int,
-    replica_sums: str,
 ) -> None:
     layout, seed = RankLayout(nodes, local_ranks), nodes * 10 + local_ranks
     keyspace = keyspace_of(kind, optimizer)
     # Only the chain has replicas.
     chunks = _chunks(keyspace.total_rows, seed) if exchange == "chain" else [None] * STEPS
-    said = ranks(layout.world_size).run(
-        record, layout, kind, optimizer, exchange, seed, chunks, micro_batches, replica_sums
-    )
-    counter = StepByteCounter(keyspace, layout, replica_sums)
+    said = ranks(layout.world_size).run(record, layout, kind, optimizer, exchange, seed, chunks, micro_batches)
+    counter = StepByteCounter(keyspace, layout)
     placement, words = Placement.empty(), BitWords(keyspace, layout)
     replicated = 0
     for step in range(STEPS):

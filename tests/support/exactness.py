@@ -45,7 +45,6 @@ class Scenario:
     only_rail: int = -1
     """Only rows with homes on this rail get copies, one a node; -1: rows of all rails."""
     comm_dtype: str | None = None
-    replica_sums: str = "all_reduce"
     switch_every: int = 0
     """Steps after which one of the ranks proposes the other exchange; 0: never."""
     fast_memory_bytes: int | None = None

@@ -73,7 +73,7 @@ def make(scenario: Scenario, memories: dict[str, Any] | None = None) -> Embeddin
     given: dict[str, Any] = {
         "layout": scenario.layout, "replica_fraction": scenario.replica_fraction, "exchange": scenario.exchange,
         "seed": scenario.seed, "max_migration_bytes_per_step": 2000, "average_gradients": scenario.average_gradients,
-        "comm_dtype": scenario.comm_dtype, "replica_sums": scenario.replica_sums,
+        "comm_dtype": scenario.comm_dtype,
     }  # fmt: skip
     collection = class_of(scenario)(
         tables_of(scenario), optimizer=row_optimizer(scenario), **given,

@@ -157,7 +157,7 @@ def _lists_of(directory: Directory, hops: Sequence[hop_module.Hop], layout: Rank
         listed = row_bits.none_set(directory.entries, directory.device)
         row_bits.mark(listed, torch.as_tensor(directory.listed_entries(), device=directory.device))
         for rows in (*lists.upstream, *lists.downstream):
-            _listed_words[id(rows)] = row_bits.packed(rows.gather(listed), lists.weights).cpu()
+            _listed_words[id(rows)] = row_bits.packed(rows.gather(listed)).cpu()
     return lists
 
 

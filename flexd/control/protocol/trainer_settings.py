@@ -13,7 +13,7 @@ class TrainerSettings:
     """How the collections of a job were constructed; equal on all its ranks.
 
     Attributes:
-        exchange, comm_dtype, replica_sums: as in ``flexd.EmbeddingCollection``. A rank of another version may have
+        exchange, comm_dtype: as in ``flexd.EmbeddingCollection``. A rank of another version may have
             other values.
         pooled: tables whose look-ups are pooled, as a hexadecimal number whose bit i stands for table i; "" for none.
         by_sums: those of them that answer by sums, in the same way.
@@ -21,7 +21,6 @@ class TrainerSettings:
 
     exchange: str = ""
     comm_dtype: str | None = None
-    replica_sums: str = ""
     pooled: str = ""
     by_sums: str = ""
 

@@ -18,7 +18,7 @@ _READ_BLOCKS = 1 << 14
 
 
 class ChangedRows:
-    """Home rows of all dim-groups that were changed: a bit a row on the host, a byte on an accelerator.
+    """Home rows of all dim-groups that were changed: a byte a row.
 
     Nothing is allocated and nothing is noted before ``begin``. Thread-safe on the host; on an accelerator updates of
     several streams set bytes, in any order.

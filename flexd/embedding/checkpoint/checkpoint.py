@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Shard
 from flexd.core.errors import CheckpointError
 from flexd.embedding.checkpoint.blocks import from_block, to_block
 from flexd.embedding.checkpoint.given_rows import fingerprint
-from flexd.embedding.checkpoint.owners import from_owners, to_owners
-from flexd.embedding.checkpoint.saved_tables import SavedTable, owned_parts, owned_tables, saved_tables
+from flexd.embedding.checkpoint.owners import from_owner, to_owner
+from flexd.embedding.checkpoint.saved_tables import SavedTable, saved_tables
 from flexd.embedding.checkpoint.whole_tables import gather_rows
 from flexd.embedding.collection import EmbeddingCollection
 
@@ -68,24 +68,22 @@ def sharded_state_dict(collection: EmbeddingCollection, device: torch.device = C
     tables = saved_tables(collection)
     sums = torch.zeros(len(tables), dtype=torch.int64, device=collection.device)
     with collection.traffic.uncounted(), torch.no_grad():
-        for table, whole in zip(
-            owned_tables(tables), to_owners(_world(collection), owned_parts(tables), device), strict=True
-        ):
-            if whole is not None:
-                state |= {column.key: part for column, part in zip(table.columns, whole, strict=True)}
-                state[table.fingerprint_key] = fingerprint(0, whole).to(CPU)
         for table in tables:
-            if table.owned is None:
-                columns = table.columns
-                blocks = [to_block(_world(collection), column.homes, column.held, device) for column in columns]
-                for column, block in zip(columns, blocks, strict=True):
-                    state[column.key] = as_dtensor(block, column.shape)
-                sums[table.number] = fingerprint(table.first_row, blocks)
-        if any(table.owned is None for table in tables):
+            if table.owner is not None:
+                whole = to_owner(_world(collection), table.homes, table.held, table.owner, device)
+                if whole is not None:
+                    state |= {column.key: part for column, part in zip(table.columns, whole, strict=True)}
+                    state[table.fingerprint_key] = fingerprint(0, whole).to(CPU)
+                continue
+            blocks = [to_block(_world(collection), table.homes, held, device) for held in table.held]
+            for column, block in zip(table.columns, blocks, strict=True):
+                state[column.key] = as_dtensor(block, column.shape)
+            sums[table.number] = fingerprint(table.first_row, blocks)
+        if any(table.owner is None for table in tables):
             _world(collection).all_reduce(sums)
         of_all = sums.tolist()
         for table in tables:
-            if table.owned is None and table.has_fingerprint:
+            if table.owner is None and table.has_fingerprint:
                 state[table.fingerprint_key] = torch.tensor(of_all[table.number], dtype=torch.int64)
         state[_step_key(collection)] = torch.tensor(collection.engine.steps, dtype=torch.int64)
     return state
@@ -104,15 +102,13 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
     with collection.traffic.uncounted(), torch.no_grad():
         _raise_if_torn(collection, tables, state)
         collection.engine.before_rows_load()
-        whole = [
-            [block_of(state[column.key]) for column in table.columns] if table.is_mine else None
-            for table in owned_tables(tables)
-        ]
-        from_owners(_world(collection), owned_parts(tables), whole)
         for table in tables:
-            if table.owned is None:
-                for column in table.columns:
-                    from_block(_world(collection), column.homes, block_of(state[column.key]), column.held)
+            if table.owner is not None:
+                whole = [block_of(state[column.key]) for column in table.columns] if table.is_mine else None
+                from_owner(_world(collection), table.homes, table.held, table.owner, whole)
+                continue
+            for column in table.columns:
+                from_block(_world(collection), column.homes, block_of(state[column.key]), column.held)
     collection.engine.steps = int(block_of(state[_step_key(collection)]))
 
 
@@ -120,7 +116,7 @@ def _raise_if_torn(collection: EmbeddingCollection, tables: list[SavedTable], st
     """Collective. Compare the fingerprints of a state with those that were saved with it."""
     sums = torch.zeros(len(tables), dtype=torch.int64, device=collection.device)
     for table in tables:
-        if table.owned is None or table.is_mine:
+        if table.owner is None or table.is_mine:
             sums[table.number] = fingerprint(table.first_row, [block_of(state[column.key]) for column in table.columns])
     _world(collection).all_reduce(sums)
     of_all = sums.tolist()
@@ -258,7 +254,7 @@ def _shapes(
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         column.key: (column.shape, column.held.dtype)
         for table in tables
-        if table.owned is None or table.is_mine or not of_rank
+        if table.owner is None or table.is_mine or not of_rank
         for column in table.columns
     }
     shapes |= {table.fingerprint_key: ((), torch.int64) for table in tables if table.has_fingerprint or not of_rank}
@@ -270,8 +266,8 @@ def _empty(collection: EmbeddingCollection, device: torch.device) -> dict[str, t
     state: dict[str, torch.Tensor] = {}
     tables = saved_tables(collection)
     for table in tables:
-        for column in table.columns if table.owned is None or table.is_mine else []:
-            rows = len(column.homes.block(collection.rank)) if table.owned is None else column.shape[0]
+        for column in table.columns if table.owner is None or table.is_mine else []:
+            rows = len(column.homes.block(collection.rank)) if table.owner is None else column.shape[0]
             block = torch.zeros((rows, column.shape[1]), dtype=column.held.dtype, device=device)
             state[column.key] = block if table.is_mine else as_dtensor(block, column.shape)
     for key, (shape, dtype) in _shapes(collection, tables, of_rank=True).items():

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexd.core.keyspace import TableSpec, state_columns
 from flexd.embedding.checkpoint.blocks import TableHomes
-from flexd.embedding.checkpoint.owners import Owned, OwnedTable, assign_owners
+from flexd.embedding.checkpoint.owners import assign_owners
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.store.slow.tier import RowColumn, TieredColumn
 from flexd.embedding.store.store import GroupStore
@@ -42,16 +41,25 @@ class SavedTable:
 
     Attributes:
         number: place of the table among all.
-        owned: owner and round; None if all ranks save blocks of it.
+        owner: the rank that saves it; None if all ranks save blocks of it.
     """
 
     number: int
     columns: list[Column]
-    owned: Owned | None
+    owner: int | None
 
     @property
     def spec(self) -> TableSpec:
         return self.columns[0].spec
+
+    @property
+    def homes(self) -> TableHomes:
+        return self.columns[0].homes
+
+    @property
+    def held(self) -> list[RowColumn]:
+        """[slots, c] of each column in this rank's store."""
+        return [column.held for column in self.columns]
 
     @property
     def fingerprint_key(self) -> str:
@@ -60,41 +68,27 @@ class SavedTable:
     @property
     def is_mine(self) -> bool:
         """True if this rank saves the whole table."""
-        return self.owned is not None and self.owned[0] == self.columns[0].homes.rank
+        return self.owner == self.homes.rank
 
     @property
     def has_fingerprint(self) -> bool:
         """True if the state of this rank has the fingerprint: that of one rank has it."""
-        homes = self.columns[0].homes
-        return self.is_mine if self.owned is not None else homes.rank == self.number % homes.world_size
+        return self.is_mine if self.owner is not None else self.homes.rank == self.number % self.homes.world_size
 
     @property
     def first_row(self) -> int:
         """First row of the part that this rank saves."""
-        homes = self.columns[0].homes
-        return homes.block(homes.rank).start if self.owned is None else 0
+        return self.homes.block(self.homes.rank).start if self.owner is None else 0
 
 
 def saved_tables(collection: EmbeddingCollection) -> list[SavedTable]:
     """Return the tables dim-group by dim-group, and which rank saves each."""
     groups = collection.engine.stores
     tables = [_columns(collection, store, table) for store in groups for table in store.group.tables]
-    owned = assign_owners(
+    owners = assign_owners(
         [sum(column.nbytes for column in columns) for columns in tables], collection.layout.world_size
     )
-    return [SavedTable(i, columns, of) for i, (columns, of) in enumerate(zip(tables, owned, strict=True))]
-
-
-def owned_tables(tables: Sequence[SavedTable]) -> list[SavedTable]:
-    return [table for table in tables if table.owned is not None]
-
-
-def owned_parts(tables: Sequence[SavedTable]) -> list[OwnedTable]:
-    return [
-        OwnedTable(table.columns[0].homes, [column.held for column in table.columns], table.owned)
-        for table in tables
-        if table.owned is not None
-    ]
+    return [SavedTable(i, columns, owner) for i, (columns, owner) in enumerate(zip(tables, owners, strict=True))]
 
 
 def _columns(collection: EmbeddingCollection, store: GroupStore, table: int) -> list[Column]:

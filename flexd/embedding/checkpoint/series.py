@@ -76,8 +76,8 @@ class LoadedCheckpoint:
 class CheckpointSeries:
     """Checkpoints of a collection in one directory that all ranks can access; one job at a time saves there.
 
-    All methods and the constructor are collective. Rows that change are noted from the constructor on, in a bit a row
-    (a byte on an accelerator), if ``whole_every`` is above 1. A collection has one series at a time.
+    All methods and the constructor are collective. Rows that change are noted from the constructor on, in a byte a row,
+    if ``whole_every`` is above 1. A collection has one series at a time.
 
     Args:
         keep: number of newest checkpoints that are kept, and those that they build on.

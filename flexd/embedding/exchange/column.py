@@ -1,14 +1,13 @@
 """Rows of several kinds in one message to each peer: packed before a collective and unpacked after it.
 
-In host memory rows are written straight into the message, peer by peer. On an accelerator one kernel gathers the rows
-of a column, and one more joins the parts of all columns and peers, before the collective and after it.
+One kernel gathers the rows of a column, and one more joins the parts of all columns and peers, before the collective
+and after it. On an accelerator a message of many parts is made in units instead (``UnitColumns``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ class Column:
         sent, received: number of rows to and from each peer.
         wire: dtype in which they travel. Rows that a rank sends to itself do not travel and are not rounded.
         kind: traffic kind that the bytes are counted as.
-        added: the received rows are added up, with ``ReceivedRows.add_to``.
+        added: the received rows are added up, with ``add_columns``.
         ahead: number of rows of this rank that ``joined_columns`` puts before the received ones.
     """
 
@@ -66,81 +65,27 @@ class Column:
 
 @dataclass(frozen=True)
 class ReceivedRows:
-    """Received rows of one column.
+    """Received rows of one column as bytes of a message, joined by one kernel for all columns when they are used.
 
     Attributes:
-        by_peer: [n, width] rows of each peer in the column's ``wire`` dtype; those from this rank itself in the dtype
-            of their source. In a ``PackedRows`` those of the other peers are bytes.
+        by_peer: bytes of each peer; of this rank itself [n, width] rows in the dtype of their source.
         me: this rank's place among the peers.
+        counts: number of rows from each peer.
+        wire: their dtype.
     """
 
     by_peer: Sequence[torch.Tensor]
     me: int
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of rows from each peer."""
-        return [part.shape[0] for part in self.by_peer]
-
-    def whole(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return [n, width] rows of all peers, in their order."""
-        parts = [part if part.dtype == dtype else part.to(dtype) for part in self.by_peer if part.shape[0]]
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self.by_peer[0].to(dtype)
-
-    def write_to(self, rows: torch.Tensor) -> None:
-        """Write the rows of all peers, in their order, to [n, width] ``rows``."""
-        parts = [part for part in self.by_peer if part.shape[0]]
-        for part, at in zip(parts, rows.split_with_sizes([part.shape[0] for part in parts]), strict=True):
-            at.copy_(part)
-
-    def add_to(self, total: torch.Tensor, places: torch.Tensor) -> None:
-        """Add the rows to ``total`` [rows, width] at int64 [n] ``places``, ordered by peer: those of the other peers in
-        their order, then those of this rank."""
-        parts = list(zip(self.by_peer, places.split_with_sizes(self.counts), strict=True))
-        mine = parts.pop(self.me)
-        for part, at in (*parts, mine):
-            if part.shape[0]:
-                total.index_add_(0, at, part.to(total.dtype))
-
-    def copy_to(self, rows: torch.Tensor, places: torch.Tensor) -> None:
-        """Write the rows to int64 [n] ``places`` of ``rows``, ordered by peer; each place once."""
-        for part, at in zip(self.by_peer, places.split_with_sizes(self.counts), strict=True):
-            if part.shape[0]:
-                rows.index_copy_(0, at, part.to(rows.dtype))
-
-
-@dataclass(frozen=True)
-class PackedRows(ReceivedRows):
-    """Received rows as bytes of a message, joined by one kernel for all columns when they are used.
-
-    Attributes:
-        received: number of rows from each peer.
-        wire: their dtype.
-    """
-
-    received: Sequence[int]
+    counts: Sequence[int]
     wire: torch.dtype
-
-    @property
-    def counts(self) -> list[int]:
-        return list(self.received)
 
     @property
     def width(self) -> int:
         return self.by_peer[self.me].shape[1]
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return [n, width] rows of all peers, in their order."""
         return joined_columns([self])[0].to(dtype)
-
-    def write_to(self, rows: torch.Tensor) -> None:
-        rows.copy_(self.whole(rows.dtype))
-
-    def add_to(self, total: torch.Tensor, places: torch.Tensor) -> None:
-        """As ``ReceivedRows.add_to``, with one kernel: ``torch.use_deterministic_algorithms`` fixes its order."""
-        add_columns([self], [total], [places])
-
-    def copy_to(self, rows: torch.Tensor, places: torch.Tensor) -> None:
-        copy_columns([self], [rows], [places])
 
     def as_bytes(self, *, own_last: bool) -> list[torch.Tensor]:
         """Return the bytes of each peer, in their order. This rank's own rows have the dtype of the wire."""
@@ -160,7 +105,7 @@ class PackedRows(ReceivedRows):
 
 
 @dataclass(frozen=True)
-class UnitRows(PackedRows):
+class UnitRows(ReceivedRows):
     """Received rows of a column of a ``UnitMessage``. ``by_peer`` has those of this rank itself alone, if they did not
     travel, at its place.
 
@@ -191,11 +136,11 @@ def _joined_units(arrived: Sequence[UnitRows], *, own_last: bool) -> list[torch.
     joined = []
     for rows, part in zip(arrived, parts, strict=True):
         together = part.view(rows.wire).view(-1, rows.width)
-        mine = rows.received[rows.me]
+        mine = rows.counts[rows.me]
         if mine and own_last != rows.source.added:
             raise AssertionError("rows are joined in another order than their column says")
         if mine and rows.source.source.dtype != rows.wire:
-            before = rows.source.ahead + (len(together) if own_last else sum(rows.received[: rows.me]))
+            before = rows.source.ahead + (len(together) if own_last else sum(rows.counts[: rows.me]))
             together = torch.cat([together[:before], rows.by_peer[0], together[before:]])
         joined.append(together)
     return joined
@@ -203,55 +148,42 @@ def _joined_units(arrived: Sequence[UnitRows], *, own_last: bool) -> list[torch.
 
 def whole_columns(arrived: Sequence[ReceivedRows], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Return the rows of all peers of each column, in their order, as ``ReceivedRows.whole``."""
-    if all(isinstance(rows, PackedRows) for rows in arrived):
-        return [rows.to(dtype) for rows, dtype in zip(joined_columns(packed_of(arrived)), dtypes, strict=True)]
-    return [rows.whole(dtype) for rows, dtype in zip(arrived, dtypes, strict=True)]
+    return [rows.to(dtype) for rows, dtype in zip(joined_columns(arrived), dtypes, strict=True)]
 
 
 def add_columns(
     arrived: Sequence[ReceivedRows], totals: Sequence[torch.Tensor], places: Sequence[torch.Tensor]
 ) -> None:
-    """Add received rows of each column to its total, as ``ReceivedRows.add_to``."""
-    if not all(isinstance(rows, PackedRows) for rows in arrived):
-        for rows, total, at in zip(arrived, totals, places, strict=True):
-            rows.add_to(total, at)
-        return
+    """Add received rows of each column to its total [rows, width] at int64 [n] places, ordered by peer: those of the
+    other peers in their order, then those of this rank. ``torch.use_deterministic_algorithms`` fixes the order on an
+    accelerator."""
     used = [number for number, at in enumerate(places) if at.shape[0]]
     if not used:
         return
-    packed = packed_of([arrived[number] for number in used])
+    some = [arrived[number] for number in used]
     ordered = [places[number] for number in used]
     pieces: list[torch.Tensor] = []
     moved = False
-    for rows, at in zip(packed, ordered, strict=True):
-        first = sum(rows.received[: rows.me])
-        end = first + rows.received[rows.me]
+    for rows, at in zip(some, ordered, strict=True):
+        first = sum(rows.counts[: rows.me])
+        end = first + rows.counts[rows.me]
         moved = moved or first < end < at.shape[0]
         pieces += [at[:first], at[end:], at[first:end]]
     if moved:
         ordered = list(torch.cat(pieces).split_with_sizes([at.shape[0] for at in ordered]))
-    for number, at, joined in zip(used, ordered, joined_columns(packed, own_last=True), strict=True):
+    for number, at, joined in zip(used, ordered, joined_columns(some, own_last=True), strict=True):
         totals[number].index_add_(0, at, joined.to(totals[number].dtype))
 
 
 def copy_columns(arrived: Sequence[ReceivedRows], rows: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-    """Write received rows of each column to their places, as ``ReceivedRows.copy_to``."""
-    if not all(isinstance(received, PackedRows) for received in arrived):
-        for received, into, at in zip(arrived, rows, places, strict=True):
-            received.copy_to(into, at)
-        return
+    """Write received rows of each column to its int64 [n] places of ``rows``, ordered by peer; each place once."""
     used = [number for number, at in enumerate(places) if at.shape[0]]
-    for number, joined in zip(used, joined_columns(packed_of([arrived[n] for n in used])), strict=True):
+    for number, joined in zip(used, joined_columns([arrived[n] for n in used]), strict=True):
         rows[number].index_copy_(0, places[number], joined.to(rows[number].dtype))
 
 
-def packed_of(arrived: Sequence[ReceivedRows]) -> list[PackedRows]:
-    """Return the columns that are bytes of a message."""
-    return [rows for rows in arrived if isinstance(rows, PackedRows)]
-
-
 def joined_columns(
-    arrived: Sequence[PackedRows], *, own_last: bool = False, ahead: Sequence[torch.Tensor] = ()
+    arrived: Sequence[ReceivedRows], *, own_last: bool = False, ahead: Sequence[torch.Tensor] = ()
 ) -> list[torch.Tensor]:
     """Return the rows of all peers of each column, in their order. One kernel joins all columns of a dtype.
 
@@ -271,7 +203,7 @@ def joined_columns(
         mine = rows.by_peer[rows.me]
         if mine.dtype != rows.wire:
             joined[number] = torch.cat([*ahead[number : number + 1], *rows.as_rows(own_last=own_last)])
-        elif not ahead and mine.shape[0] == sum(rows.received):
+        elif not ahead and mine.shape[0] == sum(rows.counts):
             joined[number] = mine
         else:
             together.setdefault(rows.wire, []).append(number)
@@ -281,7 +213,7 @@ def joined_columns(
         for number in numbers:
             rows, before = arrived[number], ahead[number : number + 1]
             parts += [*map(_as_bytes, before), *rows.as_bytes(own_last=own_last)]
-            sizes.append((sum(len(some) for some in before) + sum(rows.received)) * rows.width)
+            sizes.append((sum(len(some) for some in before) + sum(rows.counts)) * rows.width)
         for number, part in zip(numbers, torch.cat(parts).view(wire).split_with_sizes(sizes), strict=True):
             joined[number] = part.view(-1, arrived[number].width)
     return [joined[number] for number in range(len(arrived))]
@@ -292,40 +224,19 @@ def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(-1).view(torch.uint8)
 
 
-def pack(columns: Sequence[Column], sent_bytes: Sequence[int], me: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return (uint8 [sum of ``sent_bytes``] message, per column the rows that this rank sends to itself)."""
+def pack(columns: Sequence[Column], me: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return (uint8 [bytes to all peers] message, per column the rows that this rank sends to itself)."""
     device = columns[0].source.device
-    places = [[0, *accumulate(column.sent)] for column in columns]
-    if devices.in_host_memory(columns[0].source):
-        own = [column.rows(place[me], place[me + 1]) for column, place in zip(columns, places, strict=True)]
-        return _packed_in_place(columns, places, sum(sent_bytes), me), own
     own, parts = [], []
-    for column, place in zip(columns, places, strict=True):
-        rows = column.rows(0, place[-1])
-        own.append(rows[place[me] : place[me + 1]])
+    for column in columns:
+        rows, first = column.rows(0, sum(column.sent)), sum(column.sent[:me])
+        own.append(rows[first : first + column.sent[me]])
         width = column.row_bytes
         flat = _as_bytes(rows.to(column.wire).contiguous())
         parts.append(flat.split_with_sizes([count * width for count in column.sent]))
     of_peers = list(zip(*parts, strict=True))
     pieces = [part for of_peer in (*of_peers[:me], *of_peers[me + 1 :]) for part in of_peer]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device), own
-
-
-def _packed_in_place(columns: Sequence[Column], places: Sequence[Sequence[int]], size: int, me: int) -> torch.Tensor:
-    buffer = torch.empty(size, dtype=torch.uint8, device=columns[0].source.device)
-    at = 0
-    for peer in range(len(columns[0].sent)):
-        for column, place in zip(columns, places, strict=True):
-            if peer == me or not column.sent[peer]:
-                continue
-            part = buffer[at : at + column.sent[peer] * column.row_bytes]
-            at += len(part)
-            rows = place[peer], place[peer + 1]
-            if part.storage_offset() % column.wire.itemsize:
-                part.copy_(column.rows(*rows).to(column.wire).contiguous().view(-1).view(torch.uint8))
-            else:
-                column.write(*rows, part.view(column.wire).view(-1, column.source.shape[1]))
-    return buffer
 
 
 def unpack(
@@ -341,25 +252,11 @@ def unpack(
     ]
     pieces = arrived.split_with_sizes(sizes)
     by_column = [list(pieces[number :: len(columns)]) for number in range(len(columns))]
-    if not devices.in_host_memory(arrived):
-        for parts, mine in zip(by_column, own, strict=True):
-            parts[me] = mine
-        return [
-            PackedRows(parts, me, column.received, column.wire)
-            for parts, column in zip(by_column, columns, strict=True)
-        ]
-    starts = list(accumulate(sizes, initial=0))
-    received = []
-    for number, (column, mine, parts) in enumerate(zip(columns, own, by_column, strict=True)):
-        of_column = slice(number, None, len(columns))
-        none = mine.new_empty((0, mine.shape[1]), dtype=column.wire)
-        rows = []
-        for part, size, start in zip(parts, sizes[of_column], starts[of_column], strict=False):
-            aligned = part if start % column.wire.itemsize == 0 else part.clone()
-            rows.append(aligned.view(column.wire).view(-1, mine.shape[1]) if size else none)
-        rows[me] = mine
-        received.append(ReceivedRows(rows, me))
-    return received
+    for parts, mine in zip(by_column, own, strict=True):
+        parts[me] = mine
+    return [
+        ReceivedRows(parts, me, column.received, column.wire) for parts, column in zip(by_column, columns, strict=True)
+    ]
 
 
 class UnitColumns:

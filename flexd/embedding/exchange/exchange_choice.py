@@ -179,24 +179,22 @@ class ExchangeTrial:
         self._times.leave_out(self._pause_steps)
 
 
-def row_hops(exchange: str, groups: ChainGroups, replica_sums: str) -> list[Hop]:
+def row_hops(exchange: str, groups: ChainGroups) -> list[Hop]:
     """Return the hops of requests for rows: with "chain" inside the node to the node owner, then over the rail.
 
     Raises:
-        EmbeddingError: an unknown exchange, or an unknown way to sum gradients of copies.
+        EmbeddingError: an unknown exchange.
     """
-    if replica_sums not in ("all_reduce", "home"):
-        raise EmbeddingError(f"replica_sums {replica_sums!r}", remedy="one of all_reduce, home")
     local_ranks = groups.layout.local_ranks
     if exchange == "chain":
         hops = [
             Hop(groups.node, lambda homes: homes % local_ranks),
-            Hop(groups.rail, lambda homes: homes // local_ranks, all_reduces=replica_sums == "all_reduce"),
+            Hop(groups.rail, lambda homes: homes // local_ranks, all_reduces=True),
         ]
-    elif exchange in ("direct", "direct_no_dedup"):
+    elif exchange == "direct":
         hops = [Hop(groups.world, lambda homes: homes)]
     else:
-        raise EmbeddingError(f"exchange {exchange!r}", remedy="one of auto, chain, direct, direct_no_dedup")
+        raise EmbeddingError(f"exchange {exchange!r}", remedy="one of auto, chain, direct")
     return [hop for hop in hops if hop.peers.size > 1]
 
 

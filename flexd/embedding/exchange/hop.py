@@ -263,7 +263,7 @@ class Hop:
         sent = self._bytes([(column.sent, column.row_bytes) for column in columns])
         received = self._bytes([(column.received, column.row_bytes) for column in columns])
         synced, migrated = self._of_kinds(columns)
-        buffer, own = pack(columns, sent, me)
+        buffer, own = pack(columns, me)
         arrived = self.peers.all_to_all(buffer, sent, received, sync_counts=synced, migration_counts=migrated)
         return unpack(columns, own, arrived, me)
 

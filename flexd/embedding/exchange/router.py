@@ -27,12 +27,10 @@ from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import (
     Column,
-    PackedRows,
     ReceivedRows,
     UnitRows,
     add_columns,
     joined_columns,
-    packed_of,
     whole_columns,
 )
 from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords, host_numbers
@@ -113,7 +111,6 @@ class Router:
     """Finds routes, and carries rows and gradients along them.
 
     Args:
-        dedup: request each row once a station.
         comm_dtype: dtype of rows and gradients on the wire; None: each table's own. Gradients are added in float32, or
             in the wider of table and wire. With a narrower wire every row is rounded when it is read, on any rank, so
             that training does not depend on the placement.
@@ -128,7 +125,6 @@ class Router:
         hops: Sequence[Hop],
         traffic: Traffic,
         *,
-        dedup: bool,
         comm_dtype: str | None = None,
     ) -> None:
         if comm_dtype not in (None, "float32", "float16", "bfloat16"):
@@ -136,7 +132,7 @@ class Router:
         self._stores = list(stores)
         self.hops = list(hops)
         self.traffic = traffic
-        self._lookup = StationLookup(stores, dedup=dedup)
+        self._lookup = StationLookup(stores)
         self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
         """Dtype of each dim-group on the wire."""
         self.wide = [
@@ -144,6 +140,10 @@ class Router:
             for store, wire in zip(self._stores, self.wire, strict=True)
         ]
         """Dtype of each dim-group in which gradients are added."""
+
+    def request_every_look_up(self) -> None:
+        """Request a row as often as it is looked up, as sharded modules without dedup do: for comparisons."""
+        self._lookup.deduplicates = False
 
     def change_hops(self, hops: Sequence[Hop], bag_hops: Sequence[Hop] = ()) -> None:
         """Let later look-ups go over other hops. No route of an earlier one may be used any more."""
@@ -308,30 +308,23 @@ class Router:
                 # Expanded when they are read: the distinct rows are not made.
                 found.append((source, slots if index is None else slots.index_select(0, index)))
                 continue
-            of_units = None if arrived is None else arrived[group]
-            if isinstance(of_units, UnitRows) and rows.held < rows.rows:
-                ahead = of_units.rows_ahead
+            received = arrived[group] if arrived is not None and rows.held < rows.rows else None
+            if isinstance(received, UnitRows):
+                ahead = received.rows_ahead
                 if source.dtype == wire:
                     torch.index_select(source, 0, slots, out=ahead)
                 else:
                     ahead.copy_(source.index_select(0, slots))
-                found.append((ahead, index))
-                joined.append(group)
-                continue
-            if rows.held == rows.rows or arrived is None or isinstance(arrived[group], PackedRows):
-                found.append((source.index_select(0, slots).to(wire), index))
-                joined += [] if rows.held == rows.rows else [group]
-                continue
-            made = source.new_empty((rows.rows, source.shape[1]), dtype=wire)
-            if source.dtype == wire:
-                torch.index_select(source, 0, slots, out=made[: rows.held])
             else:
-                made[: rows.held].copy_(source.index_select(0, slots))
-            arrived[group].write_to(made[rows.held :])
-            found.append((made, index))
+                ahead = source.index_select(0, slots).to(wire)
+            found.append((ahead, index))
+            if received is not None:
+                joined.append(group)
         if joined and arrived is not None:
-            received = packed_of([arrived[group] for group in joined])
-            for group, whole in zip(joined, joined_columns(received, ahead=[found[g][0] for g in joined]), strict=True):
+            of_groups = [arrived[group] for group in joined]
+            for group, whole in zip(
+                joined, joined_columns(of_groups, ahead=[found[g][0] for g in joined]), strict=True
+            ):
                 found[group] = whole.to(self.wire[group]), found[group][1]
         return found
 

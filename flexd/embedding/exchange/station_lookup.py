@@ -67,16 +67,13 @@ class SectionSizes:
 
 
 class StationLookup:
-    """Looks requested keys up in the stores of this rank.
+    """Looks requested keys up in the stores of this rank."""
 
-    Args:
-        dedup: request each row once.
-    """
-
-    def __init__(self, stores: Sequence[GroupStore], *, dedup: bool) -> None:
+    def __init__(self, stores: Sequence[GroupStore]) -> None:
         self.stores = list(stores)
         self.groups = len(self.stores)
-        self._deduplicates = dedup
+        self.deduplicates = True
+        """Whether each row is requested once."""
         first, end = stores[0].group.first_key, stores[-1].group.end_key
         device = stores[0].rows.device
         self._numbers = devices.Numbers(device)
@@ -121,7 +118,7 @@ class StationLookup:
         if sort:
             keys, expand = torch.unique(ids, return_inverse=True)
         else:
-            keys, expand = self._dedup.unique(ids) if self._deduplicates else (ids, None)
+            keys, expand = self._dedup.unique(ids) if self.deduplicates else (ids, None)
         sections = (_HELD + (1 if hop is None else hop.peers.size)) * self.groups
         zeros = keys.new_zeros(2 * sections + len(keys)).split_with_sizes([sections, sections, len(keys)])
         if expand is None:

@@ -24,7 +24,7 @@ class SummingRouter(Router):
     Args:
         hops: of rows.
         bag_hops: of bags, from the rank that has them to the home.
-        dedup, comm_dtype: as in ``Router``.
+        comm_dtype: as in ``Router``.
     """
 
     def __init__(
@@ -34,10 +34,9 @@ class SummingRouter(Router):
         traffic: Traffic,
         *,
         bag_hops: Sequence[Hop],
-        dedup: bool,
         comm_dtype: str | None = None,
     ) -> None:
-        super().__init__(stores, hops, traffic, dedup=dedup, comm_dtype=comm_dtype)
+        super().__init__(stores, hops, traffic, comm_dtype=comm_dtype)
         self.bags = BagExchange(
             bag_hops,
             traffic,

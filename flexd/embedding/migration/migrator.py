@@ -27,9 +27,8 @@ from flexd.core.homes import Homes
 from flexd.core.layout import Tier, is_moved, without_moves
 from flexd.core.placement import Delta
 from flexd.embedding.devices import SideStream, receive
-from flexd.embedding.exchange.collectives import Traffic, TrafficKind
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover, SlotsByPeer, copy_rows
+from flexd.embedding.migration.row_carrier import ChangesHomeRows, RowCarrier, RowMover, SlotsByPeer
 from flexd.embedding.store.store import FreeSlots, GroupStore
 
 Int32Array = npt.NDArray[np.int32]
@@ -119,7 +118,6 @@ class Migrator:
         groups: ChainGroups,
         stores: Sequence[GroupStore],
         homes: Homes,
-        traffic: Traffic,
         buffer_bytes: int,
         changes_home_rows: ChangesHomeRows | None = None,
     ) -> None:
@@ -129,7 +127,6 @@ class Migrator:
         self._layout = groups.layout
         self._stores = list(stores)
         self._directory = self._stores[0].directory
-        self._traffic = traffic
         self._buffer_bytes = buffer_bytes
         self._device = self._stores[0].rows.device
         self._side_stream = SideStream(self._device)
@@ -279,9 +276,7 @@ class Migrator:
         """Collective. Copy the promoted rows that no fetch has carried."""
         if self.carrier is not None:
             carrier, self.carrier = self.carrier, None
-            with self._traffic.kind(TrafficKind.MIGRATION):
-                copy_rows(self._groups.rail, self._stores, carrier.over_rail)
-                copy_rows(self._groups.node, self._stores, carrier.in_node)
+            carrier.carry()
 
     def refresh(self) -> None:
         """Collective. Refresh every replica, and every moved row, from its home, after the home rows were loaded."""
@@ -416,9 +411,7 @@ class Migrator:
         return torch.split(ordered, np.bincount(owner, minlength=peers).tolist())
 
     def _copy(self, block: _Block) -> None:
-        with self._traffic.kind(TrafficKind.MIGRATION):
-            copy_rows(self._groups.rail, self._stores, block.over_rail)
-            copy_rows(self._groups.node, self._stores, block.in_node)
+        RowCarrier(self._groups, self._stores, block.over_rail, block.in_node).carry()
 
 
 def _of_copies(delta: Delta) -> Delta:

@@ -162,8 +162,6 @@ def _part_of_station(
 
 def _places(chosen: torch.Tensor, number: int) -> torch.Tensor:
     """bool [n] with ``number`` of True -> int64 [number] places of True. The host does not wait for the device."""
-    if devices.in_host_memory(chosen):
-        return chosen.nonzero().view(-1)
     return torch.nonzero_static(chosen, size=number).view(-1)
 
 

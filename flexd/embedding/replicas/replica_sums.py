@@ -16,7 +16,7 @@ from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, copy_columns
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import StationRows
-from flexd.embedding.replicas.row_bits import RowBits, blocks_of, positions_of
+from flexd.embedding.replicas.row_bits import RowBits
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows, entries_at
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.entry_pool import BLOCK
@@ -79,33 +79,18 @@ class SumLists:
         ordered: int = sum(part.nbytes for part in self.__dict__.get("_ordered", ()))
         return self.blocks.nbytes + self.part_of_word.nbytes + ordered
 
-    def touched_in_host_memory(self, bits: Sequence[RowBits]) -> tuple[torch.Tensor, list[int]]:
-        """Find the touched rows: (int64 [n] entries, part by part; their number in each part).
-
-        Args:
-            bits: of each list, in the order of its words.
-        """
-        firsts = accumulate((BLOCK * len(blocks_of(some)) for some in bits), initial=0)
-        at = np.concatenate([positions_of(some).numpy() + first for some, first in zip(bits, firsts, strict=False)])
-        parts = self.number_of_parts
-        part = self.part_of_word[at // BLOCK]
-        counts = np.bincount(part, minlength=parts + 1)[:parts]
-        # A radix sort of 16 bits where they are enough.
-        order = np.argsort(part.astype(np.uint16) if parts < 2**16 else part, kind="stable")[: counts.sum()]
-        return entries_at(self.blocks, torch.from_numpy(at[order])), counts.tolist()
-
-    def on_device(self, bits: Sequence[RowBits]) -> tuple[torch.Tensor, torch.Tensor]:
+    def ordered_bits(self, bits: Sequence[RowBits]) -> tuple[torch.Tensor, torch.Tensor]:
         """Order the bits of the lists part by part: (uint8 [kept words, 64] bits, int64 [parts] numbers of ones).
 
         Args:
-            bits: as in ``touched_in_host_memory``.
+            bits: of each list, in the order of its words.
         """
         number, _, part = self._ordered
         ordered = torch.cat(list(bits)).view(-1, BLOCK).index_select(0, number)
         ones = ordered.sum(dim=1)
         return ordered, ones.new_zeros(self.number_of_parts).index_add_(0, part, ones)
 
-    def touched_on_device(self, ordered: torch.Tensor, total: int) -> torch.Tensor:
+    def touched(self, ordered: torch.Tensor, total: int) -> torch.Tensor:
         """Return int64 [total] entries of the ones, whose number the host has read, in ordered bits."""
         # ``nonzero`` would wait for the number once more.
         at = torch.nonzero_static(ordered.view(-1), size=total).view(-1)
@@ -159,14 +144,10 @@ class ReplicaSums:
         # NODE rows of a dim-group have entries of their own before its DEVICE rows.
         tier = torch.searchsorted(devices.uploaded(listed.starts[1:-1], self._rows.device), self._rows, right=True)
         order, sections = devices.ordered(tier, 2 * self._groups)
-        if devices.in_host_memory(self._rows):
-            entries, counts = lists.touched_in_host_memory(bits)
-            sizes = sections.tolist()
-        else:
-            ordered, ones = lists.on_device(bits)
-            numbers_read = torch.cat([sections, ones]).tolist()
-            sizes, counts = numbers_read[: len(sections)], numbers_read[len(sections) :]
-            entries = lists.touched_on_device(ordered, sum(counts))
+        ordered, ones = lists.ordered_bits(bits)
+        numbers_read = torch.cat([sections, ones]).tolist()
+        sizes, counts = numbers_read[: len(sections)], numbers_read[len(sections) :]
+        entries = lists.touched(ordered, sum(counts))
         self._starts = [0, *accumulate(a + b for a, b in zip(sizes[::2], sizes[1::2], strict=True))]
         # Only the places of touched rows are written and read. A search among these rows would take longer.
         self._number_of_entry = self._rows.new_empty(touched.lists.rows + 1)

@@ -232,7 +232,7 @@ class ReplicaSync:
             for number, store in zip(numbers_distinct, self._stores, strict=True)
         ]
         totals = devices.zeros(shapes, self._router.wide, slots.device)
-        joined = [] if places is None or devices.in_host_memory(distinct) else self._joined(held, sizes)
+        joined = [] if places is None else self._joined(held, sizes)
         summed = []
         for g, own_slots in enumerate(distinct.split_with_sizes(numbers_distinct)):
             grads = [grad[:size] for (_, grad), size in zip(held[g], sizes[g], strict=True)]
@@ -240,12 +240,7 @@ class ReplicaSync:
             if at is None:
                 total = torch.cat(grads) if len(grads) > 1 else grads[0]
             else:
-                total = totals[g]
-                if not devices.in_host_memory(total):
-                    total.index_add_(0, at, joined[g])
-                else:
-                    for place, grad in zip(at.split_with_sizes(sizes[g]), grads, strict=True):
-                        total.index_add_(0, place, grad)
+                total = totals[g].index_add_(0, at, joined[g])
             # Rounded like the sum that copies of a replicated row receive: training must not depend on the placement.
             summed.append(RowGradients(g, own_slots, total.to(self._router.wire[g]).to(total.dtype), sole=True))
         return summed

@@ -16,17 +16,7 @@ import torch
 
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange.hop import Hop, PeerWords
-from flexd.embedding.replicas.row_bits import (
-    RowBits,
-    all_others,
-    blocks_of,
-    mark,
-    none_set,
-    packed,
-    positions_of,
-    union_of,
-    unpacked,
-)
+from flexd.embedding.replicas.row_bits import RowBits, mark, none_set, packed, positions_of, union_of, unpacked
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.entry_pool import BLOCK, Int64Array
 
@@ -67,19 +57,12 @@ class SyncList:
         """Return the bits of the listed rows, of bits of all entries."""
         if not self.index.shape[0]:
             return entries[:0]
-        return blocks_of(entries).index_select(0, self.index).view(-1)
+        return entries.view(-1, BLOCK).index_select(0, self.index).view(-1)
 
     def scatter(self, bits: RowBits, entries: RowBits) -> None:
         """Set the ``entries`` whose bit is set for any peer; the inverse of ``gather``."""
-        table, rows = blocks_of(entries), blocks_of(bits)
-        if table.dtype == torch.uint8:
-            # A block is in the lists of several peers: their bits are united.
-            table.scatter_reduce_(0, self.index.unsqueeze(1).expand(-1, BLOCK), rows, "amax")
-            return
-        of_peers = zip(self.index.split_with_sizes(self.words), rows.split_with_sizes(self.words), strict=True)
-        for blocks, part in of_peers:
-            if len(blocks):
-                table.index_copy_(0, blocks, table.index_select(0, blocks) | part)
+        table, rows = entries.view(-1, BLOCK), bits.view(-1, BLOCK)
+        table.scatter_reduce_(0, self.index.unsqueeze(1).expand(-1, BLOCK), rows, "amax")
 
 
 @dataclass(frozen=True)
@@ -196,7 +179,7 @@ class TouchedRows:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = upstream.gather(self.entries)
         self.up_sent.append(bits)
-        return PeerWords(packed(bits, self.lists.weights), upstream.words, downstream.words)
+        return PeerWords(packed(bits), upstream.words, downstream.words)
 
     def recv_up(self, hop: int, words: torch.Tensor) -> None:
         bits = unpacked(words, self.lists.weights)
@@ -207,7 +190,7 @@ class TouchedRows:
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = downstream.gather(self.entries)
         self.down_sent[hop] = bits
-        return PeerWords(packed(bits, self.lists.weights), downstream.words, upstream.words)
+        return PeerWords(packed(bits), downstream.words, upstream.words)
 
     def recv_down(self, hop: int, words: torch.Tensor) -> None:
         bits = unpacked(words, self.lists.weights)
@@ -245,7 +228,7 @@ class TouchedRows:
 
     def split(self, other: TouchedRows) -> tuple[TouchedRows, TouchedRows]:
         """Split into (rows that ``other`` has too, all the rest). Both are complete and of one placement."""
-        return self._masked(other.entries), self._masked(all_others(other.entries))
+        return self._masked(other.entries), self._masked(1 - other.entries)
 
     def _masked(self, entries: RowBits) -> TouchedRows:
         part = TouchedRows(self.lists, entries.device)

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
 
-REPLICA_SUMS = ("all_reduce", "home")
-
 
 @dataclass(frozen=True)
 class TrainingShape:
@@ -22,8 +20,6 @@ class TrainingShape:
         merged_backward: gradients of all micro-batches are merged before they travel, so that a row's gradient is
             pushed once a step, as ``flexd.EmbeddingCollection`` does. False: every pass is pushed by its own route.
         comm_dtype: of rows and gradients on the wire; None: the table's own.
-        replica_sums: "all_reduce" or "home", as in ``flexd.EmbeddingCollection``: where the nodes' gradients of a
-            copied row are added. The chain alone follows it.
         frozen_tables: names of tables that are read only: no backward pass, no synchronisation.
         bags_per_step: name of a sum-pooled table -> bags (sample x feature) that one rank looks up in one optimizer
             step. It matters to exchanges that pool at the homes (``row_bytes``); the chain fetches rows and pools
@@ -36,7 +32,6 @@ class TrainingShape:
     micro_batches: int = 1
     merged_backward: bool = False
     comm_dtype: str | None = None
-    replica_sums: str = "all_reduce"
     frozen_tables: frozenset[str] = frozenset()
     bags_per_step: Mapping[str, float] = field(default_factory=dict)
 
@@ -45,8 +40,6 @@ class TrainingShape:
             raise PlanError(f"micro_batches: {self.micro_batches}", remedy="give at least 1")
         if self.comm_dtype is not None and self.comm_dtype not in DTYPE_BYTES:
             raise PlanError(f"comm_dtype: {self.comm_dtype!r}", remedy=f"one of {', '.join(DTYPE_BYTES)}")
-        if self.replica_sums not in REPLICA_SUMS:
-            raise PlanError(f"replica_sums: {self.replica_sums!r}", remedy=f"one of {', '.join(REPLICA_SUMS)}")
         for name, bags in self.bags_per_step.items():
             if not (math.isfinite(bags) and bags > 0):
                 raise PlanError(f"bags of table {name!r}: {bags!r}", remedy="give a number of bags above 0")
@@ -77,11 +70,3 @@ class TrainingShape:
         """
         wire, stored = DTYPE_BYTES[self.comm_dtype or table.dtype], DTYPE_BYTES[table.dtype]
         return wire < max(DTYPE_BYTES["float32"], stored)
-
-    def with_other_sums(self) -> TrainingShape:
-        """Return the shape of the same job with the other ``replica_sums``."""
-        return replace(self, replica_sums=next(way for way in REPLICA_SUMS if way != self.replica_sums))
-
-    def sums_at_home(self, table: TableSpec) -> bool:
-        """Return whether gradients of the table's copies are summed at the rows' homes, not all-reduced."""
-        return self.replica_sums == "home" or self.narrow_wire(table)

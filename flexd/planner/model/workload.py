@@ -379,7 +379,7 @@ def _load(
         bin_accesses=np.concatenate([np.empty(0), *(part.bin_accesses for part in parts)]),
         bin_rows=np.concatenate([np.empty(0), *(part.bin_rows for part in parts)]),
         comm_row_bytes=shape.wire_row_bytes(spec),
-        sums_at_home=shape.sums_at_home(spec),
+        sums_at_home=shape.narrow_wire(spec),
         micro_batches=shape.micro_batches,
         merged_backward=shape.merged_backward,
         trained=None if plain else of_rows("trained"),

@@ -40,7 +40,7 @@ EVERY_KIND: list[m.Message] = [
         3,
         2**64 - 1,
         "127.0.0.1",
-        TrainerSettings("auto", "float16", "home", "3", "1"),
+        TrainerSettings("auto", "float16", "3", "1"),
     ),
     m.TableList("job", "i", "0123456789abcdef"),
     m.HelloRefused("job", "i", "n", "reason", "remedy"),

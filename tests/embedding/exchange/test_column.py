@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding import devices
 from flexd.embedding.exchange.column import (
     Column,
-    PackedRows,
     ReceivedRows,
     add_columns,
     copy_columns,
@@ -30,22 +25,17 @@ def bytes_of(columns: list[Column], peer: int, me: int) -> int:
     return 0 if peer == me else sum(column.sent[peer] * column.row_bytes for column in columns)
 
 
-def received_of(parts: list[torch.Tensor], me: int, host: bool) -> ReceivedRows:
-    if host:
-        return ReceivedRows(parts, me)
+def received_of(parts: list[torch.Tensor], me: int) -> ReceivedRows:
     pieces = [part if peer == me else part.view(-1).view(torch.uint8) for peer, part in enumerate(parts)]
-    return PackedRows(pieces, me, [len(part) for part in parts], torch.float32)
+    return ReceivedRows(pieces, me, [len(part) for part in parts], torch.float32)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    peers=st.integers(1, 4), widths=st.lists(st.integers(1, 5), min_size=1, max_size=3), seed=st.integers(0, 10_000),
-    sender_host=st.booleans(), receiver_host=st.booleans(),
+    peers=st.integers(1, 4), widths=st.lists(st.integers(1, 5), min_size=1, max_size=3), seed=st.integers(0, 10_000)
 )  # fmt: skip
-def test_each_peer_receives_the_rows_that_were_sent_to_it(
-    peers: int, widths: list[int], seed: int, sender_host: bool, receiver_host: bool
-) -> None:
-    """Every rank packs and unpacks, in host memory or as on an accelerator; odd widths leave parts unaligned."""
+def test_each_peer_receives_the_rows_that_were_sent_to_it(peers: int, widths: list[int], seed: int) -> None:
+    """Every rank packs and unpacks; odd widths leave parts unaligned."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 4, (len(widths), peers, peers))  # column, from, to
     wires = [DTYPES[rng.integers(len(DTYPES))] for _ in widths]
@@ -63,13 +53,11 @@ def test_each_peer_receives_the_rows_that_were_sent_to_it(
             for c in range(len(widths))
         ]
         sizes = [bytes_of(columns, peer, rank) for peer in range(peers)]
-        with mock.patch.object(devices, "in_host_memory", return_value=sender_host):
-            buffer, own = pack(columns, sizes, rank)
+        buffer, own = pack(columns, rank)
         packed.append((columns, own, torch.split(buffer, sizes)))
     for rank, (columns, own, _) in enumerate(packed):
         arrived = torch.cat([messages[rank] for _, _, messages in packed])
-        with mock.patch.object(devices, "in_host_memory", return_value=receiver_host):
-            received = unpack(columns, own, arrived, rank)
+        received = unpack(columns, own, arrived, rank)
         together = whole_columns(received, [torch.float64] * len(received))
         totals = [torch.zeros(3, width, dtype=torch.float64) for width in widths]
         places = [torch.from_numpy(rng.integers(0, 3, sum(rows.counts))) for rows in received]
@@ -80,28 +68,21 @@ def test_each_peer_receives_the_rows_that_were_sent_to_it(
                 first = int(counts[c][peer][:rank].sum())
                 expected = sources[peer][c][indices[peer][c][first : first + int(counts[c][peer][rank])]]
                 whole.append(expected)
-                if receiver_host:
-                    assert rows.by_peer[peer].dtype == (torch.float64 if peer == rank else wires[c])
-            joined, written = torch.cat(whole), torch.empty(sum(rows.counts), widths[c], dtype=wires[c])
-            rows.write_to(written)
+            joined = torch.cat(whole)
             assert rows.counts == [len(part) for part in whole]
             assert torch.equal(rows.whole(torch.float64), joined)
             assert torch.equal(together[c], joined)
             assert torch.equal(totals[c], torch.zeros_like(totals[c]).index_add_(0, places[c], joined))
-            assert torch.equal(written.double(), joined)
             copied = torch.zeros_like(joined)
             copy_columns([rows], [copied], [torch.arange(len(joined)).flip(0)])
             assert torch.equal(copied.flip(0), joined)
-            if isinstance(rows, PackedRows):
-                ahead = torch.ones(2, widths[c], dtype=wires[c])
-                assert torch.equal(joined_columns([rows], ahead=[ahead])[0].double()[2:], joined)
+            ahead = torch.ones(2, widths[c], dtype=wires[c])
+            assert torch.equal(joined_columns([rows], ahead=[ahead])[0].double()[2:], joined)
 
 
-@pytest.mark.parametrize("host", [True, False])
-def test_received_rows_are_added_in_the_order_of_the_peers_and_the_own_ones_last(host: bool) -> None:
+def test_received_rows_are_added_in_the_order_of_the_peers_and_the_own_ones_last() -> None:
     """1 is lost beside 2^24 in float32, so the sum tells the order: ((2^24 + 1) - 2^24) + 1."""
     parts = [torch.tensor([[2.0**24]]), torch.tensor([[1.0]]), torch.tensor([[1.0]]), torch.tensor([[-(2.0**24)]])]
     total = torch.zeros(2, 1)
-    with mock.patch.object(devices, "in_host_memory", return_value=host):
-        received_of(parts, 1, host).add_to(total, torch.tensor([1, 1, 1, 1]))
+    add_columns([received_of(parts, 1)], [total], [torch.tensor([1, 1, 1, 1])])
     assert total.flatten().tolist() == [0.0, 1.0]

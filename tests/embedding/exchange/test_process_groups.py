@@ -139,7 +139,7 @@ OTHER = [EmbeddingTable("item", 65, 2)]
         ([{}, {}, {"tables": OTHER}, {}], "ranks [2] have other names or row counts of tables than rank 0"),
         ([{"tables": OTHER}, {}, {}, {}], "ranks [1, 2, 3] have other names or row counts of tables"),
         ([{}, {"exchange": "direct"}, {}, {}], "ranks [1] have other settings than rank 0"),
-        ([{}, {"replica_sums": "home"}, {}, {}], "ranks [1] have other settings than rank 0"),
+        ([{}, {"average_gradients": False}, {}, {}], "ranks [1] have other settings than rank 0"),
         ([{}, {}, {"max_migration_bytes_per_step": 1}, {}], "ranks [2] have other settings"),
         ([{}, {}, {}, {"optimizer": SGD(lr=0.5)}], "ranks [3] have other settings"),
         ([{"optimizer": RowWiseAdagrad(eps=eps)} for eps in (0.1, 0.1, 0.1, 0.2)], "ranks [3] have other settings"),

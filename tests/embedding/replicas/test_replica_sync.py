@@ -25,7 +25,6 @@ def summed_gradients(
     tier: int | None,
     dtype: str,
     comm_dtype: str | None,
-    replica_sums: str = "all_reduce",
 ) -> tuple[np.ndarray, bool]:
     """Return the table after one step from zero, which is the sum of all gradients, and whether replicas are equal.
 
@@ -37,7 +36,7 @@ def summed_gradients(
     """
     collection = EmbeddingCollection(
         [EmbeddingTable("t0", ROWS, 16, dtype=dtype)], layout=layout, optimizer=SGD(1.0), replica_fraction=1.0,
-        comm_dtype=comm_dtype, replica_sums=replica_sums, average_gradients=False,
+        comm_dtype=comm_dtype, average_gradients=False,
     )  # fmt: skip
     collection.load_rows("t0", 0, torch.zeros(ROWS, 16))
     keys = np.arange(ROWS)

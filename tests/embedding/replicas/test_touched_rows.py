@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from unittest import mock
-
 import numpy as np
-import pytest
 import torch
 
-from flexd.embedding import devices
 from flexd.embedding.replicas import row_bits
 from flexd.embedding.replicas.replica_sums import SumLists
 from flexd.embedding.replicas.touched_rows import SyncList
@@ -17,14 +12,7 @@ from flexd.embedding.replicas.touched_rows import SyncList
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["words", "bytes"])
-def on_host(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Whether bits are as in host memory; otherwise they are as on an accelerator."""
-    with mock.patch.object(devices, "in_host_memory", return_value=request.param == "words"):
-        yield request.param == "words"
-
-
-def test_a_list_gathers_and_scatters_its_rows(on_host: bool) -> None:
+def test_a_list_gathers_and_scatters_its_rows() -> None:
     """Two peers and two dim-groups, of blocks that lie anywhere; both peers have one of them."""
     blocks = [[np.array([0, 2]), np.array([3])], [np.array([2]), np.array([], dtype=np.int64)]]
     rows = SyncList(blocks, 5 * 64, CPU)
@@ -36,13 +24,9 @@ def test_a_list_gathers_and_scatters_its_rows(on_host: bool) -> None:
     lists = SumLists.of([(rows, [True, True]), (rows, [False, True])])
     expected = [1, 63, 2 * 64 + 5, 2 * 64 + 5, 3 * 64, 3 * 64 + 63, 3 * 64, 3 * 64 + 63]
     counts = [3, 1, 2, 0, 0, 0, 2, 0]
-    if on_host:
-        found, of_parts = lists.touched_in_host_memory([bits, bits])
-    else:
-        ordered, ones = lists.on_device([bits, bits])
-        of_parts = ones.tolist()
-        found = lists.touched_on_device(ordered, sum(counts))
-    assert (found.tolist(), of_parts) == (expected, counts)
+    ordered, ones = lists.ordered_bits([bits, bits])
+    found = lists.touched(ordered, sum(counts))
+    assert (found.tolist(), ones.tolist()) == (expected, counts)
     assert [[peers for _, peers in part] for part in lists.by_part(found, counts)] == [
         [[3, 1], [2, 0]],
         [[0, 0], [2, 0]],
