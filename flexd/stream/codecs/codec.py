@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from flexd.core.errors import CodecError, StreamError
-from flexd.stream.types import AccessBatch, Int32Array, RowArray
+from flexd.stream.types import AccessBatch, RowArray
 
 REASONS = (
     "bad_event_time",
@@ -401,6 +401,16 @@ def _event_times(column: pa.Array) -> list[float]:
 
 # ---- JSON ----
 
+_JSON_TYPES = {
+    "table": pa.utf8(), "rows": pa.list_(pa.int64()), "source_rank": pa.int32(), "event_time": pa.float64(),
+    "sequence_lengths": pa.list_(pa.int32()), "step": pa.int64(), **{name: pa.list_(pa.int64()) for name in _IDS},
+}  # fmt: skip
+_JSON_LISTS = {
+    name: (np.dtype(np.int32), np.dtype(kind.value_type.to_pandas_dtype()))
+    for name, kind in _JSON_TYPES.items()
+    if pa.types.is_list(kind)
+}
+
 
 def _decode_json(payload: bytes | memoryview) -> list[AccessBatch]:
     try:
@@ -411,10 +421,19 @@ def _decode_json(payload: bytes | memoryview) -> list[AccessBatch]:
         _fail("empty", "only white space")
     if len(lines) > MAX_ENTRIES:
         _fail("too_many_entries", f"{len(lines)} lines, at most {MAX_ENTRIES} are read")
-    return [_json_entry(line) for line in lines]
+    entries = [_json_object(line) for line in lines]
+    values = {name: [entry.get(name) for entry in entries] for name in _JSON_TYPES}
+    return _entries(
+        {
+            name: _json_column(name, given)
+            for name, given in values.items()
+            if name in _COLUMNS or any(value is not None for value in given)
+        },
+        {name: dtypes for name, dtypes in _JSON_LISTS.items() if any(value is not None for value in values[name])},
+    )
 
 
-def _json_entry(line: str) -> AccessBatch:
+def _json_object(line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -425,51 +444,23 @@ def _json_entry(line: str) -> AccessBatch:
     unknown = [key for key in entry if key not in _JSON_KEYS]
     if missing or unknown:
         _fail("wrong_schema", f"missing keys {missing}, unknown keys {str(unknown)[:200]}")
-    table, rank, time = entry["table"], entry["source_rank"], entry["event_time"]
-    if any(entry[key] is None for key in _COLUMNS):
-        _fail("null_value", "a required key is null")
-    if not isinstance(table, str):
-        _fail("wrong_type", f"table is a {type(table).__name__}")
-    _check_tables([table])
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        _fail("wrong_type", f"source_rank is a {type(rank).__name__}")
-    if not 0 <= rank < 2**31:
-        _fail("bad_source_rank", f"source_rank {str(rank)[:40]}")
-    if not isinstance(time, int | float) or isinstance(time, bool):
-        _fail("wrong_type", f"event_time is a {type(time).__name__}")
-    if not 0 <= time <= MAX_EVENT_TIME_SECONDS:
-        _fail("bad_event_time", f"event_time {str(time)[:40]}, Unix seconds are expected")
-    rows = _json_ints("rows", entry["rows"], pa.int64())
-    lengths: Int32Array | None = None
-    if entry.get("sequence_lengths") is not None:
-        lengths = _json_ints("sequence_lengths", entry["sequence_lengths"], pa.int32())
-    step = entry.get("step")
-    if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
-        _fail("wrong_type", f"step is a {type(step).__name__}")
-    if step is not None and not 0 <= step <= _MAX_STEP:
-        _fail("bad_step", f"step {str(step)[:40]}, 0 to {_MAX_STEP} are read")
-    ids = [None if entry.get(name) is None else _json_ints(name, entry[name], pa.int64()) for name in _IDS]
-    try:
-        return AccessBatch(table, rows, rank, float(time), lengths, step, *ids)
-    except StreamError as error:
-        _fail("bad_lengths", error.message)
+    return entry
 
 
-def _json_ints(key: str, value: object, kind: pa.DataType) -> npt.NDArray[Any]:
-    """Convert a JSON list of integers. Arrow refuses mixed types; numpy would accept booleans among integers."""
-    if not isinstance(value, list):
-        _fail("wrong_type", f"{key} is a {type(value).__name__}, expected a list of integers")
+def _json_column(name: str, values: list[Any]) -> pa.Array:
+    """Convert the values of a key. Arrow refuses mixed types, and casts numbers of the wrong type: they are checked."""
+    kind = _JSON_TYPES[name]
     try:
-        array = pa.array(value)
-        if value and not (pa.types.is_integer(array.type) or pa.types.is_null(array.type)):
-            _fail("wrong_type", f"{key} holds {array.type}, expected integers")
-        array = array.cast(kind)
+        array = pa.array(values)
+        found, wanted = array.type, kind
+        if pa.types.is_list(found) and pa.types.is_list(wanted):
+            found, wanted = found.value_type, wanted.value_type
+        number = pa.types.is_integer(wanted) or pa.types.is_floating(wanted)
+        if not (found == wanted or pa.types.is_null(found) or (number and pa.types.is_integer(found))):
+            _fail("wrong_type", f"{name} holds {str(array.type)[:200]}, expected {kind}")
+        return array.cast(kind)
     except (pa.ArrowException, OverflowError, ValueError, TypeError) as error:
-        _fail("wrong_type", f"{key}: {str(error)[:200]}")
-    if array.null_count:
-        _fail("null_value", f"{key} has null values")
-    values: npt.NDArray[Any] = array.to_numpy()
-    return values
+        _fail("wrong_type", f"{name}: {str(error)[:200]}")
 
 
 def _no_constant(name: str) -> NoReturn:

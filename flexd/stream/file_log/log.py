@@ -35,7 +35,6 @@ class FileLogSink:
         directory: the log; created if missing.
         partition: letters, digits, dot, dash, underscore.
         segment_bytes: size after which a new segment starts.
-        max_bytes: total size beyond which the oldest segments are deleted; None keeps all.
 
     Raises:
         StreamError: the name is invalid, another writer has the partition, or the directory cannot be written.
@@ -47,7 +46,6 @@ class FileLogSink:
         partition: str,
         *,
         segment_bytes: int = 64 * 2**20,
-        max_bytes: int | None = None,
         flush_bytes: int = 256 * 2**10,
         flush_seconds: float = 0.05,
     ) -> None:
@@ -58,7 +56,6 @@ class FileLogSink:
             )
         self._directory = Path(directory) / partition
         self._segment_bytes = segment_bytes
-        self._max_bytes = max_bytes
         self._flush_bytes = flush_bytes
         self._flush_seconds = flush_seconds
         self._buffer = bytearray()
@@ -151,7 +148,7 @@ class FileLogSink:
             os.close(fd)
 
     def _begin_segment(self) -> None:
-        """Open the segment that starts at ``next_offset`` and delete old ones. The buffer must be empty."""
+        """Open the segment that starts at ``next_offset``. The buffer must be empty."""
         # An existing segment of that name has no complete record, so no reader has read from it.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         fd = os.open(segments.segment_path(self._directory, self._next_offset), flags, 0o644)
@@ -159,18 +156,6 @@ class FileLogSink:
             os.close(self._fd)
         self._fd = fd
         self._written_bytes = 0
-        if self._max_bytes is not None:
-            self._drop_oldest(self._max_bytes)
-
-    def _drop_oldest(self, max_bytes: int) -> None:
-        paths = [segments.segment_path(self._directory, base) for base in segments.base_offsets(self._directory)]
-        sizes = [path.stat().st_size for path in paths]
-        total = sum(sizes)
-        for path, size in zip(paths[:-1], sizes[:-1], strict=True):
-            if total <= max_bytes:
-                return
-            path.unlink()
-            total -= size
 
     def _write(self) -> None:
         """Write the buffer; on failure keep exactly the bytes that were not written."""

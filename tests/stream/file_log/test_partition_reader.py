@@ -114,8 +114,8 @@ def test_corruption_in_the_segment_being_written(tmp_path):
     sink.close()
 
 
-def test_retention_drops_the_oldest_and_a_slow_reader_notices(tmp_path):
-    sink = FileLogSink(tmp_path, "p", segment_bytes=100, max_bytes=400, flush_bytes=1)
+def test_a_slow_reader_notices_that_the_oldest_segments_are_gone(tmp_path):
+    sink = FileLogSink(tmp_path, "p", segment_bytes=100, flush_bytes=1)
     slow, strict = source_of(tmp_path), source_of(tmp_path, on_position_lost="fail")
     latest = source_of(tmp_path, on_position_lost="latest")
     sink.send(b"0" * 60)
@@ -123,7 +123,8 @@ def test_retention_drops_the_oldest_and_a_slow_reader_notices(tmp_path):
         assert len(read_all(source)) == 1
     for i in range(1, 40):
         sink.send(b"%02d" % i * 30)
-    assert sum(f.stat().st_size for f in segment_files(tmp_path)) <= 500
+    for old in segment_files(tmp_path)[:-3]:
+        old.unlink()
     first = segments.base_offsets(tmp_path / "p")[0]
     assert first > 20
     # The segment that a reader has open stays readable to its end: record 1 is in it.
