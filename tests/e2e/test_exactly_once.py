@@ -10,39 +10,119 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tansu_broker import TansuBroker
 
+from flexd.core.keyspace import TableSpec
 from flexd.demo.ports import free_ports
+from flexd.ingest import Ingestor
+from flexd.sketch.sketch_set import SketchSet
+from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
-from flexd.stream.file_log.log import FileLogSink
+from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import AccessBatch
-from tests.support import ingest_server
-from tests.support.ingest_server import IngestServer, end, saved_counters, wait_for_status
+from tests.support.forked import Forked
 from tests.support.reading import poll_until
+from tests.support.saved_sketches import loaded_sketches, newest_snapshot
 from tests.support.tcp_cut import TcpCut
+from tests.support.until import until
 
 pytestmark = pytest.mark.slow
 
+TABLES = [TableSpec("items", 5000, 4)]
+SETTINGS = SketchSettings(memory_bytes=2**22, half_life_seconds=None, max_future_seconds=1e9, max_hot_rows=100)
 LANES = 4
 IDS = 64
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[IngestServer]:
-    server = IngestServer()
-    yield server
-    server.close()
+def _open_source(order: Mapping[str, Any]) -> Any:
+    if order["source"] == "file_log":
+        return FileLogSource(Path(order["path"]), discovery_seconds=0.01)
+    options = {"session_timeout_seconds": 3.0, "on_position_lost": "fail"}
+    return KafkaSource(order["bootstrap"], order["topic"], order["group"], max_poll_messages=50, **options)
+
+
+def ingest(order: Mapping[str, Any]) -> None:
+    """Ingest in the child until SIGTERM, and keep a status file of the counts."""
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+    state = Path(order["state"])
+    ingestor = Ingestor(
+        _open_source(order), TABLES, SETTINGS, SnapshotStore(state, 3), poll_seconds=0.02,
+        snapshot_interval_seconds=order["interval"],
+    )  # fmt: skip
+    with (state.parent / "starts.jsonl").open("a") as file:
+        file.write(
+            json.dumps({"restored": ingestor._unrestored_positions, "problems": ingestor.stats().restore_problems})
+            + "\n"
+        )
+    ingestor.start()
+    status = state.parent / "status.json"
+    while not stopped:
+        stats = ingestor.stats()
+        known = ingestor.sketches.samples
+        text = {"pid": os.getpid(), "samples": known, "failures": stats.snapshot_failures, "problem": stats.problem,
+                "snapshots": stats.snapshots, "messages": stats.messages}  # fmt: skip
+        temporary = status.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(text))
+        temporary.rename(status)
+        time.sleep(0.01)
+    os._exit(0 if ingestor.stop(20.0) else 3)
+
+
+def start(state: Path, *, interval: float = 0.03, **source: Any) -> Forked:
+    """Start a process that ingests into ``state`` (any thread)."""
+    order = {"state": str(state), "interval": interval, **source}
+    return Forked(ingest, order, directory=state.parent, name="ingest")
+
+
+def status_of(state: Path, process: Forked) -> dict[str, Any]:
+    """Return the newest status of this process; empty before its first."""
+    try:
+        status: dict[str, Any] = json.loads((state.parent / "status.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return status if status["pid"] == process.pid else {}
+
+
+def wait_for_status(state: Path, process: Forked, condition: Any, seconds: float = 60.0) -> dict[str, Any]:
+    def reached() -> dict[str, Any]:
+        status = status_of(state, process)
+        return status if status and condition(status) else {}
+
+    reached_status: dict[str, Any] = until(reached, seconds, lambda: status_of(state, process))
+    return reached_status
+
+
+def end(process: Forked, number: int = signal.SIGTERM) -> None:
+    os.kill(process.pid, number)
+    process.wait(30.0)
+
+
+def saved_counters(state: Path) -> tuple[Any, dict[str, int]]:
+    """Return (counters of the newest snapshot, its positions)."""
+    meta, arrays = newest_snapshot(state)
+    return loaded_sketches(TABLES, SETTINGS, meta["sketches"], arrays), meta["positions"]
+
+
+def counted(batches: Any) -> SketchSet:
+    """Return the sketches that an uninterrupted run ends with."""
+    sketches = SketchSet(TABLES, SETTINGS)
+    for batch in batches:
+        sketches.ingest(batch.table, batch.rows, batch.source_rank, batch.event_time_seconds)
+    return sketches
 
 
 def batch(number: int) -> AccessBatch:
-    rows = np.random.default_rng(number).zipf(1.2, IDS) % ingest_server.TABLES[0].rows
+    rows = np.random.default_rng(number).zipf(1.2, IDS) % TABLES[0].rows
     return AccessBatch("items", rows.astype(np.int32), number % 4, 1.7e9 + number)
 
 
@@ -76,7 +156,7 @@ class Producer:
 def assert_as_uninterrupted(state: Path, messages: int) -> None:
     """Bit-equal counters, and positions that name exactly the messages behind them."""
     got, positions = saved_counters(state)
-    expected = ingest_server.counted(batch(number) for number in range(messages))
+    expected = counted(batch(number) for number in range(messages))
     assert got.samples == expected.samples == messages * IDS
     assert sum(positions.values()) == messages
     arrays, wanted = got.state()[1], expected.state()[1]
@@ -92,12 +172,12 @@ class Lane:
     """One ingesting process after another over one state directory, each killed; beside other lanes, because joining
     a group is mostly waiting."""
 
-    def __init__(self, server: IngestServer, bootstrap: str, state: Path, number: int, lives: int) -> None:
+    def __init__(self, bootstrap: str, state: Path, number: int, lives: int) -> None:
         state.parent.mkdir()
         self.state = state
         self.counting = 0
         self.failure: BaseException | None = None
-        self._server, self._bootstrap, self._number = server, bootstrap, number
+        self._bootstrap, self._number = bootstrap, number
         self._lives = lives
         self._chance = random.Random(number)
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -109,40 +189,40 @@ class Lane:
         if self.failure is not None:
             raise self.failure
 
-    def start(self, life: int | str) -> int:
+    def start(self, life: int | str) -> Forked:
         # A group of its own: the broker would wait for the dead member of the last life.
-        return self._server.start(
+        return start(
             self.state, source="kafka", bootstrap=self._bootstrap, topic="t", group=f"g{self._number}-{life}",
         )  # fmt: skip
 
     def _run(self) -> None:
         try:
             for life in range(self._lives):
-                pid = self.start(life)
+                process = self.start(life)
                 if life % 5:
                     # From here on the kill hits counting and saving, else anything from the start on.
-                    wait_for_status(self.state, pid, lambda status: status["messages"] > 0)
+                    wait_for_status(self.state, process, lambda status: status["messages"] > 0)
                     self.counting += 1
                     time.sleep(self._chance.uniform(0.0, 0.15))
                 else:
                     time.sleep(self._chance.uniform(0.0, 0.5))
-                end(pid, signal.SIGKILL)
+                end(process, signal.SIGKILL)
         except BaseException as error:
             self.failure = error
 
 
 @pytest.mark.parametrize("lives", [2, pytest.param(13, marks=pytest.mark.long)])
-def test_killed_many_times_while_a_broker_delivers(tmp_path, server, lives):
+def test_killed_many_times_while_a_broker_delivers(tmp_path, lives):
     with TansuBroker(topics={"t": 3}) as broker:
         producer = Producer(broker.bootstrap_servers, "t", 200)
-        lanes = [Lane(server, broker.bootstrap_servers, tmp_path / f"{i}" / "state", i, lives) for i in range(LANES)]
+        lanes = [Lane(broker.bootstrap_servers, tmp_path / f"{i}" / "state", i, lives) for i in range(LANES)]
         for lane in lanes:
             lane.wait()
         messages = producer.finish()
         last = [lane.start("last") for lane in lanes]
-        for lane, pid in zip(lanes, last, strict=True):
-            wait_for_status(lane.state, pid, lambda status: status["samples"] >= messages * IDS)
-            end(pid)
+        for lane, process in zip(lanes, last, strict=True):
+            wait_for_status(lane.state, process, lambda status: status["samples"] >= messages * IDS)
+            end(process)
     for lane in lanes:
         assert lane.counting >= lives * 3 // 5
         starts = starts_of(lane.state)
@@ -154,7 +234,7 @@ def test_killed_many_times_while_a_broker_delivers(tmp_path, server, lives):
 
 
 @pytest.mark.long
-def test_cut_off_from_the_broker_and_killed(tmp_path, server):
+def test_cut_off_from_the_broker_and_killed(tmp_path):
     """The broker cannot keep its log over a restart here (tansu in memory), so the network in front of it goes."""
     chance = random.Random(12)
     state = tmp_path / "state"
@@ -164,8 +244,8 @@ def test_cut_off_from_the_broker_and_killed(tmp_path, server):
         # The producer goes through the proxy too, as everything does that asks the broker where it is.
         producer = Producer(f"127.0.0.1:{front}", "t", 400)
         order = {"source": "kafka", "bootstrap": f"127.0.0.1:{front}", "topic": "t"}
-        pid = server.start(state, group="g", **order)
-        wait_for_status(state, pid, lambda status: status["messages"] > 0)
+        process = start(state, group="g", **order)
+        wait_for_status(state, process, lambda status: status["messages"] > 0)
         messages = producer.finish()
         sink_left = messages
         for life in range(3):
@@ -173,37 +253,37 @@ def test_cut_off_from_the_broker_and_killed(tmp_path, server):
             time.sleep(chance.uniform(0.1, 1.0))
             proxy.mend()
             producer = Producer(f"127.0.0.1:{front}", "t", 400, sink_left)
-            seen = wait_for_status(state, pid, lambda status: True)["messages"]
-            wait_for_status(state, pid, lambda status, seen=seen: status["messages"] > seen)
+            seen = wait_for_status(state, process, lambda status: True)["messages"]
+            wait_for_status(state, process, lambda status, seen=seen: status["messages"] > seen)
             sink_left = producer.finish()
             if life == 1:
-                end(pid, signal.SIGKILL)
-                pid = server.start(state, group="g2", **order)
-        wait_for_status(state, pid, lambda status: status["samples"] >= sink_left * IDS)
-        end(pid)
+                end(process, signal.SIGKILL)
+                process = start(state, group="g2", **order)
+        wait_for_status(state, process, lambda status: status["samples"] >= sink_left * IDS)
+        end(process)
         proxy.close()
     assert_as_uninterrupted(state, sink_left)
 
 
 @pytest.mark.long
-def test_a_partition_taken_away_and_given_back(tmp_path, server):
+def test_a_partition_taken_away_and_given_back(tmp_path):
     """A second member joins the group, takes partitions and reads them for itself, and leaves: three times."""
     state = tmp_path / "state"
     with TansuBroker(topics={"t": 2}) as broker:
         producer = Producer(broker.bootstrap_servers, "t", 300)
         order = {"source": "kafka", "bootstrap": broker.bootstrap_servers, "topic": "t", "group": "g"}
-        pid = server.start(state, **order)
-        wait_for_status(state, pid, lambda status: status["messages"] > 0)
+        process = start(state, **order)
+        wait_for_status(state, process, lambda status: status["messages"] > 0)
         for turn in range(3):
             other = KafkaSource(broker.bootstrap_servers, "t", "g", session_timeout_seconds=3.0)
             poll_until(other, len, 40)
             if turn == 1:
-                end(pid, signal.SIGKILL)
-                pid = server.start(state, **order)
+                end(process, signal.SIGKILL)
+                process = start(state, **order)
             other.close()
         messages = producer.finish()
-        wait_for_status(state, pid, lambda status: status["samples"] >= messages * IDS)
-        end(pid)
+        wait_for_status(state, process, lambda status: status["samples"] >= messages * IDS)
+        end(process)
     assert_as_uninterrupted(state, messages)
 
 
@@ -220,7 +300,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_a_full_disk_delays_snapshots_and_loses_nothing(tmp_path, server, small_disk):
+def test_a_full_disk_delays_snapshots_and_loses_nothing(tmp_path, small_disk):
     (tmp_path / "run").mkdir()
     state = tmp_path / "run" / "state"
     (small_disk / "state").mkdir()
@@ -236,34 +316,34 @@ def test_a_full_disk_delays_snapshots_and_loses_nothing(tmp_path, server, small_
             sink.flush()
 
     write(0, 100)
-    pid = server.start(state, **order)
-    wait_for_status(state, pid, lambda status: status["samples"] == 100 * IDS and status["snapshots"] > 2)
+    process = start(state, **order)
+    wait_for_status(state, process, lambda status: status["samples"] == 100 * IDS and status["snapshots"] > 2)
     ballast = small_disk / "ballast"
     # Other files fill the disk to the last byte, whatever the snapshots free meanwhile.
     with ballast.open("wb", buffering=0) as file:
         full = time.monotonic() + 20
-        while not (status := ingest_server.status_of(state, pid)) or status["failures"] < 3:
+        while not (status := status_of(state, process)) or status["failures"] < 3:
             assert time.monotonic() < full, status
             try:
                 file.write(bytes(4096))
             except OSError:
                 time.sleep(0.01)
-    failing = wait_for_status(state, pid, lambda status: status["problem"] is not None)
+    failing = wait_for_status(state, process, lambda status: status["problem"] is not None)
     assert "space" in failing["problem"]
     write(100, 250)
-    wait_for_status(state, pid, lambda status: status["samples"] == 250 * IDS)
-    end(pid, signal.SIGKILL)
+    wait_for_status(state, process, lambda status: status["samples"] == 250 * IDS)
+    end(process, signal.SIGKILL)
     # What was saved last is still whole, with the positions that go with it.
     got, positions = saved_counters(state)
     assert got.samples == sum(positions.values()) * IDS
-    pid = server.start(state, **order)
-    wait_for_status(state, pid, lambda status: status["samples"] == 250 * IDS and status["failures"] > 0)
+    process = start(state, **order)
+    wait_for_status(state, process, lambda status: status["samples"] == 250 * IDS and status["failures"] > 0)
     ballast.unlink()
-    wait_for_status(state, pid, lambda status: status["problem"] is None and status["snapshots"] > 0)
+    wait_for_status(state, process, lambda status: status["problem"] is None and status["snapshots"] > 0)
     write(250, 300)
-    before = wait_for_status(state, pid, lambda status: status["samples"] == 300 * IDS)["snapshots"]
-    wait_for_status(state, pid, lambda status: status["snapshots"] > before + 2)
-    end(pid, signal.SIGKILL)
+    before = wait_for_status(state, process, lambda status: status["samples"] == 300 * IDS)["snapshots"]
+    wait_for_status(state, process, lambda status: status["snapshots"] > before + 2)
+    end(process, signal.SIGKILL)
     assert_as_uninterrupted(state, 300)
     for sink in sinks:
         sink.close()

@@ -28,10 +28,17 @@ class Forked:
         self, program: Callable[..., object], *arguments: Any, directory: Path, name: str = "out", **environment: str
     ) -> None:
         self._files = directory / f"{name}.stdout", directory / f"{name}.stderr"
+        for file in self._files:
+            file.touch()
         self._process: BaseProcess = preloaded("tests.support.rank_preload").Process(
             target=_run, args=(program, arguments, directory, {**os.environ, **environment}, *self._files)
         )
         self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
 
     def wait(self, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
         """Return its end. Raises AssertionError if it has not ended by then."""
@@ -62,7 +69,7 @@ def _run(
     program: Callable[..., object], arguments: Any, directory: Path, environment: dict[str, str], *files: Path
 ) -> None:
     for target, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600), target)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), target)
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environment)

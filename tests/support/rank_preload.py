@@ -1,4 +1,4 @@
-"""Imports of the ranks of a pool, done once in the process that they are forked from.
+"""Imports of the processes that tests fork, done once in the process that they are forked from.
 
 No import becomes garbage, so all are hidden from the garbage collector, which also keeps their pages shared.
 """
@@ -14,9 +14,12 @@ import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed  # noqa: F401
 
+import flexd.ingest  # noqa: F401
+from flexd.sketch.kinds import warm_up
 from tests.support import (
     collection_jobs,  # noqa: F401
     exactness,  # noqa: F401
 )
 
+warm_up()
 gc.freeze()
