@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexd import __version__
@@ -23,7 +23,7 @@ from flexd.api.status import Status
 from flexd.api.stream import stream_status
 from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, table_page
 from flexd.api.throttle import throttle_status
-from flexd.api.timeline import Timeline, timeline
+from flexd.api.timeline import MAX_PLAN_MARKS, Timeline, timeline
 from flexd.api.training import training_status
 from flexd.operations.effects import effect_of
 
@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.drift import DriftMonitor
     from flexd.operations.executions import Execution
-    from flexd.operations.history.history import MigrationHistory
+    from flexd.operations.history import MigrationHistory
     from flexd.operations.pacing import MigrationPacing
-    from flexd.operations.plan_log import PlanLog
     from flexd.operations.planning import Planning
     from flexd.operations.slow_memory import SlowMemoryMonitor
     from flexd.operations.training_monitor import TrainingMonitor
@@ -65,7 +64,6 @@ class Components:
     auto: AutoPlanner
     pacing: MigrationPacing
     history: MigrationHistory
-    plan_log: PlanLog
     snapshots: SnapshotStore
     slow_memory: SlowMemoryMonitor
 
@@ -111,8 +109,9 @@ class Components:
         )
 
     def _migration(self, execution: Execution) -> MigrationReport:
-        effect = migration_effect(effect_of(execution.migration, self.training.step_times))
-        return migration_report(execution).model_copy(update={"effect": effect})
+        migration = execution.migration
+        measured = replace(migration.record, effect=effect_of(migration, self.training.step_times))
+        return migration_report(execution).model_copy(update={"effect": migration_effect(measured)})
 
     def config(self) -> ConfigReport:
         return ConfigReport(version=__version__, config=self.settings.document())
@@ -138,7 +137,8 @@ class Components:
     def timeline(self) -> Timeline:
         live = self.coordinator.live()
         return timeline(
-            self.training.timeline.intervals(), self.plan_log.entries, None if live is None else live.layout,
+            self.training.timeline.intervals(), self.history.newest_moves(MAX_PLAN_MARKS),
+            None if live is None else live.layout,
             self._mean_row_bytes(),
         )  # fmt: skip
 

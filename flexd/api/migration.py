@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from flexd.control.daemon.journal_frames import JournalledMigration
+    from flexd.control.daemon.migration_record import MigrationRecord
     from flexd.operations.executions import Execution, Executions
-    from flexd.operations.history.history import HistorySnapshot
-    from flexd.operations.history.records import ActionRecord, EffectRecord, MigrationRecord, TransitionRecord
+    from flexd.operations.history import ActionRecord, HistorySnapshot
 
 MAX_LISTED = 1000
 MigrationStateName = Literal[
@@ -259,19 +259,15 @@ class MigrationCounts(Model):
 
 def migration_report(execution: Execution) -> MigrationReport:
     """Return a migration that this daemon has started."""
-    from flexd.operations.history.records import MigrationRecord
-
     plan, migration = execution.plan, execution.migration
-    progress = migration.progress
-    record = MigrationRecord.of(migration, settled=False)
+    record = migration.record
     # Until it starts, only its plan knows the number of rows.
     planned = replace(record, rows=record.rows or (0 if plan is None else len(plan.delta)))
     return ended_report(planned).model_copy(
         update={
-            "progress": 1.0 if record.state == "COMMITTED" else _share(planned),
-            "steps": tuple(MigrationStep.from_object(step) for step in progress.steps),
-            "eta_seconds": progress.eta_seconds,
-            "bytes": progress.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
+            "steps": tuple(MigrationStep.from_object(step) for step in record.steps),
+            "eta_seconds": migration.eta_seconds(),
+            "bytes": record.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
         }
     )
 
@@ -281,7 +277,8 @@ def ended_report(record: MigrationRecord) -> MigrationReport:
     return MigrationReport.from_object(
         record,
         **_null_if_empty(record, "parent_plan_id", "trigger", "problem"),
-        progress=_share(record),
+        state=record.state.name,
+        progress=record.share,
         steps=(),
         eta_seconds=None,
         bytes=0,
@@ -294,7 +291,7 @@ def ended_report(record: MigrationRecord) -> MigrationReport:
 
 def interrupted_report(migration: JournalledMigration) -> MigrationReport:
     """Return a migration of an earlier daemon that the history has lost."""
-    from flexd.operations.history.store import ENDED_UNSEEN
+    from flexd.operations.history import ENDED_UNSEEN
 
     return MigrationReport(
         migration_id=migration.migration_id, plan_id=migration.plan_id, state="FAILED",
@@ -302,25 +299,23 @@ def interrupted_report(migration: JournalledMigration) -> MigrationReport:
     )  # fmt: skip
 
 
-def migration_entry(
-    record: MigrationRecord, effect: EffectRecord | None = None, verification: VerificationReport | None = None
-) -> MigrationEntry:
+def migration_entry(record: MigrationRecord) -> MigrationEntry:
     """Return a migration of the history."""
-    return MigrationEntry.from_object(record, **_entry_fields(record, effect), verification=verification)
+    return MigrationEntry.from_object(record, **_entry_fields(record))
 
 
-def migration_detail(
-    record: MigrationRecord,
-    transitions: Sequence[TransitionRecord],
-    verified: str | None = None,
-    effect: EffectRecord | None = None,
-    verification: VerificationReport | None = None,
-) -> MigrationDetail:
+def migration_detail(record: MigrationRecord, verified: str | None = None) -> MigrationDetail:
     """Return a migration of the history with its transitions and the measured effect of its plan."""
-    shown = tuple(TransitionReport.from_object(each, **_null_if_empty(each, "event", "before")) for each in transitions)
-    return MigrationDetail.from_object(
-        record, **_entry_fields(record, effect), verification=verification, transitions=shown, verified=verified
+    shown = tuple(
+        TransitionReport.from_object(
+            each,
+            event=None if each.event is None else each.event.value,
+            before=None if each.before is None else each.before.name,
+            after=each.after.name,
+        )
+        for each in record.transitions
     )
+    return MigrationDetail.from_object(record, **_entry_fields(record), transitions=shown, verified=verified)
 
 
 def action_entry(record: ActionRecord) -> ActionEntry:
@@ -340,17 +335,15 @@ def migration_counts(executions: Executions, illegal_transitions: int, history: 
     )
 
 
-def _entry_fields(record: MigrationRecord, effect: EffectRecord | None) -> dict[str, Any]:
+def _entry_fields(record: MigrationRecord) -> dict[str, Any]:
     unknown = ("parent_plan_id", "trigger", "problem", "started_unix_seconds", "ended_unix_seconds")
+    verdict = record.verdict
     return {
-        **_null_if_empty(record, *unknown), "bytes": record.copied_bytes, "seconds": record.seconds,
-        "effect": None if effect is None else migration_effect(effect),
+        **_null_if_empty(record, *unknown), "state": record.state.name, "bytes": record.copied_bytes,
+        "seconds": record.seconds, "effect": migration_effect(record),
+        "verification": None if verdict is None else VerificationReport.from_object(verdict),
     }  # fmt: skip
 
 
 def _null_if_empty(record: object, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) or None for name in names}
-
-
-def _share(record: MigrationRecord) -> float:
-    return min(1.0, record.rows_applied / record.rows) if record.rows else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from flexd.api.abort import AbortOutcome, AbortPreview, AbortResult, rollback_preview
 from flexd.api.migration import (
@@ -19,17 +20,16 @@ from flexd.api.migration import (
     migration_entry,
     migration_report,
 )
-from flexd.api.verification import VerificationReport, kept_verification, verification_report
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile, RequestedRollback
 from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Abort, Execution, Executions
-from flexd.operations.history.history import MigrationHistory
-from flexd.operations.history.records import EffectRecord
+from flexd.operations.history import MigrationHistory
 from flexd.operations.rollback_recovery import RollbackRecovery
 
 LATEST = "latest"
@@ -67,13 +67,8 @@ class MigrationCommands:
         """Return at most ``limit`` migrations, newest first; only those in ``state`` if one is given."""
         records = self._history.newest(limit, None if state is None else MigrationState[state])
         actions = self._history.newest_actions(limit) if state is None else ()
-        named = [record.migration_id for record in records]
-        effects, verified = self._kept_effects(named), self._verifications(named)
         return MigrationList(
-            migrations=tuple(
-                migration_entry(record, effects.get(record.migration_id), verified.get(record.migration_id))
-                for record in records
-            ),
+            migrations=tuple(migration_entry(self._as_of_now(record)) for record in records),
             actions=tuple(action_entry(record) for record in actions),
             problem=self._history.snapshot.problem,
         )
@@ -88,29 +83,24 @@ class MigrationCommands:
             raise ApiError(
                 f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those that are"
             )
-        effect = self._kept_effects([migration_id]).get(migration_id)
-        verification = self._verifications([migration_id]).get(migration_id)
-        return migration_detail(*found, self._verified(migration_id), effect, verification)
+        return migration_detail(self._as_of_now(found), self._verified(migration_id))
 
-    def _kept_effects(self, migration_ids: list[str]) -> dict[str, EffectRecord]:
-        """Return effects by migration; that of the newest migration is as of now."""
-        newest = self._effects.newest()
-        measured = {} if newest is None else {newest.migration_id: newest}
-        return self._history.effects(migration_ids) | measured
-
-    def _verifications(self, migration_ids: list[str]) -> dict[str, VerificationReport]:
-        """Return verifications by migration, also the one that is running."""
-        found = {name: kept_verification(each) for name, each in self._history.verdicts(migration_ids).items()}
-        verifier = self._auto.verifier
-        newest = None if verifier is None else verifier.newest
-        return found if newest is None else found | {newest.migration_id: verification_report(newest)}
+    def _as_of_now(self, record: MigrationRecord) -> MigrationRecord:
+        """Return a record of the history with the effect and the verification that are still being measured."""
+        verifier, effect = self._auto.verifier, self._effects.newest()
+        verdict = None if verifier is None else verifier.newest
+        if effect is not None and effect[0] == record.migration_id:
+            record = replace(record, effect=effect[1])
+        if verdict is not None and verdict.migration_id == record.migration_id:
+            record = replace(record, verdict=verdict)
+        return record
 
     def _verified(self, migration_id: str) -> str | None:
         """Return the measured effect of the migration's plan, also if it is still being measured."""
         verifier = self._auto.verifier
         newest = None if verifier is None else verifier.newest
         if newest is not None and newest.migration_id == migration_id:
-            return f"{newest.state.value}: {newest.words}"
+            return f"{newest.state}: {newest.words}"
         actions = self._history.newest_actions(MAX_LISTED)
         return next((each.detail for each in actions if (each.kind, each.reason) == ("verify", migration_id)), None)
 
@@ -159,7 +149,7 @@ class MigrationCommands:
         preview = self._executions.preview_abort(rollback, self._coordinator.live())
         return AbortPreview(
             migration=migration_report(preview.stopped),
-            rows_pushed=preview.stopped.migration.progress.rows_pushed,
+            rows_pushed=preview.stopped.migration.record.rows_pushed,
             waiting=tuple(each.migration.migration_id for each in preview.waiting),
             rollback=None if preview.rollback_plan is None else rollback_preview(preview.rollback_plan),
         )
@@ -177,7 +167,7 @@ class MigrationCommands:
         back = done.rollback.migration
         self._wait(back, deadline)
         stopped = interrupted_report(done.interrupted) if done.recorded is None else ended_report(done.recorded)
-        now = back.progress
+        now = back.record
         return AbortResult(
             outcome=_rollback_outcome(back, wait_seconds > 0),
             migration=stopped,
@@ -208,7 +198,7 @@ def _rollback_outcome(back: Migration, waited: bool) -> AbortOutcome:
 
 
 def _message(done: Abort) -> str:
-    progress = done.stopped.migration.progress
+    progress = done.stopped.migration.record
     where = (
         f"{progress.rows_applied} of {progress.rows} rows applied, placement version "
         f"{progress.last_version or progress.base_version}"
@@ -217,6 +207,6 @@ def _message(done: Abort) -> str:
     )
     text = f"migration {done.stopped.migration.migration_id} is {progress.state.value}: {where}"
     if done.rollback is not None:
-        back = done.rollback.migration.progress
+        back = done.rollback.migration.record
         text += f"; its rollback is {back.state.value}, {back.rows_applied} of {back.rows} rows applied"
     return text

@@ -11,7 +11,7 @@ from flexd.api.families import gauges
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.operations.history.records import EffectRecord
+    from flexd.control.daemon.migration_record import MigrationRecord
 
 
 class MeasuredSteps(Model):
@@ -51,14 +51,18 @@ class MigrationEffect(Model):
         )
 
 
-def migration_effect(record: EffectRecord) -> MigrationEffect:
-    """Return the predicted saving of a migration beside the steps before and after it."""
+def migration_effect(record: MigrationRecord) -> MigrationEffect | None:
+    """Return the predicted saving of a migration beside the steps before and after it; None if neither is known."""
+    effect = record.effect
+    if effect is None:
+        predicted = record.predicted_saving_seconds
+        return None if predicted is None else MigrationEffect(predicted_saving_seconds=predicted)
     return MigrationEffect(
         predicted_saving_seconds=record.predicted_saving_seconds,
-        measured_saving_seconds=record.saving_seconds,
-        measured_error_seconds=record.error_seconds,
-        before=_steps(record.before_seconds, record.before_error_seconds, record.before_steps),
-        after=_steps(record.after_seconds, record.after_error_seconds, record.after_steps),
+        measured_saving_seconds=effect.saving_seconds,
+        measured_error_seconds=effect.error_seconds,
+        before=_steps(effect.before_seconds, effect.before_error_seconds, effect.before_steps),
+        after=_steps(effect.after_seconds, effect.after_error_seconds, effect.after_steps),
     )
 
 

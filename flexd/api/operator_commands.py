@@ -14,8 +14,7 @@ from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
-from flexd.operations.history.history import MigrationHistory
-from flexd.operations.history.records import ActionKind, ActionRecord
+from flexd.operations.history import ActionKind, ActionRecord, MigrationHistory
 from flexd.operations.pacing import MigrationPacing, merge_limits
 from flexd.operations.triggers import DAEMON_ACTOR
 

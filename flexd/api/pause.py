@@ -41,5 +41,7 @@ class DecisionsStatus(Model):
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the file."""
         yield counter(
-            "flexd_decisions_failures", "Writes of decisions.json that failed, and are tried again.", self.failures
+            "flexd_decisions_failures",
+            "Writes of decisions to state.sqlite that failed, and are tried again.",
+            self.failures,
         )

@@ -160,8 +160,8 @@ class PlanCommands:
     def _report(self, proposal: Proposal, execution: Execution | None, wait_seconds: float) -> ReplanResult:
         self._auto.record_manual_plan(executed=True)
         if execution is not None:
-            trigger = execution.trigger
-            self._operator.record_override(trigger.who, trigger.reason, proposal.plan.plan_id, execution.overridden)
+            record = execution.migration.record
+            self._operator.record_override(record.who, record.reason, proposal.plan.plan_id, record.overridden_gates)
         report = proposal_report(proposal)
         if execution is None and len(proposal.plan.delta):
             return self._result("withheld", report, f"{proposal.withheld}: nothing is moved")

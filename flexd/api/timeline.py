@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, RowsByTier
 
 if TYPE_CHECKING:
+    from flexd.control.daemon.migration_record import MigrationRecord
     from flexd.core.layout import RankLayout
     from flexd.operations.traffic_timeline import TrafficInterval
 
@@ -75,14 +76,14 @@ class Timeline(Model):
 
 def timeline(
     intervals: Sequence[TrafficInterval],
-    plans: Sequence[Mapping[str, Any]],
+    plans: Sequence[MigrationRecord],
     layout: RankLayout | None,
     row_bytes: float,
 ) -> Timeline:
     """Return traffic and plans, oldest first.
 
     Args:
-        plans: entries of the plan log.
+        plans: migrations that moved rows, the newest first.
         layout: of the live ranks; None before ranks are known.
         row_bytes: mean size of a looked-up row's values.
     """
@@ -92,10 +93,7 @@ def timeline(
     return Timeline(
         interval_seconds=INTERVAL_SECONDS,
         samples=tuple(_sample(interval, INTERVAL_SECONDS, share, row_bytes) for interval in intervals),
-        plans=tuple(
-            PlanMark.model_validate({name: plan[name] for name in PlanMark.model_fields if name in plan})
-            for plan in plans[-MAX_PLAN_MARKS:]
-        ),
+        plans=tuple(PlanMark.from_object(plan, state=plan.state.value) for plan in reversed(plans)),
     )
 
 

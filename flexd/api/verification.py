@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
@@ -14,8 +13,7 @@ from flexd.api.families import counters, gauge, with_zeros
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.operations.history.records import VerdictRecord
-    from flexd.operations.verification import Verification, Verifier
+    from flexd.operations.verification import Verifier
 
 VerificationStateName = Literal["running", "faster", "slower", "same", "undecided", "interrupted"]
 
@@ -81,26 +79,7 @@ def verification_status(verifier: Verifier | None) -> VerificationStatus:
     ended = (state.value for state in VerificationState if state is not VerificationState.RUNNING)
     return VerificationStatus(
         enabled=verifier.settings.enabled,
-        newest=None if newest is None else verification_report(newest),
+        newest=None if newest is None else VerificationReport.from_object(newest),
         ended=with_zeros(ended, verifier.ended),
         held=verifier.held.reasons(),
     )
-
-
-def verification_report(verification: Verification) -> VerificationReport:
-    """Return a verification that runs, or the newest one."""
-    effect = verification.effect
-    return VerificationReport(
-        migration_id=verification.migration_id, state=verification.state.value, change=_finite(effect.share),
-        low=_finite(effect.low), high=_finite(effect.high), pairs=effect.pairs, part=verification.part,
-        steps=verification.steps, rolled_back=verification.rolled_back, words=verification.words,
-    )  # fmt: skip
-
-
-def kept_verification(record: VerdictRecord) -> VerificationReport:
-    """Return a verification of the history."""
-    return VerificationReport.from_object(record)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

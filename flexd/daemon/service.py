@@ -45,13 +45,13 @@ from flexd.operations.decisions import DecisionFile
 from flexd.operations.drift import DriftMonitor
 from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
-from flexd.operations.history.history import MigrationHistory
+from flexd.operations.history import MigrationHistory
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.pacing import MigrationPacing
-from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.slow_memory import SlowMemoryMonitor
+from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.server.http import DaemonServer
@@ -141,19 +141,20 @@ class Daemon:
         throttle = Throttle(
             ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
         )
-        self._history = MigrationHistory(
-            state / "migrations.sqlite", KEEP_MIGRATIONS, self._on_event, supervisor=supervisor
-        )
+        self._small_state = StateFile(state / NAME)
+        self._history = MigrationHistory(self._small_state, KEEP_MIGRATIONS, supervisor=supervisor)
         self._effects = EffectRecorder(self._training.step_times, self._history.record_effect)
         self._coordinator = Coordinator(
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
             on_migration=self._record_migration, supervisor=supervisor,
         )  # fmt: skip
         self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
-        decisions = DecisionFile(state / "decisions.json")
+        decisions = DecisionFile(self._small_state)
         self.operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
-        plan_log = PlanLog(state / "plans.jsonl")
-        executions = Executions(config.control, keyspace, self._coordinator, plan_log)
+        moves = self._history.newest_moves(1)
+        executions = self._executions = Executions(
+            config.control, keyspace, self._coordinator, moves[0].plan_id if moves else ""
+        )
         prices = self._prices = LivePrices(cluster, self._training, self._coordinator)
         self._drift = DriftMonitor(
             config.planner, keyspace, prices, self._ingestor.profile, self._coordinator, executions, self._training,
@@ -165,14 +166,14 @@ class Daemon:
             self._drift.planned, self.operator.record_withheld, self._ingestor.sketches.sequence_length_quantiles,
             AffinityMonitor(keyspace, self._ingestor.sketches.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
-        late = RollbackRecovery(executions, plan_log, self._history, self._coordinator, decisions)
+        late = RollbackRecovery(executions, self._history, self._coordinator, decisions)
         self._verifier = Verifier(config.planner, keyspace, executions, self._coordinator, decisions, self._history)
         self._auto = AutoPlanner(
             config.planner, planning, self._drift, self._coordinator.live, late.resume, self._verifier
         )
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._history, plan_log, self._snapshots, self._slow_memory,
+            self._auto, self._pacing, self._history, self._snapshots, self._slow_memory,
         )  # fmt: skip
         self._server = None if self._takes_tables else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()
@@ -283,6 +284,7 @@ class Daemon:
         budget.stop_part("history", self._history.stop, reserve=Share.SERVER)
         # A channel that is loading torch cannot be interrupted and may need more than its share on a busy machine.
         budget.retry_late(reserve=Share.SERVER)
+        self._small_state.close()
         self._journal.close()
         self._state_lock.release()
         if self._server is not None:
@@ -303,6 +305,7 @@ class Daemon:
     def _record_migration(self, event: MigrationEvent) -> None:
         # First the migration, to which its effect refers.
         self._history.record_migration(event)
+        self._executions.on_migration(event)
         self._effects.on_migration(event)
 
     def _on_event(self, name: str, fields: Mapping[str, object]) -> None:

@@ -17,8 +17,7 @@ from flexd.control.daemon import journal
 from flexd.core.durable import UNUSABLE, sync_directory
 from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
 from flexd.ingest.restore import UNUSABLE_REMEDY
-from flexd.operations import decisions, plan_log
-from flexd.operations.history import store as history
+from flexd.operations import state_file
 from flexd.stream import offsets_in_work
 
 logger = logging.getLogger("flexd")
@@ -41,9 +40,7 @@ class StateFile:
 
 FILES = (
     StateFile("placement/placement.journal", journal.check_version),
-    StateFile("migrations.sqlite", history.check_version, ("-wal", "-shm")),
-    StateFile("decisions.json", decisions.check_version),
-    StateFile("plans.jsonl", plan_log.check_version),
+    StateFile(state_file.NAME, state_file.check_version, state_file.SIDE_FILES),
     StateFile(tables_file.NAME, tables_file.check_version),
     StateFile(offsets_in_work.RECORD_NAME, offsets_in_work.check_version),
 )

@@ -202,7 +202,7 @@ class Demo:
                 self._train_peer(strategy, deadline)
             view.print("training is done; training the same data in one plain process to compare")
             run_reference(self.setup_file, self._directory, deadline - time.monotonic())
-        return RunRecord.load(setup, self._directory, self.state / "plans.jsonl")
+        return RunRecord.load(setup, self._directory, self.state)
 
     def _train_peer(self, strategy: Strategy, deadline: float) -> None:
         directory = self._directory / strategy.value

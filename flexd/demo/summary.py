@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.demo.rank import TRAFFIC, RunSetup, Strategy
+from flexd.operations.history import MigrationHistory
+from flexd.operations.state_file import NAME, StateFile
 
 Array = npt.NDArray[Any]
+_MOST_PLANS = 1_000
 
 
 @dataclass(frozen=True)
@@ -22,18 +25,18 @@ class RunRecord:
     Attributes:
         ranks: each rank's arrays by name, one value a step.
         reference: the single-process training and the row-wise baselines.
-        plans: the daemon's plan log, one entry for each plan whose migration was started.
+        plans: the daemon's migrations that moved rows, in order.
         peers: each rank's arrays of the same steps without a daemon, by strategy; empty without an emulated link.
     """
 
     setup: RunSetup
     ranks: tuple[dict[str, Array], ...]
     reference: dict[str, Array]
-    plans: tuple[dict[str, Any], ...]
+    plans: tuple[MigrationRecord, ...]
     peers: dict[str, tuple[dict[str, Array], ...]] = field(default_factory=dict)
 
     @staticmethod
-    def load(setup: RunSetup, directory: Path, plan_log: Path) -> RunRecord:
+    def load(setup: RunSetup, directory: Path, state: Path) -> RunRecord:
         def arrays(path: Path) -> dict[str, Array]:
             with np.load(path) as file:
                 return {name: file[name] for name in file.files}
@@ -41,12 +44,12 @@ class RunRecord:
         def of_ranks(of_run: Path) -> tuple[dict[str, Array], ...]:
             return tuple(arrays(of_run / f"rank-{rank}.npz") for rank in range(setup.world_size))
 
-        plans = plan_log.read_text().splitlines() if plan_log.exists() else []
+        history = MigrationHistory(StateFile(state / NAME), _MOST_PLANS)
         return RunRecord(
             setup,
             of_ranks(directory),
             arrays(directory / "reference.npz"),
-            tuple(json.loads(line) for line in plans if line.endswith("}")),
+            tuple(reversed(history.newest_moves(_MOST_PLANS))),
             {peer.value: of_ranks(directory / peer.value) for peer in Strategy if (directory / peer.value).is_dir()},
         )
 
@@ -72,14 +75,14 @@ class RunRecord:
         """The last tenth of the run."""
         return slice(self.setup.steps - max(1, self.setup.steps // 10), self.setup.steps)
 
-    def plans_applied(self) -> tuple[dict[str, Any], ...]:
+    def plans_applied(self) -> tuple[MigrationRecord, ...]:
         """Return the plans of which rows have reached every rank."""
-        return tuple(plan for plan in self.plans if int(plan["rows_applied"]) > 0)
+        return tuple(plan for plan in self.plans if plan.rows_applied)
 
     def plan_steps(self) -> list[int]:
         """The steps at which each plan's first chunk was applied."""
         version = self.ranks[0]["version"]
-        starts = [int(plan["first_version"]) for plan in self.plans_applied()]
+        starts = [plan.base_version + 1 for plan in self.plans_applied()]
         return [int(np.argmax(version >= start)) for start in starts if len(version) and version[-1] >= start]
 
 
@@ -188,8 +191,8 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         },
         "replica_budget": setup.replica_budget,
         "plans": len(record.plans_applied()),
-        "migrated_rows": sum(int(plan["rows_applied"]) for plan in record.plans),
-        "last_plan": {name: record.plans[-1].get(name) for name in ("plan_id", "why")} if record.plans else None,
+        "migrated_rows": sum(plan.rows_applied for plan in record.plans),
+        "last_plan": {"plan_id": record.plans[-1].plan_id, "why": record.plans[-1].why} if record.plans else None,
         "placement_version": int(record.ranks[0]["version"][-1]),
         **(
             {

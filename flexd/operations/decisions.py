@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,14 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flexd.config.links import ThrottleConfig
 from flexd.config.text import describe_faults
 from flexd.control.daemon.throttle import ThrottleLimits
-from flexd.core.durable import quarantine_file, replace_file
-from flexd.core.errors import SnapshotError, StateVersionError
+from flexd.core.errors import SnapshotError
+from flexd.operations.state_file import StateFile
 
 logger = logging.getLogger("flexd")
 
-MAX_BYTES = 2**16
 MAX_ROLLED_BACK = 64
-FORMAT = 1
+_NAME = "in force"
 _Words = Annotated[str, Field(max_length=2_000)]
 _Bytes = Annotated[int, Field(ge=1, le=2**50)]
 
@@ -98,7 +95,6 @@ class RunningVerification(_Stored):
 class Decisions(_Stored):
     """All decisions in force; None where there is none."""
 
-    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)] = FORMAT
     pause: Pause | None = None
     throttle: ThrottleOverride | None = None
     rollback: RequestedRollback | None = None
@@ -106,37 +102,12 @@ class Decisions(_Stored):
     verification: RunningVerification | None = None
 
 
-def check_version(path: Path) -> None:
-    """Raise StateVersionError if a newer flexd wrote the file."""
-    try:
-        with path.open("rb") as file:
-            _check_content(path, file.read(MAX_BYTES + 1))
-    except OSError:
-        return  # Reading it reports that.
-
-
-def _check_content(path: Path, content: bytes) -> None:
-    try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
-        return
-    number = document.get("format") if isinstance(document, dict) else None
-    if isinstance(number, int) and not isinstance(number, bool) and number > FORMAT:
-        raise StateVersionError(
-            f"{path} is of format {number}, of a newer flexd; this one reads {FORMAT}",
-            remedy="run the flexd that wrote it, or a newer one",
-        )
-
-
 class DecisionFile:
-    """``decisions.json`` of the state directory. Thread-safe.
-
-    A file that cannot be used is kept as ``decisions.json.unusable``, and no decision is in force.
+    """The decisions in the state's file. Thread-safe.
 
     Attributes:
         current: the decisions in force, written to disk or not.
         failures: failed writes since the start; ``retry`` tries again.
-        quarantined: files that could not be used.
         problem: why the newest write failed; empty if it succeeded.
 
     Raises:
@@ -144,12 +115,23 @@ class DecisionFile:
         SnapshotError: the file exists and cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, file: StateFile) -> None:
+        self._file = file
         self._lock = threading.Lock()
-        self.failures = self.quarantined = 0
+        self.failures = 0
         self.problem = ""
-        self.current = self._read()
+        self.current = Decisions()
+        for (document,) in file.read("SELECT document FROM decisions WHERE name = ?", _NAME):
+            try:
+                self.current = Decisions.model_validate_json(document)
+            except ValidationError as error:
+                faults = "; ".join(describe_faults(error, Decisions, {}))
+                logger.error("decisions are not usable, no pause, throttle or rollback is in force: %s", faults[:500])
+
+    @property
+    def quarantined(self) -> int:
+        """Files that could not be used."""
+        return self._file.quarantined
 
     def update(
         self,
@@ -166,42 +148,13 @@ class DecisionFile:
             if self.problem:
                 self._write()
 
-    def _read(self) -> Decisions:
-        try:
-            with self._path.open("rb") as file:
-                content = file.read(MAX_BYTES + 1)
-        except FileNotFoundError:
-            return Decisions()
-        except OSError as error:
-            raise SnapshotError(
-                f"{self._path}: cannot be read: {error.strerror}",
-                remedy="let the daemon's user read it, or move it away",
-            ) from error
-        _check_content(self._path, content)
-        try:
-            if len(content) > MAX_BYTES:
-                raise ValueError(f"more than {MAX_BYTES} bytes")
-            return Decisions.model_validate_json(content)
-        except ValueError as error:
-            faults = describe_faults(error, Decisions, {}) if isinstance(error, ValidationError) else [str(error)]
-            self.quarantined += 1
-            quarantine_file(self._path)
-            logger.error(
-                "%s is not usable (%s): it is kept as *.unusable; no pause, throttle or rollback is in force",
-                self._path, "; ".join(faults)[:500],
-            )  # fmt: skip
-            return Decisions()
-
     def _write(self) -> None:
         try:
-            replace_file(self._path, [self.current.model_dump_json().encode() + b"\n"])
+            self._file.write(
+                [("INSERT OR REPLACE INTO decisions VALUES (?, ?)", (_NAME, self.current.model_dump_json()))]
+            )
+            self.problem = ""
         except SnapshotError as error:
             self.failures += 1
-            logger.log(
-                logging.DEBUG if self.problem else logging.ERROR,
-                "decisions are not saved: %s",
-                error,
-            )
+            logger.log(logging.DEBUG if self.problem else logging.ERROR, "decisions are not saved: %s", error)
             self.problem = str(error)
-        else:
-            self.problem = ""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_record import EffectRecord
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.operations.history.records import EffectRecord
 from flexd.operations.step_times import StepSeconds, StepTimes
 
 
@@ -20,10 +20,10 @@ class EffectRecorder:
 
     Args:
         times: step times of the present topology generation.
-        record: receives the effects; must not block.
+        record: receives migration and effect; must not block.
     """
 
-    def __init__(self, times: StepTimes, record: Callable[[EffectRecord], None]) -> None:
+    def __init__(self, times: StepTimes, record: Callable[[str, EffectRecord], None]) -> None:
         self._times = times
         self._record = record
         self._lock = threading.Lock()
@@ -32,14 +32,12 @@ class EffectRecorder:
         self._started: Migration | None = None
 
     def on_migration(self, event: MigrationEvent) -> None:
-        """Record what is known when a migration starts: its prediction, and the effect of the one before it."""
+        """Record the effect of the migration before one that starts."""
         if event.transition is None or event.transition.event is not TransitionEvent.START:
             return
         self.store()
         with self._lock:
             self._measured, self._started = self._newest(), event.migration
-        if event.migration.metadata.predicted_saving_seconds is not None:
-            self._record(_effect(event.migration, None, None))
 
     def end_generation(self) -> None:
         """Record the effect of the newest migration: other ranks train from now on, and their steps do not count."""
@@ -49,35 +47,28 @@ class EffectRecorder:
 
     def store(self) -> None:
         """Record the effect of the newest migration, if any of it is measured."""
-        effect = self.newest()
-        if effect is not None and (effect.before_steps or effect.after_steps):
-            self._record(effect)
+        found = self.newest()
+        if found is not None and (found[1].before_steps or found[1].after_steps):
+            self._record(*found)
 
-    def newest(self) -> EffectRecord | None:
-        """Return the effect of the newest migration that pushed a chunk, as of now; None without one."""
+    def newest(self) -> tuple[str, EffectRecord] | None:
+        """Return id and effect of the newest migration that pushed a chunk, as of now; None without one."""
         with self._lock:
             migration = self._newest()
-        return None if migration is None else effect_of(migration, self._times)
+        return None if migration is None else (migration.migration_id, effect_of(migration, self._times))
 
     def _newest(self) -> Migration | None:
         started = self._started
-        return started if started is not None and started.progress.chunks_pushed else self._measured
+        return started if started is not None and started.record.chunks_pushed else self._measured
 
 
 def effect_of(migration: Migration, times: StepTimes) -> EffectRecord:
-    """Return the predicted saving of a migration, and the step times at its first and its last placement version."""
-    progress = migration.progress
-    if progress.chunks_pushed == 0:
-        return _effect(migration, None, None)
-    after = times.at_version(progress.last_version) if migration.done else None
-    return _effect(migration, times.at_version(progress.base_version), after)
-
-
-def _effect(migration: Migration, before: StepSeconds | None, after: StepSeconds | None) -> EffectRecord:
-    return EffectRecord(
-        migration.migration_id, migration.metadata.predicted_saving_seconds,
-        *_measured(before), *_measured(after),
-    )  # fmt: skip
+    """Return the step times at the first and the last placement version of a migration."""
+    record = migration.record
+    if record.chunks_pushed == 0:
+        return EffectRecord()
+    after = times.at_version(record.last_version) if migration.done else None
+    return EffectRecord(*_measured(times.at_version(record.base_version)), *_measured(after))
 
 
 def _measured(steps: StepSeconds | None) -> tuple[float | None, float | None, int]:

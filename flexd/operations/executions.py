@@ -12,12 +12,13 @@ import numpy as np
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationMetadata
+from flexd.control.daemon.migration import ChunkedDelta, ChunkSource, Migration
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.errors import ApiError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
-from flexd.operations.plan_log import PlanLog
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta
 from flexd.planner.plan import Plan
@@ -30,18 +31,14 @@ _KEPT_OPEN = 64
 
 @dataclass(frozen=True)
 class Execution:
-    """A migration with its plan and trigger.
+    """A migration with its plan.
 
     Attributes:
         plan: the plan that it executes; None for a rollback.
-        trigger: cause and requester.
-        overridden: names of the closed gates that were overridden.
     """
 
     plan: Plan | None
     migration: Migration
-    trigger: Trigger
-    overridden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,8 @@ class AbortPreview:
 class Executions:
     """Starts and stops migrations. Thread-safe.
 
-    Migrations that end are counted, and logged if they moved rows, in the coordinator's thread.
+    Args:
+        live_plan_id: id of the plan that the placement comes from, as an earlier daemon knew it.
 
     Attributes:
         last: the newest execution.
@@ -100,18 +98,18 @@ class Executions:
             applied.
     """
 
-    def __init__(self, control: ControlConfig, keyspace: KeySpace, coordinator: Coordinator, log: PlanLog) -> None:
+    def __init__(
+        self, control: ControlConfig, keyspace: KeySpace, coordinator: Coordinator, live_plan_id: str = ""
+    ) -> None:
         self._control = control
         self._keyspace = keyspace
         self._coordinator = coordinator
-        self._log = log
         self._lock = threading.Lock()
         self._open: list[Execution] = []
         self.last: Execution | None = None
         self.migrations: Counter[str] = Counter()
         self.migrated: Counter[str] = Counter()
-        newest = log.newest
-        self.live_plan_id = str(newest["plan_id"]) if newest else ""
+        self.live_plan_id = live_plan_id
 
     @property
     def migrating(self) -> bool:
@@ -134,13 +132,11 @@ class Executions:
             delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, live.layout, plan.budgets)
             return self._chunked(delta, live.layout)
 
-        return self._submit(
-            plan.plan_id, chunks, plan.topology_generation,
-            MigrationMetadata(
-                plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason, plan.saved_seconds
-            ),
-            lambda migration: Execution(plan, migration, trigger, overridden),
+        origin = MigrationRecord(
+            plan.plan_id, plan.plan_id, plan.parent_id, trigger.kind.value, trigger.who, trigger.reason, overridden,
+            plan.promotions, plan.demotions, tuple(plan.summary()["replication"]["words"]), plan.saved_seconds,
         )  # fmt: skip
+        return self._submit(origin, chunks, plan.topology_generation, plan)
 
     def abort(self, reason: str, who: str, rollback: bool, live: LiveTopology | None) -> Abort:
         """Stop the running migration at its next chunk and discard the waiting ones.
@@ -215,10 +211,7 @@ class Executions:
             to = base()
             return self._chunked(self._delta_to(to, placement, live), live.layout, None if to is None else to.version)
 
-        return self._submit(
-            name, chunks, generation, MigrationMetadata(name, plan_id, trigger.kind.value, trigger.who, trigger.reason),
-            lambda started: Execution(None, started, trigger),
-        )  # fmt: skip
+        return self._submit(_of_trigger(name, plan_id, trigger), chunks, generation)
 
     def start_move(
         self, name: str, target: Placement, generation: int, trigger: Trigger, live: LiveTopology
@@ -236,11 +229,7 @@ class Executions:
         def chunks(placement: Placement) -> ChunkedDelta:
             return self._chunked(self._delta_to(target, placement, live), live.layout)
 
-        return self._submit(
-            name, chunks, generation,
-            MigrationMetadata(name, self.live_plan_id, trigger.kind.value, trigger.who, trigger.reason),
-            lambda started: Execution(None, started, trigger),
-        )  # fmt: skip
+        return self._submit(_of_trigger(name, self.live_plan_id, trigger), chunks, generation)
 
     def rollback_plan(self, base: Placement | None, live: LiveTopology) -> RollbackPlan:
         """Return the rows that a rollback to ``base`` (None: the current placement) would move if it started now."""
@@ -265,57 +254,29 @@ class Executions:
         )
 
     def _submit(
-        self,
-        plan_id: str,
-        chunks: Callable[[Placement], ChunkedDelta],
-        generation: int | None,
-        metadata: MigrationMetadata,
-        made: Callable[[Migration], Execution],
+        self, origin: MigrationRecord, chunks: ChunkSource, generation: int | None, plan: Plan | None = None
     ) -> Execution:
-        def on_progress(migration: Migration) -> None:
-            if migration.done:
-                self._ended(made(migration))
-
         with self._lock:
-            execution = made(self._coordinator.migrate(plan_id, chunks, on_progress, generation, metadata))
+            execution = Execution(plan, self._coordinator.migrate(origin.plan_id, chunks, generation, origin))
             self.last = execution
             self._open = [*(each for each in self._open if not each.migration.done), execution][-_KEPT_OPEN:]
             return execution
 
-    def _ended(self, execution: Execution) -> None:
-        migration, plan, trigger = execution.migration, execution.plan, execution.trigger
-        progress = migration.progress
-        self.migrations[progress.state.value] += 1
-        self.migrated["rows"] += progress.rows_applied
-        self.migrated["chunks"] += progress.chunks_applied
-        self.migrated["bytes"] += progress.copied_bytes
-        if progress.chunks_pushed == 0:
+    def on_migration(self, event: MigrationEvent) -> None:
+        """Count a migration whose figures are final. Called in the coordinator's thread."""
+        if event.transition is not None:
             return
-        self.live_plan_id = migration.plan_id
-        entry: dict[str, object] = {
-            "plan_id": migration.plan_id,
-            "parent_id": migration.metadata.parent_plan_id,
-            "reason": trigger.reason,
-            "trigger": trigger.kind.value,
-            "who": trigger.who,
-            "overridden_gates": list(execution.overridden),
-            "created_unix_seconds": progress.created_unix_seconds if plan is None else plan.created_unix_seconds,
-            "topology_generation": migration.generation,
-            "state": progress.state.value,
-            "problem": progress.reason,
-            "rows_applied": progress.rows_applied,
-            "chunks": progress.chunks_pushed,
-            "first_version": progress.base_version + 1,
-            "last_version": progress.last_version,
-        }
-        if plan is not None:
-            entry |= {
-                "profile_generation": plan.profile_generation,
-                "promotions": plan.promotions,
-                "demotions": plan.demotions,
-                "why": plan.summary()["replication"]["words"],
-            }
-        self._log.append(entry)
+        record = event.migration.record
+        self.migrations[record.state.value] += 1
+        self.migrated["rows"] += record.rows_applied
+        self.migrated["chunks"] += record.chunks_applied
+        self.migrated["bytes"] += record.copied_bytes
+        if record.chunks_pushed:
+            self.live_plan_id = record.plan_id
+
+
+def _of_trigger(name: str, parent_plan_id: str, trigger: Trigger) -> MigrationRecord:
+    return MigrationRecord(name, name, parent_plan_id, trigger.kind.value, trigger.who, trigger.reason)
 
 
 def _stopped(unfinished: list[Execution]) -> Execution:

@@ -35,7 +35,7 @@ class HoldOff:
         if migration.state is MigrationState.COMMITTED:
             self._next_seconds, self._until = FIRST_SECONDS, now
         elif migration.state is MigrationState.FAILED:
-            if migration.progress.chunks_applied:
+            if migration.record.chunks_applied:
                 self._next_seconds = FIRST_SECONDS
             self._failure = (f"migration {migration.migration_id} failed: {migration.reason}", migration.generation)
             self._until = now + self._next_seconds

@@ -10,6 +10,7 @@ from itertools import count
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.journal_frames import JournalledMigration
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError
 from flexd.core.placement import Placement
@@ -22,9 +23,7 @@ from flexd.operations.executions import (
     no_migration_running,
     rollback_trigger,
 )
-from flexd.operations.history.history import MigrationHistory
-from flexd.operations.history.records import MigrationRecord
-from flexd.operations.plan_log import PlanLog
+from flexd.operations.history import MigrationHistory
 from flexd.operations.triggers import DAEMON_ACTOR
 
 logger = logging.getLogger("flexd")
@@ -57,13 +56,11 @@ class RollbackRecovery:
     def __init__(
         self,
         executions: Executions,
-        log: PlanLog,
         history: MigrationHistory,
         coordinator: Coordinator,
         decisions: DecisionFile,
     ) -> None:
         self._executions = executions
-        self._log = log
         self._history = history
         self._coordinator = coordinator
         self._decisions = decisions
@@ -75,11 +72,12 @@ class RollbackRecovery:
         None once this daemon has started a migration, or if the ranks have changed since.
         """
         newest = None if self._executions.last is not None else self._coordinator.newest_migration()
-        logged = self._log.newest
-        if newest is None or logged is None or logged.get("plan_id") != newest.plan_id:
-            return newest
-        # A daemon that shut down in order has logged the end of the migration that it gave up.
-        return newest if logged.get("state") == MigrationState.FAILED.value or self._was_requested(newest) else None
+        if newest is None:
+            return None
+        recorded = self._recorded(newest.migration_id)
+        # A daemon that shut down in order has recorded that the migration which it gave up has failed.
+        failed = recorded is None or recorded.state is MigrationState.FAILED
+        return newest if failed or self._was_requested(newest) else None
 
     def resume(self) -> bool:
         """Resume a rollback that was requested from an earlier daemon. Returns False if there is none.
@@ -155,7 +153,6 @@ class RollbackRecovery:
     def _recorded(self, migration_id: str) -> MigrationRecord | None:
         """Return the migration from the history; None if it is missing or the history cannot be read."""
         try:
-            found = self._history.find(migration_id)
+            return self._history.find(migration_id)
         except SnapshotError:
             return None
-        return None if found is None else found[0]

@@ -24,11 +24,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Protocol
+from enum import StrEnum
 
 from flexd.config.planner import PlannerConfig, VerifyConfig
+from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.migration_record import VerdictRecord
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import SnapshotError
@@ -37,7 +38,7 @@ from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile, RunningVerification
 from flexd.operations.executions import ROLLBACK, Execution, Executions, rollback_trigger
 from flexd.operations.held_plans import HeldPlans
-from flexd.operations.history.records import ActionRecord, VerdictRecord
+from flexd.operations.history import ActionRecord, MigrationHistory
 from flexd.operations.measured_changes import MeasuredChanges, measured_changes, plan_kind
 from flexd.operations.step_blocks import StepBlocks
 from flexd.operations.triggers import DAEMON_ACTOR, Trigger, TriggerKind
@@ -62,51 +63,13 @@ STALLED_SECONDS = 900.0
 _NO_VERDICT = "no verdict, the ranks keep the placement that they have"
 
 
-class VerificationState(Enum):
+class VerificationState(StrEnum):
     RUNNING = "running"
     FASTER = "faster"
     SLOWER = "slower"
     SAME = "same"
     UNDECIDED = "undecided"
     INTERRUPTED = "interrupted"
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The verification of one migration.
-
-    Attributes:
-        migration_id: the migration of the plan.
-        effect: change of the step time by the measured part, so far.
-        part: measured share of the rows that the plan promoted, or took back.
-        steps: steps of the job that it has used.
-        rolled_back: whether a rollback was started.
-        words: result or progress.
-    """
-
-    migration_id: str
-    state: VerificationState
-    effect: Effect
-    part: float
-    steps: int
-    rolled_back: bool
-    words: str
-
-
-class Channel(Protocol):
-    """The part of the coordinator that a verification uses."""
-
-    def placement(self) -> Placement: ...
-
-
-class VerdictLog(Protocol):
-    """The part of the history that records verdicts."""
-
-    def record_action(self, action: ActionRecord) -> None: ...
-
-    def record_verdict(self, verdict: VerdictRecord) -> None: ...
-
-    def newest_verdict(self) -> VerdictRecord | None: ...
 
 
 @dataclass
@@ -150,16 +113,16 @@ class Verifier:
         planner: PlannerConfig,
         keyspace: KeySpace,
         executions: Executions,
-        channel: Channel,
+        coordinator: Coordinator,
         decisions: DecisionFile,
-        history: VerdictLog,
+        history: MigrationHistory,
         coin: Callable[[], bool] = lambda: random.random() < 0.5,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = planner
         self._keyspace = keyspace
         self._executions = executions
-        self._channel = channel
+        self._coordinator = coordinator
         self._decisions = decisions
         self._history = history
         self._coin = coin
@@ -167,7 +130,7 @@ class Verifier:
         self._blocks = StepBlocks()
         self._run: _Run | None = None
         self._seen: Execution | None = None
-        self.newest: Verification | None = self._kept()
+        self.newest = self._kept()
         self.ended: Counter[str] = Counter()
         self.held = HeldPlans(decisions)
         self._close_unfinished()
@@ -213,8 +176,8 @@ class Verifier:
             return None
         if not self.settings.enabled or self._settings.pins or migration.generation != live.generation:
             return None
-        placement, base = self._channel.placement(), migration.base
-        if placement.version != migration.progress.last_version:
+        placement, base = self._coordinator.placement(), migration.base
+        if placement.version != migration.record.last_version:
             return None
         settings = self.settings
         changes = measured_changes(base, placement, self._keyspace, live.layout, MAX_MOVE_BYTES)
@@ -248,7 +211,7 @@ class Verifier:
         return ""
 
     def _end_move(self, run: _Run) -> None:
-        progress = run.newest.migration.progress
+        progress = run.newest.migration.record
         if progress.state is MigrationState.COMMITTED:
             run.moving = False
             run.version = progress.last_version or progress.base_version
@@ -327,30 +290,23 @@ class Verifier:
 
     def _report(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
         effect = run.rule.effect(run.blocks[False], run.blocks[True])
-        self.newest = Verification(
-            run.plan.migration.migration_id, state, effect, run.changes.part, self._blocks.steps(), rolled_back, words
-        )
+        self.newest = VerdictRecord(
+            run.plan.migration.migration_id, state.value, _finite(effect.share), _finite(effect.low),
+            _finite(effect.high), effect.pairs, run.changes.part, self._blocks.steps(), rolled_back, words,
+        )  # fmt: skip
 
     def _record(self, words: str) -> None:
         """Record the end of the newest verification."""
         ended = self.newest
         assert ended is not None  # noqa: S101
         logger.info("verification of %s: %s", ended.migration_id, words)
-        now, effect = time.time(), ended.effect
-        self._history.record_action(ActionRecord.of(now, "verify", DAEMON_ACTOR, ended.migration_id, words))
-        self._history.record_verdict(
-            VerdictRecord(
-                ended.migration_id, now, ended.state.value, _finite(effect.share), _finite(effect.low),
-                _finite(effect.high), effect.pairs, ended.part, ended.steps, ended.rolled_back, ended.words,
-            )
-        )  # fmt: skip
+        self._history.record_action(ActionRecord.of(time.time(), "verify", DAEMON_ACTOR, ended.migration_id, words))
+        self._history.record_verdict(ended)
 
-    def _kept(self) -> Verification | None:
+    def _kept(self) -> VerdictRecord | None:
         """Return the newest verification of an earlier daemon. The history itself reports a file that is unreadable."""
-        # A state that a newer daemon gave has no name here.
-        with contextlib.suppress(SnapshotError, ValueError):
-            kept = self._history.newest_verdict()
-            return None if kept is None else _verification(kept)
+        with contextlib.suppress(SnapshotError):
+            return self._history.newest_verdict()
         return None
 
     def _close_unfinished(self) -> None:
@@ -358,23 +314,9 @@ class Verifier:
         left = self._decisions.current.verification
         if left is not None:
             words = f"the daemon ended; {_NO_VERDICT}"
-            unmeasured = Effect(0, math.nan, -math.inf, math.inf)
-            self.newest = Verification(
-                left.migration_id, VerificationState.INTERRUPTED, unmeasured, 1.0, 0, False, words
-            )
+            self.newest = VerdictRecord(left.migration_id, VerificationState.INTERRUPTED.value, words=words)
             self._record(f"interrupted: {words}")
             self._decisions.update(verification=None)
-
-
-def _verification(kept: VerdictRecord) -> Verification:
-    change, low, high = (
-        missing if value is None else value
-        for value, missing in ((kept.change, math.nan), (kept.low, -math.inf), (kept.high, math.inf))
-    )
-    return Verification(
-        kept.migration_id, VerificationState(kept.state), Effect(kept.pairs, change, low, high), kept.part,
-        kept.steps, kept.rolled_back, kept.words,
-    )  # fmt: skip
 
 
 def _finite(value: float) -> float | None:

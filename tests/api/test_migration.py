@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
+
+import pytest
 
 from flexd.api.migration import (
     ActionEntry,
@@ -13,18 +15,20 @@ from flexd.api.migration import (
     migration_detail,
     migration_entry,
 )
+from flexd.api.migration_effect import MeasuredSteps
 from flexd.api.verification import VerificationReport
-from flexd.operations.history.records import ActionRecord, MigrationRecord, TransitionRecord, VerdictRecord
+from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
+from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
+from flexd.operations.history import ActionRecord
 
 RECORD = MigrationRecord(
-    migration_id="m", plan_id="p", parent_plan_id="before", who="ada", trigger="drift", reason="why", state="ABORTED",
+    migration_id="m", plan_id="p", parent_plan_id="before", who="ada", trigger="drift", reason="why",
+    state=MigrationState.ABORTED,
     problem="too slow", rows=80, rows_pushed=40, rows_applied=20, chunks_pushed=4, chunks_applied=2, copied_bytes=512,
     pushed_bytes=64, base_version=7, last_version=11, created_unix_seconds=10.0, started_unix_seconds=11.0,
     ended_unix_seconds=15.0, settled=True,
 )  # fmt: skip
-NEVER_STARTED = MigrationRecord(
-    "m", "p", "", "ada", "", "why", "PENDING", "", 0, 0, 0, 0, 0, 0, 0, 0, 0, 10.0, 0.0, 0.0, False
-)
+NEVER_STARTED = MigrationRecord("m", "p", who="ada", reason="why", created_unix_seconds=10.0)
 
 
 def names(kind: type) -> set[str]:
@@ -34,7 +38,7 @@ def names(kind: type) -> set[str]:
 def test_every_field_of_the_history_has_a_source_of_that_name() -> None:
     # A model ignores names that it does not know: a field that is renamed on one side would be silently empty.
     assert set(MigrationEntry.model_fields) - {"bytes", "seconds", "effect", "verification"} <= names(MigrationRecord)
-    assert set(TransitionReport.model_fields) == names(TransitionRecord)
+    assert set(TransitionReport.model_fields) == names(Transition)
     assert set(ActionEntry.model_fields) == names(ActionRecord)
     assert set(VerificationReport.model_fields) <= names(VerdictRecord)
 
@@ -43,7 +47,18 @@ def test_an_entry_has_the_fields_of_its_record() -> None:
     told = migration_entry(RECORD).model_dump()
     assert (told.pop("bytes"), told.pop("seconds")) == (512, 5.0)
     assert (told.pop("effect"), told.pop("verification")) == (None, None)
+    assert told.pop("state") == "ABORTED"
     assert told == {name: getattr(RECORD, name) for name in told}
+    measured = replace(
+        RECORD, effect=EffectRecord(0.3, 0.01, 5, 0.2, None, 4), verdict=VerdictRecord("m", "slower", 0.1)
+    )
+    shown = migration_entry(replace(measured, predicted_saving_seconds=0.5))
+    assert shown.effect is not None
+    assert (shown.effect.predicted_saving_seconds, shown.effect.before, shown.effect.measured_error_seconds) == (
+        0.5, MeasuredSteps(mean_seconds=0.3, error_seconds=0.01, steps=5), None,
+    )  # fmt: skip
+    assert shown.effect.measured_saving_seconds == pytest.approx(0.1)
+    assert shown.verification == VerificationReport(migration_id="m", state="slower", change=0.1, part=1.0)
     empty = migration_entry(NEVER_STARTED)
     assert (empty.parent_plan_id, empty.trigger, empty.problem) == (None, None, None)
     assert (empty.created_unix_seconds, empty.started_unix_seconds, empty.ended_unix_seconds) == (10.0, None, None)
@@ -58,9 +73,10 @@ def test_a_report_of_an_ended_migration_has_its_progress() -> None:
 
 
 def test_transitions_and_actions_keep_their_fields() -> None:
-    submitted = TransitionRecord(0, 10.0, "", "", "PENDING", "why", 0, 0, 0)
-    stopped = TransitionRecord(3, 15.0, "stopped", "ABORTING", "ABORTED", "", 40, 20, 11)
-    first, last = migration_detail(RECORD, [submitted, stopped]).transitions
+    states = MigrationState
+    submitted = Transition(0, 10.0, None, None, states.PENDING, "why", 0, 0, 0)
+    stopped = Transition(3, 15.0, TransitionEvent.STOPPED, states.ABORTING, states.ABORTED, "", 40, 20, 11)
+    first, last = migration_detail(replace(RECORD, transitions=(submitted, stopped))).transitions
     assert (first.event, first.before, first.after) == (None, None, "PENDING")
     assert last == TransitionReport(
         number=3, unix_seconds=15.0, event="stopped", before="ABORTING", after="ABORTED", rows_pushed=40,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flexd.api.migration_effect import migration_effect
+from flexd.api.migration_effect import MigrationEffect, migration_effect
 from flexd.cli.migration_commands import effect_fact
 from flexd.control.protocol.report import StepReport
 from flexd.operations.effects import effect_of
@@ -24,18 +25,24 @@ def test_a_migration_has_its_predicted_saving_beside_the_steps_before_and_after(
     steps(it, 0, 0.1, 0.12)
     plan, execution = it.execute("first")
     assert execution is not None
-    times = it.training.step_times
-    waiting = migration_effect(effect_of(execution.migration, times))
+    migration = execution.migration
+
+    def measured() -> MigrationEffect:
+        found = migration_effect(replace(migration.record, effect=effect_of(migration, it.training.step_times)))
+        assert found is not None
+        return found
+
+    waiting = measured()
     assert (waiting.predicted_saving_seconds, waiting.before, waiting.after) == (plan.saved_seconds, None, None)
     it.coordinator.execute(execution.migration)
     last = it.coordinator.now.version
     steps(it, last, 5.0, apply_seconds=4.0)
-    effect = migration_effect(effect_of(execution.migration, times))
+    effect = measured()
     assert effect.after is effect.measured_saving_seconds is None
     assert effect.before is not None
     assert effect.before.mean_seconds == pytest.approx((0.1 + 0.12) / 2)
     steps(it, last, 0.08, 0.06)
-    effect = migration_effect(effect_of(execution.migration, times))
+    effect = measured()
     assert effect.before is not None
     assert effect.after is not None
     assert (effect.after.mean_seconds, effect.after.steps) == (pytest.approx(0.07), 2)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from flexd.config.load import parse_config
+from flexd.control.daemon.migration_record import EffectRecord
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.daemon import Daemon
-from flexd.operations.history.records import EffectRecord
-from flexd.operations.history.store import HistoryStore
+from flexd.operations.history import MigrationHistory
+from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.triggers import Trigger, TriggerKind
 from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
@@ -58,7 +59,7 @@ class Trained:
         )
         self.seconds = seconds
         assert done.migration.wait(SECONDS) is MigrationState.COMMITTED
-        until(lambda: self.measured_at(done.migration.progress.last_version), SECONDS)
+        until(lambda: self.measured_at(done.migration.record.last_version), SECONDS)
 
     def state(self) -> str:
         return str(self.daemon.status().topology)
@@ -73,9 +74,8 @@ class Trained:
 
     def kept(self, name: str) -> EffectRecord | None:
         self.daemon._history.flush(1.0)
-        return (
-            HistoryStore(self.directory / "state" / "migrations.sqlite", 100, lambda _: None).effects([name]).get(name)
-        )
+        found = MigrationHistory(StateFile(self.directory / "state" / NAME), 100).find(name)
+        return None if found is None else found.effect
 
     def stop(self) -> None:
         if not self.stopped:

@@ -16,24 +16,22 @@ from flexd.core.durable import UNUSABLE
 from flexd.core.errors import StateVersionError, UnusableStateError
 from flexd.daemon.state_files import FILES, check_files, mark_unusable
 from flexd.operations.decisions import DecisionFile
-from flexd.operations.history.store import HistoryStore
-from flexd.operations.plan_log import PlanLog
+from flexd.operations.state_file import StateFile
 from flexd.stream.offsets_in_work import OffsetsInWork
 
 BY_NAME = {file.name: file for file in FILES}
 
 
 def test_side_files_go_with_their_file(tmp_path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        (tmp_path / f"migrations.sqlite{suffix}").write_text(suffix)
-    mark_unusable(tmp_path, BY_NAME["migrations.sqlite"])
+    for suffix in ("", "-journal"):
+        (tmp_path / f"state.sqlite{suffix}").write_text(suffix)
+    mark_unusable(tmp_path, BY_NAME["state.sqlite"])
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        f"migrations.sqlite{UNUSABLE}": "", f"migrations.sqlite{UNUSABLE}-wal": "-wal",
-        f"migrations.sqlite{UNUSABLE}-shm": "-shm",
+        f"state.sqlite{UNUSABLE}": "", f"state.sqlite{UNUSABLE}-journal": "-journal",
     }  # fmt: skip
 
 
-def _newer_history(path: Path) -> None:
+def _newer_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 2")
 
@@ -49,11 +47,7 @@ def _newer_json(path: Path) -> None:
 
 OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
-    "migrations.sqlite": (
-        _newer_history, lambda state: HistoryStore(state / "migrations.sqlite", 5, lambda _: None).open(),
-    ),
-    "decisions.json": (_newer_json, lambda state: DecisionFile(state / "decisions.json")),
-    "plans.jsonl": (_newer_json, lambda state: PlanLog(state / "plans.jsonl")),
+    "state.sqlite": (_newer_database, lambda state: DecisionFile(StateFile(state / "state.sqlite"))),
     "poison-offsets.json": (_newer_json, OffsetsInWork),
     "tables-of-ranks.json": (_newer_json, load_tables),
 }  # fmt: skip

@@ -6,12 +6,12 @@ import json
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.errors import ConfigError
 from flexd.demo.plot import plot_run
 from flexd.demo.rank import TRAFFIC, RunSetup
@@ -35,9 +35,8 @@ STEP = np.arange(STEPS)
 APPLIED = (STEP == 10) | (STEP == 20)
 
 
-def _plan(first: int, last: int, rows: int, **more: Any) -> dict[str, Any]:
-    entry = {"first_version": first, "last_version": last, "rows_applied": rows, "promotions": rows + 3, "demotions": 2}
-    return {**entry, **more}
+def _plan(first: int, last: int, rows: int) -> MigrationRecord:
+    return MigrationRecord("p", "p", base_version=first - 1, last_version=last, rows_applied=rows)
 
 
 def _record() -> RunRecord:

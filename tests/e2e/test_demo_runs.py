@@ -41,10 +41,6 @@ class Run:
             return {name: file[name] for name in file.files}
 
     @property
-    def plans(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory / "state" / "plans.jsonl").read_text().splitlines()]
-
-    @property
     def daemon_log(self) -> str:
         return (self.directory / "daemon.log").read_text()
 

@@ -13,11 +13,11 @@ from flexd.api.config import ReloadReport
 from flexd.api.operator_commands import OperatorCommands
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
-from flexd.core import durable
-from flexd.core.errors import ConfigError
-from flexd.operations.decisions import MAX_BYTES, DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
-from flexd.operations.history.records import ActionRecord
+from flexd.core.errors import ConfigError, SnapshotError
+from flexd.operations.decisions import DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
+from flexd.operations.history import ActionRecord
 from flexd.operations.pacing import MigrationPacing
+from flexd.operations.state_file import NAME, StateFile
 from tests.support.fake_channel import FakeChannel
 from tests.support.flexd_processes import RunningDaemon, flexd
 
@@ -43,7 +43,8 @@ class Start:
             pause=lambda: self._hold(True), resume=lambda: self._hold(False), distrust=""
         )
         history: Any = SimpleNamespace(record_action=self.actions.append)
-        self.file = DecisionFile(directory / "decisions.json")
+        self.state = StateFile(directory / NAME)
+        self.file = DecisionFile(self.state)
         self.commands = OperatorCommands(control, self.file, history, self.channel, self.pacing, lambda: self.now)
 
     def _hold(self, held: bool) -> None:
@@ -97,46 +98,51 @@ def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one
     assert it.file.current.throttle is None
 
 
+def test_decisions_hold_at_the_next_start(tmp_path: Path) -> None:
+    file = StateFile(tmp_path / NAME)
+    DecisionFile(file).update(pause=DECIDED.pause, throttle=DECIDED.throttle, rollback=DECIDED.rollback)
+    file.close()
+    it = Start(tmp_path)
+    assert it.file.current == DECIDED
+    assert (it.held, it.pacing.limits) == (True, ThrottleLimits(7, None))
+
+
 @pytest.mark.parametrize(
-    "content",
+    "document",
     [
-        b"", b"{", b"[]", b"\xff\xfe", b'{"format": 0}', b'{"pause": {"reason": 5}}',
-        b'{"throttle": {"bytes_per_step": 0}}', b'{"throttle": {"bytes_per_step": 1125899906842625}}',
-        b'{"throttle": {"bytes_per_step": "7"}}',
-        b'{"pause": {"reason": "x", "by": "me"}}', b'{"pause": {"reason": "x", "unix_seconds": NaN}}',
-        DECIDED.model_dump_json().encode()[:-1], DECIDED.model_dump_json().encode() + b" " * MAX_BYTES,
+        "", "{", "[]", '{"format": 0}', '{"pause": {"reason": 5}}', '{"throttle": {"bytes_per_step": 0}}',
+        '{"throttle": {"bytes_per_step": 1125899906842625}}', '{"throttle": {"bytes_per_step": "7"}}',
+        '{"pause": {"reason": "x", "by": "me"}}', '{"pause": {"reason": "x", "unix_seconds": NaN}}',
     ],
 )  # fmt: skip
-def test_an_unusable_file_is_quarantined(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "decisions.json"
-    path.write_bytes(content)
+def test_decisions_that_cannot_be_used_are_not_in_force(tmp_path: Path, document: str) -> None:
+    file = StateFile(tmp_path / NAME)
+    DecisionFile(file).update(pause=DECIDED.pause)
+    file.write([("UPDATE decisions SET document = ?", (document,))])
+    file.close()
     it = Start(tmp_path)
     assert (it.held, it.pacing.limits) == (False, ThrottleLimits(None, 9_000))
-    assert it.commands.decisions_status().quarantined == 1
-    assert not path.exists()
-    assert (tmp_path / "decisions.json.unusable").read_bytes() == content
     it.commands.pause("night")
     assert Start(tmp_path).held is True
 
 
-def test_a_full_disk_delays_no_command_and_the_write_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_delays_no_command_and_the_write_is_repeated(tmp_path: Path) -> None:
     it = Start(tmp_path)
     it.commands.set_throttle(4_096, None, None)
+    write = it.state.write
 
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+    def full(statements: object) -> None:
+        raise SnapshotError("No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(durable.os, "fsync", full)
-        assert it.commands.pause("night").changed is True
-        it.commands.tick()
+    it.state.write = full  # type: ignore[method-assign]
+    assert it.commands.pause("night").changed is True
+    it.commands.tick()
     assert (it.held, it.commands.decisions_status().failures) == (True, 2)
     assert "No space left" in it.file.problem
-    before = DecisionFile(tmp_path / "decisions.json")
+    before = DecisionFile(it.state)
     assert before.current.pause is None
     assert before.current.throttle is not None, "the file is unchanged"
+    it.state.write = write  # type: ignore[method-assign]
     it.commands._retry_at = 0.0
     it.commands.tick()
     assert it.file.problem == ""

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.control.daemon.migration import Migration, MigrationMetadata
+from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_record import EffectRecord
 from flexd.control.daemon.migration_states import Transition, TransitionEvent
 from flexd.control.protocol.report import StepReport
 from flexd.core.placement import Delta, Placement
 from flexd.operations.effects import EffectRecorder
-from flexd.operations.history.history import MigrationHistory
-from flexd.operations.history.records import EffectRecord
+from flexd.operations.history import MigrationHistory
+from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.step_times import StepTimes
 
 E = TransitionEvent
@@ -26,7 +27,8 @@ class Recorded:
     """A history with its recorder, and migrations that move from version to version."""
 
     def __init__(self, path: Path, keep: int = 100) -> None:
-        self.history = MigrationHistory(path, keep)
+        self.file = StateFile(path)
+        self.history = MigrationHistory(self.file, keep)
         self.history.start()
         self.times = StepTimes()
         self.recorder = EffectRecorder(self.times, self.history.record_effect)
@@ -35,10 +37,9 @@ class Recorded:
         for each in (seconds[0], *seconds):
             self.times.add(0, StepReport(1, 1, version, 0, each, 0.0, (1, 0, 0)))
 
-    def start(self, name: str, predicted: float | None = None, base: int = 0) -> Migration:
+    def start(self, name: str, base: int = 0) -> Migration:
         chunks = [Delta(np.arange(3), np.zeros(3, np.uint8), np.ones(3, np.uint8))]
-        metadata = MigrationMetadata(name, "", "manual", "ada", "", predicted)
-        migration = Migration(name, chunks, metadata=metadata)
+        migration = Migration(name, chunks)
         migration.observe(self._on_transition)
         migration.begin(Placement.empty(base))
         migration.fire(E.START, "")
@@ -51,14 +52,17 @@ class Recorded:
         self.settle(migration)
 
     def settle(self, migration: Migration) -> None:
+        migration.settle()
         self.history.record_migration(MigrationEvent(migration, None))
 
     def kept(self, name: str) -> EffectRecord | None:
         assert self.history.flush(FLUSH_SECONDS), self.history.snapshot
-        return self.history.effects([name]).get(name)
+        found = self.history.find(name)
+        return None if found is None else found.effect
 
     def stop(self) -> None:
         assert self.history.stop(FLUSH_SECONDS)
+        self.file.close()
 
     def _on_transition(self, migration: Migration, transition: Transition) -> None:
         event = MigrationEvent(migration, transition)
@@ -68,29 +72,27 @@ class Recorded:
 
 @pytest.fixture
 def it(tmp_path: Path) -> Iterator[Recorded]:
-    recorded = Recorded(tmp_path / "migrations.sqlite")
+    recorded = Recorded(tmp_path / NAME)
     yield recorded
     recorded.stop()
 
 
 def test_an_effect_is_kept_when_the_next_migration_starts_and_outlives_the_daemon(tmp_path: Path) -> None:
-    it = Recorded(tmp_path / "migrations.sqlite")
+    it = Recorded(tmp_path / NAME)
     it.steps(0, 0.1, 0.12)
-    first = it.start("m1", predicted=0.03)
-    assert it.kept("m1") == EffectRecord("m1", 0.03, None, None, 0, None, None, 0), "the prediction, at once"
+    first = it.start("m1")
     it.commit(first, last=4)
     it.steps(4, 0.08, 0.06)
     it.start("m2")
     kept = it.kept("m1")
     assert kept is not None
-    assert kept.predicted_saving_seconds == 0.03
     assert kept.saving_seconds == pytest.approx(0.04)
     assert kept.error_seconds is not None
-    assert it.kept("m2") is None, "a rollback has no prediction, and nothing is measured yet"
+    assert it.kept("m2") is None, "nothing is measured yet"
     it.settle(first)
     assert it.kept("m1") == kept, "a late event of the migration leaves it"
     it.stop()
-    later = Recorded(tmp_path / "migrations.sqlite")
+    later = Recorded(tmp_path / NAME)
     later.recorder.store()
     assert later.kept("m1") == kept
     later.stop()
@@ -98,7 +100,7 @@ def test_an_effect_is_kept_when_the_next_migration_starts_and_outlives_the_daemo
 
 def test_steps_of_other_ranks_do_not_count(it: Recorded) -> None:
     it.steps(0, 0.1)
-    it.commit(it.start("m1", predicted=0.03), last=4)
+    it.commit(it.start("m1"), last=4)
     it.steps(4, 0.07)
     it.recorder.end_generation()
     kept = it.kept("m1")

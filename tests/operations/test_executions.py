@@ -11,6 +11,7 @@ import pytest
 from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
+from flexd.operations.state_file import NAME
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, same_content, target
 from tests.support.until import until
@@ -33,7 +34,7 @@ def test_an_abort_stops_at_a_chunk_and_reports_the_applied_rows(harness: Executi
         execution = harness.start("p1", target(1))
         harness.wait_until_some_applied(execution)
         result = harness.commands.abort(rollback=False, reason="too slow", wait_seconds=SECONDS, who="ann")
-        progress = execution.migration.progress
+        progress = execution.migration.record
         assert (result.outcome, progress.state) == ("stopped", MigrationState.ABORTED)
         assert 30 < progress.rows_applied == progress.rows_pushed < 600
         assert result.placement_version == progress.last_version == progress.chunks_applied
@@ -74,7 +75,7 @@ def test_a_rollback_returns_to_where_the_migration_started(harness: ExecutionsHa
         assert result.rollback.rows_applied >= result.migration.rows_applied > 0
         until(lambda: harness.executions.live_plan_id == "p2.rollback", SECONDS)
         assert harness.executions.migrations == {"committed": 2, "aborted": 1}
-        assert [entry["plan_id"] for entry in harness.log.entries] == ["p1", "p2", "p2.rollback"]
+        assert [each.plan_id for each in harness.history.newest_moves(9)] == ["p2.rollback", "p2", "p1"]
         assert [entry.migration_id for entry in harness.commands.migrations(10, None).migrations] == [
             "p2.rollback",
             "p2",
@@ -114,10 +115,7 @@ def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, ki
         first.stop()
         if killed:
             # A killed daemon records no end of its migration.
-            log = tmp_path / "plans.jsonl"
-            log.write_text(log.read_text().splitlines(keepends=True)[0])
-            for file in tmp_path.glob("migrations.sqlite*"):
-                file.unlink()
+            (tmp_path / NAME).unlink()
         second = ExecutionsHarness(tmp_path, port)
         try:
             # The ranks have neither the placement before p2 nor that of p2.
@@ -130,7 +128,7 @@ def test_a_rollback_after_the_daemon_ended_during_a_migration(tmp_path: Path, ki
             assert (result.outcome, result.migration.migration_id, result.migration.state) == (
                 "rolled_back", "p2", "FAILED",
             )  # fmt: skip
-            assert result.migration.base_version == running.migration.progress.base_version
+            assert result.migration.base_version == running.migration.record.base_version
             assert ranks.all_at(parent)
             assert same_content(ranks.history)
             assert second.coordinator.placement().digest() == parent.digest()
@@ -151,7 +149,6 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
     with Ranks(port, LAYOUT) as ranks:
         until(first.ready, SECONDS, ranks.state())
         assert first.start("p1", target(1, 60)).migration.wait(SECONDS) is MigrationState.COMMITTED
-        until(lambda: first.log.newest, SECONDS)
         first.stop()
         second = ExecutionsHarness(tmp_path, port)
         until(second.ready, SECONDS, ranks.state())
@@ -162,11 +159,11 @@ def test_no_rollback_after_a_restart_of_a_committed_or_compacted_migration(
         monkeypatch.setattr(journal_module, "_ROLLBACK_ROWS", 20)
         second.gate.permits = HELD_AFTER_CHUNKS
         running = second.start("p2", target(2)).migration
-        until(lambda: running.progress.chunks_applied == HELD_AFTER_CHUNKS, SECONDS)
+        until(lambda: running.record.chunks_applied == HELD_AFTER_CHUNKS, SECONDS)
         # One chunk stays in the journal: a journal without chunks does not name its newest migration.
         ranks.moving.clear()
         second.gate.permits = 1
-        until(lambda: running.progress.chunks_pushed == HELD_AFTER_CHUNKS + 1, SECONDS)
+        until(lambda: running.record.chunks_pushed == HELD_AFTER_CHUNKS + 1, SECONDS)
         second.stop()
         ranks.moving.set()
         third = ExecutionsHarness(tmp_path, port)

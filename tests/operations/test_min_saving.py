@@ -68,7 +68,7 @@ def test_a_user_may_force_a_plan_that_saves_little(tmp_path: Path) -> None:
     assert it.planning.execute(it.propose("look")) is None
     _, execution = it.planning.apply(shown.plan.plan_id, ANN, force=True)
     assert execution is not None
-    assert execution.overridden == ("saving",)
+    assert execution.migration.record.overridden_gates == ("saving",)
     assert it.planning.overridden == {"saving": 1}
 
 

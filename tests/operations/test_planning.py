@@ -11,12 +11,11 @@ import pytest
 from flexd.api.explanation import explanation
 from flexd.api.plan import plan_report
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.control.daemon.migration_states import TransitionEvent
+from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
 from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.operations.plan_log import PlanLog
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from tests.support.planning_harness import ROWS, PlanningHarness
@@ -62,7 +61,6 @@ def test_a_dry_run_leaves_no_trace(harness: PlanningHarness) -> None:
     assert harness.planning.executions.last is None
     assert sum(harness.planning.outcomes.values()) == 0
     assert harness.planning.seconds == 0.0, "the mean duration is of the plans that are counted"
-    assert not harness.log_path.exists()
     assert harness.coordinator.migrations == []
     harness.coordinator.topology = None
     with pytest.raises(PlanError):
@@ -80,33 +78,29 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
     execution = planning.execute(proposal)
     assert execution is not None
     assert planning.outcomes == {"changed": 1}
-    assert PlanLog(harness.log_path).entries == []
+    assert planning.executions.live_plan_id == ""
     harness.coordinator.execute(execution.migration)
-    (entry,) = PlanLog(harness.log_path).entries
+    record = execution.migration.record
     chunks = -(-len(plan.delta) // 16)
-    assert entry["plan_id"] == plan.plan_id == planning.executions.live_plan_id
-    assert (entry["reason"], entry["state"], entry["parent_id"]) == ("because", "committed", "")
-    assert entry["rows_applied"] == len(plan.delta) == entry["promotions"] + entry["demotions"]
-    assert (entry["first_version"], entry["last_version"]) == (1, harness.coordinator.now.version)
-    assert entry["chunks"] == entry["last_version"] >= chunks
+    assert record.plan_id == plan.plan_id == planning.executions.live_plan_id
+    assert (record.reason, record.state, record.parent_plan_id) == ("because", MigrationState.COMMITTED, "")
+    assert record.rows_applied == len(plan.delta) == record.promotions + record.demotions
+    assert (record.base_version, record.last_version) == (0, harness.coordinator.now.version)
+    assert record.chunks_pushed == record.last_version >= chunks
     assert planning.executions.migrations == {"committed": 1}
     assert planning.executions.migrated == {
         "rows": len(plan.delta),
-        "chunks": entry["chunks"],
+        "chunks": record.chunks_pushed,
         "bytes": plan.migration_bytes,
     }
     assert harness.coordinator.now.digest() == plan.target.digest()
 
 
-def test_the_next_plan_has_the_live_one_as_its_parent_over_a_restart(harness: PlanningHarness, tmp_path: Path) -> None:
+def test_the_next_plan_has_the_live_one_as_its_parent(harness: PlanningHarness) -> None:
     plan, execution = harness.execute("first")
     assert execution is not None
     harness.coordinator.execute(execution.migration)
     assert harness.propose("second").plan.parent_id == plan.plan_id
-    again = PlanningHarness(tmp_path)
-    again.see(50_000)
-    again.report()
-    assert again.propose("after the restart").plan.parent_id == plan.plan_id
 
 
 def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) -> None:
@@ -127,10 +121,10 @@ def test_a_migration_that_ends_early_is_logged_with_what_was_applied(harness: Pl
     plan, execution = harness.execute("first")
     assert execution is not None
     harness.coordinator.execute(execution.migration, chunks=2, end=TransitionEvent.SUPERSEDE)
-    (entry,) = PlanLog(harness.log_path).entries
-    assert entry["state"] == "superseded"
-    assert 0 < entry["rows_applied"] < len(plan.delta)
-    assert entry["last_version"] == 2
+    record = execution.migration.record
+    assert record.state is MigrationState.SUPERSEDED
+    assert 0 < record.rows_applied < len(plan.delta)
+    assert record.last_version == 2
     assert harness.planning.executions.migrated["bytes"] == 0
 
 

@@ -12,7 +12,6 @@ from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.core.errors import ApiError, PlanError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.operations.plan_log import PlanLog
 from flexd.operations.proposals import MAX_PER_KIND
 from flexd.operations.triggers import Trigger, TriggerKind
 from tests.support.planning_harness import PlanningHarness, filled_harness
@@ -31,9 +30,9 @@ def test_a_proposal_is_applied_and_recorded_with_its_user(harness: PlanningHarne
     assert execution is not None
     harness.coordinator.execute(execution.migration)
     assert harness.coordinator.now.digest() == plan.target.digest()
-    (entry,) = PlanLog(harness.log_path).entries
-    assert (entry["plan_id"], entry["trigger"], entry["who"]) == (plan.plan_id, "manual", "ann@host")
-    assert entry["overridden_gates"] == []
+    record = execution.migration.record
+    assert (record.plan_id, record.trigger, record.who) == (plan.plan_id, "manual", "ann@host")
+    assert record.overridden_gates == ()
     assert proposal.plan is plan
     with pytest.raises(ApiError, match="no proposal"):
         harness.planning.apply(plan.plan_id, ANN)
@@ -102,11 +101,10 @@ def test_a_plan_from_a_thin_profile_can_be_shown_and_applied_only_with_force(tmp
         it.planning.apply(seen.plan.plan_id, ANN)
     _, execution = it.planning.apply(seen.plan.plan_id, ANN, force=True)
     assert execution is not None
-    assert execution.overridden == ("samples",)
+    assert execution.migration.record.overridden_gates == ("samples",)
     assert it.planning.overridden == {"samples": 1}
     it.coordinator.execute(execution.migration)
-    (entry,) = PlanLog(it.log_path).entries
-    assert (entry["who"], entry["overridden_gates"]) == ("ann@host", ["samples"])
+    assert execution.migration.record.who == "ann@host"
 
 
 def test_a_forced_plan_is_executed_and_recorded_with_its_closed_gates(tmp_path: Path) -> None:
@@ -117,4 +115,4 @@ def test_a_forced_plan_is_executed_and_recorded_with_its_closed_gates(tmp_path: 
     assert it.planning.last_plan is proposal.plan
     execution = it.planning.execute(proposal)
     assert execution is not None
-    assert execution.overridden == ("samples",)
+    assert execution.migration.record.overridden_gates == ("samples",)

@@ -13,8 +13,8 @@ from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, SnapshotError
-from flexd.operations import decisions as decisions_module
-from flexd.operations.decisions import DecisionFile
+from flexd.operations.decisions import DecisionFile, RequestedRollback
+from flexd.operations.state_file import NAME, StateFile
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
@@ -51,7 +51,7 @@ class DaemonSequence:
 
     def wait_until_applied(self, chunks: int) -> None:
         """Wait until the newest migration has applied ``chunks`` chunks, all that the gate permitted."""
-        until(lambda: self.current.gate.permits == 0 and self.migration.progress.chunks_applied == chunks, SECONDS)
+        until(lambda: self.current.gate.permits == 0 and self.migration.record.chunks_applied == chunks, SECONDS)
 
     @property
     def migration(self):  # type: ignore[no-untyped-def]
@@ -75,12 +75,13 @@ class DaemonSequence:
         return next((each.state for each in found if each.migration_id == migration_id), "")
 
     def wait_until_logged(self, plan_id: str) -> None:
-        """Wait until the log of plans has it on disk; it is written after the history records the end."""
-        file = self._directory / str(self._count) / "plans.jsonl"
-        until(
-            lambda: file.exists() and f'"plan_id": "{plan_id}"' in file.read_text() and file.read_text().endswith("\n"),
-            SECONDS,
-        )
+        """Wait until the history has the end of the plan's migration on disk."""
+
+        def logged() -> bool:
+            found = self.current.history.find(plan_id)
+            return found is not None and found.settled and self.current.history.flush(0.0)
+
+        until(logged, SECONDS)
 
     def history(self) -> dict[str, tuple[str, str]]:
         """Return (state, problem) of every migration in the history, by id, once the newest has its present state."""
@@ -146,7 +147,7 @@ def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: Dae
         apply_part_of_p2(daemons, ranks)
         ranks.moving.clear()
         daemons.current.gate.permits = 1
-        until(lambda: daemons.migration.progress.chunks_pushed == 21, SECONDS)
+        until(lambda: daemons.migration.record.chunks_pushed == 21, SECONDS)
         stopped = daemons.migration
         daemons.abort(0)
         until(lambda: stopped.state is MigrationState.ABORTING, SECONDS)
@@ -160,21 +161,18 @@ def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: Dae
 def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
     daemons: DaemonSequence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_disk: list[bytes] = []
+    on_disk: list[RequestedRollback | None] = []
     abort = Migration.abort
 
     def record_file(migration: Migration, reason: str) -> None:
-        on_disk.append((tmp_path / "0" / "decisions.json").read_bytes())
+        on_disk.append(DecisionFile(StateFile(tmp_path / "0" / NAME)).current.rollback)
         abort(migration, reason)
 
     monkeypatch.setattr(Migration, "abort", record_file)
     with Ranks(daemons.port, LAYOUT) as ranks:
         apply_part_of_p2(daemons, ranks)
         daemons.abort(0)
-        (tmp_path / "then").write_bytes(on_disk[0])
-        request = DecisionFile(tmp_path / "then").current.rollback
-        assert request is not None
-        assert request.migration_ids == ("p2",)
+        assert on_disk[0] == RequestedRollback(migration_ids=("p2",))
 
 
 def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daemons: DaemonSequence) -> None:
@@ -206,7 +204,7 @@ def test_a_full_disk_does_not_prevent_a_rollback(daemons: DaemonSequence, monkey
     def full(*_: object) -> None:
         raise SnapshotError("no space left")
 
-    monkeypatch.setattr(decisions_module, "replace_file", full)
+    monkeypatch.setattr(daemons.current.file, "write", full)
     with Ranks(daemons.port, LAYOUT) as ranks:
         apply_part_of_p2(daemons, ranks)
         assert daemons.abort(1_000_000).outcome == "accepted"

@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 
 from flexd.config.planner import PinConfig
+from flexd.control.daemon.migration_record import VerdictRecord
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.held_plans import LONGEST_SECONDS
-from flexd.operations.history.records import ActionRecord, VerdictRecord
+from flexd.operations.history import ActionRecord
 from flexd.operations.measured_changes import measured_changes
+from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.operations.verification import Verification, VerificationState, Verifier
+from flexd.operations.verification import VerificationState, Verifier
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
 STEP_SECONDS = 0.1
@@ -65,7 +67,7 @@ class VerifiedJob:
             newest_verdict=lambda: self.verdicts[-1] if self.verdicts else None,
         )  # fmt: skip
         drift: Any = SimpleNamespace(pop_reason=lambda: None)
-        self.decisions = DecisionFile(self.directory / "decisions.json")
+        self.decisions = DecisionFile(StateFile(self.directory / NAME))
         self.verifier = Verifier(
             self.it.config.planner, self.it.config.keyspace(), self.it.planning.executions,
             self.it.coordinator, self.decisions, history, coin=lambda: bool(self.rng.integers(2)),
@@ -97,12 +99,12 @@ class VerifiedJob:
             self.auto.tick()
             self.report()
 
-    def verdict(self, steps: int = 4_000, *, after: Verification | None = None) -> Verification:
+    def verdict(self, steps: int = 4_000, *, after: VerdictRecord | None = None) -> VerdictRecord:
         """Run until the first verification, or the one ``after`` another, has ended, and return it."""
         for _ in range(steps):
             self.tick()
             newest = self.verifier.newest
-            if newest is not None and newest != after and newest.state.value != "running":
+            if newest is not None and newest != after and newest.state != "running":
                 self.tick()
                 return newest
         raise AssertionError(f"no verdict: {self.verifier.newest}")
@@ -124,16 +126,16 @@ def load_doubles(step: int) -> float:
 def test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back(tmp_path: Path, load) -> None:  # type: ignore[no-untyped-def]
     job = VerifiedJob(tmp_path, effect=+0.05, load=load, planner={"interval_seconds": 0.01})
     ended = job.verdict()
-    assert ended.state is VerificationState.SLOWER
+    assert ended.state == VerificationState.SLOWER
     assert ended.rolled_back
-    assert ended.effect.share == pytest.approx(0.05, abs=0.01)
-    assert ended.effect.low > 0
+    assert ended.change == pytest.approx(0.05, abs=0.01)
+    assert ended.low > 0
     assert job.device_rows() == 0, "the placement before the plan"
     last = job.it.coordinator.migrations[-1]
     assert last.migration_id == f"{ended.migration_id}.rollback"
-    assert (last.metadata.trigger, last.metadata.who) == ("verify", "flexd")
-    assert "measured 5" in last.metadata.reason or "measured 4" in last.metadata.reason
-    assert "% slower (95 % interval" in last.metadata.reason
+    assert (last.record.trigger, last.record.who) == ("verify", "flexd")
+    assert "measured 5" in last.record.reason or "measured 4" in last.record.reason
+    assert "% slower (95 % interval" in last.record.reason
     (action,) = job.actions
     assert (action.kind, action.reason) == ("verify", ended.migration_id)
     assert action.detail.startswith("slower: ")
@@ -151,9 +153,9 @@ def test_a_slower_plan_is_rolled_back_with_its_figure_and_its_kind_is_held_back(
 def test_a_faster_plan_stays(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=-0.05, load=load_doubles)
     ended = job.verdict()
-    assert ended.state is VerificationState.FASTER
+    assert ended.state == VerificationState.FASTER
     assert not ended.rolled_back
-    assert ended.effect.share == pytest.approx(-0.05, abs=0.01)
+    assert ended.change == pytest.approx(-0.05, abs=0.01)
     assert job.device_rows() == job.most_copies
     assert job.verifier.held.reasons() == ()
     assert job.verifier.ended == {"faster": 1}
@@ -168,7 +170,7 @@ def test_the_budget_of_steps_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ended = job.verdict()
     assert ended.state in (VerificationState.UNDECIDED, VerificationState.FASTER, VerificationState.SLOWER)
     assert ended.steps <= 300 + 16 + 2
-    assert ended.rolled_back == (ended.state is not VerificationState.FASTER)
+    assert ended.rolled_back == (ended.state != VerificationState.FASTER)
 
 
 @pytest.mark.parametrize("promoted", [0, 1, 3])
@@ -192,12 +194,12 @@ def test_of_a_plan_that_rather_takes_rows_back_all_changes_are_measured(tmp_path
 def test_copies_that_measured_faster_are_not_taken_back_because_prices_say_so(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=-0.05, planner={"interval_seconds": 0.01})
     kept = job.verdict()
-    assert kept.state is VerificationState.FASTER
+    assert kept.state == VerificationState.FASTER
     copies = job.device_rows()
     take_all_copies_back(job)
     taken_back = job.verdict(after=kept)
     assert (taken_back.state, taken_back.rolled_back) == (VerificationState.SLOWER, True)
-    assert taken_back.effect.share == pytest.approx(0.05, abs=0.01)
+    assert taken_back.change == pytest.approx(0.05, abs=0.01)
     assert job.device_rows() == copies
     migrations = len(job.it.coordinator.migrations)
     time.sleep(0.02)
@@ -226,7 +228,7 @@ def test_another_migration_interrupts(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=-0.05)
     job.tick(60)
     assert job.verifier.newest is not None
-    assert job.verifier.newest.state is VerificationState.RUNNING
+    assert job.verifier.newest.state == VerificationState.RUNNING
     job.it.see(500_000, seed=3)
     proposal = job.it.planning.propose(Trigger(TriggerKind.MANUAL, "by hand", "ann"))
     execution = job.it.planning.execute(proposal)

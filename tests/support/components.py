@@ -9,6 +9,8 @@ import numpy as np
 from flexd.api.components import Components
 from flexd.config.load import parse_config
 from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.migration_record import MigrationRecord
+from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
@@ -58,12 +60,12 @@ def components(
     live = LiveTopology(3, "a", LAYOUT, (8,), ready=False, reason="settling") if ranks else None
     prices = SimpleNamespace(used=True, corrections=dict)
     planning = SimpleNamespace(last_profile=None, cluster=SimpleNamespace(name="c"), prices=prices)
-    plans = [{"plan_id": f"p{i}", "state": "committed", "promotions": i, "surplus": 1} for i in range(200)]
+    plans = [MigrationRecord(f"p{i}", f"p{i}", state=MigrationState.COMMITTED, promotions=i) for i in range(200)]
     coordinator = SimpleNamespace(live=lambda: live, placement=lambda: placement or Placement.empty(6))
     return Components(
         CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(),
         SimpleNamespace(newest=None),
-        auto=None, pacing=None, history=None, plan_log=SimpleNamespace(entries=plans), snapshots=None,
+        auto=None, pacing=None, history=SimpleNamespace(newest_moves=lambda limit: plans[::-1][:limit]), snapshots=None,
         slow_memory=SlowMemoryMonitor(len(KEYSPACE.tables)),
     )  # fmt: skip
 

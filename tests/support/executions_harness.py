@@ -23,9 +23,9 @@ from flexd.core.placement import Placement
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Execution, Executions
-from flexd.operations.history.history import MigrationHistory
-from flexd.operations.plan_log import PlanLog
+from flexd.operations.history import MigrationHistory
 from flexd.operations.rollback_recovery import RollbackRecovery
+from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.step_times import StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.solver.limits import SlotBudgets
@@ -75,7 +75,8 @@ class ExecutionsHarness:
 
     def __init__(self, directory: Path, port: int = 0, timeout_seconds: float = 4.0) -> None:
         self.gate = ChunkGate()
-        self.history = MigrationHistory(directory / "migrations.sqlite", 100)
+        self.file = StateFile(directory / NAME)
+        self.history = MigrationHistory(self.file, 100)
         self.history.start()
         self.journal = PlacementJournal(directory / "placement")
         options = ControlOptions(
@@ -87,17 +88,17 @@ class ExecutionsHarness:
             options, TABLES, self.journal, on_migration=self._record_migration, throttle=self.gate
         )
         self.coordinator.start()
-        self.log = PlanLog(directory / "plans.jsonl")
+        moves = self.history.newest_moves(1)
         self.executions = Executions(
-            ControlConfig(chunk_rows=10, chunk_bytes=2**30), TABLES, self.coordinator, self.log
+            ControlConfig(chunk_rows=10, chunk_bytes=2**30), TABLES, self.coordinator, moves[0].plan_id if moves else ""
         )
         self.record_manual_plan: list[bool] = []
         auto: Any = SimpleNamespace(
             verifier=None, record_manual_plan=lambda executed: self.record_manual_plan.append(executed)
         )
         self.stopping = threading.Event()
-        self.decisions = DecisionFile(directory / "decisions.json")
-        self.recovery = RollbackRecovery(self.executions, self.log, self.history, self.coordinator, self.decisions)
+        self.decisions = DecisionFile(self.file)
+        self.recovery = RollbackRecovery(self.executions, self.history, self.coordinator, self.decisions)
         self.commands = MigrationCommands(
             self.executions, self.history, self.coordinator, auto, self.stopping, self.recovery, self.decisions,
             self.effects,
@@ -105,12 +106,14 @@ class ExecutionsHarness:
 
     def _record_migration(self, event: MigrationEvent) -> None:
         self.history.record_migration(event)
+        self.executions.on_migration(event)
         self.effects.on_migration(event)
 
     def stop(self) -> None:
         self.coordinator.stop(15)
         self.journal.close()
         assert self.history.stop(15)
+        self.file.close()
 
     def ready(self) -> bool:
         live = self.coordinator.live()
@@ -128,7 +131,7 @@ class ExecutionsHarness:
         return self.executions.start(plan, Trigger(TriggerKind.MANUAL, f"reason of {name}", who), (), live)
 
     def wait_until_some_applied(self, execution: Execution) -> None:
-        until(lambda: execution.migration.progress.chunks_applied > 3, SECONDS)
+        until(lambda: execution.migration.record.chunks_applied > 3, SECONDS)
 
     def states(self, migration_id: str) -> list[str]:
         return [each.after for each in self.commands.migration(migration_id).transitions]

@@ -6,7 +6,9 @@ from typing import Any
 
 from flexd.control.daemon.channel_types import ChannelCounters
 from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
-from flexd.control.daemon.migration import Migration, MigrationMetadata
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_events import MigrationEvent, OnMigration
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.errors import ControlError
 from flexd.core.layout import RankLayout
@@ -31,6 +33,7 @@ class FakeCoordinator:
         self.reason = "no rank is registered"
         self.now = Placement.empty()
         self.migrations: list[Migration] = []
+        self.on_migration: OnMigration = lambda event: None
         self.refuses = False
         self.obedient = obedient
 
@@ -63,13 +66,12 @@ class FakeCoordinator:
         self,
         plan_id: str,
         chunks: Any,
-        on_progress: Any,
-        generation: int | None,
-        metadata: MigrationMetadata | None = None,
+        generation: int | None = None,
+        origin: MigrationRecord | None = None,
     ) -> Migration:
         if self.refuses:
             raise ControlError("the coordinator is stopping")
-        migration = Migration(plan_id, chunks, generation, on_progress, metadata)
+        migration = Migration(plan_id, chunks, generation, origin)
         self.migrations.append(migration)
         if self.obedient:
             self.execute(migration)
@@ -88,13 +90,13 @@ class FakeCoordinator:
                 chunks_pushed=1, rows_pushed=len(delta), chunks_applied=1, rows_applied=len(delta),
                 last_version=self.now.version,
             )  # fmt: skip
-            migration.notify()
         if end is None:
-            migration.count(copied_bytes=migration.progress.bytes_to_copy)
+            migration.count(copied_bytes=migration.record.bytes_to_copy)
             migration.fire(TransitionEvent.EXHAUSTED)
             end = TransitionEvent.APPLIED
         migration.fire(end, "" if end is TransitionEvent.APPLIED else "by the test")
-        migration.notify()
+        migration.settle()
+        self.on_migration(MigrationEvent(migration, None))
 
     def start(self) -> None:
         """Start no thread."""

@@ -15,7 +15,6 @@ from flexd.core.layout import RankLayout
 from flexd.daemon.factory import make_cluster
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.live_prices import LivePrices
-from flexd.operations.plan_log import PlanLog
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
 from flexd.operations.training_monitor import TrainingMonitor
@@ -52,8 +51,8 @@ class PlanningHarness:
         self.training = TrainingMonitor()
         self.profiles: list[Profile] = []
         self.profile: Callable[[float], Profile] = lambda per_step: self.sketches.profile(per_step, 1)
-        self.log_path = directory / "plans.jsonl"
-        executions = Executions(self.config.control, keyspace, self.coordinator, PlanLog(self.log_path))  # type: ignore[arg-type]
+        executions = Executions(self.config.control, keyspace, self.coordinator)  # type: ignore[arg-type]
+        self.coordinator.on_migration = executions.on_migration
         cluster = scale_model(make_cluster(self.config), 1e6)
         self.prices = LivePrices(cluster, self.training, self.coordinator)
         self.planning = Planning(

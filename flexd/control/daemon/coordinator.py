@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 
 from flexd.control.daemon.attempts import Attempt
 from flexd.control.daemon.channel_server import ChannelServer
@@ -20,8 +19,9 @@ from flexd.control.daemon.epoch_manager import EpochManager, Hosted, OnReport
 from flexd.control.daemon.event_log import EventLog, OnEvent
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.journal_frames import JournalledMigration
-from flexd.control.daemon.migration import ChunkSource, Migration, MigrationMetadata
-from flexd.control.daemon.migration_events import MigrationEventDispatcher, OnMigration
+from flexd.control.daemon.migration import ChunkSource, Migration
+from flexd.control.daemon.migration_events import OnMigration, dispatch
+from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.rank_channels import RankChannels
 from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.control.daemon.tap_receiver import TapReceiver
@@ -87,7 +87,7 @@ class Coordinator:
             options, keyspace, journal, self._instance, self._stopping, self._events, on_report, throttle,
         )  # fmt: skip
         self._pusher = self._epochs.pusher
-        self._dispatcher = MigrationEventDispatcher(self._events, on_migration)
+        self._on_migration = on_migration
         self._server: ChannelServer | None = None
         self._channels: RankChannels | None = None
         self._port = 0
@@ -160,20 +160,18 @@ class Coordinator:
         self,
         plan_id: str,
         chunks: ChunkSource,
-        on_progress: Callable[[Migration], None] | None = None,
         generation: int | None = None,
-        metadata: MigrationMetadata | None = None,
+        origin: MigrationRecord | None = None,
     ) -> Migration:
         """Submit a migration; it supersedes the one before it at its next chunk and is pushed while ranks are live.
 
         Args:
             chunks: deltas, in order, each from the placement that the one before leaves; or a function that makes
                 them from the placement at which this migration starts (an older one may still change it until then).
-            on_progress: called in the coordinator's thread after every change; must not block.
             generation: the migration fails if the ranks are of another topology generation when it starts.
-            metadata: recorded with it; by default the migration's id is the plan's.
+            origin: who requested it and why; by default the migration's id is the plan's.
         """
-        migration = Migration(plan_id, chunks, generation, on_progress, metadata)
+        migration = Migration(plan_id, chunks, generation, origin)
         if self._stopping.is_set() or self._failure:
             raise ControlError(self._failure or "the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
@@ -309,7 +307,7 @@ class Coordinator:
         return max(self._options.tick_seconds, _IDLE_TICK_SECONDS if self._epochs.has_no_ranks else 0.0)
 
     def _dispatch_migration_events(self) -> None:
-        self._dispatcher.dispatch(self._pusher.drain_events(), self._pusher.current)
+        dispatch(self._pusher.drain_events(), self._events, self._on_migration)
 
 
 def _unknown_attempt(attempt: str) -> ApiError:

@@ -104,11 +104,6 @@ class ChunkPusher:
         self.paused = False
 
     @property
-    def current(self) -> Migration | None:
-        """The migration that is running, or else the one that waits."""
-        return self._active or self._next
-
-    @property
     def outstanding_chunks(self) -> int:
         return len(self._outstanding)
 
@@ -133,8 +128,8 @@ class ChunkPusher:
         self._outstanding = deque(chunk for chunk in self._outstanding if chunk.version <= version)
         for chunk in void:
             chunk.migration.count(
-                chunks_pushed=-1, rows_pushed=-len(chunk.delta), bytes_pushed=-len(chunk.delta.keys) * CHUNK_ROW_BYTES,
-                last_version=min(version, chunk.migration.progress.last_version),
+                chunks_pushed=-1, rows_pushed=-len(chunk.delta), pushed_bytes=-len(chunk.delta.keys) * CHUNK_ROW_BYTES,
+                last_version=min(version, chunk.migration.record.last_version),
             )  # fmt: skip
         self._report_if_settled(*(chunk.migration for chunk in void))
         active = self._active
@@ -219,9 +214,7 @@ class ChunkPusher:
             self._journal.append(
                 self.version + 1,
                 delta,
-                JournalledMigration(
-                    active.migration_id, active.plan_id, active.progress.base_version, active.returns_to
-                ),
+                JournalledMigration(active.migration_id, active.plan_id, active.record.base_version, active.returns_to),
             )
         except IllegalTransitionError:
             raise
@@ -237,7 +230,7 @@ class ChunkPusher:
         self.version += 1
         self._outstanding.append(_Outstanding(self.version, delta, active, int(copied.sum())))
         active.count(
-            chunks_pushed=1, rows_pushed=len(delta), bytes_pushed=len(delta.keys) * CHUNK_ROW_BYTES,
+            chunks_pushed=1, rows_pushed=len(delta), pushed_bytes=len(delta.keys) * CHUNK_ROW_BYTES,
             last_version=self.version,
         )  # fmt: skip
         return NumberedChunk(self.version, active.plan_id, delta)
@@ -314,7 +307,7 @@ class ChunkPusher:
 
     @staticmethod
     def _stop_reason(migration: Migration) -> str:
-        now = migration.progress
+        now = migration.record
         rows = f"{now.rows_applied} of {now.rows} rows" if now.rows else f"{now.rows_applied} rows"
         return f"{migration.abort_reason}: stopped at version {now.last_version or now.base_version}, {rows} applied"
 
@@ -332,15 +325,13 @@ class ChunkPusher:
         self._report_if_settled(migration)
 
     def _record_transition(self, migration: Migration, transition: Transition) -> None:
-        self._record_event(MigrationEvent(migration, transition))
+        self._events.append(MigrationEvent(migration, transition))
 
     def _report_if_settled(self, *migrations: Migration) -> None:
         for migration in {id(each): each for each in migrations}.values():
             if migration.done and self._settled(migration):
-                self._record_event(MigrationEvent(migration, None))
-
-    def _record_event(self, event: MigrationEvent) -> None:
-        self._events.append(event)
+                migration.settle()
+                self._events.append(MigrationEvent(migration, None))
 
     def _drop_active(self) -> None:
         self._active = None

@@ -74,7 +74,7 @@ def test_an_unexpected_error_in_the_coordinator_ends_the_epoch_and_the_next_one_
         monkeypatch.setattr(hosted.coordinator._epochs, "tick", failing_once(hosted.coordinator._epochs.tick))
         until(lambda: hosted.coordinator.status().epochs > epochs and hosted.ready(), what=ranks.state())
         migration = hosted.coordinator.migrate("p", lambda now: now.delta_to(target(1)).chunks(500))
-        assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, ranks.state())
+        assert migration.wait(20) is MigrationState.COMMITTED, (migration.record, ranks.state())
 
 
 def failing_once(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,12 +27,12 @@ def test_a_delta_reaches_every_rank(host: Callable[..., Any]) -> None:
         assert (live.layout, live.generation, live.replica_slots) == (RankLayout(2, 2), 1, (20_000, 20_000))
         delta = hosted.coordinator.placement().delta_to(planned)
         migration = hosted.coordinator.migrate("p1", delta.chunks(50), generation=1)
-        assert migration.wait(20) is MigrationState.COMMITTED, (migration.progress, hosted.events)
+        assert migration.wait(20) is MigrationState.COMMITTED, (migration.record, hosted.events)
         assert ranks.all_at(planned)
         assert same_content(ranks.history)
-        progress = migration.progress
+        progress = migration.record
         assert (progress.chunks_pushed, progress.chunks_applied) == (12, 12)
-        assert (progress.rows_pushed, progress.rows_applied, progress.bytes_pushed) == (600, 600, 6000)
+        assert (progress.rows_pushed, progress.rows_applied, progress.pushed_bytes) == (600, 600, 6000)
         assert progress.last_version == 12
         assert hosted.coordinator.placement().digest() == planned.digest()
         until(lambda: {rank for rank, _ in hosted.reports} == {0, 1, 2, 3})
@@ -46,20 +46,20 @@ def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None
     with Ranks(hosted.port) as ranks:
         chunks = list(Placement.empty().delta_to(target(3)).chunks(10))
         migration = hosted.coordinator.migrate("p1", chunks)
-        until(lambda: migration.progress.chunks_applied > 2)
+        until(lambda: migration.record.chunks_applied > 2)
         hosted.coordinator.pause()
-        until(lambda: migration.progress.chunks_applied == migration.progress.chunks_pushed)
-        pushed, steps = migration.progress.chunks_pushed, ranks.steps
+        until(lambda: migration.record.chunks_applied == migration.record.chunks_pushed)
+        pushed, steps = migration.record.chunks_pushed, ranks.steps
         until(lambda: ranks.steps > steps + 30)
-        assert migration.progress.chunks_pushed in (pushed, pushed + 1)
+        assert migration.record.chunks_pushed in (pushed, pushed + 1)
         assert migration.state is MigrationState.PUSHING
         hosted.coordinator.resume()
-        until(lambda: migration.progress.chunks_applied > pushed + 2)
+        until(lambda: migration.record.chunks_applied > pushed + 2)
         migration.abort("enough")
         assert migration.wait(10) is MigrationState.ABORTED
-        assert f"{migration.progress.rows_applied} of 600 rows applied" in migration.reason
+        assert f"{migration.record.rows_applied} of 600 rows applied" in migration.reason
         prefix = Placement.empty()
-        for chunk in chunks[: migration.progress.chunks_pushed]:
+        for chunk in chunks[: migration.record.chunks_pushed]:
             prefix = prefix.apply(chunk)
         until(lambda: ranks.all_at(prefix))
         assert len(prefix) < 600

@@ -19,7 +19,7 @@ def test_a_new_attempt_starts_from_an_empty_placement(host: Callable[..., Any]) 
     hosted = host(window_chunks=1)
     with Ranks(hosted.port) as ranks:
         running = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(5))
-        until(lambda: running.progress.chunks_applied > 3)
+        until(lambda: running.record.chunks_applied > 3)
         ranks.stop()
         with Ranks(hosted.port, RankLayout(1, 2), attempt="a2") as restarted:
             until(lambda: hosted.ready() and hosted.coordinator.live().attempt == "a2", what=restarted.state())

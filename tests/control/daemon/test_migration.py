@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.control.daemon.migration import ChunkedDelta, Migration, MigrationStep
+from flexd.control.daemon.migration import ChunkedDelta, Migration
+from flexd.control.daemon.migration_record import MigrationStep
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import target
@@ -18,20 +19,20 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     now = [100.0]
     chunks = ChunkedDelta(target(1, 50).delta_to(Placement.empty()).chunks(10), rows=50, bytes_to_copy=3200)
     migration = Migration("p", lambda _: chunks, clock=lambda: now[0])
-    assert migration.progress.eta_seconds is None
-    assert [step.completion for step in migration.progress.steps] == [0.0, 0.0, 0.0, 0.0]
+    assert migration.eta_seconds() is None
+    assert [step.completion for step in migration.record.steps] == [0.0, 0.0, 0.0, 0.0]
     migration.fire(TransitionEvent.START)
     migration.begin(Placement.empty(7))
-    progress = migration.progress
+    progress = migration.record
     assert (progress.rows, progress.bytes_to_copy, progress.base_version) == (50, 3200, 7)
-    assert (progress.share, progress.eta_seconds) == (0.0, None)
+    assert (progress.share, migration.eta_seconds()) == (0.0, None)
     now[0] += 2.0
     _applied(migration, 10)
-    assert migration.progress.eta_seconds == pytest.approx(8.0), "10 rows in 2 s, 40 are left"
+    assert migration.eta_seconds() == pytest.approx(8.0), "10 rows in 2 s, 40 are left"
     now[0] += 2.0
-    assert migration.progress.eta_seconds == pytest.approx(16.0), "time without progress lowers the rate"
+    assert migration.eta_seconds() == pytest.approx(16.0), "time without progress lowers the rate"
     migration.count(chunks_pushed=1, rows_pushed=20)
-    assert {step.name: step.completion for step in migration.progress.steps} == {
+    assert {step.name: step.completion for step in migration.record.steps} == {
         "wait": 1.0,
         "push": 0.6,
         "agree": 0.2,
@@ -43,7 +44,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     now[0] += 1.0
     _applied(migration, 20)
     # The rate covers the last RATE_SECONDS, not the whole migration: 20 rows in about 30 s.
-    assert migration.progress.eta_seconds == pytest.approx(20 * 31 / 20, rel=0.1)
+    assert migration.eta_seconds() == pytest.approx(20 * 31 / 20, rel=0.1)
     migration.fire(TransitionEvent.ABORT)
-    assert migration.progress.eta_seconds is None
-    assert migration.progress.steps[-1] == MigrationStep("stop", pytest.approx(30 / 50))
+    assert migration.eta_seconds() is None
+    assert migration.record.steps[-1] == MigrationStep("stop", pytest.approx(30 / 50))

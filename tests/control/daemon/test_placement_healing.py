@@ -25,7 +25,7 @@ def test_a_wrong_record_of_the_daemon_is_replaced_by_what_the_ranks_list(host: C
         first = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1)).chunks(200))
         assert first.wait(20) is MigrationState.COMMITTED
         running = hosted.coordinator.migrate("p2", lambda p: p.delta_to(target(2)).chunks(5))
-        until(lambda: running.progress.chunks_applied > 2)
+        until(lambda: running.record.chunks_applied > 2)
         pusher = hosted.coordinator._pusher
         for version in list(pusher._digests):
             pusher._digests[version] ^= 1
@@ -59,7 +59,7 @@ def test_pushing_pauses_after_a_repeat_until_an_operator_resumes(host: Callable[
         waiting = hosted.coordinator.migrate("p1", lambda p: p.delta_to(target(1, 50)).chunks(10))
         seen = mismatches(hosted)
         until(lambda: mismatches(hosted) > seen + 2)
-        assert waiting.progress.chunks_pushed == 0
+        assert waiting.record.chunks_pushed == 0
         assert hosted.coordinator.status().epochs == epochs, "a paused channel keeps its epoch"
         hosted.coordinator.resume()
         until(lambda: hosted.names().count("pushing_paused") == 2, what=lambda: hosted.events)

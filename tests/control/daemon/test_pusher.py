@@ -68,8 +68,8 @@ def test_an_ended_epoch_voids_unagreed_chunks(tmp_path: Path, agreed: int) -> No
     assert harness.push_all() == [1, 2, 3]
     assert migration.state is MigrationState.PUSHING
     harness.pusher.begin_epoch(agreed, harness.journal.placement_at(agreed).digest())
-    assert migration.progress.chunks_pushed == agreed
-    assert migration.progress.rows_agreed == 10 * agreed
+    assert migration.record.chunks_pushed == agreed
+    assert migration.record.rows_agreed == 10 * agreed
     harness.pusher.acknowledge(agreed, agreed)
     assert harness.push_all() == list(range(agreed + 1, 4))
     # The order is that of the plan: every version has the placement of the plan, not only the last.
@@ -153,7 +153,7 @@ def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path
     harness.pusher.acknowledge(agreed, agreed)
     assert harness.push_all() == []
     assert migration.state is MigrationState.ABORTED
-    progress = migration.progress
+    progress = migration.record
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
     assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.reason
     assert harness.pusher.drain_events()[-1].transition is None

@@ -91,7 +91,7 @@ def test_slower_steps_slow_the_migration_down(tmp_path: Path, monkeypatch: pytes
         until(lambda: harness.pacing.snapshot().slowed >= 2, what=ranks.state())
         snapshot = harness.pacing.snapshot()
         assert migration.state is MigrationState.PUSHING
-        until(lambda: migration.progress.chunks_applied > 0)
+        until(lambda: migration.record.chunks_applied > 0)
         early = max(step[0] for step in ranks.copied)
         halved = len(ranks.copied)
         until(lambda: sum(step[0] > 0 for step in ranks.copied[halved + 50 :]) >= 3, what=str(snapshot))
@@ -99,6 +99,6 @@ def test_slower_steps_slow_the_migration_down(tmp_path: Path, monkeypatch: pytes
         assert late < early, (late, early, harness.pacing.snapshot())
         assert "times the" in snapshot.why
         harness.pacing.set_limits(ThrottleLimits(), adaptive=False)
-        assert migration.wait(30) is MigrationState.COMMITTED, (migration.progress, ranks.state())
+        assert migration.wait(30) is MigrationState.COMMITTED, (migration.record, ranks.state())
         until(lambda: ranks.all_at(planned))
     assert all(len(set(step)) == 1 for step in ranks.copied)

@@ -150,7 +150,7 @@ def replan(coordinator: Coordinator, keyspace: KeySpace, number: int) -> tuple[f
     state = migration.wait(_DEADLINE_SECONDS)
     if state is not MigrationState.COMMITTED:
         raise RuntimeError(f"re-plan {number} is {state.value}: {migration.reason}")
-    return time.perf_counter() - started, migration.progress.rows_pushed
+    return time.perf_counter() - started, migration.record.rows_pushed
 
 
 def bench_replans(count: int) -> Outcome:
@@ -231,7 +231,7 @@ def bench_ranks(ranks: int, rows: int) -> Outcome:
                 pipe.send("stop")
             reports = receive_all(pipes)
             status = coordinator.status()
-            progress = migration.progress
+            progress = migration.record
             journal_bytes = sum(path.stat().st_size for path in Path(directory).iterdir())
     versions = {version for found, _, _, _ in reports for version in found}
     digests = {digest for _, digest, _, _ in reports}
@@ -239,7 +239,7 @@ def bench_ranks(ranks: int, rows: int) -> Outcome:
     figures = {
         "ranks": ranks, "processes": processes, "rows": rows, "chunks": progress.chunks_pushed,
         "start_and_join_seconds": joined, "deliver_seconds": seconds, "rows_per_second": rows / seconds,
-        "bytes_to_a_rank": progress.bytes_pushed, "bytes_to_all_ranks": progress.bytes_pushed * ranks,
+        "bytes_to_a_rank": progress.pushed_bytes, "bytes_to_all_ranks": progress.pushed_bytes * ranks,
         "journal_bytes": journal_bytes, "daemon_processor_seconds": used, "epochs": status.epochs,
         "largest_rank_process": asdict(max((look for *_, look in reports), key=lambda look: look.rss_bytes)),
     }  # fmt: skip

@@ -1,0 +1,282 @@
+"""The history of migrations and of users' actions: recorded without touching the disk, written by a thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
+from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, Transition, TransitionEvent
+from flexd.core.errors import SnapshotError
+from flexd.core.fault_points import fault_point
+from flexd.core.supervision import Supervisor
+from flexd.operations.state_file import StateFile, Statement
+
+MAX_WAITING = 4096
+"""Limit of entries that wait to be written; beyond it the oldest are lost."""
+RETRY_SECONDS = 5.0
+FRESH_SECONDS = 1.0
+"""Deadline of a reader for entries recorded before its call to reach the disk."""
+ENDED_UNSEEN = "the daemon ended while it was unfinished"
+MAX_DETAIL_CHARACTERS = 2_000
+
+ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "withhold", "prefer", "forget", "verify"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ActionRecord:
+    """An action of a user that is no migration.
+
+    Attributes:
+        kind: an ``ActionKind``; ``override`` is a plan executed although gates were closed,
+            ``withhold`` the first of the plans that save less than ``planner.min_saving``, ``prefer`` and ``forget``
+            are about an attempt of the job.
+        who: the user.
+        reason: the user's reason.
+        detail: the outcome, truncated to ``MAX_DETAIL_CHARACTERS``.
+    """
+
+    unix_seconds: float
+    kind: str
+    who: str
+    reason: str
+    detail: str
+
+    @staticmethod
+    def of(unix_seconds: float, kind: ActionKind, who: str, reason: str, detail: str = "") -> ActionRecord:
+        return ActionRecord(unix_seconds, kind, who, reason, detail[:MAX_DETAIL_CHARACTERS])
+
+
+_MIGRATION, _ACTION = TypeAdapter(MigrationRecord), TypeAdapter(ActionRecord)
+_UPSERT = (
+    "INSERT INTO migrations (id, document) VALUES (?, ?) "
+    "ON CONFLICT (id) DO UPDATE SET document = json_patch(document, excluded.document)"
+)
+_ADD = "UPDATE migrations SET document = json_patch(document, ?) WHERE id = ?"
+"""Of a migration that is not kept any more nothing is written."""
+
+
+@dataclass(frozen=True)
+class HistorySnapshot:
+    """Counters since the start.
+
+    Attributes:
+        entries: entries written.
+        lost: entries dropped because too many waited.
+        failures: failed writes; they are repeated.
+        quarantined: files that could not be used.
+        problem: why the newest write failed; None if it succeeded.
+    """
+
+    entries: int = 0
+    lost: int = 0
+    failures: int = 0
+    quarantined: int = 0
+    problem: str | None = None
+
+
+class MigrationHistory:
+    """The history of migrations and actions. Thread-safe.
+
+    Recording never touches the disk; entries are on disk within milliseconds, or ``flush`` returns False. Migrations
+    that a crash left unfinished are recorded as failed.
+
+    Args:
+        file: the state; the caller closes it after ``stop``.
+        keep: limit of migrations, and of actions.
+        supervisor: of the process; records the faults of the thread.
+
+    Raises:
+        StateVersionError: a newer flexd wrote the file; it is unchanged.
+        SnapshotError: the file cannot be read.
+    """
+
+    def __init__(
+        self,
+        file: StateFile,
+        keep: int,
+        retry_seconds: float = RETRY_SECONDS,
+        supervisor: Supervisor | None = None,
+    ) -> None:
+        self._file = file
+        self._keep = keep
+        self._retry_seconds = retry_seconds
+        self._changed = threading.Condition()
+        self._waiting: deque[Statement] = deque()
+        self._recorded = 0
+        self._written = 0
+        """Entries of ``_recorded`` that were written or lost."""
+        self._snapshot = HistorySnapshot()
+        self._stopping = threading.Event()
+        supervisor = supervisor or Supervisor()
+        self._watch = supervisor.watch("flexd-history")
+        self._thread = supervisor.thread("flexd-history", self._run, self._stopping)
+        self._fail_unfinished()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> bool:
+        """Write the waiting entries and end the thread. Returns whether it ended within the deadline."""
+        with self._changed:
+            self._stopping.set()
+            self._changed.notify_all()
+        return self._thread.join(timeout_seconds)
+
+    @property
+    def snapshot(self) -> HistorySnapshot:
+        return replace(self._snapshot, quarantined=self._file.quarantined)
+
+    def record_migration(self, news: MigrationEvent) -> None:
+        """Record an event of a migration. Called in the coordinator's thread."""
+        self._record(news.migration.record)
+
+    def record_action(self, action: ActionRecord) -> None:
+        """Record an action of a user; from any thread."""
+        self._add("INSERT INTO actions (document) VALUES (?)", _ACTION.dump_json(action).decode())
+
+    def record_effect(self, migration_id: str, effect: EffectRecord) -> None:
+        """Record the effect of a migration recorded before; from any thread."""
+        record = MigrationRecord(migration_id, "", effect=effect)
+        self._add(_ADD, _MIGRATION.dump_json(record, include={"effect"}).decode(), migration_id)
+
+    def record_verdict(self, verdict: VerdictRecord) -> None:
+        """Record the verdict on a migration recorded before; from any thread."""
+        record = MigrationRecord(verdict.migration_id, "", verdict=verdict)
+        self._add(_ADD, _MIGRATION.dump_json(record, include={"verdict"}).decode(), verdict.migration_id)
+
+    def flush(self, timeout_seconds: float) -> bool:
+        """Wait until every entry recorded so far is on disk. Returns False at the deadline or if writing fails."""
+        deadline = time.monotonic() + timeout_seconds
+        with self._changed:
+            wanted = self._recorded
+            while self._written < wanted:
+                left = deadline - time.monotonic()
+                if left <= 0 or self._snapshot.problem is not None or not self._thread.running:
+                    return False
+                self._changed.wait(left)
+            return True
+
+    def newest(self, limit: int, state: MigrationState | None = None) -> tuple[MigrationRecord, ...]:
+        """Return migrations, the newest first. Raises SnapshotError if the file cannot be read."""
+        if state is None:
+            return self._select("ORDER BY serial DESC LIMIT ?", limit)
+        return self._select("WHERE document ->> 'state' = ? ORDER BY serial DESC LIMIT ?", state.value, limit)
+
+    def newest_moves(self, limit: int) -> tuple[MigrationRecord, ...]:
+        """Return migrations that pushed a chunk, the newest first. Raises SnapshotError as ``newest``."""
+        return self._select("WHERE document ->> 'chunks_pushed' > 0 ORDER BY serial DESC LIMIT ?", limit)
+
+    def newest_verdict(self) -> VerdictRecord | None:
+        """Return the verdict on the newest migration that has one. Raises SnapshotError as ``newest``."""
+        found = self._select("WHERE document -> 'verdict' IS NOT NULL ORDER BY serial DESC LIMIT 1")
+        return found[0].verdict if found else None
+
+    def find(self, migration_id: str) -> MigrationRecord | None:
+        """Return a migration; None if it is not kept. Raises SnapshotError as ``newest``."""
+        return next(iter(self._select("WHERE id = ?", migration_id)), None)
+
+    def newest_actions(self, limit: int) -> tuple[ActionRecord, ...]:
+        """Return actions, the newest first. Raises SnapshotError if the file cannot be read."""
+        self.flush(FRESH_SECONDS)
+        rows = self._file.read("SELECT document FROM actions ORDER BY serial DESC LIMIT ?", limit)
+        return tuple(_ACTION.validate_json(document) for (document,) in rows)
+
+    def _select(self, clause: str, *values: object) -> tuple[MigrationRecord, ...]:
+        self.flush(FRESH_SECONDS)
+        rows = self._file.read(f"SELECT document FROM migrations {clause}", *values)
+        try:
+            return tuple(_MIGRATION.validate_json(document) for (document,) in rows)
+        except ValueError as error:
+            raise SnapshotError(f"a migration of the history cannot be read: {error}") from error
+
+    def _fail_unfinished(self) -> None:
+        for record in self._select("WHERE document ->> 'settled' = 0"):
+            if record.state not in FINAL_STATES:
+                number = record.transitions[-1].number + 1 if record.transitions else 0
+                failed = Transition(
+                    number, time.time(), TransitionEvent.FAIL, record.state, MigrationState.FAILED, ENDED_UNSEEN,
+                    record.rows_pushed, record.rows_applied, record.last_version,
+                )  # fmt: skip
+                record = replace(
+                    record, state=failed.after, problem=failed.reason, ended_unix_seconds=failed.unix_seconds,
+                    transitions=(*record.transitions, failed),
+                )  # fmt: skip
+            self._record(replace(record, settled=True))
+
+    def _record(self, record: MigrationRecord) -> None:
+        document = _MIGRATION.dump_json(record, exclude={"effect", "verdict"})
+        self._add(_UPSERT, record.migration_id, document.decode())
+
+    def _add(self, statement: str, *values: object) -> None:
+        with self._changed:
+            self._recorded += 1
+            self._waiting.append((statement, values))
+            self._drop_too_many()
+            self._changed.notify_all()
+
+    def _drop_too_many(self) -> None:
+        while len(self._waiting) > MAX_WAITING:
+            self._waiting.popleft()
+            self._written += 1
+            self._count(lost=self._snapshot.lost + 1)
+
+    def _count(self, **changes: Any) -> None:
+        self._snapshot = replace(self._snapshot, **changes)
+
+    def _run(self) -> None:
+        while (entries := self._due()) is not None:
+            written = False
+            try:
+                written = self._write(entries)
+            finally:
+                with self._changed:
+                    if written:
+                        self._written += len(entries)
+                        self._count(entries=self._snapshot.entries + len(entries))
+                    else:
+                        self._waiting.extendleft(reversed(entries))
+                        self._drop_too_many()
+                    self._changed.notify_all()
+            self._watch.progress()
+
+    def _due(self) -> list[Statement] | None:
+        """Wait for entries and the time to try again, and return the entries; None to end."""
+        with self._changed:
+            failed = self._snapshot.problem is not None
+            retry_at = time.monotonic() + self._retry_seconds if failed else 0.0
+            while not self._stopping.is_set():
+                left = retry_at - time.monotonic()
+                if self._waiting and left <= 0:
+                    break
+                self._changed.wait(left if left > 0 else None)
+            if not self._waiting or (self._stopping.is_set() and failed):
+                return None
+            entries = list(self._waiting)
+            self._waiting.clear()
+            return entries
+
+    def _write(self, entries: list[Statement]) -> bool:
+        oldest = "(SELECT serial FROM {0} ORDER BY serial DESC LIMIT 1 OFFSET ?)"
+        trims = [
+            (f"DELETE FROM {table} WHERE serial <= {oldest.format(table)}", (self._keep,))
+            for table in ("migrations", "actions")
+        ]
+        try:
+            fault_point("thread.history")
+            self._file.write([*entries, *trims])
+        except SnapshotError as error:
+            logger.log(logging.DEBUG if self._snapshot.problem else logging.ERROR, "%s", error)
+            self._count(failures=self._snapshot.failures + 1, problem=str(error))
+            return False
+        self._count(problem=None)
+        return True

@@ -1,0 +1,240 @@
+"""The history of migrations: restarts, limits, and writes that fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexd.control.daemon import migration as migration_module
+from flexd.control.daemon.migration import Migration
+from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
+from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
+from flexd.core.errors import SnapshotError
+from flexd.core.placement import Delta
+from flexd.operations import history as history_module
+from flexd.operations.history import ENDED_UNSEEN, ActionRecord, MigrationHistory
+from flexd.operations.state_file import NAME, StateFile, Statement
+from tests.support.until import until
+
+E = TransitionEvent
+SECONDS = 20.0
+
+
+class RunningHistory:
+    """A running history, and migrations that it records as the coordinator reports them."""
+
+    def __init__(self, path: Path, keep: int = 100, retry_seconds: float = 0.01, *, start: bool = True) -> None:
+        self.file = StateFile(path)
+        self.history = MigrationHistory(self.file, keep, retry_seconds)
+        if start:
+            self.history.start()
+
+    def migration(self, name: str, *events: TransitionEvent, who: str = "ada", settle: bool = True) -> Migration:
+        """Record a migration of 30 rows through ``events``; 20 rows are pushed and 10 applied before the second one."""
+        chunks = [Delta(np.arange(30), np.zeros(30, np.uint8), np.ones(30, np.uint8))]
+        origin = MigrationRecord(name, "", "parent", "manual", who, f"reason of {name}", predicted_saving_seconds=0.5)
+        migration = Migration(f"plan-{name}", chunks, 3, origin)
+        migration.observe(self._on_transition)
+        for number, event in enumerate(events):
+            if number == 1:
+                migration.count(rows_pushed=20, chunks_pushed=1, pushed_bytes=100, last_version=8)
+                migration.count(rows_applied=10, chunks_applied=1, copied_bytes=640)
+            migration.fire(event, f"because of {event.value}")
+        if settle and migration.done:
+            migration.settle()
+            self.history.record_migration(MigrationEvent(migration, None))
+        return migration
+
+    def _on_transition(self, migration: Migration, transition: Transition) -> None:
+        self.history.record_migration(MigrationEvent(migration, transition))
+
+    def action(self, reason: str) -> None:
+        self.history.record_action(ActionRecord.of(1.0, "pause", "ann", reason, "d" * 5_000))
+
+    @property
+    def actions(self) -> list[str]:
+        return [each.reason for each in self.history.newest_actions(100)]
+
+    @property
+    def ids(self) -> list[str]:
+        return [record.migration_id for record in self.history.newest(100)]
+
+    def wait_until_written(self) -> None:
+        until(lambda: self.history.flush(1.0), SECONDS, lambda: self.history.snapshot)
+
+    def stop(self) -> None:
+        assert self.history.stop(SECONDS)
+        self.file.close()
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Callable[..., RunningHistory]]:
+    made: list[RunningHistory] = []
+
+    def make(*arguments: object, **options: object) -> RunningHistory:
+        made.append(RunningHistory(tmp_path / NAME, *arguments, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for kept in made:
+        kept.stop()
+
+
+def test_a_migration_is_kept_over_a_restart_as_it_was(keep: Callable[..., RunningHistory]) -> None:
+    kept = keep()
+    migration = kept.migration("m1", E.START, E.ABORT, E.STOPPED)
+    kept.migration("m2", E.ABORT, who="")
+    kept.stop()
+
+    again = keep()
+    assert again.ids == ["m2", "m1"]
+    assert [record.migration_id for record in again.history.newest(1)] == ["m2"]
+    found = again.history.find("m1")
+    assert found == migration.record
+    assert found is not None
+    assert (found.plan_id, found.parent_plan_id, found.problem, found.settled) == (
+        "plan-m1", "parent", "because of stopped", True,
+    )  # fmt: skip
+    assert [(each.event, each.after, each.reason, each.rows_pushed) for each in found.transitions] == [
+        (None, MigrationState.PENDING, "reason of m1", 0), (E.START, MigrationState.PUSHING, "because of start", 0),
+        (E.ABORT, MigrationState.ABORTING, "because of abort", 20),
+        (E.STOPPED, MigrationState.ABORTED, "because of stopped", 20),
+    ]  # fmt: skip
+    assert again.history.find("m3") is None
+    assert [record.migration_id for record in again.history.newest_moves(9)] == ["m1"]
+
+
+def test_effect_and_verdict_stay_with_their_migration(keep: Callable[..., RunningHistory]) -> None:
+    kept = keep()
+    migration = kept.migration("a", E.START, E.EXHAUSTED, settle=False)
+    effect, verdict = EffectRecord(0.2, None, 5, 0.1, 0.01, 7), VerdictRecord("a", "faster", -0.1, None, None, 4)
+    kept.history.record_effect("a", EffectRecord(0.3, 0.1, 2))
+    kept.history.record_effect("a", effect)
+    kept.history.record_verdict(verdict)
+    kept.history.record_verdict(replace(verdict, migration_id="unknown"))
+    # An event of the migration itself leaves them.
+    migration.fire(E.APPLIED)
+    kept.migration("b", E.START, E.FAIL)
+    kept.stop()
+    again = keep()
+    assert again.history.find("a") == replace(migration.record, effect=effect, verdict=verdict, settled=True)
+    assert again.history.newest_verdict() == verdict
+    assert again.ids == ["b", "a"]
+
+
+def test_migrations_are_filtered_by_state(keep: Callable[..., RunningHistory]) -> None:
+    kept = keep()
+    kept.migration("a", E.START, E.EXHAUSTED, E.APPLIED)
+    kept.migration("b", E.START, E.FAIL)
+    kept.migration("c", E.START, E.EXHAUSTED)
+
+    def ids(state: MigrationState) -> list[str]:
+        return [record.migration_id for record in kept.history.newest(10, state)]
+
+    assert ids(MigrationState.COMMITTED) == ["a"]
+    assert ids(MigrationState.FAILED) == ["b"]
+    assert ids(MigrationState.APPLYING) == ["c"]
+    assert kept.history.newest(1, MigrationState.APPLYING)[0].seconds is None
+
+
+def test_a_migration_that_a_crash_interrupted_has_failed(keep: Callable[..., RunningHistory]) -> None:
+    kept = keep()
+    kept.migration("done", E.START, E.FAIL, settle=False)
+    kept.migration("open", E.START)
+    kept.stop()
+    again = keep()
+    found, done = again.history.find("open"), again.history.find("done")
+    assert found is not None
+    assert (found.state, found.problem, found.settled) == (MigrationState.FAILED, ENDED_UNSEEN, True)
+    assert found.seconds is not None
+    last = found.transitions[-1]
+    assert (last.number, last.event, last.before, last.after) == (2, E.FAIL, MigrationState.PUSHING, found.state)
+    assert done is not None
+    assert (done.problem, done.settled, len(done.transitions)) == ("because of fail", True, 3)
+
+
+def test_the_oldest_are_deleted(keep: Callable[..., RunningHistory]) -> None:
+    kept = keep(keep=5)
+    for number in range(23):
+        kept.migration(f"m{number}", E.START, E.FAIL)
+        kept.action(f"r{number}")
+    assert kept.ids == [f"m{n}" for n in range(22, 17, -1)]
+    assert kept.actions == [f"r{n}" for n in range(22, 17, -1)]
+    assert {len(each.detail) for each in kept.history.newest_actions(9)} == {2_000}
+
+
+def test_the_transitions_of_one_migration_are_bounded(
+    keep: Callable[..., RunningHistory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration_module, "KEPT_TRANSITIONS", 8)
+    kept = keep()
+    kept.migration("m", E.START, *(each for _ in range(20) for each in (E.EXHAUSTED, E.VOIDED)), E.FAIL)
+    found = kept.history.find("m")
+    assert found is not None
+    assert [each.number for each in found.transitions] == [0, *range(36, 43)]
+
+
+def test_entries_wait_while_nothing_can_be_written_and_keep_their_order(keep: Callable[..., RunningHistory]) -> None:
+    kept = keep(start=False)
+    write, failed = kept.file.write, threading.Event()
+
+    def fails_once(statements: Sequence[Statement]) -> None:
+        if failed.is_set():
+            write(statements)
+            return
+        failed.set()
+        kept.action("c")
+        raise SnapshotError("the disk is full")
+
+    kept.file.write = fails_once  # type: ignore[method-assign]
+    kept.action("a")
+    kept.action("b")
+    kept.history.start()
+    assert failed.wait(SECONDS)
+    kept.wait_until_written()
+    assert kept.actions == ["c", "b", "a"]
+    figures = kept.history.snapshot
+    assert (figures.entries, figures.lost, figures.failures, figures.problem) == (3, 0, 1, None)
+
+
+def test_a_stop_does_not_wait_for_a_full_disk_and_waiting_entries_are_bounded(
+    keep: Callable[..., RunningHistory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "MAX_WAITING", 5)
+    kept = keep(retry_seconds=3600.0)
+
+    def full(statements: Sequence[Statement]) -> None:
+        raise SnapshotError("the disk is full")
+
+    kept.file.write = full  # type: ignore[method-assign]
+    for number in range(9):
+        kept.action(str(number))
+    until(lambda: kept.history.snapshot.failures, SECONDS)
+    assert kept.history.flush(SECONDS) is False
+    assert (kept.history.snapshot.problem, kept.history.snapshot.lost) == ("the disk is full", 4)
+    kept.stop()
+
+
+@pytest.mark.parametrize("read", ["newest", "newest_moves", "newest_actions"])
+def test_a_reader_sees_every_entry_recorded_before(
+    keep: Callable[..., RunningHistory], read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history_module, "FRESH_SECONDS", SECONDS)
+    kept = keep()
+    write, begun, done = kept.file.write, threading.Event(), threading.Event()
+
+    def slowly(statements: Sequence[Statement]) -> None:
+        begun.wait(0.2)
+        write(statements)
+        done.set()
+
+    kept.file.write = slowly  # type: ignore[method-assign]
+    kept.action("a")
+    getattr(kept.history, read)(1)
+    assert done.is_set()
