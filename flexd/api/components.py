@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from flexd.operations.history import MigrationHistory
     from flexd.operations.pacing import MigrationPacing
     from flexd.operations.planning import Planning
-    from flexd.operations.slow_memory import SlowMemoryMonitor
-    from flexd.operations.training_monitor import TrainingMonitor
+    from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
     from flexd.sketch.snapshot import SnapshotStore
 
 

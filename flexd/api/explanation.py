@@ -11,7 +11,7 @@ from flexd.api.base import TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, 
 from flexd.api.planning import GateReport, gate_report
 
 if TYPE_CHECKING:
-    from flexd.operations.gates import Gate
+    from flexd.operations.proposals import Gate
     from flexd.planner.explain import RowExplanation, TableExplanation
 
 MAX_EXPLAINED_ROWS = 1000

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from flexd.operations.autoplan import AutoPlanner
-    from flexd.operations.gates import Gate
     from flexd.operations.planning import Planning
-    from flexd.operations.proposals import Proposal
+    from flexd.operations.proposals import Gate, Proposal
 
 TriggerName = Literal["interval", "drift", "topology", "manual", "verify"]
 
@@ -147,8 +146,8 @@ def proposal_list(planning: Planning) -> ProposalList:
 
 def planning_status(planning: Planning, auto: AutoPlanner) -> PlanningStatus:
     """Return when the daemon plans, and what holds it back."""
-    from flexd.operations.gates import GATE_NAMES
     from flexd.operations.planning import PLAN_OUTCOMES
+    from flexd.operations.proposals import GATE_NAMES
     from flexd.operations.triggers import TriggerKind
 
     triggers, now = auto.triggers, time.time()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from flexd.core.keyspace import TableSpec
-    from flexd.operations.slow_memory import SlowMemoryTotals
+    from flexd.operations.training_monitor import SlowMemoryTotals
 
 OTHERS = "other"
 """Stands for the tables that the ranks did not name, each of few misses."""

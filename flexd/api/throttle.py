@@ -13,8 +13,7 @@ from flexd.api.families import counter, counters, gauge, gauges_by
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.control.daemon.pace import StepTimes
-    from flexd.operations.pacing import PacingSnapshot
+    from flexd.operations.pacing import PacingSnapshot, StepTimes
 
 WaitName = Literal["bytes_per_step", "bytes_per_second", "adaptive_pause"]
 DecisionName = Literal["slowed", "sped", "paused"]

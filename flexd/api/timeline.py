@@ -12,7 +12,7 @@ from flexd.api.base import FiniteOrNone, Model, RowsByTier
 if TYPE_CHECKING:
     from flexd.control.daemon.migration_record import MigrationRecord
     from flexd.core.layout import RankLayout
-    from flexd.operations.traffic_timeline import TrafficInterval
+    from flexd.operations.training_monitor import TrafficInterval
 
 ID_BYTES = 8
 """Size of a row id in an exchange."""
@@ -87,7 +87,7 @@ def timeline(
         layout: of the live ranks; None before ranks are known.
         row_bytes: mean size of a looked-up row's values.
     """
-    from flexd.operations.traffic_timeline import INTERVAL_SECONDS
+    from flexd.operations.training_monitor import INTERVAL_SECONDS
 
     share = None if layout is None else 1 - layout.local_ranks / layout.world_size
     return Timeline(

@@ -14,9 +14,8 @@ from flexd.api.placement import by_metric_tier
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.operations.mistake_totals import MistakeTotal
     from flexd.operations.phase_averages import PhaseAverages
-    from flexd.operations.training_monitor import RankAverages, TrainingTotals
+    from flexd.operations.training_monitor import MistakeTotal, RankAverages, TrainingTotals
 
 
 class PhaseStatus(Model):

@@ -15,9 +15,8 @@ from pydantic import ValidationError
 
 from flexd.api.config import ConfigStatus, KeyChange, ReloadReport
 from flexd.config.checks import check_tables
-from flexd.config.load import load_config
+from flexd.config.load import Merged, load_config, merge
 from flexd.config.model import Config
-from flexd.config.reload import Merged, merge
 from flexd.config.tables_file import with_tables
 from flexd.config.text import describe_faults
 from flexd.core.errors import ConfigError, FlexdError

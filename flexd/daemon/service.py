@@ -22,8 +22,8 @@ from flexd.api.status import Status, base_status
 from flexd.api.threads import threads_status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
@@ -35,8 +35,7 @@ from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.shutdown_budget import Share, ShutdownBudget
-from flexd.daemon.state_files import check_files
-from flexd.daemon.state_owner import open_state
+from flexd.daemon.state_files import check_files, open_state
 from flexd.ingest import Ingestor
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.operations.affinity import AffinityMonitor
@@ -50,9 +49,8 @@ from flexd.operations.live_prices import LivePrices
 from flexd.operations.pacing import MigrationPacing
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
-from flexd.operations.slow_memory import SlowMemoryMonitor
 from flexd.operations.state_file import NAME, StateFile
-from flexd.operations.training_monitor import TrainingMonitor
+from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.operations.verification import Verifier
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
@@ -326,7 +324,7 @@ class Daemon:
         self._planning.check(config)
 
     def apply_config(self, config: Config) -> None:
-        """Apply settings that differ from the current ones only in ``flexd.config.reload.HOT_KEYS``.
+        """Apply settings that differ from the current ones only in ``flexd.config.load.HOT_KEYS``.
 
         Raises:
             FlexdError: they name a table that there is not, or the like; nothing has changed.

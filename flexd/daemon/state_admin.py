@@ -13,9 +13,7 @@ from flexd.config.model import Config
 from flexd.core.errors import SketchError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
-from flexd.daemon.state_files import mark_unusable, newer_files
-from flexd.daemon.state_lock import StateLock
-from flexd.daemon.state_owner import check_owner
+from flexd.daemon.state_files import StateLock, check_owner, mark_unusable, newer_files
 from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import SketchSet

@@ -1,24 +1,134 @@
-"""The files of a state directory: their format versions, checked together before a daemon opens any of them.
+"""The state directory: its lock, the job that it belongs to, and the formats of its files.
 
-Each class that reads a file refuses a newer format by itself too. Checked here, one start names all of them, and none
-is opened, changed or replaced.
+Formats are checked together before a daemon opens any file. Each class that reads a file refuses a newer format by
+itself too. Checked here, one start names all of them, and none is opened, changed or replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexd.config import tables_file
 from flexd.control.daemon import journal
-from flexd.core.durable import UNUSABLE, sync_directory
-from flexd.core.errors import SnapshotError, StateVersionError, UnusableStateError
+from flexd.core.durable import UNUSABLE, replace_file, sync_directory
+from flexd.core.errors import SnapshotError, StateLockedError, StateVersionError, UnusableStateError
 from flexd.ingest.restore import UNUSABLE_REMEDY
 from flexd.operations import state_file
 from flexd.stream import offsets_in_work
+
+FILE_NAME = "lock"
+_POLL_SECONDS = 0.05
+
+
+class StateLock:
+    """Locks the directory until ``release`` or the end of the process.
+
+    Args:
+        wait_seconds: longest time to wait for another process that holds it.
+
+    Raises:
+        StateLockedError: another process holds it, or the directory cannot be locked.
+    """
+
+    def __init__(self, directory: Path, wait_seconds: float = 0.0) -> None:
+        path = directory / FILE_NAME
+        try:
+            # A file object, so that an error during construction closes the file and releases the lock.
+            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0)
+        except OSError as error:
+            raise StateLockedError(
+                f"state.dir: {path} cannot be opened: {error.strerror}", remedy="give a writable directory"
+            ) from error
+        descriptor = self._file.fileno()
+        try:
+            _lock(descriptor, time.monotonic() + wait_seconds)
+        except OSError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            self._file.close()
+            if not isinstance(error, BlockingIOError):
+                raise StateLockedError(
+                    f"state.dir: {path} cannot be locked: {error.strerror}", remedy="use a file system that has flock"
+                ) from error
+            raise StateLockedError(
+                f"state.dir: {directory} is used by another daemon, process {holder}",
+                remedy="stop it, or give this daemon a directory of its own",
+            ) from None
+        with contextlib.suppress(OSError):
+            # A full disk does not prevent the start: only the holder's process id is missing.
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def release(self) -> None:
+        """Unlock the directory. Further calls do nothing."""
+        self._file.close()
+
+
+def _lock(descriptor: int, deadline: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+NAME = "job"
+"""File with the name of the job."""
+
+
+def open_state(directory: Path, job: str) -> StateLock:
+    """Lock a state directory for a job, and note the job's name in it.
+
+    Raises:
+        StateLockedError: another process holds it, or it cannot be locked.
+        UnusableStateError: it belongs to another job; nothing has changed.
+    """
+    lock = StateLock(directory)
+    try:
+        check_owner(directory, job)
+        if _owner(directory) is None:
+            _write_owner(directory, job)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def check_owner(directory: Path, job: str) -> None:
+    """Raise UnusableStateError if the directory has the state of another job. Changes nothing."""
+    owner = _owner(directory)
+    if owner is not None and owner != job:
+        raise UnusableStateError(
+            f"state.dir: {directory} has the state of job {owner!r}, not of {job!r}",
+            remedy=f"give job {job!r} a state.dir of its own, or move this one away if job {owner!r} has ended",
+        )
+
+
+def _owner(directory: Path) -> str | None:
+    path = directory / NAME
+    try:
+        return path.read_text(errors="replace").removesuffix("\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnusableStateError(f"{path} cannot be read: {error.strerror}", remedy="check its permissions") from error
+
+
+def _write_owner(directory: Path, job: str) -> None:
+    try:
+        replace_file(directory / NAME, [f"{job}\n".encode()])
+    except SnapshotError as error:
+        # A full disk does not prevent the start; the next one tries again.
+        logger.warning("the state is not marked as that of job %r: %s", job, error)
+
 
 logger = logging.getLogger("flexd")
 

@@ -37,9 +37,7 @@ from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
 from flexd.daemon.service import TICK_SECONDS, Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
-from flexd.daemon.state_files import check_files
-from flexd.daemon.state_lock import StateLock
-from flexd.daemon.state_owner import check_owner, open_state
+from flexd.daemon.state_files import StateLock, check_files, check_owner, open_state
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
 

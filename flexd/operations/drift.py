@@ -17,10 +17,9 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor
-from flexd.operations.gates import saving_gate
-from flexd.operations.live_plan import make_live_plan
+from flexd.operations.live_plan import TrainingJob, make_live_plan
 from flexd.operations.live_prices import LivePrices
-from flexd.operations.plan_settings import TrainingJob
+from flexd.operations.proposals import saving_gate
 from flexd.planner.drift import Drift, placement_communication
 from flexd.sketch.profile import Profile
 

@@ -6,8 +6,8 @@ import math
 import threading
 from collections.abc import Callable
 
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_record import EffectRecord
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.operations.step_times import StepSeconds, StepTimes

@@ -12,8 +12,8 @@ import numpy as np
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration import ChunkedDelta, ChunkSource, Migration
-from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.core.errors import ApiError
 from flexd.core.keyspace import KeySpace

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from flexd.control.daemon.migration_events import MigrationEvent
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
 from flexd.control.daemon.migration_states import FINAL_STATES, MigrationState, Transition, TransitionEvent
 from flexd.core.errors import SnapshotError

@@ -1,23 +1,144 @@
-"""The plan for the live ranks and placement, as automatic planning, requests and the measure of drift make it."""
+"""The plan for the live ranks and placement: copies, and rows that live in other nodes than their homes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
-from flexd.core.keyspace import KeySpace
+from flexd.control.protocol.trainer_settings import TrainerSettings
+from flexd.core.keyspace import DTYPE_BYTES, KeySpace, TableSpec
+from flexd.core.layout import Tier
 from flexd.core.placement import Placement
-from flexd.operations.plan_settings import TrainingJob, plan_limits
+from flexd.operations.affinity import AffinityMonitor
+from flexd.planner.affinity.outlook import AffinityOutlook
+from flexd.planner.baselines import ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.model.bag_answers import LENGTH_RANKS, answer_bytes, choose_answers
+from flexd.planner.model.row_bytes import Exchange
+from flexd.planner.model.training_shape import TrainingShape
+from flexd.planner.moves import MoveRoom, with_moves
 from flexd.planner.plan import Plan, make_plan
+from flexd.planner.solver.limits import PlanLimits, RowPin
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
+
+
+def plan_moves(
+    plan: Plan,
+    live: Placement,
+    keyspace: KeySpace,
+    topology: LiveTopology,
+    settings: PlannerConfig,
+    by_sums: frozenset[str],
+    affinity: AffinityMonitor | None,
+    accesses_per_step: float,
+) -> tuple[Plan, AffinityOutlook | None]:
+    """Learn homes by affinity, and return the plan with the rows that move by them, and what homes would win.
+
+    Homes are those of the newest learning (``AffinityMonitor``), which a plan waits for only shortly. Without
+    ``planner.moved_slots_share`` rows that have moved come home. While nothing is known of rows that are used
+    together, they stay.
+
+    Args:
+        plan: of copies alone.
+        live: with its moved rows.
+        by_sums: tables that answer by sums, whose rows stay.
+        affinity: None: rows that are used together are not sampled.
+    """
+    layout, room = topology.layout, None
+    if settings.moved_slots_share > 0 and layout.nodes > 1:
+        excluded = by_sums.union(settings.exclude_tables)
+        room = MoveRoom(keyspace, layout, slots_of_moves(topology, settings), plan.target, excluded)
+    outlook = wanted = None
+    if affinity is not None:
+        outlook, wanted = affinity.refresh(
+            plan, layout, accesses_per_step, settings.horizon_steps, None if room is None else live, room
+        )
+    if room is None and not len(live.moved):
+        return plan, outlook
+    stays = Placement.empty() if room is None else room.fit_placement(live.moved)
+    moved, saved_seconds = (stays, 0.0) if wanted is None else (wanted.moved, wanted.saved_seconds)
+    if room is not None:
+        moved = room.fit_placement(moved)
+    made = with_moves(
+        plan, moved, live, keyspace, layout, topology.replica_slots, settings.table_budgets, saved_seconds,
+        live_fits=len(stays) == len(live.moved),
+    )  # fmt: skip
+    return made, outlook
+
+
+_EXCHANGES = {"chain": Exchange.CHAIN, "direct": Exchange.DIRECT_DEDUP}
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """How the ranks train, as they say when they register.
+
+    Attributes:
+        exchange, comm_dtype: of their collections.
+        answers: "rows" or "sums" by name of each pooled table.
+        passes: forward passes for each step of the optimizer, as the ranks report them. Their gradients are pushed
+            once.
+    """
+
+    exchange: Exchange = Exchange.CHAIN
+    comm_dtype: str | None = None
+    answers: Mapping[str, str] = field(default_factory=dict)
+    passes: int = 1
+
+    @classmethod
+    def of(cls, trainer: TrainerSettings | None, tables: Sequence[TableSpec], passes: int = 1) -> TrainingJob:
+        """Return what the trainer says of itself, and the defaults for values that this version does not know.
+
+        Args:
+            tables: of the job, in order.
+        """
+        if trainer is None:
+            return cls(passes=passes)
+        return cls(
+            _EXCHANGES.get(trainer.exchange, cls.exchange),
+            trainer.comm_dtype if trainer.comm_dtype in DTYPE_BYTES else None,
+            trainer.answer_by_table(tables),
+            passes,
+        )
+
+    @property
+    def shape(self) -> TrainingShape:
+        return TrainingShape(micro_batches=self.passes, merged_backward=True, comm_dtype=self.comm_dtype)
+
+    @property
+    def by_sums(self) -> frozenset[str]:
+        """Tables that answer by sums; none of their rows is copied or moves."""
+        return frozenset(name for name, answer in self.answers.items() if answer == "sums")
+
+
+def cheaper_exchange(plan: Plan) -> str:
+    """Return the configured name of the cheaper of the chain, with the plan's copies if it is for the chain, and the
+    direct exchange with dedup."""
+    chain, direct = plan.baselines[TWO_HOP.name], plan.baselines[ROW_WISE_DEDUP.name]
+    if plan.exchange is Exchange.CHAIN:
+        chain = plan.after
+    elif plan.exchange is Exchange.DIRECT_DEDUP:
+        direct = plan.after
+    return "direct" if direct.exposed_seconds < chain.exposed_seconds else "chain"
+
+
+def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
+    """Return pins, excluded tables and table budgets. No row of a table that answers by sums is copied."""
+    return PlanLimits(
+        pins=tuple(
+            RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
+            for pin in settings.pins
+        ),
+        exclude_tables=job.by_sums.union(settings.exclude_tables),
+        table_slots=dict(settings.table_budgets),
+    )
+
 
 LengthQuantiles = Callable[[str, Sequence[float]], npt.NDArray[np.float64]]
 """Returns the lengths of a table's sequences or bags at normalised ranks, as ``SketchSet``."""

@@ -19,16 +19,25 @@ from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
-from flexd.operations.gates import Gate, evaluate_gates, require_open, saving_gate
-from flexd.operations.live_plan import LengthQuantiles, make_live_plan
-from flexd.operations.live_prices import LivePrices
-from flexd.operations.moved_rows import plan_moves
-from flexd.operations.plan_settings import (
+from flexd.operations.live_plan import (
+    LengthQuantiles,
     TrainingJob,
     cheaper_exchange,
+    make_live_plan,
     plan_limits,
+    plan_moves,
 )
-from flexd.operations.proposals import Proposal, Proposals, outdated, require_current
+from flexd.operations.live_prices import LivePrices
+from flexd.operations.proposals import (
+    Gate,
+    Proposal,
+    Proposals,
+    evaluate_gates,
+    outdated,
+    require_current,
+    require_open,
+    saving_gate,
+)
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.affinity.outlook import AffinityOutlook

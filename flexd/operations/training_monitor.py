@@ -1,20 +1,229 @@
-"""Step reports of the ranks, summed for metrics and averaged for the planner."""
+"""What the ranks report of their steps: summed for metrics and the page, averaged for the planner."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from flexd.control.protocol.report import StepReport
-from flexd.operations.measured_exposure import differs, exposure
-from flexd.operations.mistake_totals import MistakeTotals
-from flexd.operations.phase_averages import RECENT_STEPS, PhaseAverages, mean_phases
+import numpy as np
+import numpy.typing as npt
+
+from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES, SlowTableReport, StepReport
+from flexd.core.mistakes import MAX_TEXT, MistakeKind, MistakeReport
+from flexd.operations.phase_averages import RECENT_STEPS, PhaseAverages, differs, exposure, mean_phases
 from flexd.operations.step_times import StepTimes
-from flexd.operations.traffic_timeline import TrafficTimeline
 from flexd.topology.cluster import Exposed
+
+_KINDS = frozenset(kind.value for kind in MistakeKind)
+OTHER = "other"
+"""Kind of reports of a newer flexd that this one does not know."""
+
+
+@dataclass(frozen=True)
+class MistakeTotal:
+    """One kind of mistake, over all ranks since the daemon started.
+
+    Attributes:
+        rank: the rank of the newest report.
+        text: its message.
+        heard_unix_seconds: when its count was received.
+    """
+
+    kind: str
+    count: int
+    rank: int
+    text: str
+    heard_unix_seconds: float
+
+
+class MistakeTotals:
+    """Thread-safe, and bounded: one total a kind, one number a rank and kind.
+
+    Args:
+        clock: Unix seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[int, str], MistakeReport] = {}
+        self._totals: dict[str, MistakeTotal] = {}
+
+    def add(self, rank: int, reports: Sequence[MistakeReport]) -> None:
+        """Add what a rank reports, which counts from the start of its process: the same twice counts once."""
+        if not reports:
+            return
+        with self._lock:
+            for report in reports[: len(_KINDS)]:
+                kind = report.kind if report.kind in _KINDS else OTHER
+                before = self._seen.get((rank, kind))
+                same = before is not None and before.first_unix_seconds == report.first_unix_seconds
+                new = report.count - before.count if same and before is not None else report.count
+                if new <= 0:
+                    continue
+                self._seen[rank, kind] = report
+                total = self._totals.get(kind)
+                self._totals[kind] = MistakeTotal(
+                    kind, new + (0 if total is None else total.count), rank, report.text[:MAX_TEXT], self._clock()
+                )
+
+    def totals(self) -> tuple[MistakeTotal, ...]:
+        """Return the totals of the kinds that were reported, the newest first."""
+        with self._lock:
+            return tuple(sorted(self._totals.values(), key=lambda total: -total.heard_unix_seconds))
+
+
+INTERVAL_SECONDS = 5.0
+MAX_SAMPLES = 360
+"""Half an hour."""
+
+
+@dataclass(frozen=True)
+class TrafficInterval:
+    """Sums over the step reports received in one interval.
+
+    Attributes:
+        index: number of the interval since the Unix epoch, in ``INTERVAL_SECONDS``.
+        steps: steps of all ranks.
+        step_seconds: wall time of these steps.
+        accesses_by_tier: look-ups served by HOME, NODE and DEVICE rows.
+        intra_bytes: sent inside nodes for rows and their synchronisation.
+        all_to_all_inter_bytes: sent between nodes for ids, rows and gradients.
+        sync_inter_bytes: sent between nodes to synchronise replicas.
+        migration_bytes: sent to migrate rows.
+    """
+
+    index: int
+    steps: int = 0
+    step_seconds: float = 0.0
+    accesses_by_tier: tuple[int, int, int] = (0, 0, 0)
+    intra_bytes: int = 0
+    all_to_all_inter_bytes: int = 0
+    sync_inter_bytes: int = 0
+    migration_bytes: int = 0
+
+    def with_report(self, report: StepReport) -> TrafficInterval:
+        home, node, device = (a + b for a, b in zip(self.accesses_by_tier, report.accesses_by_tier, strict=True))
+        return replace(
+            self,
+            steps=self.steps + report.steps,
+            step_seconds=self.step_seconds + report.step_seconds,
+            accesses_by_tier=(home, node, device),
+            intra_bytes=self.intra_bytes + report.all_to_all_intra_bytes + report.sync_intra_bytes,
+            all_to_all_inter_bytes=self.all_to_all_inter_bytes + report.all_to_all_inter_bytes,
+            sync_inter_bytes=self.sync_inter_bytes + report.sync_inter_bytes,
+            migration_bytes=self.migration_bytes + report.migration_intra_bytes + report.migration_inter_bytes,
+        )
+
+
+class TrafficTimeline:
+    """The newest ``MAX_SAMPLES`` intervals. A report counts in the interval that it arrives in. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._intervals: deque[TrafficInterval] = deque(maxlen=MAX_SAMPLES)
+
+    def add(self, report: StepReport) -> None:
+        now = int(self._clock() // INTERVAL_SECONDS)
+        with self._lock:
+            newest = self._intervals[-1] if self._intervals else None
+            # A clock that was set back must not add intervals before existing ones.
+            if newest is not None and now <= newest.index:
+                self._intervals[-1] = newest.with_report(report)
+            else:
+                self._intervals.append(TrafficInterval(now).with_report(report))
+
+    def intervals(self) -> tuple[TrafficInterval, ...]:
+        """Return the intervals, oldest first; the newest may still grow."""
+        with self._lock:
+            return tuple(self._intervals)
+
+
+HALF_LIFE_SECONDS = 60.0
+"""Of what is recent: the share of the steps that waited."""
+_MOST = 2**62
+"""A sum stops there: one more count of a report does not overflow it."""
+
+
+@dataclass(frozen=True)
+class SlowMemoryTotals:
+    """Sums over the ranks since the daemon started.
+
+    Attributes:
+        by_table: int64 [tables + 1, quantities], the quantities of ``SlowTableReport``; last the tables that reports
+            did not name.
+        bytes_read, bytes_written: moved to and from slow memory.
+        wait_seconds: that ranks waited for it.
+        wait_share: recent wait as a share of the recent steps; NaN without steps.
+    """
+
+    by_table: npt.NDArray[np.int64]
+    bytes_read: int
+    bytes_written: int
+    wait_seconds: float
+    wait_share: float
+
+
+class SlowMemoryMonitor:
+    """Sums the reports of the ranks. Thread-safe.
+
+    Args:
+        tables: number of the daemon's tables.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, tables: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._by_table: npt.NDArray[np.int64] | None = None
+        self._tables = tables
+        self._bytes_read = self._bytes_written = 0
+        self._wait_seconds = 0.0
+        self._recent_wait = self._recent_seconds = 0.0
+        self._at = clock()
+
+    def add(self, report: StepReport) -> None:
+        """Add a report of any rank. Tables that the daemon does not have count as not named."""
+        slow = report.slow_memory
+        if slow is None and self._by_table is None:
+            return
+        with self._lock:
+            now = self._clock()
+            decay = 0.5 ** ((now - self._at) / HALF_LIFE_SECONDS)
+            self._at = now
+            self._recent_seconds = self._recent_seconds * decay + report.step_seconds
+            self._recent_wait *= decay
+            if slow is None:
+                return
+            if self._by_table is None:
+                self._by_table = np.zeros((self._tables + 1, len(SLOW_TABLE_QUANTITIES)), dtype=np.int64)
+            for table in slow.tables:
+                row = self._row(table)
+                counts = [getattr(table, name) for name in SLOW_TABLE_QUANTITIES]
+                self._by_table[row] = np.minimum(self._by_table[row] + counts, _MOST)
+            self._bytes_read += slow.bytes_read
+            self._bytes_written += slow.bytes_written
+            self._wait_seconds += slow.seconds
+            self._recent_wait += slow.seconds
+
+    def totals(self) -> SlowMemoryTotals | None:
+        """Return the sums; None if no rank has rows in slow memory."""
+        with self._lock:
+            if self._by_table is None:
+                return None
+            return SlowMemoryTotals(
+                self._by_table.copy(), self._bytes_read, self._bytes_written, self._wait_seconds,
+                self._recent_wait / self._recent_seconds if self._recent_seconds > 0 else math.nan,
+            )  # fmt: skip
+
+    def _row(self, table: SlowTableReport) -> int:
+        return table.table if 0 <= table.table < self._tables else self._tables
+
 
 TRAFFIC_KINDS = ("all_to_all", "sync", "migration")
 LINKS = ("intra", "inter")

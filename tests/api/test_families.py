@@ -11,7 +11,7 @@ from flexd.config.load import parse_config
 from flexd.config.planner import PlannerConfig
 from flexd.daemon import Daemon
 from flexd.ingest.stats import IngestStats
-from flexd.operations.gates import GATE_NAMES, SAVING, evaluate_gates
+from flexd.operations.proposals import GATE_NAMES, SAVING, evaluate_gates
 from flexd.server.metrics import Metrics
 from flexd.sketch.profile import Profile
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexd.api.timeline import row_wise_inter_node_bytes
-from flexd.operations.traffic_timeline import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline
-from flexd.operations.training_monitor import TrainingMonitor
+from flexd.operations.training_monitor import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline, TrainingMonitor
 from tests.support.components import components, report
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from flexd.config.base import Section
-from flexd.config.load import parse_config
+from flexd.config.load import HOT_KEYS, is_hot, merge, parse_config
 from flexd.config.model import Config
-from flexd.config.reload import HOT_KEYS, is_hot, merge
 
 
 def config(**sections: Any) -> Config:

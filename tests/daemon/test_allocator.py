@@ -10,7 +10,7 @@ import pytest
 
 PROBE = """
 import resource, sys
-from flexd.daemon.allocator import keep_freed_memory
+from flexd.daemon.run import keep_freed_memory
 changed = keep_freed_memory() if sys.argv[1] == "keep" else False
 kept = bytes(1000)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from flexd.core.errors import StateLockedError
-from flexd.daemon.state_lock import StateLock
+from flexd.daemon.state_files import StateLock
 
 
 def test_a_killed_holder_leaves_no_lock(tmp_path):
     script = (
-        "import sys, time; from pathlib import Path; from flexd.daemon.state_lock import StateLock\n"
+        "import sys, time; from pathlib import Path; from flexd.daemon.state_files import StateLock\n"
         "lock = StateLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -11,7 +11,7 @@ from flexd.control.protocol import messages as m
 from flexd.control.protocol.report import StepReport
 from flexd.embedding import connect
 from flexd.embedding.connect import Connection
-from flexd.operations.slow_memory import SlowMemoryMonitor
+from flexd.operations.training_monitor import SlowMemoryMonitor
 
 TABLES = [flexd.EmbeddingTable("item", 60, 4), flexd.EmbeddingTable("shop", 30, 4)]
 FENCE = ("job", "a1", 2, 7, "token")

@@ -22,7 +22,7 @@ from flexd.core.errors import ApiError
 from flexd.core.layout import RankLayout, nodes_of_moved
 from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
-from flexd.operations.measured_changes import plan_kind
+from flexd.operations.verification import plan_kind
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from flexd.control.protocol.report import SlowMemoryReport, SlowTableReport, StepPhase, StepReport
 from flexd.operations.live_prices import MIN_STEPS
-from flexd.operations.slow_memory import SlowMemoryMonitor
-from flexd.operations.training_monitor import TrainingMonitor
+from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.topology.cluster import Collective, Link
 from tests.operations.test_live_prices import prices_of, step_report
 from tests.support.fake_coordinator import FakeCoordinator

@@ -10,8 +10,7 @@ import pytest
 
 from flexd.api.planning import planning_status
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.hold_off import FIRST_SECONDS
+from flexd.operations.autoplan import FIRST_SECONDS, AutoPlanner
 from flexd.operations.triggers import Trigger, TriggerKind
 from tests.support.planning_harness import PlanningHarness, filled_harness
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_record import EffectRecord
 from flexd.control.daemon.migration_states import Transition, TransitionEvent
 from flexd.control.protocol.report import StepReport

@@ -10,7 +10,7 @@ import pytest
 
 from flexd.config.planner import PlannerConfig
 from flexd.core.errors import PlanError
-from flexd.operations.gates import evaluate_gates, require_open
+from flexd.operations.proposals import evaluate_gates, require_open
 from flexd.sketch.profile import Profile, TableProfile
 
 

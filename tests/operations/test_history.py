@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from flexd.control.daemon import migration as migration_module
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
 from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
 from flexd.core.errors import SnapshotError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.operations.hold_off import FIRST_SECONDS, LONGEST_SECONDS, HoldOff
+from flexd.operations.autoplan import FIRST_SECONDS, LONGEST_SECONDS, HoldOff
 
 
 def ended(event: TransitionEvent | None, generation: int | None = 3, chunks_applied: int = 0) -> Migration:

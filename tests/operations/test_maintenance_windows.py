@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.config.planner import DAYS, WindowConfig
-from flexd.operations.maintenance_windows import Calendar
+from flexd.operations.triggers import Calendar
 
 
 def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:

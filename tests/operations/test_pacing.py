@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from flexd.config.links import ControlConfig, ThrottleConfig
-from flexd.control.daemon.pace import PaceState
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
-from flexd.operations.pacing import MigrationPacing, merge_limits
+from flexd.operations.pacing import MigrationPacing, PaceState, merge_limits
 from tests.support.fake_channel import FakeChannel
 
 WORLD = 4

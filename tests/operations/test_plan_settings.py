@@ -8,7 +8,7 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.protocol.trainer_settings import TrainerSettings, with_answers
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import Tier
-from flexd.operations.plan_settings import TrainingJob, plan_limits
+from flexd.operations.live_plan import TrainingJob, plan_limits
 from flexd.planner.model.row_bytes import Exchange
 
 TABLES = [TableSpec(name, 10, 4) for name in "abc"]

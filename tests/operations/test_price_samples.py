@@ -9,7 +9,7 @@ import pytest
 
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase
 from flexd.core.layout import RankLayout
-from flexd.operations.price_samples import price_samples
+from flexd.operations.live_prices import price_samples
 from flexd.topology.cluster import Cluster, Collective, Link, WorldModel
 from tests.support.planner_cases import cluster, flat
 

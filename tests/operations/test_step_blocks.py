@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexd.control.protocol.report import StepReport
-from flexd.operations.step_blocks import StepBlocks, trimmed_mean
+from flexd.operations.step_times import StepBlocks, trimmed_mean
 
 
 def report(version: int, seconds: float, steps: int = 2, apply_seconds: float = 0.0) -> StepReport:

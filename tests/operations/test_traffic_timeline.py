@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flexd.control.protocol.report import StepReport
-from flexd.operations.traffic_timeline import INTERVAL_SECONDS, MAX_SAMPLES, TrafficInterval, TrafficTimeline
+from flexd.operations.training_monitor import INTERVAL_SECONDS, MAX_SAMPLES, TrafficInterval, TrafficTimeline
 
 
 @pytest.fixture

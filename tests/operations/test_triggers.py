@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flexd.config.planner import WindowConfig
-from flexd.operations.maintenance_windows import Calendar
-from flexd.operations.triggers import FiredTrigger, Trigger, TriggerKind, Triggers, TriggerSettings
+from flexd.operations.triggers import Calendar, FiredTrigger, Trigger, TriggerKind, Triggers, TriggerSettings
 
 GENERATION = 3
 CLOSED, OPEN = 12 * 3600.0, 3 * 3600.0

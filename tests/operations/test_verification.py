@@ -17,13 +17,11 @@ from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.decisions import DecisionFile
-from flexd.operations.held_plans import LONGEST_SECONDS
+from flexd.operations.decisions import LONGEST_SECONDS, DecisionFile
 from flexd.operations.history import ActionRecord
-from flexd.operations.measured_changes import measured_changes
 from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.operations.verification import VerificationState, Verifier
+from flexd.operations.verification import VerificationState, Verifier, measured_changes
 from tests.support.planning_harness import PlanningHarness, filled_harness
 
 STEP_SECONDS = 0.1

@@ -14,8 +14,7 @@ from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.protocol.report import StepReport
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.operations.slow_memory import SlowMemoryMonitor
-from flexd.operations.training_monitor import TrainingMonitor
+from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from flexd.api.migration_commands import MigrationCommands
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.journal import PlacementJournal
-from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement

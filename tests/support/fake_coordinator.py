@@ -6,8 +6,8 @@ from typing import Any
 
 from flexd.control.daemon.channel_types import ChannelCounters
 from flexd.control.daemon.coordinator_types import ControlStatus, LiveTopology
+from flexd.control.daemon.event_log import MigrationEvent, OnMigration
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_events import MigrationEvent, OnMigration
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.errors import ControlError

@@ -12,10 +12,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from flexd.control.daemon.channel_peer import ChannelPeer, PeerClosedError
+from flexd.control.daemon.channel_peer import ChannelPeer, OutputTotal, PeerClosedError, UnprovenConnection
 from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions, Closed, Opened
-from flexd.control.daemon.queued_output import OutputTotal
-from flexd.control.daemon.unproven_connection import UnprovenConnection
 from flexd.control.daemon.unread_events import UnreadEvents
 from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials, TlsContext

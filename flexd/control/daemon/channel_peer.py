@@ -1,18 +1,211 @@
-"""A proven connection: frames in both directions, and the change of its session keys."""
+"""The connections of the control channel: unproven, read as far as the handshake needs, then with frames both ways."""
 
 from __future__ import annotations
 
 import socket
 import ssl
 import time
+from collections import deque
 
-from flexd.control.daemon.channel_types import Received
-from flexd.control.daemon.queued_output import OutputTotal, PeerOutput
-from flexd.control.daemon.unproven_connection import WOULD_BLOCK
+from flexd.control.daemon.channel_types import EVENT_BYTES, Received
 from flexd.control.daemon.unread_events import UnreadEvents
-from flexd.control.protocol.frames import SMALL_FRAME_BYTES, Frame, FrameKey, FrameKind, FrameReader, SealedPayload
-from flexd.control.protocol.handshake import Session
+from flexd.control.protocol.frames import (
+    SMALL_FRAME_BYTES,
+    Body,
+    Frame,
+    FrameKey,
+    FrameKind,
+    FrameReader,
+    SealedPayload,
+)
+from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Steps
 from flexd.core.secrets import Secret, accepted_keys
+
+_BUFFERS = 48
+"""Buffers of one system call: 16 frames of three."""
+_RECORD_BYTES = 2**14
+
+
+class OutputTotal:
+    """Bytes queued for all peers; a payload counts once, however many peers it is queued for."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._uses: dict[SealedPayload, int] = {}
+
+    def add(self, payload: SealedPayload) -> None:
+        uses = self._uses.get(payload, 0)
+        self._uses[payload] = uses + 1
+        self.nbytes += EVENT_BYTES + (0 if uses else payload.nbytes)
+
+    def remove(self, payload: SealedPayload) -> None:
+        uses = self._uses.pop(payload) - 1
+        if uses:
+            self._uses[payload] = uses
+        self.nbytes -= EVENT_BYTES + (0 if uses else payload.nbytes)
+
+
+class PeerOutput:
+    """The frames that wait for one peer, in order.
+
+    Attributes:
+        nbytes: of the frames not sent whole.
+        progress_at: when the peer last accepted a byte, or the queue was empty.
+    """
+
+    def __init__(self, key: FrameKey, total: OutputTotal) -> None:
+        self.key = key
+        self.nbytes = 0
+        self.progress_at = time.monotonic()
+        self._total = total
+        self._buffers: deque[tuple[Body, SealedPayload | None]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def add(self, payload: SealedPayload) -> None:
+        """Tag and queue a frame."""
+        if not self._buffers:
+            self.progress_at = time.monotonic()
+        self._buffers.append((payload.start, None))
+        if payload.body:
+            self._buffers.append((payload.body, None))
+        self._buffers.append((self.key.tag(payload), payload))
+        self._total.add(payload)
+        self.nbytes += payload.nbytes + EVENT_BYTES
+
+    def flush(self, sock: socket.socket) -> int:
+        """Send what the socket accepts now and return the number of bytes. Raises OSError."""
+        sent = 0
+        while self._buffers:
+            try:
+                count = self._send(sock)
+            except (BlockingIOError, InterruptedError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                break
+            if count == 0:
+                break
+            sent += count
+            self._drop(count)
+        if sent:
+            self.progress_at = time.monotonic()
+        return sent
+
+    def clear(self) -> None:
+        """Drop all frames."""
+        for _, payload in self._buffers:
+            if payload is not None:
+                self._total.remove(payload)
+        self._buffers.clear()
+        self.nbytes = 0
+
+    def _send(self, sock: socket.socket) -> int:
+        if isinstance(sock, ssl.SSLSocket):
+            return sock.send(self._first_record())
+        return sock.sendmsg([self._buffers[at][0] for at in range(min(_BUFFERS, len(self._buffers)))])
+
+    def _first_record(self) -> Body:
+        """Join short buffers: each call makes a TLS record of its own. A retry finds the same bytes, or more."""
+        first: list[Body] = []
+        nbytes = 0
+        for buffer, _ in self._buffers:
+            if first and nbytes + len(buffer) > _RECORD_BYTES:
+                break
+            first.append(buffer)
+            nbytes += len(buffer)
+        return first[0] if len(first) == 1 else b"".join(first)
+
+    def _drop(self, count: int) -> None:
+        while count:
+            buffer, payload = self._buffers[0]
+            if count < len(buffer):
+                self._buffers[0] = (memoryview(buffer)[count:], payload)
+                return
+            count -= len(buffer)
+            self._buffers.popleft()
+            if payload is not None:
+                self._total.remove(payload)
+                self.nbytes -= payload.nbytes + EVENT_BYTES
+
+
+WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class UnprovenConnection:
+    """An accepted connection in its handshake.
+
+    Args:
+        sock: not blocking; a TLS socket whose handshake is still to be made, or a plain one.
+
+    Attributes:
+        opened_at: monotonic seconds.
+        wants_write: TLS waits until the socket can be written to.
+    """
+
+    def __init__(self, sock: socket.socket, address: str, steps: Steps) -> None:
+        self.sock = sock
+        self.address = address
+        self.opened_at = time.monotonic()
+        self.wants_write = False
+        self.bytes_in = 0
+        self.bytes_out = 0
+        self._in_tls = isinstance(sock, ssl.SSLSocket)
+        self._steps = steps
+        self._received = b""
+        _, self._needed = next(steps)
+
+    def advance(self) -> Session | None:
+        """Read and answer as far as possible without waiting; the session once the client has proven itself.
+
+        Raises:
+            HandshakeRefusedError: the connection is to be closed after ``reply``.
+        """
+        try:
+            if not self._tls_done():
+                return None
+            while True:
+                while len(self._received) < self._needed:
+                    data = self.sock.recv(self._needed - len(self._received))
+                    if not data:
+                        raise HandshakeRefusedError("closed in the handshake", reason="disconnected")
+                    self.bytes_in += len(data)
+                    self._received += data
+                data, self._received = self._received, b""
+                output, self._needed = self._steps.send(data)
+                if output:
+                    self.send(output)
+        except WOULD_BLOCK:
+            return None
+        except StopIteration as done:
+            session: Session = done.value
+            return session
+        except ssl.SSLError as error:
+            raise HandshakeRefusedError(f"TLS: {error.reason or error}", reason="tls") from error
+        except OSError as error:
+            raise HandshakeRefusedError(str(error), reason="disconnected") from error
+
+    def send(self, output: bytes) -> None:
+        """Send the few bytes of a step, which a new connection always has room for. Raises HandshakeRefusedError."""
+        try:
+            sent = self.sock.send(output)
+        except OSError as error:
+            raise HandshakeRefusedError(str(error), reason="disconnected") from error
+        self.bytes_out += sent
+        if sent < len(output):
+            raise HandshakeRefusedError("does not read its handshake", reason="disconnected")
+
+    def _tls_done(self) -> bool:
+        if self._in_tls and isinstance(self.sock, ssl.SSLSocket):
+            self.wants_write = False
+            try:
+                self.sock.do_handshake()
+            except ssl.SSLWantWriteError:
+                self.wants_write = True
+                return False
+            except ssl.SSLWantReadError:
+                return False
+            self._in_tls = False
+        return True
+
 
 _LARGE_READ_BYTES = 2**18
 _PROOF_SECONDS = 1.0

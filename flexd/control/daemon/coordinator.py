@@ -16,11 +16,10 @@ from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.daemon.epoch_manager import EpochManager, Hosted, OnReport
-from flexd.control.daemon.event_log import EventLog, OnEvent
+from flexd.control.daemon.event_log import EventLog, OnEvent, OnMigration, dispatch
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.journal_frames import JournalledMigration
 from flexd.control.daemon.migration import ChunkSource, Migration
-from flexd.control.daemon.migration_events import OnMigration, dispatch
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.rank_channels import RankChannels
 from flexd.control.daemon.table_proposals import ProposedTables

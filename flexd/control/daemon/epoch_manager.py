@@ -23,11 +23,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flexd.control.daemon.agreed_placement import AgreedPlacement
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
 from flexd.control.daemon.epoch import Epoch, Phase, RankMessage
 from flexd.control.daemon.event_log import EventLog
-from flexd.control.daemon.journal import PlacementJournal, Segment
+from flexd.control.daemon.journal import AgreedPlacement, PlacementJournal, Segment
 from flexd.control.daemon.membership import Membership, RankPresence, RefusedRank, Topology
 from flexd.control.daemon.message_receiver import REFUSED_KINDS, MessageReceiver
 from flexd.control.daemon.pusher import ChunkPusher

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.daemon.event_log import MigrationEvent
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.control.daemon.journal_frames import JournalledMigration
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_events import MigrationEvent
 from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
 from flexd.control.daemon.throttle import Throttle
 from flexd.core.errors import FlexdError, IllegalTransitionError, PlacementError

@@ -1,6 +1,6 @@
 """Receiving of the accesses that ranks have counted: requests their ``TapCounts``, a bounded number of bytes at a time.
 
-The exchange of messages is drawn in ``flexd.control.agent.tap_sender``. Everything here belongs to the coordinator's
+The exchange of messages is drawn in ``flexd.control.agent.tap_outbox``. Everything here belongs to the coordinator's
 thread.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flexd.control.agent.tap_sender import PIECE_BYTES
+from flexd.control.agent.tap_outbox import PIECE_BYTES
 from flexd.control.daemon.event_log import EventLog
 from flexd.control.daemon.membership import Topology
 from flexd.control.daemon.rank_channels import RankChannels

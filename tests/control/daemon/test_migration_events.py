@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexd.control.daemon.event_log import EventLog
+from flexd.control.daemon.event_log import EventLog, MigrationEvent, dispatch
 from flexd.control.daemon.migration import Migration
-from flexd.control.daemon.migration_events import MigrationEvent, dispatch
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import TransitionEvent
 

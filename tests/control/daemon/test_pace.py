@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.control.daemon.pace import PaceController, PaceSettings, PaceState, StepTimes
 from flexd.core.errors import ControlError
+from flexd.operations.pacing import PaceController, PaceSettings, PaceState, StepTimes
 
 SETTINGS = PaceSettings(tolerance=0.1, floor_bytes=1_000, ceiling_bytes=65_000, increase_bytes=4_000)
 BASE = StepTimes(0.010, 0.012, 100)

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flexd.control.agent import tap_sender
+from flexd.control.agent import tap_outbox as tap_sender
 from flexd.control.agent.rank_connection import RankConnection
-from flexd.control.agent.tap_outbox import TapOutbox
-from flexd.control.agent.tap_sender import PIECE_BYTES
+from flexd.control.agent.tap_outbox import PIECE_BYTES, TapOutbox
 from flexd.control.daemon import tap_receiver
 from flexd.control.protocol.messages import Message, TapPiece, encode
 from flexd.core.layout import RankLayout

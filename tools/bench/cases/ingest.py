@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from flexd.core.keyspace import TableSpec
-from flexd.daemon.allocator import keep_freed_memory
+from flexd.daemon.run import keep_freed_memory
 from flexd.ingest import Ingestor
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.types import SketchSettings
