@@ -234,6 +234,8 @@ class MigrationHistory:
         self._snapshot = replace(self._snapshot, **changes)
 
     def _run(self) -> None:
+        if self._write([]):
+            self._watch.progress()
         while (entries := self._due()) is not None:
             written = False
             try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,13 +106,6 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     again = harness.propose("again").plan
     assert not np.isin(again.delta.keys, moved.keys).any(), "rows that have moved stay where they are"
     assert again.moves_save_seconds == 0
-
-    topology = harness.coordinator.topology
-    assert topology is not None
-    harness.coordinator.topology = replace(topology, moves_rows=False)
-    older = harness.propose("ranks of an older release").plan
-    assert not len(older.target.moved)
-    harness.coordinator.topology = topology
 
     harness.planning.affinity = None  # a daemon that has no sample yet
     assert np.array_equal(harness.propose("no sample").plan.target.moved.keys, moved.keys)
