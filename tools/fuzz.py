@@ -16,7 +16,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["flexd.stream", "flexd.sketch.snapshot", "flexd.sketch.frame"]):
+with atheris.instrument_imports(include=["flexd.stream", "flexd.sketch.snapshot"]):
     import numpy as np
 
     from flexd.core.errors import CodecError, SnapshotError

@@ -14,7 +14,7 @@ from flexd.core.errors import SketchError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
 from flexd.daemon.state_files import StateLock, check_owner, mark_unusable, newer_files
-from flexd.ingest.restore import SNAPSHOT_META_FORMAT, RestorePreview, SnapshotMeta, preview
+from flexd.ingest.restore import RestorePreview, SnapshotMeta, preview
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
@@ -151,14 +151,14 @@ def _save_empty(config: Config, store: SnapshotStore, old: list[Path]) -> None:
     problems = []
     for path in old:
         try:
-            saved = SnapshotMeta.of(snapshot.read_meta(path))
+            saved = SnapshotMeta.of(snapshot.read(path, with_arrays=False)[0])
         except (SnapshotError, SketchError) as error:
             problems.append(f"{path.name}: {error.message}")
             continue
         meta, arrays = SketchSet(config.keyspace().tables, factory.sketch_settings(config)).state()
         store.save(
             {
-                "format": SNAPSHOT_META_FORMAT, "sketches": meta, "positions": saved.positions,
+                "sketches": meta, "positions": saved.positions,
                 "generation": saved.generation, "saved": {},
             },
             arrays,
@@ -177,7 +177,7 @@ def _describe(path: Path) -> SavedSnapshot | None:
         return None  # The daemon's rotation has removed it.
     shown = SavedSnapshot(path.name, status.st_size, status.st_mtime)
     try:
-        saved = SnapshotMeta.of(snapshot.read_meta(path))
+        saved = SnapshotMeta.of(snapshot.read(path, with_arrays=False)[0])
         accesses = sum(int(table["samples"]) for table in saved.sketches["sketches"])
         return SavedSnapshot(
             shown.name, shown.bytes, shown.unix_seconds, int(saved.sketches["format"]), accesses,

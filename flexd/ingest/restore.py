@@ -24,7 +24,6 @@ from flexd.sketch.types import SketchSettings
 
 _log = logging.getLogger(__name__)
 
-SNAPSHOT_META_FORMAT = 1
 GENERATION_RESERVE = 1000
 """Added to the saved profile generation on restore, so that profiles made after the snapshot keep unique numbers."""
 UNUSABLE_REMEDY = (
@@ -77,18 +76,8 @@ class SnapshotMeta:
     def of(meta: Mapping[str, Any]) -> SnapshotMeta:
         """Return the values of a snapshot.
 
-        Raises:
-            StateVersionError: it is of a newer flexd.
-            SketchError: it is malformed.
+        Raises: SketchError: it is malformed.
         """
-        number = meta.get("format")
-        if isinstance(number, int) and number > SNAPSHOT_META_FORMAT:
-            raise StateVersionError(
-                f"saved state of format {number} is of a newer flexd; this one reads {SNAPSHOT_META_FORMAT}",
-                remedy="run the flexd that wrote it, or a newer one",
-            )
-        if number != SNAPSHOT_META_FORMAT:
-            raise SketchError(f"saved state of format {str(number)[:40]!r}", remedy="use an earlier snapshot")
         try:
             positions = {str(partition): int(offset) for partition, offset in meta["positions"].items()}
             return SnapshotMeta(dict(meta["sketches"]), positions, int(meta["generation"]), dict(meta["saved"]))

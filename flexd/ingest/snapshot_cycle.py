@@ -12,7 +12,6 @@ from typing import Any
 
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
-from flexd.ingest.restore import SNAPSHOT_META_FORMAT
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.types import Positions, Source
@@ -115,7 +114,6 @@ class SnapshotCycle:
             sketch_meta, arrays = sketches.state()
             positions = source.positions()
             meta = {
-                "format": SNAPSHOT_META_FORMAT,
                 "sketches": sketch_meta,
                 "positions": positions,
                 "generation": generation(),

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
+import struct
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from flexd.core.durable import UNUSABLE, sync_directory
 from flexd.core.errors import SnapshotError
 from flexd.core.fault_points import fault_point
-from flexd.sketch import frame
-from flexd.sketch.frame import Arrays
 
-_REMEDY = "the previous one is used"
+Arrays = dict[str, npt.NDArray[Any]]
+
+MAGIC = b"FLEXDSN2"
+_HEAD = struct.Struct("<8sQI")
+"""Magic, bytes of the description, its CRC-32."""
+_DTYPES = ("|u1", "<u2", "<u4", "<u8", "<i4", "<i8", "<f4", "<f8")
 _NAME = re.compile(r"^snapshot-(\d{12})\.flexd$")
 _TEMPORARY = re.compile(r"^\.snapshot-\d{12}\.tmp$")
 _WRITE_BYTES = 16 * 2**20
@@ -27,8 +35,10 @@ class SnapshotStore:
     """A directory of numbered snapshots, the newest ``keep`` of them. One process writes to it.
 
     A file is written under a temporary name, synced, renamed, and the directory synced, so a file of that name is
-    complete, and a crash at any point leaves the previous one. Only the owner can read the files. Their format is that
-    of ``flexd.sketch.frame``.
+    complete, and a crash at any point leaves the previous one. Only the owner can read the files.
+
+    A file is a head, a description (JSON: ``meta``, and name, dtype, shape and CRC-32 of each array), and the arrays,
+    all little-endian.
 
     Args:
         read_only: for a reader beside the writer: nothing is made or removed, and a missing directory has no snapshots.
@@ -83,7 +93,7 @@ class SnapshotStore:
         number = 1 + max((number_of(path) for path in present), default=0)
         path = self.directory / f"snapshot-{number:012d}.flexd"
         temporary = self.directory / f".snapshot-{number:012d}.tmp"
-        framed = frame.encode(meta, arrays)
+        framed = _encode(meta, arrays)
         try:
             temporary.unlink(missing_ok=True)
             _write(temporary, framed)
@@ -123,31 +133,60 @@ class SnapshotStore:
                 path.unlink(missing_ok=True)
 
 
-def read(path: Path) -> tuple[dict[str, Any], Arrays]:
-    """Read one snapshot file: (meta, arrays).
+def read(path: Path, *, with_arrays: bool = True) -> tuple[dict[str, Any], Arrays]:
+    """Read one snapshot file: (meta, writable arrays). No allocation is larger than the file, whatever it claims.
+
+    Args:
+        with_arrays: False leaves them unread, and unchecked.
 
     Raises:
         SnapshotError: it cannot be read, is of another format, or any byte of it is missing or changed.
     """
     try:
         with path.open("rb") as file:
-            return frame.read(file, os.fstat(file.fileno()).st_size, f"snapshot {path}", _REMEDY)
-    except (OSError, MemoryError) as error:
-        raise SnapshotError(f"snapshot {path}: {error}", remedy=_REMEDY) from error
+            size = os.fstat(file.fileno()).st_size
+            magic, length, checksum = _HEAD.unpack(file.read(_HEAD.size))
+            if magic != MAGIC or length > size:
+                raise ValueError("not a flexd snapshot, or its head is damaged")
+            text = file.read(length)
+            if zlib.crc32(text) != checksum:
+                raise ValueError("the description is damaged")
+            description = json.loads(text)
+            layout = [(name, np.dtype(dtype), tuple(shape), crc) for name, dtype, shape, crc in description["arrays"]]
+            whole = _HEAD.size + length + sum(math.prod(shape) * dtype.itemsize for _, dtype, shape, _ in layout)
+            if size != whole:
+                raise ValueError(f"{size} bytes of {whole}")
+            arrays: Arrays = {}
+            for name, dtype, shape, crc in layout if with_arrays else ():
+                array = arrays[name] = np.empty(shape, dtype)
+                if file.readinto(_bytes(array)) != array.nbytes or zlib.crc32(_bytes(array)) != crc:
+                    raise ValueError(f"array {name!r} is damaged")
+            return description["meta"], arrays
+    except (OSError, MemoryError, ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
+        raise SnapshotError(f"snapshot {path}: {error}", remedy="the previous one is used") from error
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Read what a snapshot has beside its arrays, which are not checked.
-
-    Raises:
-        StateVersionError: a newer flexd wrote it.
-        SnapshotError: it cannot be read or is damaged.
-    """
+def _encode(meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> list[bytes | memoryview]:
+    """Return a file as successive parts; contiguous arrays are not copied."""
+    plain = {
+        name: np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")) for name, array in arrays.items()
+    }  # fmt: skip
+    for name, array in plain.items():
+        if array.dtype.str not in _DTYPES:
+            raise SnapshotError(
+                f"array {name!r} of {array.dtype} cannot be saved", remedy=f"one of {', '.join(_DTYPES)}"
+            )
+    layout = [[name, array.dtype.str, array.shape, zlib.crc32(_bytes(array))] for name, array in plain.items()]
     try:
-        with path.open("rb") as file:
-            return frame.read_meta(file, os.fstat(file.fileno()).st_size, f"snapshot {path}", _REMEDY)
-    except (OSError, MemoryError) as error:
-        raise SnapshotError(f"snapshot {path}: {error}", remedy=_REMEDY) from error
+        text = json.dumps({"meta": dict(meta), "arrays": layout}, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise SnapshotError(f"snapshot description: {error}", remedy="give plain JSON values") from error
+    return [_HEAD.pack(MAGIC, len(text), zlib.crc32(text)), text, *map(_bytes, plain.values())]
+
+
+def _bytes(array: npt.NDArray[Any]) -> memoryview:
+    """Return the memory of a contiguous array."""
+    return array.reshape(-1).view(np.uint8).data
 
 
 def _write(path: Path, parts: list[bytes | memoryview]) -> None:

@@ -77,7 +77,7 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
 
     def save() -> None:
         meta, arrays = sketches.state()
-        store.save({"format": 1, "sketches": meta, "positions": {}, "generation": 1, "saved": {}}, arrays)
+        store.save({"sketches": meta, "positions": {}, "generation": 1, "saved": {}}, arrays)
 
     save()
     done = flexd_command("advise", "--step-ms", 5, "-c", file, *SMALL)

@@ -45,7 +45,7 @@ def file(tmp_path: Path) -> Path:
         for table in TABLES:
             sketches.ingest(str(table["name"]), np.arange(COUNTED // 2), 0, 1.7e9 + number)
         meta, arrays = sketches.state()
-        saved = {"format": 1, "sketches": meta, "positions": {"p": number}, "generation": number, "saved": {}}
+        saved = {"sketches": meta, "positions": {"p": number}, "generation": number, "saved": {}}
         store.save(saved, arrays)
     return path
 

@@ -38,7 +38,7 @@ def make_newer(daemon: RunningDaemon) -> Path:
     """Give the newest snapshot a format that this flexd does not know."""
     store = SnapshotStore(daemon.config.state.dir / "snapshots", 9)
     meta, arrays = snapshot.read(store.paths()[0])
-    meta["format"] = 99
+    meta["sketches"]["format"] = 99
     return store.save(meta, arrays)
 
 

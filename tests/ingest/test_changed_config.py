@@ -29,12 +29,10 @@ def restarted(tmp_path, tables=TABLES, settings=SETTINGS, keep=2):
                     snapshot_interval_seconds=3600.0, save_in_background=False)  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["snapshot", "sketches"])
-def test_a_snapshot_of_a_newer_format_is_refused_and_stays(tmp_path, counted, where):
+def test_a_snapshot_of_a_newer_format_is_refused_and_stays(tmp_path, counted):
     store = SnapshotStore(tmp_path, 2)
     meta, arrays = snapshot.read(store.paths()[0])
-    meta["format"] += where == "snapshot"
-    meta["sketches"]["format"] += where == "sketches"
+    meta["sketches"]["format"] += 1
     newest = store.save(meta, arrays)
     with pytest.raises(UnusableStateError, match="newer flexd"):
         restarted(tmp_path)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import struct
-import zlib
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import SnapshotError, StateVersionError
-from flexd.sketch import frame, snapshot
+from flexd.core.errors import SnapshotError
+from flexd.sketch import snapshot
 from flexd.sketch.snapshot import SnapshotStore
 
 ARRAYS = {
@@ -86,7 +84,7 @@ def test_every_changed_byte_is_detected(tmp_path):
 @given(st.binary(max_size=200))
 def test_random_bytes_are_refused(tmp_path_factory, noise):
     path = tmp_path_factory.getbasetemp() / "snapshot-000000000001.flexd"
-    for text in (noise, frame.MAGIC + noise):
+    for text in (noise, snapshot.MAGIC + noise):
         path.write_bytes(text)
         with pytest.raises(SnapshotError):
             snapshot.read(path)
@@ -144,11 +142,3 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path):
     (tmp_path / "other.txt").write_text("kept")
     SnapshotStore(tmp_path, 1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["other.txt"]
-
-
-def test_another_version_is_named() -> None:
-    whole = bytearray(b"".join(frame.encode(META, {})))
-    struct.pack_into("<I", whole, 8, frame.FORMAT_VERSION + 1)
-    struct.pack_into("<I", whole, 32, zlib.crc32(whole[:32]))
-    with pytest.raises(StateVersionError, match=f"version {frame.FORMAT_VERSION + 1} is of a newer flexd"):
-        frame.decode(bytes(whole), "message", "")

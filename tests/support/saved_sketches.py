@@ -8,9 +8,8 @@ from typing import Any
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import snapshot, table_restore
-from flexd.sketch.frame import Arrays
 from flexd.sketch.sketch_set import SketchSet
-from flexd.sketch.snapshot import SnapshotStore
+from flexd.sketch.snapshot import Arrays, SnapshotStore
 from flexd.sketch.types import SketchSettings
 
 
