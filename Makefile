@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 TORCHREC := $(VENV)/.torchrec
 RECBOLE := $(VENV)/.recbole
 
-.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor test-durations lint types imports docs bench chaos soak venv compiled torchrec recbole manifests ops-tools e2e-ops clean
+.PHONY: lock fuzz mutate demo demo-kafka test test-all test-torch-floor lint types imports docs bench chaos soak venv compiled torchrec recbole manifests ops-tools e2e-ops clean
 
 demo: $(STAMP)
 	$(BIN)/flexd demo $(DEMO)
@@ -20,15 +20,14 @@ demo-kafka: $(STAMP)
 # process; TESTS names files, of which all tests run.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest
-DURATIONS := .pytest_cache/durations
-TOGETHER := $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --junitxml=$(DURATIONS)/together.xml
+TOGETHER := $(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15
 # Only files that name the marker are imported: collecting all of them again took half a minute.
-ALONE := $(PYTEST) --junitxml=$(DURATIONS)/alone.xml $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
+ALONE := $(PYTEST) $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 define run_tests
-	@began=$$(date +%s); failed=0; rm -rf $(DURATIONS); mkdir -p $(DURATIONS); \
+	@began=$$(date +%s); failed=0; \
 	$(TOGETHER) -m "not alone$(1)" $(2) || failed=1; \
 	$(ALONE) -m "alone$(1)" $(2) || failed=1; \
-	echo "$@: $$(($$(date +%s) - began)) s in total; make test-durations prints the slowest"; exit $$failed
+	echo "$@: $$(($$(date +%s) - began)) s in total"; exit $$failed
 endef
 
 test: $(STAMP)
@@ -49,10 +48,6 @@ test-torch-floor: $(STAMP)
 		"torch==$$($(BIN)/python tools/torch_floor.py)"
 	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]"
 	$(FLOOR)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not long" tests/embedding tests/control/agent tests/topology
-
-# Of the last `make test` or `make test-all`.
-test-durations: $(STAMP)
-	$(BIN)/python tools/slowest_tests.py $(DURATIONS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

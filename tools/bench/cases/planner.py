@@ -1,10 +1,9 @@
-"""The planner at production size, sharding of pooled tables, and re-planning on recorded traces.
+"""The planner at production size, and sharding of pooled tables.
 
 production: time, memory, optimality, and other strategies priced by the same model. Times are of this machine, all
 else is arithmetic of the cost model (docs/cost-model.md). Without ``--tables`` a made up list of the same shape is
 used. A check of a plan's time, memory or gap fails if any plan that it is about copies no row: an empty plan is quick,
-small and as good as the two-hop chain. pooled: ``sections.pooled``. simulate: ``sections.simulate``, which needs
-``--trace``.
+small and as good as the two-hop chain. pooled: ``sections.pooled``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, check, peak_resident_bytes, reset_peak
 from tools.bench.planning import made_up_tables, problem_of
-from tools.bench.sections import pooled, simulate
+from tools.bench.sections import pooled
 
 LAYOUT = RankLayout(12, 8)
 REPLICA_SHARE = 0.01
@@ -178,9 +177,6 @@ def checks_of(figures: Figures) -> list[Figures]:
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tables", type=Path, help="CSV as in TorchRec's published sharding example")
     parser.add_argument("--preset", default="azure-a100-200g", help="topology preset that prices everything")
-    parser.add_argument("--trace", type=Path, action="append", metavar="FILE.npz", help="replayed by simulate")
-    parser.add_argument("--steps", type=int, default=300, help="of simulate")
-    parser.add_argument("--micro-batches", type=int, default=1, help="of a step of simulate")
 
 
 def production(options: Namespace) -> Outcome:
@@ -195,4 +191,4 @@ def production(options: Namespace) -> Outcome:
     return Outcome(figures, checks_of(figures))
 
 
-SECTIONS = {"production": production, "pooled": pooled.section, "simulate": simulate.section}
+SECTIONS = {"production": production, "pooled": pooled.section}

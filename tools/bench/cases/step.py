@@ -5,7 +5,6 @@ torchrec``) and ``nn.Embedding`` on each rank alone, in turns on the same ranks 
 the time of the fewest bytes of a step at the rate of a copy on the device, and flexd's step by phase. dispatch:
 launches and host waits (``sections.dispatch``). directory: of listed rows
 (``sections.directory``). updates: updates by each optimizer beside torch's and FBGEMM's (``sections.updates``).
-announced: comparing the announced inputs of ``flexd.prefetch`` by value (``sections.announced``).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flexd.core.layout import RankLayout
 from tools.bench.harness import Outcome, at_most, in_turns
 from tools.bench.peers import torchrec_collection
 from tools.bench.ranks import on_ranks
-from tools.bench.sections import announced, directory, dispatch, updates
+from tools.bench.sections import directory, dispatch, updates
 from tools.bench.sections.directory import device_seconds, zipf_ids
 
 DIM, WARM_UP = 64, 6
@@ -147,5 +146,4 @@ def peers(options: Namespace) -> Outcome:
 
 SECTIONS = {
     "peers": peers, "dispatch": dispatch.section, "directory": directory.section, "updates": updates.section,
-    "announced": announced.section,
 }  # fmt: skip

@@ -12,7 +12,6 @@ Jobs:
 Needs root, ip, tc and setpriv; says so and ends well without. ``--quick``: one small job, of which only is checked that
 it trains.
 
-Switchback: rates of wrong decisions in simulated verifications (``sections.switchback``).
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from scipy.stats import binom
 from tools.bench.cluster import Cluster, ClusterError
 from tools.bench.harness import Outcome, at_least, at_most, check
 from tools.bench.ranks import Ranks, training_ranks
-from tools.bench.sections import switchback
 from tools.bench.workloads import Setting
 
 KINDS = ("ordinary", "winning")
@@ -246,7 +244,6 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--block-steps", type=int, default=8, help="planner.verify.block_steps")
     parser.add_argument("--budget-steps", type=int, default=480, help="planner.verify.budget_steps")
     parser.add_argument("--decide-seconds", type=float, default=420.0, help="longest time until the daemon decides")
-    parser.add_argument("--verifications", type=int, default=1000, help="simulated, of each load and effect")
 
 
 def section(options: Namespace) -> Outcome:
@@ -277,4 +274,4 @@ def run(chosen: Sequence[Job], effort: Effort) -> Iterator[tuple[Job, dict[str, 
             yield job, bench.run(job, effort)
 
 
-SECTIONS = {"jobs": section, "switchback": switchback.section}
+SECTIONS = {"jobs": section}

@@ -1,169 +1,127 @@
-"""RecShard's MILP: which rank a table belongs to, and how many of its hottest rows are in fast memory."""
+"""RecShard's split (Sethi et al., ASPLOS 2022, arXiv 2201.10095, the section on the MILP formulation).
+
+A table is placed on one rank; of its rows the hottest are in fast memory (HBM), the others in host memory (UVM). The
+split is one of ``STEPS`` points of the inverse of the cumulative distribution of its accesses. Minimised is the slowest
+rank's time to read its rows: accesses x row bytes over the bandwidth of the memory. The paper solves its MILP with
+Gurobi; HiGHS finds no good placement of hundreds of tables in seconds, so prices of a byte of fast memory are tried,
+with tables in descending cost, and tables move from the slowest rank while that makes it faster.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_matrix
 
-from flexd.planner.model.workload import ACCESSES
-from tools.bench.peers.problem import PlanningProblem
-from tools.bench.peers.recshard_greedy import place_and_split
-from tools.bench.peers.whole_tables import make_shards
+from tools.bench.peers.recshard_tables import LAYOUT, Tables
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
 
-_MAX_VARIABLES = 300_000
+STEPS = 101
+"""Points of the inverse CDF, both ends included (the paper: 100)."""
+FAST_BYTES_PER_SECOND, SLOW_BYTES_PER_SECOND = 1.555e12, 32e9
+"""A100 40 GB data sheet; PCIe 4.0 x16 in one direction, by its specification."""
+HOST_BYTES = 128e9
+"""Host memory of each rank for rows."""
+_PRICES = 24
+_MOVES, _CANDIDATES = 60, 12
 
 
-@dataclass(frozen=True)
-class TwoMemories:
-    """Memories of a rank.
+def split_tables(tables: Tables, fast_bytes: float) -> tuple[Int64Array, Float64Array]:
+    """Return int64[tables] rank of each table, and float64[tables], its hottest rows that are in fast memory.
 
-    Attributes:
-        fast_bytes_per_second: A100 40 GB data sheet, 1,555 GB/s.
-        slow_bytes_per_second: PCIe 4.0 x16, one direction, 32 GB/s by its specification.
-        host_bytes: host memory of each rank for rows.
+    Args:
+        fast_bytes: of each rank.
+
+    Raises:
+        AssertionError: host memory does not hold the other rows.
     """
+    shares = np.linspace(0.0, 1.0, STEPS)
+    reached = (np.concatenate([[0.0], cumulative]) for cumulative in tables.cumulative)
+    fast_rows = np.array([np.interp(shares, of_table, np.arange(len(of_table))) for of_table in reached])
+    number = np.diff(tables.first).astype(np.float64)[:, None]
+    read = (tables.accesses * tables.row_bytes)[:, None]
+    seconds = read * (shares / FAST_BYTES_PER_SECOND + (1 - shares) / SLOW_BYTES_PER_SECOND)
+    row = tables.stored_bytes[:, None]
+    world = LAYOUT.world_size
+    rank, split = place_and_split(seconds, fast_rows * row, world, fast_bytes)
+    each = np.arange(len(rank))
+    slow = ((number - fast_rows) * row)[each, split]
+    assert np.bincount(rank, weights=slow, minlength=world).max() <= HOST_BYTES
+    return rank, fast_rows[each, split]
 
-    fast_bytes_per_second: float = 1.555e12
-    slow_bytes_per_second: float = 32e9
-    host_bytes: float = 128e9
 
-    def reading_seconds(self, read_bytes: Float64Array, fast_share: Float64Array) -> Float64Array:
-        """Return the time to read these bytes, of which ``fast_share`` are in fast memory."""
-        seconds: Float64Array = read_bytes * (
-            fast_share / self.fast_bytes_per_second + (1 - fast_share) / self.slow_bytes_per_second
-        )
-        return seconds
+def place_and_split(
+    seconds: Float64Array, fast: Float64Array, world: int, fast_bytes: float
+) -> tuple[Int64Array, Int64Array]:
+    """Return (int64[tables] rank, int64[tables] split) of a short slowest rank.
 
-
-@dataclass(frozen=True)
-class SplitTables:
-    """Tables over ranks, their rows over two memories.
-
-    Attributes:
-        rank: int64[tables].
-        fast_rows: float64[tables], the hottest rows that are in fast memory.
-        fast_share: float64[tables], share of the accesses that these have.
-        gap: to the solver's bound.
+    Args:
+        seconds, fast: float64[tables, splits], time to read a table, and its bytes in fast memory.
     """
-
-    rank: Int64Array
-    fast_rows: Float64Array
-    fast_share: Float64Array
-    gap: float
-
-
-@dataclass(frozen=True)
-class RecShard:
-    """Sethi et al., ASPLOS 2022, arXiv 2201.10095, the section on the MILP formulation.
-
-    A table is placed on one rank; of its rows the hottest are in fast memory (HBM), the others in host memory (UVM).
-    The split is one of ``steps`` points of the inverse of the cumulative distribution of its accesses.
-    Minimised is the slowest rank's time to read its rows: accesses x row bytes over the bandwidth of the memory.
-
-    Attributes:
-        steps: points of the inverse CDF, both ends included (the paper: 100).
-        solver_stride: the solver gets every so many of them.
-        time_limit_seconds: of the solver; its best solution by then is used, or a better one of ``place_and_split``.
-            The gap is to the solver's bound, which is of its own, coarser splits.
-    """
-
-    steps: int = 101
-    solver_stride: int = 10
-    memories: TwoMemories = field(default_factory=TwoMemories)
-    time_limit_seconds: float = 10.0
-
-    def place(self, case: PlanningProblem) -> SplitTables | None:
-        """Return where tables and their rows are; None if none was found within the time that fits."""
-        shards, world = make_shards(case), case.layout.world_size
-        shares, fast_rows = self._splits(case)
-        row = (shards.bytes / shards.rows)[:, None]
-        seconds = self.memories.reading_seconds(shards.read_bytes(world)[:, None], shares)
-        slow = (shards.rows[:, None] - fast_rows) * row
-        solved = self._best(seconds, fast_rows * row, slow, world, case.memory_bytes)
-        if solved is None:
-            return None
-        rank, split, gap = solved
-        each = np.arange(len(rank))
-        return SplitTables(rank, fast_rows[each, split], shares[each, split], gap)
-
-    def _splits(self, case: PlanningProblem) -> tuple[Float64Array, Float64Array]:
-        """float64[tables, steps]: (share of the accesses, rows) in fast memory at each point of the inverse CDF."""
-        wanted = np.linspace(0.0, 1.0, self.steps)
-        rows = np.zeros((len(case.table_sums), self.steps))
-        for i, group in enumerate(case.table_sums):
-            load = group.load
-            accesses = np.concatenate([load.accesses, load.bin_accesses])
-            number = np.concatenate([np.ones(len(load.keys)), load.bin_rows])
-            order = np.argsort(-accesses, kind="stable")
-            total = group.total()[ACCESSES]
-            if total > 0:
-                reached = np.concatenate([[0.0], np.cumsum(accesses[order] * number[order]) / total])
-                counted = np.concatenate([[0.0], np.cumsum(number[order])])
-                rows[i] = np.interp(wanted, reached, counted)
-            rows[i, -1] = case.keyspace.tables[i].rows
-        return np.broadcast_to(wanted, rows.shape), rows
-
-    def _best(
-        self, seconds: Float64Array, fast: Float64Array, slow: Float64Array, world: int, fast_bytes: float
-    ) -> tuple[Int64Array, Int64Array, float] | None:
-        """(rank of each table, its split, relative gap): the better of the solver's and of ``place_and_split``."""
-        few = slice(None, None, self.solver_stride)
-        solved, bound = self._solve(seconds[:, few], fast[:, few], slow[:, few], world, fast_bytes)
-        if solved is not None:
-            solved = solved[0], solved[1] * self.solver_stride
-        found = place_and_split(seconds, fast, slow, world, fast_bytes, self.memories.host_bytes)
-        each = np.arange(len(seconds))
-        best: tuple[float, Int64Array, Int64Array] | None = None
-        for rank, split in (placed for placed in (solved, found) if placed is not None):
-            slowest = float(np.bincount(rank, weights=seconds[each, split], minlength=world).max())
-            if best is None or slowest < best[0]:
-                best = (slowest, rank, split)
-        return best and (best[1], best[2], max(0.0, 1 - bound / best[0]) if best[0] > 0 else 0.0)
-
-    def _solve(
-        self, seconds: Float64Array, fast: Float64Array, slow: Float64Array, world: int, fast_bytes: float
-    ) -> tuple[tuple[Int64Array, Int64Array] | None, float]:
-        """((rank of each table, its split), lower bound of the slowest rank's seconds). Variables: x[table, rank,
-        split] binary, and the makespan."""
-        tables, steps = seconds.shape
-        variables = tables * world * steps
-        if variables > _MAX_VARIABLES:
-            return None, 0.0
-        scale = 1.0 / max(float(seconds.sum()), 1e-300)
-        table, rank, _ = (index.ravel() for index in np.indices((tables, world, steps)))
-        column = np.arange(variables)
-
-        def of_ranks(values: Float64Array) -> csr_matrix:
-            each = np.broadcast_to(values[:, None, :], (tables, world, steps)).ravel()
-            return csr_matrix((each, (rank, column)), shape=(world, variables + 1))
-
-        busy = of_ranks(seconds * scale).tolil()
-        busy[:, variables] = -1.0
-        once = csr_matrix((np.ones(variables), (table, column)), shape=(tables, variables + 1))
-        result = milp(
-            np.concatenate([np.zeros(variables), [1.0]]),
-            constraints=[
-                LinearConstraint(once, 1.0, 1.0),
-                LinearConstraint(busy.tocsr(), ub=0.0),
-                LinearConstraint(of_ranks(fast / fast_bytes), ub=1.0),
-                LinearConstraint(of_ranks(slow / self.memories.host_bytes), ub=1.0),
-            ],
-            integrality=np.concatenate([np.ones(variables), [0.0]]),
-            bounds=Bounds(0.0, np.concatenate([np.ones(variables), [np.inf]])),
-            options={"time_limit": self.time_limit_seconds, "mip_rel_gap": 1e-3},
-        )
-        bound = float(result.mip_dual_bound or 0.0) / scale
-        if result.x is None:
-            return None, bound
-        chosen = result.x[:variables].reshape(tables, world * steps).argmax(axis=1)
-        return ((chosen // steps).astype(np.int64), (chosen % steps).astype(np.int64)), bound
+    each = np.arange(len(seconds))
+    tried: list[tuple[float, Int64Array, list[dict[int, int]]]] = []
+    scale = float(seconds.max()) / max(float(fast.max()), 1.0)
+    for price in (0.0, *np.geomspace(1e-6 * scale, 1e3 * scale, _PRICES)):
+        own = seconds[each, (seconds + price * fast).argmin(axis=1)]
+        rank, load = np.empty(len(each), np.int64), np.zeros(world)
+        for table in np.argsort(-own, kind="stable"):
+            rank[table] = int(load.argmin())
+            load[rank[table]] += own[table]
+        splits = [_split_rank(seconds, fast, np.flatnonzero(rank == r), fast_bytes) for r in range(world)]
+        tried.append((max(_sum(seconds, mine) for mine in splits), rank, splits))
+    _, rank, splits = min(tried, key=lambda each: each[0])
+    _improve(seconds, fast, rank, splits, fast_bytes)
+    return rank, np.array([splits[r][table] for table, r in enumerate(rank.tolist())])
 
 
-RECSHARD = RecShard()
+def _sum(values: Float64Array, splits: dict[int, int]) -> float:
+    return float(sum(values[table, split] for table, split in splits.items()))
+
+
+def _split_rank(seconds: Float64Array, fast: Float64Array, tables: Int64Array, fast_bytes: float) -> dict[int, int]:
+    """Return the split of each of a rank's tables: steps by time saved a byte (each CDF is concave), while they fit."""
+    split = dict.fromkeys(tables.tolist(), 0)
+    if not len(tables):
+        return split
+    saved = -np.diff(seconds[tables], axis=1)
+    taken = np.diff(fast[tables], axis=1)
+    worth = np.where(taken > 0, saved / np.maximum(taken, 1e-300), np.inf)
+    # A step is never worth more than the one before it.
+    worth = np.minimum.accumulate(worth, axis=1)
+    used = float(fast[tables, 0].sum())
+    stopped: set[int] = set()
+    steps = worth.shape[1]
+    for at in np.argsort(-worth.ravel(), kind="stable").tolist():
+        index, step = divmod(at, steps)
+        table = int(tables[index])
+        if table in stopped:
+            continue
+        if used + taken[index, step] > fast_bytes:
+            stopped.add(table)
+            continue
+        used += float(taken[index, step])
+        split[table] = step + 1
+    return split
+
+
+def _improve(
+    seconds: Float64Array, fast: Float64Array, rank: Int64Array, splits: list[dict[int, int]], fast_bytes: float
+) -> None:
+    """Move tables from the slowest rank to the fastest, in place, while that makes the slowest faster."""
+    load = np.array([_sum(seconds, mine) for mine in splits])
+    for _ in range(_MOVES):
+        slowest, fastest = int(load.argmax()), int(load.argmin())
+        best: tuple[float, int, dict[int, int], dict[int, int]] | None = None
+        for table in sorted(splits[slowest], key=lambda t: -seconds[t, splits[slowest][t]])[:_CANDIDATES]:
+            rest = np.array([t for t in splits[slowest] if t != table], dtype=np.int64)
+            without = _split_rank(seconds, fast, rest, fast_bytes)
+            beside = _split_rank(seconds, fast, np.array([*splits[fastest], table]), fast_bytes)
+            slower = max(_sum(seconds, without), _sum(seconds, beside))
+            if slower < load[slowest] * (1 - 1e-9) and (best is None or slower < best[0]):
+                best = (slower, table, without, beside)
+        if best is None:
+            return
+        _, moved, splits[slowest], splits[fastest] = best
+        rank[moved] = fastest
+        load[slowest], load[fastest] = _sum(seconds, splits[slowest]), _sum(seconds, splits[fastest])

@@ -11,8 +11,6 @@ import numpy.typing as npt
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.tables.table_list import ListedTable
-from flexd.sketch.profile import Profile
-from flexd.sketch.zipf_profile import zipf_table
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -39,7 +37,6 @@ class Tables:
     row_bytes: Float64Array
     stored_bytes: Float64Array
     accesses: Float64Array
-    exponents: Float64Array
     first: Int64Array
     cumulative: list[Float64Array]
 
@@ -61,23 +58,12 @@ class Tables:
             np.array([float(spec.row_bytes) for spec in specs]),
             np.array([float(spec.row_bytes + spec.state_bytes) for spec in specs]),
             np.array([table.lookups * samples for table in listed]),
-            exponents, np.concatenate([[0], np.cumsum(rows)]), cumulative,
+            np.concatenate([[0], np.cumsum(rows)]), cumulative,
         )  # fmt: skip
 
     def shares(self) -> Float64Array:
         """Return float64[rows]: the share of a row in the accesses of its table."""
         return np.concatenate([np.diff(cumulative, prepend=0.0) for cumulative in self.cumulative])
-
-    def profile(self) -> Profile:
-        """Return the popularity that the strategies are planned from."""
-        listed = zip(self.keyspace.tables, self.exponents, self.accesses, strict=True)
-        return Profile(
-            tuple(
-                zipf_table(spec.name, spec.rows, float(exponent), min(spec.rows, 1_000), float(accesses), 0)
-                for spec, exponent, accesses in listed
-            ),
-            generation=1, samples=10**9,
-        )  # fmt: skip
 
     def periods(self, steps: int, moved_share: float) -> Iterator[tuple[str, Int64Array]]:
         """Yield the period of each step ("" while frames warm up) and the rows that it accesses."""

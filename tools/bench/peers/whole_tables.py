@@ -6,51 +6,11 @@ experiments, and the released ``autoshard`` sharders).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
-from flexd.planner.model.workload import ACCESSES
-from tools.bench.peers.problem import PlanningProblem
-
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class TableShards:
-    """Tables that are placed as a whole.
-
-    Attributes:
-        bytes: float64[p], rows and optimizer state.
-        row_bytes: float64[p], of one row on the wire.
-        accesses: float64[p], of one rank in one step.
-        dim: float64[p].
-        rows: float64[p].
-    """
-
-    bytes: Float64Array
-    row_bytes: Float64Array
-    accesses: Float64Array
-    dim: Float64Array
-    rows: Float64Array
-
-    def read_bytes(self, world: int) -> Float64Array:
-        """Return float64[p], bytes read in one step for the look-ups of all ranks."""
-        read: Float64Array = self.accesses * world * self.row_bytes
-        return read
-
-
-def make_shards(case: PlanningProblem) -> TableShards:
-    specs = case.keyspace.tables
-    return TableShards(
-        bytes=case.table_bytes,
-        row_bytes=np.array([case.shape.wire_row_bytes(spec) for spec in specs], dtype=np.float64),
-        accesses=np.array([group.total()[ACCESSES] for group in case.table_sums]),
-        dim=np.array([spec.dim for spec in specs], dtype=np.float64),
-        rows=np.array([spec.rows for spec in specs], dtype=np.float64),
-    )
 
 
 def place_greedily(cost: Float64Array, size: Float64Array, ranks: int, memory: float) -> Int64Array | None:

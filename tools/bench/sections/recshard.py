@@ -1,6 +1,6 @@
 """RecShard's comparison: pooled tables of different skew in a fast memory that does not hold them, and after drift.
 
-Whole tables by size and by look-ups, RecShard's MILP (which rank a table belongs to and how many of its hottest rows
+Whole tables by size and by look-ups, RecShard's split (which rank a table belongs to and how many of its hottest rows
 are in fast memory, once), and flexd's rows at homes with frames, in fast memory for a quarter of the tables. Tables of
 a list (TorchRec's published one with ``--tables``, otherwise one made up) with their rows and batch divided by a scale,
 each with a Zipf exponent of its own. All strategies are counted on the same drawn batches: accesses to rows in slow
@@ -35,15 +35,11 @@ from flexd.embedding.store.slow.host_rows import HostRows
 from flexd.embedding.store.slow.slow_rows import FreshRows
 from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.slow.two_memories import TwoMemories
-from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.tables.table_list import read_tables
-from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, check
-from tools.bench.peers.problem import PlanningProblem
-from tools.bench.peers.recshard import RECSHARD
-from tools.bench.peers.recshard import TwoMemories as Bandwidths
+from tools.bench.peers.recshard import FAST_BYTES_PER_SECOND, HOST_BYTES, SLOW_BYTES_PER_SECOND, split_tables
 from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
-from tools.bench.peers.whole_tables import fast_tables, make_shards, place_greedily
+from tools.bench.peers.whole_tables import fast_tables, place_greedily
 from tools.bench.planning import made_up_tables
 
 Float64Array = npt.NDArray[np.float64]
@@ -160,24 +156,15 @@ def divided_by_access(tables: Tables, memory_bytes: float) -> list[int]:
 
 
 def strategies(tables: Tables, memory_bytes: float) -> dict[str, Static | Frames]:
-    specs, world = tables.keyspace.tables, LAYOUT.world_size
-    shape = TrainingShape(bags_per_step={spec.name: 1.0 for spec in specs})
-    slots = (0,) * len(tables.keyspace.groups)
-    case = PlanningProblem(
-        tables.profile(), tables.keyspace, LAYOUT, load_preset("azure-a100-200g"), memory_bytes, slots, shape
-    )
-    shards = make_shards(case)
+    world, rows = LAYOUT.world_size, np.diff(tables.first).astype(np.float64)
+    size, dim = rows * tables.stored_bytes, np.array([float(spec.dim) for spec in tables.keyspace.tables])
     answer: dict[str, Static | Frames] = {}
-    for name, cost in (("size", shards.dim * shards.rows), ("lookup", shards.dim * shards.accesses)):
-        rank = place_greedily(cost, shards.bytes, world, memory_bytes + Bandwidths().host_bytes)
-        if rank is None:
-            raise AssertionError("host memory holds all tables")
-        fast = fast_tables(cost, shards.bytes, rank, world, memory_bytes)
-        answer[f"table_wise_{name}_host"] = Static(tables, rank, fast * shards.rows)
-    placed = RECSHARD.place(case)
-    if placed is None:
-        raise AssertionError("a split with all rows in host memory fits")
-    answer["recshard"] = Static(tables, placed.rank, placed.fast_rows)
+    for name, cost in (("size", dim * rows), ("lookup", dim * tables.accesses)):
+        rank = place_greedily(cost, size, world, memory_bytes + HOST_BYTES)
+        assert rank is not None, "host memory holds all tables"
+        fast = fast_tables(cost, size, rank, world, memory_bytes)
+        answer[f"table_wise_{name}_host"] = Static(tables, rank, fast * rows)
+    answer["recshard"] = Static(tables, *split_tables(tables, memory_bytes))
     today = TwoMemories(int(memory_bytes), None).frames(tables.keyspace.groups, LAYOUT)
     answer[BY_ROWS] = Frames(tables, today, divides=False)
     answer[FLEXD] = Frames(tables, today, divides=True)
@@ -189,7 +176,7 @@ def replay(
     tables: Tables, held: dict[str, Static | Frames], batches: Iterable[tuple[str, Int64Array]]
 ) -> dict[str, dict[str, Figures]]:
     """Return figures a step by strategy and period, of batches with their periods; "" is not counted."""
-    bandwidths, world = Bandwidths(), LAYOUT.world_size
+    world = LAYOUT.world_size
     row_bytes = np.repeat(tables.row_bytes, np.diff(tables.first))
     sums = {
         (name, period): {"slow": np.zeros(world), "rows": np.zeros(world), "seconds": np.zeros(world), "written": 0}
@@ -207,8 +194,8 @@ def replay(
                 continue
             # With frames every row is read once a step; whole tables read one a sample.
             reads = np.ones(len(rows)) if isinstance(strategy, Frames) else counts.astype(np.float64)
-            seconds = (reads - slow) * size / bandwidths.fast_bytes_per_second
-            seconds += slow * size / bandwidths.slow_bytes_per_second
+            seconds = (reads - slow) * size / FAST_BYTES_PER_SECOND
+            seconds += slow * size / SLOW_BYTES_PER_SECOND
             total = sums[name, period]
             for figure, values in (("slow", slow), ("rows", read), ("seconds", seconds)):
                 total[figure] += np.bincount(rank, weights=values, minlength=world)

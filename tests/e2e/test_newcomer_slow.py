@@ -1,0 +1,102 @@
+"""The README's commands, as they stand there, in a clean checkout of what is committed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from flexd.demo.ports import free_ports
+
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1500)]
+
+ROOT = Path(__file__).parents[2]
+CONTROL_PORT = "29400"
+"""In the README's commands; rewritten, as another daemon may run on the machine."""
+FOREIGN = ("FLEXD", "MAKE", "MFLAGS", "PYTEST", "PYTHONPATH", "VIRTUAL_ENV")
+"""What would lead out of the checkout."""
+SECONDS = 560.0
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone with a ``.venv`` of this interpreter's packages, in which ``make`` installs nothing."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("the tests do not run in a git checkout")
+    target = tmp_path_factory.mktemp("newcomer") / "flexd"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(target)], timeout=60, check=True)
+    home = target / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], timeout=60, check=True)
+    packages = next(home.glob("lib/python*/site-packages"))
+    # As path lines, the borrowed directories' own .pth files are not read: an editable flexd there stays out of sight.
+    lent = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
+    (packages / "newcomer.pth").write_text("\n".join([str(target), *lent]) + "\n")
+    scripts = tomllib.loads((target / "pyproject.toml").read_text())["project"]["scripts"]
+    for name, entry in {**scripts, "torchrun": "torch.distributed.run:main"}.items():
+        module, _, function = entry.partition(":")
+        script = home / "bin" / name
+        script.write_text(f"#!{home}/bin/python\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+        script.chmod(0o755)
+    for stamp in (".installed", *([".torchrec"] if find_spec("torchrec") else [])):
+        (home / stamp).touch()
+    return target
+
+
+def block_with(checkout: Path, text: str) -> str:
+    blocks = re.findall(r"```bash\n(.*?)```", (checkout / "README.md").read_text(), flags=re.DOTALL)
+    return next(block for block in blocks if text in block)
+
+
+def follow(commands: str, checkout: Path, **environment: str) -> str:
+    """Run commands in the checkout as typed into bash, on ports that nobody else uses; return what they print."""
+    control, http, rendezvous = free_ports(3)
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    ours |= {"PET_MASTER_PORT": str(rendezvous), "OMP_NUM_THREADS": "1", **environment}
+    if CONTROL_PORT in commands:  # the demo finds ports for itself
+        ours |= {"FLEXD__CONTROL__LISTEN_PORT": str(control), "FLEXD__SERVER__PORT": str(http)}
+        ours["FLEXD_URL"] = f"http://127.0.0.1:{http}"
+    log = checkout / "newcomer.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            ["bash", "-e", "-c", commands.replace(CONTROL_PORT, str(control))], cwd=checkout, stdin=subprocess.DEVNULL,
+            stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=ours,
+        )  # fmt: skip
+    try:
+        process.wait(SECONDS)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):  # what the commands left in the background
+            try:
+                os.killpg(process.pid, number)
+                time.sleep(2.0)
+            except ProcessLookupError:
+                break
+    shown = "\n".join(file.read_text(errors="replace")[-3000:] for file in sorted(checkout.glob("*.log")))
+    assert process.returncode == 0, shown
+    return log.read_text(errors="replace")
+
+
+def test_from_a_clone_to_the_end_of_the_demo(checkout: Path) -> None:
+    command = next(line for line in block_with(checkout, "make demo").splitlines() if line.startswith("make demo"))
+    shown = follow(command, checkout, DEMO="--steps 60 --batch-size 8", COLUMNS="120")
+    for strategy in ("row-wise, no dedup", "flexd before the first plan", "flexd after the last plan"):
+        assert strategy in shown
+    assert "pip" not in shown, "nothing was to be installed"
+
+
+def test_from_torchrec_types_to_the_first_migration(checkout: Path) -> None:
+    if find_spec("torchrec") is None:
+        pytest.skip("TorchRec is not here: make torchrec")
+    shown = follow(block_with(checkout, "examples/torchrec_sasrec.py"), checkout)
+    assert re.search(r"^ +ranks +2 = 2 nodes x 1", shown, re.MULTILINE), "flexd status"
+    assert re.search(r"^ +rows +HOME [\d,]+, NODE [1-9]", shown, re.MULTILINE), "flexd status"
+    assert re.search(r"^20\S+ \S+ +\S+ +\S+ +COMMITTED +[1-9]", shown, re.MULTILINE), "flexd migrations list"
+    assert not re.search(r"Traceback|FAILED|ABORTED", shown), shown[-3000:]
