@@ -1,6 +1,6 @@
 """Send each user's samples to a partition that a rank of her node reads, so that training ships nothing.
 
-    flexd affinity users -o nodes.npz    # or, from a trace: flexd affinity learn --trace purchases.npz --nodes 2 ...
+    flexd affinity users -o nodes.npz
     python examples/node_partitions.py --nodes nodes.npz --local-ranks 4 --users 17 42 1001
 
 A topic has one partition for each rank: ``partition_of`` gives the producer the partition of a user, and a trainer

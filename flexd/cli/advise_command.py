@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flexd.cli.advise_ranges import hours, in_range
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption
 from flexd.cli.replay_options import (
@@ -43,7 +42,6 @@ from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
-    from flexd.planner.memory.miss_curve import MemoryPoint
     from flexd.simulate.accesses import Accesses, RowFormat
     from flexd.simulate.advice import Advice, Prediction, Range
     from flexd.sketch.coaccess import CoAccess
@@ -103,20 +101,6 @@ def advise(
             help="Read the stream of this daemon's YAML file; of a tap, what the daemon has counted.",
         ),
     ] = None,
-    tables: Annotated[
-        str | None,
-        typer.Option(
-            "--tables",
-            metavar="TABLES",
-            help="TorchRec's tables or plan: a list (.csv, .json) or a Python function, module:function, as for shard.",
-        ),
-    ] = None,
-    zipf: Annotated[
-        float, typer.Option("--zipf", help="Exponent of --tables that --profile does not have.", min=0, max=4)
-    ] = 1.05,
-    memory_gb: Annotated[
-        float, typer.Option("--memory-gb", metavar="GB", min=1e-6, help="10^9 bytes of a rank for --tables.")
-    ] = 40.0,
     seconds: Annotated[
         float, typer.Option("--for", metavar="SECONDS", help="Longest time to read that stream.", min=1, max=86_400)
     ] = 60.0,
@@ -141,42 +125,20 @@ def advise(
         float, typer.Option("--price-error", help="Relative error of the cluster's prices; widens the ranges.")
     ] = 0.15,
     worth: Annotated[float, typer.Option("--worth", help="Share of the step below which nothing is advised.")] = 0.02,
-    slow_row_us: Annotated[
-        float | None,
-        typer.Option(
-            "--slow-row-us",
-            metavar="US",
-            min=0,
-            help="Also show how much fast memory a slowdown saves, if a row of slow memory costs so many microseconds.",
-        ),
-    ] = None,
     seed: SeedOption = 0,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Predict what flexd would save: milliseconds a step, GPU-hours a day, and the memory it takes.
 
-    Needs no daemon and no GPU. Give one of --trace, --profile, --config or --tables, and your training's step time.
+    Needs no daemon and no GPU. Give one of --trace, --profile or --config, and your training's step time.
 
     Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8
     """
-    # A profile beside a list of tables says how they are looked up.
-    if sum(given is not None for given in (trace, None if tables else profile, config, tables)) != 1:
-        raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile, --config and --tables")
-    if tables is not None:
-        from flexd.cli.advise_tables import answer_on_tables
-
-        answer, blocks = answer_on_tables(
-            tables, batch or DRAWN_BATCH, (nodes, local_ranks), make_cluster(preset, topology, 1.0), memory_gb * 1e9,
-            zipf, profile, (dtype.value, optimizer.value), step_seconds=step_ms / 1e3,
-            computing_seconds=None if computing_ms is None else computing_ms / 1e3, price_error=price_error,
-            worth=worth,
-        )  # fmt: skip
-        emit(answer, blocks, output)
-        return
+    if sum(given is not None for given in (trace, profile, config)) != 1:
+        raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile and --config")
     from flexd.core.layout import RankLayout
-    from flexd.planner.memory.miss_curve import memory_points
     from flexd.simulate.accesses import RowFormat
-    from flexd.simulate.advice import NOW, miss_curves
+    from flexd.simulate.advice import NOW
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.affinity import affinity_outlook, outlook_of_samples
     from flexd.simulate.simulation import SimulationSettings
@@ -206,10 +168,6 @@ def advise(
     if affinity is not None:
         answer["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
         blocks.append(Sentences("affinity", affinity.words))
-    if slow_row_us is not None:
-        points = memory_points(miss_curves(accesses, layout), slow_row_us / 1e6)
-        answer["memory"] = [asdict(point) for point in points]
-        blocks.append(memory_block(points, step_ms / 1e3))
     emit(answer, blocks, output)
 
 
@@ -366,23 +324,10 @@ def advice_blocks(advice: Advice) -> list[Block]:
     ]  # fmt: skip
 
 
-def memory_block(points: Sequence[MemoryPoint], step_seconds: float) -> Table:
-    """Return fast memory of a rank over what a step waits for rows in slow memory, if nothing of that is hidden."""
-    columns = (
-        "fast rows",
-        "fast memory a rank",
-        "saved a rank",
-        "missed a step",
-        "of its rows",
-        "wait a step",
-        "slower",
-    )
-    rows = tuple(
-        (
-            units.share(point.share), units.size(point.fast_bytes), units.size(point.saved_bytes),
-            units.count(point.missed_rows), units.share(point.missed_share), units.seconds(point.stall_seconds),
-            units.share(point.stall_seconds / step_seconds),
-        )
-        for point in points
-    )  # fmt: skip
-    return Table("rows in two memories", columns, rows, frozenset(columns), ("of its rows", "saved a rank"))
+def hours(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def in_range(given: Range, form: Callable[[float], str]) -> str:
+    """``2 s (1 s to 3 s)``."""
+    return f"{form(given.expected)} ({form(given.low)} to {form(given.high)})"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -122,7 +121,6 @@ def simulate(
     check_file("--save-profile", save_profile)
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
-    from flexd.simulate.affinity import affinity_outlook
     from flexd.simulate.simulation import SimulationSettings, simulate
     from flexd.simulate.summary import COMPARED_SHARE, summarise
 
@@ -148,9 +146,6 @@ def simulate(
         )
     simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
     summary = summarise(simulation)
-    affinity = affinity_outlook(accesses, layout)
-    if affinity is not None:
-        summary["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
     blocks = simulate_blocks(summary)
     if save_profile is not None:
         if simulation.last_profile is None:
@@ -253,8 +248,6 @@ def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = [_facts(summary), _strategies(summary)]
     if summary["budget_sweep"]:
         blocks.append(_sweep(summary))
-    if "affinity" in summary:
-        blocks.append(Sentences("affinity", tuple(summary["affinity"]["words"])))
     return [*blocks, Sentences("in words", tuple(summary["words"]))]
 
 

@@ -43,12 +43,12 @@ class NodeMap:
         if not fits or (np.diff(self.ids) <= 0).any():
             raise ConfigError(
                 f"a node map of ids {self.ids.shape} and nodes {self.nodes_of.shape}, or ids that do not ascend",
-                remedy="write it with flexd affinity users or flexd affinity learn",
+                remedy="write it with flexd affinity users",
             )
         if len(self.nodes_of) and not 0 <= self.nodes_of.min() <= self.nodes_of.max() < self.nodes:
             raise ConfigError(
                 f"a node map of {self.nodes} nodes names nodes {self.nodes_of.min()} to {self.nodes_of.max()}",
-                remedy="write it with flexd affinity users or flexd affinity learn",
+                remedy="write it with flexd affinity users",
             )
 
     def node_of(self, ids: npt.ArrayLike) -> Int64Array:
@@ -99,7 +99,7 @@ class NodeMap:
                 return NodeMap(file["ids"], file["nodes_of"].astype(np.int64), int(file["nodes"]))
         except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
             raise ConfigError(
-                f"{path} is no node map: {error}", remedy="write one with flexd affinity users or flexd affinity learn"
+                f"{path} is no node map: {error}", remedy="write one with flexd affinity users"
             ) from error
 
 

@@ -16,12 +16,8 @@ import numpy.typing as npt
 
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
-from flexd.planner.memory.miss_curve import MissCurve
-from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.model.workload import make_loads
 from flexd.simulate.accesses import Accesses
 from flexd.simulate.byte_counter import INTER, StepPart
-from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.simulation import Simulation, SimulationSettings, StrategyRun, simulate
 from flexd.simulate.strategies import DIRECT, REPLANNED, ROW_WISE, TWO_HOP, Strategy
 from flexd.simulate.summary import compared_steps
@@ -80,38 +76,29 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Saving:
-    """What a way to train takes, and saves against today's.
+class Prediction:
+    """What an option takes, and saves against today's exchange.
 
     Attributes:
         step_seconds, saved_seconds: a step, and by how much less than today's.
         saved_share: of today's step.
         gpu_hours_per_day: that the whole job saves.
         inter_node_bytes: that the whole job sends between nodes in a step.
+        extra_memory_bytes: of a rank: replica slots with optimizer state, and rows fetched ahead.
     """
 
+    option: Option
     step_seconds: Range
     saved_seconds: Range
     saved_share: Range
     gpu_hours_per_day: Range
     inter_node_bytes: float
+    extra_memory_bytes: int
 
     @property
     def pays(self) -> bool:
         """True if even the low end of the range saves time."""
         return self.saved_seconds.low > 0
-
-
-@dataclass(frozen=True)
-class Prediction(Saving):
-    """One option.
-
-    Attributes:
-        extra_memory_bytes: of a rank: replica slots with optimizer state, and rows fetched ahead.
-    """
-
-    option: Option
-    extra_memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -177,7 +164,12 @@ def advise(
         ConfigError: a number is out of range, there are fewer than 4 steps, or there is one rank, which has nothing to
             exchange.
     """
-    check_measured(layout, step_seconds, computing_seconds)
+    if layout.world_size == 1:
+        raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
+    if not (math.isfinite(step_seconds) and step_seconds > 0):
+        raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
+    if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
+        raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
     if not (math.isfinite(row_work_seconds) and 0 <= row_work_seconds < step_seconds):
         raise ConfigError(f"row work {row_work_seconds} s", remedy="a part of the computing: at least 0")
     if not (math.isfinite(scale) and scale > 0):
@@ -202,16 +194,6 @@ def advise(
         now, step_seconds, exchange_seconds, model.correction, price_error, reused, predictions,
         max(worthwhile, key=lambda found: found.saved_seconds.low, default=None), worth, simulation,
     )  # fmt: skip
-
-
-def check_measured(layout: RankLayout, step_seconds: float, computing_seconds: float | None) -> None:
-    """Raise ConfigError for one rank, which exchanges nothing, or times that no step has."""
-    if layout.world_size == 1:
-        raise ConfigError("one rank exchanges no rows", remedy="give the --nodes and --local-ranks of the job")
-    if not (math.isfinite(step_seconds) and step_seconds > 0):
-        raise ConfigError(f"step time {step_seconds}", remedy="give the measured time of a step, above 0")
-    if computing_seconds is not None and not 0 <= computing_seconds < step_seconds:
-        raise ConfigError(f"computing {computing_seconds} s", remedy="a part of the step: at least 0, and less than it")
 
 
 def reused_share(accesses: Accesses, steps: slice, samples: int = 8) -> float:
@@ -309,16 +291,3 @@ def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
         forward = model.run(option).sent[model.steps, :, StepPart.FORWARD, :].sum(axis=2)
         total += int(model.scale * forward.max(initial=0))
     return total
-
-
-def miss_curves(accesses: Accesses, layout: RankLayout, steps: range | None = None) -> tuple[MissCurve, ...]:
-    """Return a curve a dim-group, from the touches of every row in these steps (default: all).
-
-    Raises:
-        PlanError: nothing was looked up in them.
-    """
-    passes = [one for step in steps or range(accesses.steps) for one in accesses.passes(step)]
-    profile = exact_profile(passes, accesses.keyspace, layout, accesses.micro_batches)
-    loads = make_loads(profile, accesses.keyspace, layout, TrainingShape(micro_batches=accesses.micro_batches))
-    groups = accesses.keyspace.groups
-    return tuple(MissCurve.of(load, layout, groups[load.group].rows) for load in loads)

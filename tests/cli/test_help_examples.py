@@ -22,7 +22,6 @@ from tests.support.repository import ROOT as REPOSITORY
 SMALLER = {
     "simulate": ["--steps", "8", "--batch", "4", "--history", "2"],
     "advise": ["--steps", "8", "--batch", "4", "--history", "2", "--nodes", "1", "--local-ranks", "2"],
-    "affinity learn": ["--batch", "8", "--history", "4"],
 }
 """Options that make a long example short."""
 PARSED_ONLY = {

@@ -48,7 +48,7 @@ TARGETS_AT = "1.05"
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--zipf", type=float, nargs="+", default=[0.9, 1.05, 1.2], help="not 1; --quick: 1.05")
-    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE.npz", help="traces, recshard")
+    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE.npz", help="of traces")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     parser.add_argument("--limit-mib", type=int, default=1536, help="of a process of ways")
     parser.add_argument("--warm-seconds", type=float, default=4.0, help="before each measurement of ways")

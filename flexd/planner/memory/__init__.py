@@ -1,1 +1,0 @@
-"""How much fast memory of a rank a slowdown saves."""
