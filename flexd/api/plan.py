@@ -149,29 +149,6 @@ class MemoryReport(Model):
     """During a step, expected: ``rows``, ``gradients``, ``exchange``, ``sync``."""
 
 
-class PooledTableReport(Model):
-    """The answer of a pooled table, and the one that would take less time: sent by a rank in a step, no copies."""
-
-    answer: Literal["rows", "sums"]
-    """How it answers."""
-    better: Literal["rows", "sums"]
-    """Answer that takes less time. All tables stay with rows if sums save less than their collectives cost."""
-    bags_per_step: FiniteOrNone = None
-    """Bags of a rank in a step."""
-    rows_intra_node_bytes: FiniteOrNone = None
-    """Inside the node, by rows."""
-    rows_inter_node_bytes: FiniteOrNone = None
-    """Between nodes, by rows."""
-    sums_intra_node_bytes: FiniteOrNone = None
-    """Inside the node, by sums."""
-    sums_inter_node_bytes: FiniteOrNone = None
-    """Between nodes, by sums."""
-    rows_seconds: FiniteOrNone = None
-    """Transfer time of those bytes, by rows."""
-    sums_seconds: FiniteOrNone = None
-    """Transfer time of those bytes, by sums."""
-
-
 class PlanReport(Model):
     """A plan against the live placement: its changes, its cost, and the reasons."""
 
@@ -236,8 +213,6 @@ class PlanReport(Model):
     """Memory of the plan on a rank."""
     exchange: ExchangeReport = ExchangeReport()
     """The planned and the recommended exchange."""
-    pooled_tables: dict[str, PooledTableReport] = Field(default_factory=dict)
-    """Answers of pooled tables, by table, as far as they were looked up."""
     affinity: AffinityReport | None = None
     """What homes and dealing by affinity would win; null if rows that occur together are not sampled."""
     baselines: dict[str, CostReport] = Field(default_factory=dict)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from flexd.api.errors import ProbeResult
     from flexd.config.model import Config
-    from flexd.core.process_start import ProcessStart
+    from flexd.core.fast_start import ProcessStart
 
 
 DAEMON = "flexd"

@@ -138,9 +138,8 @@ def advise(
         raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile and --config")
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat
-    from flexd.simulate.advice import NOW
+    from flexd.simulate.advice import NOW, affinity_outlook, outlook_of_samples
     from flexd.simulate.advice import advise as advise_on
-    from flexd.simulate.affinity import affinity_outlook, outlook_of_samples
     from flexd.simulate.simulation import SimulationSettings
 
     layout = RankLayout(nodes, local_ranks)

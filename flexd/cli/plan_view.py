@@ -22,7 +22,6 @@ def plan_blocks(plan: PlanReport) -> list[Block]:
         *affinity,
         _items(plan),
         _strategies(plan),
-        *_pooled(plan),
         *_why(plan),
     ]
 
@@ -194,27 +193,6 @@ def _strategy(name: str, cost: CostReport, plan: CostReport) -> tuple[str, ...]:
         units.size(cost.buffer_bytes),
         units.seconds(cost.total_seconds),
     )
-
-
-def _pooled(plan: PlanReport) -> list[Block]:
-    """Return the answers of pooled tables, those that would save most by the other answer first."""
-    columns = ("table", "answers by", "better", "bags a step", "rows", "sums", "rows, time", "sums, time")
-    tables = sorted(plan.pooled_tables.items(), key=lambda item: (item[1].answer == item[1].better, item[0]))
-    rows = tuple(
-        (
-            name,
-            one.answer,
-            one.better,
-            units.count(one.bags_per_step),
-            units.size(one.rows_inter_node_bytes),
-            units.size(one.sums_inter_node_bytes),
-            units.seconds(one.rows_seconds),
-            units.seconds(one.sums_seconds),
-        )
-        for name, one in tables
-    )
-    title = "pooled tables: what a rank sends to other nodes in a step by either answer"
-    return [Table(title, columns, rows, frozenset(columns[3:]), columns[3:4], frozenset(columns[:1]))] if rows else []
 
 
 def _why(plan: PlanReport) -> list[Block]:

@@ -29,8 +29,7 @@ from flexd.core import units
 from flexd.core.home_rules import COPIED
 
 if TYPE_CHECKING:
-    from flexd.planner.tables.home_rules import RulePlan
-    from flexd.planner.tables.sharding import Sharding
+    from flexd.planner.tables.sharding import RulePlan, Sharding
     from flexd.planner.tables.solve import TablePlacement
     from flexd.topology.cluster import Cluster
 
@@ -113,8 +112,7 @@ def shard(
     check_file("--plan", file)
     from flexd.cli.model_tables import tables_of_source
     from flexd.core.layout import RankLayout
-    from flexd.planner.tables.home_rules import plan_rules
-    from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
+    from flexd.planner.tables.sharding import TableStatistics, listed_seconds, plan_rules, shard_tables
     from flexd.sketch.profile_file import read_profile
 
     statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype.value, optimizer.value)

@@ -167,8 +167,7 @@ def _fractions(text: str) -> tuple[float, ...]:
 
 
 def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
-    from flexd.topology.files import load_cluster, load_preset
-    from flexd.topology.scale import scale_model
+    from flexd.topology.files import load_cluster, load_preset, scale_model
 
     if preset is not None and topology is not None:
         raise ConfigError("--preset and --topology", remedy="give one of them")
@@ -252,7 +251,7 @@ def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
 
 
 def _facts(summary: dict[str, Any]) -> Facts:
-    from flexd.simulate.touches import touches_in_words
+    from flexd.simulate.step_keys import touches_in_words
 
     settings = summary["settings"]
     half_life = settings["half_life_steps"]

@@ -1,4 +1,4 @@
-"""Shorten the start of a process by skipping work of the interpreter and of libraries that it does not need.
+"""The start of a process: its time, and work of the interpreter and of libraries that it can do without.
 
 ``tools.bench control`` measures the time of a start.
 """
@@ -7,6 +7,21 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ProcessStart:
+    """Start time; construct it when the process starts."""
+
+    unix_seconds: float = field(default_factory=time.time)
+    monotonic_seconds: float = field(default_factory=time.monotonic)
+
+    @property
+    def uptime_seconds(self) -> float:
+        return time.monotonic() - self.monotonic_seconds
+
 
 _BLAS = "scipy.linalg.cython_blas"
 

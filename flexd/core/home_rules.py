@@ -1,4 +1,4 @@
-"""Home rules: which ranks share the rows of a table."""
+"""Home rules, which ranks share the rows of a table, and answers, rows or sums of bags, which homes send back."""
 
 from __future__ import annotations
 
@@ -76,3 +76,17 @@ class HomeRule:
             )
         first = self.number * layout.local_ranks if self.kind == "node" else self.number
         return range(first, first + (layout.local_ranks if self.kind == "node" else 1))
+
+
+ROWS, SUMS = "rows", "sums"
+
+
+@dataclass(frozen=True)
+class TableAnswers:
+    """The pooled tables of a trainer, and those of them that answer by sums."""
+
+    pooled: frozenset[int] = frozenset()
+    by_sums: frozenset[int] = frozenset()
+
+
+NO_POOLED = TableAnswers()

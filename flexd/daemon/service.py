@@ -28,8 +28,8 @@ from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import FlexdError
+from flexd.core.fast_start import ProcessStart
 from flexd.core.fault_points import fault_point
-from flexd.core.process_start import ProcessStart
 from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
@@ -161,7 +161,7 @@ class Daemon:
         samples_kept = config.sketch.coaccess_memory_bytes > 0
         planning = self._planning = Planning(
             config, keyspace, prices, self._ingestor.profile, self._coordinator, self._training, executions,
-            self._drift.planned, self.operator.record_withheld, self._ingestor.sketches.sequence_length_quantiles,
+            self._drift.planned, self.operator.record_withheld,
             AffinityMonitor(keyspace, self._ingestor.sketches.coaccess, supervisor) if samples_kept else None,
         )  # fmt: skip
         late = RollbackRecovery(executions, self._history, self._coordinator, decisions)

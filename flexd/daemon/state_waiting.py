@@ -15,7 +15,7 @@ from flexd.api.errors import ProbeResult
 from flexd.api.status import Status, base_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, StateLockedError, StateVersionError, UnusableStateError
-from flexd.core.process_start import ProcessStart
+from flexd.core.fast_start import ProcessStart
 from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon.config_file import ConfigFile

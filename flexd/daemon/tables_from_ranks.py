@@ -30,7 +30,7 @@ from flexd.control.daemon.coordinator_types import ControlOptions
 from flexd.control.daemon.table_learner import TableLearner
 from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.core.errors import ApiError, FlexdError
-from flexd.core.process_start import ProcessStart
+from flexd.core.fast_start import ProcessStart
 from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory

@@ -17,11 +17,10 @@ from torch import nn
 
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
-from flexd.demo.pooled import bags_of, pooled_loss, reduce_scatter_bytes
+from flexd.demo.models import bags_of, pooled_loss, reduce_scatter_bytes
 from flexd.demo.rank import ADAGRAD_EPS, RunSetup, Strategy, features_of, loss_of
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.simulate.step_keys import StepKeys
-from flexd.simulate.touches import TouchCounter
+from flexd.simulate.step_keys import StepKeys, TouchCounter
 from flexd.stream.batches import Batch, Batches
 
 ID_BYTES = 8

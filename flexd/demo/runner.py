@@ -21,9 +21,9 @@ from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
 from flexd.core.layout import RankLayout
 from flexd.demo.link import link_cluster
+from flexd.demo.models import choose_rules
 from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 from flexd.demo.plot import plot_run
-from flexd.demo.pooled import choose_rules
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
 from flexd.demo.rank import PEERS, POOLED_PEERS, RunSetup, Strategy
@@ -32,8 +32,7 @@ from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
 from flexd.stream.sample_kinds import SampleLengths
 from flexd.stream.trace import Trace, built_in_trace, load_trace
-from flexd.topology.files import load_preset, write_cluster
-from flexd.topology.scale import PRODUCTION_RANK_BYTES, scale_model
+from flexd.topology.files import PRODUCTION_RANK_BYTES, load_preset, scale_model, write_cluster
 
 HISTORY = 32
 DIM = 16

@@ -8,7 +8,7 @@ from rich.console import Console, Group
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from flexd.simulate.touches import touches_in_words
+from flexd.simulate.step_keys import touches_in_words
 
 KINDS = ("all_to_all", "sync", "migration", "total")
 TIMED = {

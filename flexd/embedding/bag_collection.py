@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from flexd.core.answers import ROWS, SUMS
 from flexd.core.errors import EmbeddingError
-from flexd.core.home_rules import COPIED
+from flexd.core.home_rules import COPIED, ROWS, SUMS
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
 from flexd.embedding.exchange.bag_exchange import joined_offsets
 from flexd.embedding.features import FeatureKeys

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from flexd.control.protocol.report import StepPhase
-from flexd.core.answers import ROWS, SUMS, TableAnswers
 from flexd.core.errors import EmbeddingError
-from flexd.core.home_rules import SPREAD
+from flexd.core.home_rules import ROWS, SPREAD, SUMS, TableAnswers
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.embedding.engine import RowEngine

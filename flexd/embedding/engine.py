@@ -13,8 +13,8 @@ import torch
 
 from flexd.control.agent.inbox import ChunkInbox, Prepared
 from flexd.control.protocol.report import ExchangeReason, StepPhase
-from flexd.core.answers import NO_POOLED, TableAnswers
 from flexd.core.errors import EmbeddingError
+from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta

@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from flexd.core.answers import NO_POOLED, TableAnswers
 from flexd.core.errors import EmbeddingError
+from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.keyspace import KeySpace
 from flexd.embedding import devices
 from flexd.embedding.exchange.bag_exchange import BagIds

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
@@ -17,8 +16,6 @@ from flexd.core.layout import Tier
 from flexd.core.placement import Placement
 from flexd.operations.affinity import AffinityMonitor
 from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.baselines import ROW_WISE_DEDUP, TWO_HOP
-from flexd.planner.model.bag_answers import LENGTH_RANKS, answer_bytes, choose_answers
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.moves import MoveRoom, with_moves
@@ -120,7 +117,7 @@ class TrainingJob:
 def cheaper_exchange(plan: Plan) -> str:
     """Return the configured name of the cheaper of the chain, with the plan's copies if it is for the chain, and the
     direct exchange with dedup."""
-    chain, direct = plan.baselines[TWO_HOP.name], plan.baselines[ROW_WISE_DEDUP.name]
+    chain, direct = plan.baselines["two_hop"], plan.baselines["row_wise_dedup"]
     if plan.exchange is Exchange.CHAIN:
         chain = plan.after
     elif plan.exchange is Exchange.DIRECT_DEDUP:
@@ -140,10 +137,6 @@ def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
     )
 
 
-LengthQuantiles = Callable[[str, Sequence[float]], npt.NDArray[np.float64]]
-"""Returns the lengths of a table's sequences or bags at normalised ranks, as ``SketchSet``."""
-
-
 def make_live_plan(
     profile: Profile,
     keyspace: KeySpace,
@@ -157,29 +150,18 @@ def make_live_plan(
     parent_id: str = "",
     reason: str = "",
     step_seconds: float | None = None,
-    bag_lengths: LengthQuantiles | None = None,
 ) -> Plan:
     """Return ``make_plan`` with the configured limits and shape of the training.
-
-    Args:
-        bag_lengths: None: answers of pooled tables are not compared.
 
     Raises:
         PlanError: as ``make_plan``.
     """
-    shape = job.shape
-    plan = make_plan(
+    return make_plan(
         profile, keyspace, topology.layout, cluster, slots_of_copies(topology, settings), live, plan_id=plan_id,
         parent_id=parent_id, topology_generation=topology.generation, horizon_steps=settings.horizon_steps,
-        now_unix_seconds=time.time(), reason=reason, shape=shape, limits=plan_limits(settings, job),
+        now_unix_seconds=time.time(), reason=reason, shape=job.shape, limits=plan_limits(settings, job),
         exchange=job.exchange, step_seconds=step_seconds,
     )  # fmt: skip
-    if bag_lengths is None or not job.answers:
-        return plan
-    lengths = {name: bag_lengths(name, LENGTH_RANKS) for name in job.answers}
-    of_tables = answer_bytes(profile, keyspace, topology.layout, lengths, shape)
-    chosen = choose_answers(of_tables, job.answers, cluster, plan.after.bytes, topology.layout, shape)
-    return replace(plan, pooled_tables=chosen)
 
 
 def slots_of_copies(topology: LiveTopology, settings: PlannerConfig) -> list[int]:

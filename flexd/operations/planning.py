@@ -20,7 +20,6 @@ from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.drift import ProfileMaker
 from flexd.operations.executions import Execution, Executions
 from flexd.operations.live_plan import (
-    LengthQuantiles,
     TrainingJob,
     cheaper_exchange,
     make_live_plan,
@@ -59,7 +58,6 @@ class Planning:
         executions: starts the migrations of plans.
         on_executed: called whenever a plan is executed, withheld, or turns out to change nothing.
         on_withheld: called with the requester and the reason when a plan is withheld, once until a plan moves rows.
-        bag_lengths: as in ``make_live_plan``.
         affinity: learns homes from rows that occur together with every plan; None where they are not sampled.
 
     Attributes:
@@ -77,12 +75,10 @@ class Planning:
         executions: Executions,
         on_executed: Callable[[], None] = lambda: None,
         on_withheld: Callable[[str, str], None] = lambda who, reason: None,
-        bag_lengths: LengthQuantiles | None = None,
         affinity: AffinityMonitor | None = None,
     ) -> None:
         self.affinity = affinity
         self._config = config
-        self._bag_lengths = bag_lengths
         self._keyspace = keyspace
         self.prices = prices
         self._profile = profile
@@ -269,7 +265,7 @@ class Planning:
         plan = make_live_plan(
             profile, self._keyspace, topology, self.cluster, live, settings, job,
             plan_id=f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{self._serial}", parent_id=self.executions.live_plan_id,
-            reason=reason, step_seconds=self._training.step_seconds(), bag_lengths=self._bag_lengths,
+            reason=reason, step_seconds=self._training.step_seconds(),
         )  # fmt: skip
         affinity = None
         if moves:

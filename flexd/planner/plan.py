@@ -13,9 +13,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
-from flexd.planner.baselines import PLAN_BASELINES, ROW_WISE_DEDUP, TWO_HOP
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
-from flexd.planner.model.bag_answers import PooledTable
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.gains import canonical_tiers, migration_seconds
 from flexd.planner.model.rank_memory import RankMemory, placement_memory
@@ -24,7 +22,7 @@ from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
 from flexd.planner.replication_summary import summarise_replication
 from flexd.planner.solver.limits import FREE, PlanLimits, SlotBudgets, slots_of_ranks
-from flexd.planner.solver.missed_share import missed_share
+from flexd.planner.solver.relaxation import missed_share
 from flexd.planner.solver.tiers import choose_jointly
 from flexd.sketch.profile import Profile
 from flexd.topology.cluster import Cluster
@@ -32,6 +30,16 @@ from flexd.topology.cluster import Cluster
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 UInt8Array = npt.NDArray[np.uint8]
+
+
+BASELINES = {
+    "row_wise": Exchange.DIRECT,
+    "row_wise_dedup": Exchange.DIRECT_DEDUP,
+    "two_hop": Exchange.CHAIN,
+}
+"""Strategies that every plan is shown beside: all rows at HOME under an exchange. Row-wise without dedup is TorchRec's
+default and the baseline of FlexShard (arXiv 2301.02959), with it TorchRec's ``use_index_dedup``, two-hop flexd's own
+chain. Homes are cyclic (``key % W``): hot rows spread better than in blocks."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,6 @@ class Plan:
         live_fits: whether the live placement keeps to slots, budgets, pins and excluded tables. If not, the plan is
             needed whatever it saves.
         step_seconds: measured wall time of a step; None if it is not known.
-
-        pooled_tables: the answers of pooled tables, of those that are configured and were looked up.
         moves_save_seconds: exposed seconds a step that rows which move to other nodes or back save, beside the costs.
     """
 
@@ -90,7 +96,6 @@ class Plan:
     home_seconds: float
     live_fits: bool
     step_seconds: float | None = None
-    pooled_tables: tuple[PooledTable, ...] = ()
     moves_save_seconds: float = 0.0
 
     @property
@@ -111,7 +116,7 @@ class Plan:
     @property
     def recommended_exchange(self) -> Exchange:
         """The plan's exchange, or the direct one with dedup if that is cheaper than the plan."""
-        dedup = self.baselines[ROW_WISE_DEDUP.name].exposed_seconds
+        dedup = self.baselines["row_wise_dedup"].exposed_seconds
         return Exchange.DIRECT_DEDUP if dedup < self.after.exposed_seconds else self.exchange
 
     @property
@@ -163,16 +168,15 @@ class Plan:
                 "planned": self.exchange.value,
                 "recommended": self.recommended_exchange.value,
                 "recommended_exposed_seconds": min(
-                    self.after.exposed_seconds, self.baselines[ROW_WISE_DEDUP.name].exposed_seconds
+                    self.after.exposed_seconds, self.baselines["row_wise_dedup"].exposed_seconds
                 ),
             },
-            "pooled_tables": {one.table: one.to_dict() for one in self.pooled_tables},
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": summarise_replication(
-                self.baselines[TWO_HOP.name if self.exchange is Exchange.CHAIN else ROW_WISE_DEDUP.name],
+                self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"],
                 self.after,
                 self.cluster,
-                self.baselines[ROW_WISE_DEDUP.name],
+                self.baselines["row_wise_dedup"],
             ),
         }
 
@@ -234,7 +238,8 @@ def make_plan(
     gains = np.concatenate(choice.gains)[tiers != Tier.HOME]
     budgets = SlotBudgets(keyspace, layout, slots, limits.table_slots)
     delta = plan_delta(live, target, gains, keyspace, layout, budgets)
-    baselines = {baseline.name: baseline.price(sums, cluster) for baseline in PLAN_BASELINES}
+    at_home = [np.zeros(len(group.load.keys), np.uint8) for group in sums]
+    baselines = {name: joint_cost(sums, at_home, cluster, way) for name, way in BASELINES.items()}
     fewest_slots = tuple(int(group.min()) for group in slots)
     return Plan(
         plan_id=plan_id,

@@ -10,7 +10,7 @@ from typing import Any
 
 from flexd.config.server import TlsConfig
 from flexd.core.errors import ApiError
-from flexd.core.watched_files import WatchedFiles
+from flexd.core.secrets import WatchedFiles
 
 CHECK_SECONDS = 5.0
 """Interval of checks of the certificate's files."""

@@ -1,4 +1,7 @@
-"""The simulation: every strategy gets the same steps, and its bytes are counted and priced step by step."""
+"""The simulation: every strategy gets the same steps, and its bytes are counted and priced step by step.
+
+A strategy is an exchange, a planner, and the accesses that the planner knows.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -16,19 +20,96 @@ from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
 from flexd.planner.delta import delta_chunks
+from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import Accesses
-from flexd.simulate.byte_counter import BitWords, CollectiveBytes, StepByteCounter, StepPart, sent_bytes
-from flexd.simulate.collective_pricer import CollectivePricer
+from flexd.simulate.byte_counter import INTER, INTRA, BitWords, CollectiveBytes, StepByteCounter, StepPart, sent_bytes
 from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.step_keys import StepPasses
-from flexd.simulate.strategies import REPLANNED, STRATEGIES, Knowledge, Strategy
-from flexd.simulate.touches import TouchCounter
+from flexd.simulate.step_keys import StepPasses, TouchCounter
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
-from flexd.topology.cluster import Cluster
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link
+
+
+class Knowledge(Enum):
+    """Accesses that a strategy plans from."""
+
+    NOTHING = "nothing"
+    """It keeps every row at HOME."""
+    FIRST_QUARTER = "first_quarter"
+    """The exact counts of the first quarter of the run, once: a plan made offline."""
+    STREAM = "stream"
+    """The daemon's sketches of all steps so far, with decay, again and again."""
+    NEXT_WINDOW = "next_window"
+    """The exact counts of the steps up to the next plan, which no planner can know, and rows move at no cost."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One strategy.
+
+    Attributes:
+        name: key in the results.
+        title: for tables.
+        merges_passes: each row's gradient is pushed once a step, not once a micro-batch.
+    """
+
+    name: str
+    title: str
+    exchange: Exchange
+    knowledge: Knowledge = Knowledge.NOTHING
+    merges_passes: bool = True
+
+
+ROW_WISE = Strategy("row_wise", "row-wise", Exchange.DIRECT, merges_passes=False)
+ROW_WISE_DEDUP = Strategy("row_wise_dedup", "row-wise, dedup", Exchange.DIRECT_DEDUP, merges_passes=False)
+DIRECT = Strategy("direct", "flexd, direct with dedup", Exchange.DIRECT_DEDUP)
+TWO_HOP = Strategy("two_hop", "two-hop chain", Exchange.CHAIN)
+STATIC = Strategy("static", "flexd, planned once", Exchange.CHAIN, Knowledge.FIRST_QUARTER)
+REPLANNED = Strategy("replanned", "flexd, re-planned", Exchange.CHAIN, Knowledge.STREAM)
+ORACLE = Strategy("oracle", "oracle of the next window", Exchange.CHAIN, Knowledge.NEXT_WINDOW)
+
+STRATEGIES = (ROW_WISE, ROW_WISE_DEDUP, TWO_HOP, STATIC, REPLANNED, ORACLE)
+
+
+_LINKS = {INTRA: Link.INTRA_NODE, INTER: Link.INTER_NODE}
+
+
+def exposed_share(cluster: Cluster) -> Float64Array:
+    """Return float64 [parts]: share that compute does not hide. A migration runs between steps and is never hidden."""
+    exposed = cluster.exposed
+    return np.array([exposed.forward, exposed.forward, exposed.backward, exposed.sync, exposed.sync, 1.0])
+
+
+class CollectivePricer:
+    """Prices collectives on a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.exposed_share = exposed_share(cluster)
+
+    def seconds(self, collectives: Sequence[CollectiveBytes]) -> Float64Array:
+        """float64 [parts]: collectives follow one another; each waits for its busiest rank."""
+        total = np.zeros(len(StepPart))
+        for one in collectives:
+            total[one.part] += self._one(one)
+        return total
+
+    def _one(self, one: CollectiveBytes) -> float:
+        """Latency, and the transfer. A collective over both links uses them at the same time: the slower counts."""
+        over_world = one.collective is Collective.ALL_TO_ALL and bool(one.sent.any(axis=0).all())
+        curves = {link: self._cluster.curve(of_link, one.collective) for link, of_link in _LINKS.items()}
+        if over_world and self._cluster.world is not None:
+            curves[INTER] = self._cluster.world.all_to_all
+        latency = 0.0 if one.piggybacked else curves[one.link].latency_seconds
+        return latency + max(_transfer(curve, float(one.peak[link])) for link, curve in curves.items())
+
+
+def _transfer(curve: CollectiveCurve, message_bytes: float) -> float:
+    return message_bytes / curve.bandwidth(message_bytes) if message_bytes else 0.0
+
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

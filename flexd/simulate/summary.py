@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from flexd.simulate.byte_counter import ALL_TO_ALL_PARTS, INTER, INTRA, SYNC_PARTS, StepPart
-from flexd.simulate.simulation import Simulation, StrategyRun
-from flexd.simulate.strategies import ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP
+from flexd.simulate.simulation import ORACLE, REPLANNED, ROW_WISE, STATIC, TWO_HOP, Simulation, StrategyRun
 
 COMPARED_SHARE = 4
 """Strategies are compared over the last of so many parts of the run."""

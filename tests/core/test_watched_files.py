@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from flexd.core.watched_files import WatchedFiles
+from flexd.core.secrets import WatchedFiles
 
 
 def test_a_change_is_reported_once_and_at_most_once_an_interval(tmp_path: Path) -> None:

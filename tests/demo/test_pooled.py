@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout
-from flexd.demo.pooled import CLASSES, bags_of, reduce_scatter_bytes
+from flexd.demo.models import CLASSES, bags_of, reduce_scatter_bytes
 from flexd.stream.batches import Batch
 
 

@@ -15,8 +15,7 @@ from flexd.config.tables_file import with_known_tables
 from flexd.demo.ports import free_ports
 from flexd.demo.runner import PRESET
 from flexd.topology.cluster import Collective
-from flexd.topology.files import load_cluster, load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_cluster, load_preset, scale_model
 from tests.support.flexd_processes import RunningDaemon, saved_sketches
 from tests.support.repository import ROOT
 

@@ -27,8 +27,7 @@ from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.file_log.log import FileLogSink
 from flexd.stream.types import AccessBatch
-from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model
 from tests.support.fake_coordinator import FakeCoordinator
 from tests.support.planning_harness import ANY_SAVING
 from tests.support.until import until

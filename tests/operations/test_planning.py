@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from flexd.api.explanation import explanation
-from flexd.api.plan import plan_report
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration_states import MigrationState, TransitionEvent
 from flexd.control.protocol.trainer_settings import TrainerSettings
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from tests.support.planning_harness import ROWS, PlanningHarness
@@ -179,17 +177,11 @@ def planned_for(tmp_path: Path, trainer: TrainerSettings | None) -> tuple[Planni
     return harness, harness.propose("why").plan
 
 
-def test_a_plan_states_the_better_answer_of_pooled_tables_and_copies_none_that_answers_by_sums(tmp_path: Path) -> None:
-    assert planned_for(tmp_path, None)[1].pooled_tables == ()
+def test_a_plan_copies_no_row_of_a_table_that_answers_by_sums(tmp_path: Path) -> None:
     _, by_rows = planned_for(tmp_path, TrainerSettings("chain", pooled="1"))
     harness, by_sums = planned_for(tmp_path, TrainerSettings("chain", pooled="1", by_sums="1"))
     assert len(by_rows.target) > 0
     assert len(by_sums.target) == 0
-    (of_rows,), (of_sums,) = by_rows.pooled_tables, by_sums.pooled_tables
-    assert (of_rows.answer, of_sums.answer) == ("rows", "sums")
-    assert of_rows.bytes.bags == pytest.approx(of_sums.bytes.bags)
-    told = plan_report(by_sums, Placement.empty()).pooled_tables["item"]
-    assert told.sums_inter_node_bytes == of_sums.bytes.sums[1]
     (answer,) = explanation(*harness.planning.explain("item", 0, 0)).explained
     assert (answer.planned, answer.reason) == ("HOME", "excluded")
 

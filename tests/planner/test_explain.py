@@ -16,8 +16,7 @@ from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import PlanLimits, RowPin
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 1e9)

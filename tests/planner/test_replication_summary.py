@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import group_cost
 from flexd.planner.model.row_bytes import Exchange, TrafficLink
 from flexd.planner.replication_summary import summarise_replication
-from tests.support.planner_cases import cluster, load, zipf
+from tests.support.planner_cases import cluster, group_cost, load, zipf
 
 LAYOUT = RankLayout(2, 2)
 

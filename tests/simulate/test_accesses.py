@@ -9,13 +9,11 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import MAX_STEP_ACCESSES, ProfileAccesses, RowFormat, TraceAccesses, ZipfAccesses
-from flexd.simulate.simulation import SimulationSettings, simulate
-from flexd.simulate.strategies import REPLANNED
+from flexd.simulate.simulation import REPLANNED, SimulationSettings, simulate
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.profile_file import read_profile, write_profile
 from flexd.stream.trace import synthetic_trace
-from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)

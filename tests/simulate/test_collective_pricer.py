@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexd.simulate.byte_counter import INTER, INTRA, CollectiveBytes, StepPart
-from flexd.simulate.collective_pricer import CollectivePricer
+from flexd.simulate.simulation import CollectivePricer
 from flexd.topology.cluster import Collective, CollectiveCurve, Link, WorldModel
 from flexd.topology.files import load_preset
 

@@ -18,11 +18,9 @@ from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import RowFormat, ZipfAccesses
 from flexd.simulate.byte_counter import INTER, StepPart
 from flexd.simulate.exact_profile import exact_profile
-from flexd.simulate.simulation import Simulation, SimulationSettings, simulate
-from flexd.simulate.strategies import REPLANNED, TWO_HOP
+from flexd.simulate.simulation import REPLANNED, TWO_HOP, Simulation, SimulationSettings, simulate
 from flexd.simulate.summary import compared_steps, summarise
-from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)

@@ -8,8 +8,16 @@ import pytest
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.simulate.byte_counter import INTER, StepPart
-from flexd.simulate.simulation import Simulation, SimulationSettings, StrategyRun
-from flexd.simulate.strategies import ORACLE, REPLANNED, STATIC, TWO_HOP, Strategy
+from flexd.simulate.simulation import (
+    ORACLE,
+    REPLANNED,
+    STATIC,
+    TWO_HOP,
+    Simulation,
+    SimulationSettings,
+    Strategy,
+    StrategyRun,
+)
 from flexd.simulate.summary import compared_steps, summarise
 from flexd.topology.files import load_preset
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from flexd.core.keyspace import KeySpace
+from flexd.core.layout import RankLayout
+from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
+from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import GroupLoad
+from flexd.planner.solver.limits import GroupLimits
+from flexd.planner.solver.tiers import JointChoice, choose_jointly
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
 
@@ -88,3 +95,29 @@ def profile(
             )
         )
     return Profile(tables=tuple(tables), generation=3, samples=10**6)
+
+
+def group_cost(
+    load: GroupLoad,
+    tiers: np.ndarray,
+    layout: RankLayout,
+    cluster: Cluster,
+    exchange: Exchange = Exchange.CHAIN,
+    unlisted: np.ndarray | None = None,
+) -> CostBreakdown:
+    """Return the cost of one dim-group alone."""
+    return joint_cost([LoadSums(load, layout)], [tiers], cluster, exchange, None if unlisted is None else [unlisted])
+
+
+def choose_tiers(
+    load: GroupLoad,
+    layout: RankLayout,
+    cluster: Cluster,
+    slots: int | np.ndarray | GroupLimits,
+    live: np.ndarray,
+    horizon: float,
+) -> JointChoice:
+    """Return the best tiers of one dim-group alone, with its ``tiers`` and ``gains`` themselves."""
+    limits = slots if isinstance(slots, GroupLimits) else GroupLimits.of(slots, layout)
+    joint = choose_jointly([LoadSums(load, layout)], cluster, [limits], [live], horizon)
+    return replace(joint, tiers=joint.tiers[0], gains=joint.gains[0])

@@ -23,7 +23,7 @@ from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
-from flexd.topology.scale import scale_model
+from flexd.topology.files import scale_model
 from tests.support.fake_coordinator import FakeCoordinator
 
 ROWS = 2_000
@@ -57,7 +57,7 @@ class PlanningHarness:
         self.prices = LivePrices(cluster, self.training, self.coordinator)
         self.planning = Planning(
             self.config, keyspace, self.prices, self._make_profile, self.coordinator,  # type: ignore[arg-type]
-            self.training, executions, bag_lengths=self.sketches.sequence_length_quantiles,
+            self.training, executions,
         )  # fmt: skip
 
     def _make_profile(self, per_step: float, layout: RankLayout) -> Profile:

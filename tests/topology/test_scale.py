@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model
 
 
 def test_the_scale_model_changes_latencies_alone() -> None:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexd.core.errors import ConfigError
-from flexd.core.secrets import Secret
-from flexd.core.watched_files import WatchedFiles
+from flexd.core.secrets import Secret, WatchedFiles
 
 CHECK_SECONDS = 5.0
 """Time between two checks for changed certificate files."""

@@ -313,20 +313,3 @@ def step_latencies(
         node_requests=Tier.NODE in replicated,
         at_home={group.load.sums_at_home for group in sums},
     )
-
-
-def group_cost(
-    load: GroupLoad,
-    tiers: UInt8Array,
-    layout: RankLayout,
-    cluster: Cluster,
-    exchange: Exchange = Exchange.CHAIN,
-    unlisted: Float64Array | None = None,
-) -> CostBreakdown:
-    """Return the cost of one dim-group alone.
-
-    Args:
-        tiers: uint8[h] tiers of ``load.keys``.
-        unlisted: float64[3] rows above HOME that are not among them, by tier (default: none).
-    """
-    return joint_cost([LoadSums(load, layout)], [tiers], cluster, exchange, None if unlisted is None else [unlisted])

@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.solver.exact import Core, core_rows
+from flexd.planner.solver.exact import Core, best_within_slots, core_rows
 from flexd.planner.solver.limits import FREE, GroupLimits
-from flexd.planner.solver.quota import best_within_slots
 from flexd.planner.solver.relaxation import best_price, single_tier_bound
 
 Int64Array = npt.NDArray[np.int64]

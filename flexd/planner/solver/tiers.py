@@ -27,7 +27,6 @@ from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost, step_l
 from flexd.planner.model.gains import canonical_tiers, decision_gains, usable_tiers
 from flexd.planner.model.prices import exposed_share, linear_exposure
 from flexd.planner.model.row_bytes import Exchange
-from flexd.planner.model.workload import GroupLoad
 from flexd.planner.solver.assign import Assignment
 from flexd.planner.solver.limits import FREE, GroupLimits
 from flexd.topology.cluster import Cluster
@@ -61,33 +60,6 @@ class JointChoice:
     home: CostBreakdown
     objective_seconds: float
     lower_bound_seconds: float
-
-
-@dataclass(frozen=True)
-class TierChoice:
-    """``JointChoice`` of a single dim-group."""
-
-    tiers: UInt8Array
-    gains: Float64Array
-    cost: CostBreakdown
-    objective_seconds: float
-    lower_bound_seconds: float
-
-
-def choose_tiers(
-    load: GroupLoad,
-    layout: RankLayout,
-    cluster: Cluster,
-    replica_slots: int | Int64Array | GroupLimits,
-    live_tiers: UInt8Array,
-    horizon_steps: float,
-    exchange: Exchange = Exchange.CHAIN,
-) -> TierChoice:
-    """The best tiers for one dim-group alone; see ``choose_jointly``."""
-    limits = replica_slots if isinstance(replica_slots, GroupLimits) else GroupLimits.of(replica_slots, layout)
-    sums = [LoadSums(load, layout)]
-    joint = choose_jointly(sums, cluster, [limits], [live_tiers], horizon_steps, exchange)
-    return TierChoice(joint.tiers[0], joint.gains[0], joint.cost, joint.objective_seconds, joint.lower_bound_seconds)
 
 
 def choose_jointly(

@@ -22,8 +22,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.prices import exposed_share, latencies
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase
 from flexd.planner.model.workload import ACCESSES, ANYWHERE, BACK_PER_NODE, BACK_PER_RANK, PER_NODE, PER_RANK
-from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions
-from flexd.planner.tables.table_work import TableWork
+from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions, TableWork
 from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""A TorchRec sharding plan: the planner of tables over TorchRec's shardings, and the document that names them."""
+"""Plans of a list of tables, and their documents: TorchRec's shardings, or flexd's home rules and answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.planner.model.training_shape import TrainingShape
-from flexd.planner.tables.options import Answer, HomeKind, Option
+from flexd.planner.tables.chain_costs import chain_options
+from flexd.planner.tables.options import Answer, HomeKind, Option, TableWork
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.solve import EVALUATIONS, TablePlacement, place_tables
 from flexd.planner.tables.table_list import ListedTable, unique_names
-from flexd.planner.tables.table_work import TableWork
 from flexd.planner.tables.torchrec_costs import OPTIONS, SHARDING_TYPES, torchrec_options
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.zipf_profile import zipf_table
@@ -244,3 +244,67 @@ def _listed_option(table: ListedTable, layout: RankLayout) -> tuple[Option, list
     if len(table.ranks) == 1:
         return Option(HomeKind.RANK, Answer.SUMS), list(table.ranks)
     return Option(HomeKind.COLUMNS, Answer.SUMS, len(table.ranks)), list(table.ranks)
+
+
+@dataclass(frozen=True)
+class RulePlan:
+    """Home rule and answer of every table.
+
+    Attributes:
+        tables: as listed.
+        placement: of them, over ``chain_costs.OPTIONS``.
+    """
+
+    tables: tuple[ListedTable, ...]
+    placement: TablePlacement
+
+    @property
+    def chosen(self) -> list[tuple[str, str | None]]:
+        """(home rule, answer) by table; un-pooled tables have no answer, and copies are pooled where they are read."""
+        return [
+            (rule, None if table.bags == 0 else str(Answer.ROWS if answer is Answer.NONE else answer))
+            for table, (rule, answer) in zip(self.tables, self.placement.rules(), strict=True)
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """Return what ``flexd.TableRules.read`` reads, JSON-able."""
+        layout = self.placement.layout
+        return {
+            "format": FORMAT,
+            "for": "flexd",
+            "nodes": layout.nodes,
+            "local_ranks": layout.local_ranks,
+            "predicted": predicted(self.placement),
+            "tables": [
+                {
+                    "name": short_name(table), "module": table.module, "rows": table.rows, "dim": table.dim,
+                    "homes": rule, "answer": answer,
+                }
+                for table, (rule, answer) in zip(self.tables, self.chosen, strict=True)
+            ],
+        }  # fmt: skip
+
+
+def plan_rules(
+    tables: Sequence[ListedTable],
+    layout: RankLayout,
+    cluster: Cluster,
+    memory_bytes: float,
+    statistics: TableStatistics | None = None,
+    evaluations: int = EVALUATIONS,
+    without: Collection[str] = (),
+) -> RulePlan:
+    """Choose home rule and answer of every table for the shortest step of the busiest rank in flexd's exchange.
+
+    Args:
+        memory_bytes: of a rank, for rows and optimizer state.
+        without: rules that no table may get, by the names of ``SHARDING_TYPES``.
+
+    Raises:
+        PlanError: no placement within the memory was found.
+    """
+    work = listed_work(tables, layout, statistics or TableStatistics())
+    options = chain_options(work, layout, cluster.of_layout(layout.nodes, layout.local_ranks))
+    banned = np.array([SHARDING_TYPES[option.rule] in without for option in options.options])
+    options = replace(options, allowed=options.allowed & ~banned)
+    return RulePlan(tuple(tables), place_tables(options, layout, memory_bytes, evaluations=evaluations))

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout
-from flexd.planner.solver.missed_share import missed_share
+from flexd.planner.solver.relaxation import missed_share
 from flexd.planner.tables.local_search import LocalSearch
 from flexd.planner.tables.options import Answer, HomeKind, TableOptions
 from flexd.planner.tables.rank_loads import Pieces, RankLoads

@@ -18,8 +18,7 @@ from flexd.planner.model.prices import exposed_share
 from flexd.planner.model.row_bytes import Phase
 from flexd.planner.model.workload import ACCESSES
 from flexd.planner.tables.chain_costs import ROW_BYTES_PER_SECOND, kernel_bytes
-from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions
-from flexd.planner.tables.table_work import TableWork
+from flexd.planner.tables.options import Answer, HomeKind, Option, Part, TableOptions, TableWork
 from flexd.topology.cluster import Cluster, Collective, Link
 
 Float64Array = npt.NDArray[np.float64]

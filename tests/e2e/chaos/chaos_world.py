@@ -25,8 +25,7 @@ from flexd.core.fault_points import VARIABLE
 from flexd.demo.ports import free_ports
 from flexd.stream.codecs.codec import decode
 from flexd.stream.types import AccessBatch
-from flexd.topology.files import load_preset, write_cluster
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model, write_cluster
 from tests.e2e.chaos.chaos_attempt import Attempt
 from tests.e2e.chaos.chaos_processes import Child, Clock, ProcessServer
 from tests.e2e.chaos.chaos_training import JOB, TABLES, WORLD

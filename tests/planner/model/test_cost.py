@@ -9,10 +9,10 @@ import pytest
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import LoadSums, group_cost, joint_cost
+from flexd.planner.model.cost import LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, LinkModel
-from tests.support.planner_cases import cluster, flat, load
+from tests.support.planner_cases import cluster, flat, group_cost, load
 
 N, L, B, A = 3, 4, 128, 0.7
 LAYOUT = RankLayout(N, L)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import LoadSums, group_cost
+from flexd.planner.model.cost import LoadSums
 from flexd.planner.model.gains import decision_gains, migration_seconds, row_seconds, usable_tiers
 from flexd.planner.model.row_bytes import Exchange
 from flexd.topology.cluster import Cluster
-from tests.support.planner_cases import cluster, load
+from tests.support.planner_cases import cluster, group_cost, load
 
 LAYOUT = RankLayout(3, 2)
 SENT = np.zeros((3, 6, 3))

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import group_cost
 from flexd.planner.model.prices import prices
 from flexd.planner.model.row_bytes import EXCHANGE_PHASES, Exchange, Phase, TrafficLink
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
-from tests.support.planner_cases import cluster, flat, load, zipf
+from tests.support.planner_cases import cluster, flat, group_cost, load, zipf
 
 A = 0.7
 LAYOUT = RankLayout(3, 4)

@@ -10,11 +10,11 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import CostBreakdown, group_cost
+from flexd.planner.model.cost import CostBreakdown
 from flexd.planner.model.row_bytes import ID_BYTES, Exchange, Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
-from tests.support.planner_cases import cluster, load, profile, zipf
+from tests.support.planner_cases import cluster, group_cost, load, profile, zipf
 
 ROWS, ROW_BYTES, STEPS = 400, 64, 40
 LAYOUT = RankLayout(3, 2)

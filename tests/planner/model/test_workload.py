@@ -10,7 +10,6 @@ import pytest
 from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import group_cost
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import (
     SYNCED,
@@ -19,7 +18,7 @@ from flexd.planner.model.workload import (
     make_table_loads,
 )
 from flexd.sketch.profile import Profile
-from tests.support.planner_cases import cluster, profile
+from tests.support.planner_cases import cluster, group_cost, profile
 
 KEYSPACE = KeySpace([TableSpec("items", 5000, 16), TableSpec("users", 3000, 32, optimizer="rowwise_adagrad")])
 LAYOUT = RankLayout(2, 2)

@@ -15,15 +15,13 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.delta import plan_delta
-from flexd.planner.model.cost import group_cost
 from flexd.planner.model.gains import row_seconds, usable_tiers
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
 from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, SlotBudgets
-from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.cluster import Exposed
-from tests.support.planner_cases import cluster, load, profile
+from tests.support.planner_cases import choose_tiers, cluster, group_cost, load, profile
 
 KEYSPACE = KeySpace([TableSpec("items", 2000, 16), TableSpec("users", 1000, 16), TableSpec("tags", 800, 32)])
 LAYOUT = RankLayout(2, 2)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.planner.solver.quota import best_within_slots
+from flexd.planner.solver.exact import best_within_slots
 
 
 @settings(max_examples=120, deadline=None)

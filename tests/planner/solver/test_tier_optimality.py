@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import group_cost
 from flexd.planner.model.gains import usable_tiers
-from flexd.planner.solver.tiers import choose_tiers
 from flexd.topology.cluster import Exposed
-from tests.support.planner_cases import cluster, load
+from tests.support.planner_cases import choose_tiers, cluster, group_cost, load
 
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1), RankLayout(2, 3)]
 

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.cost import group_cost
-from flexd.planner.solver.tiers import TierChoice, choose_tiers
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
-from tests.support.planner_cases import cluster, load, zipf
+from tests.support.planner_cases import choose_tiers, cluster, group_cost, load, zipf
 
 LAYOUT = RankLayout(2, 2)
 NONE = np.inf
@@ -128,7 +126,7 @@ def test_compute_beside_the_exchange_limits_what_copies_save() -> None:
     """Everything runs beside compute: copies save what is longer than compute, and nothing where compute covers all."""
     problem = load(zipf(2000, 1.2, 4000.0), np.random.default_rng(0).permutation(2000).astype(np.int64))
 
-    def chosen(cover_seconds: float) -> TierChoice:
+    def chosen(cover_seconds: float):
         machine = cluster(exposed=Exposed(0.0, 0.0, 0.0, cover_seconds))
         return choose_tiers(problem, LAYOUT, machine, 500, no_live(2000), NONE)
 

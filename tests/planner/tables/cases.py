@@ -17,9 +17,8 @@ from flexd.planner.model.workload import (
     STATISTICS,
 )
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
-from flexd.planner.tables.options import Option, TableOptions
+from flexd.planner.tables.options import Option, TableOptions, TableWork
 from flexd.planner.tables.rank_loads import RankLoads
-from flexd.planner.tables.table_work import TableWork
 from tests.support.planner_cases import cluster
 
 

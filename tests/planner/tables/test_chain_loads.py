@@ -18,8 +18,7 @@ from flexd.planner.model.workload import (
     SYNCED,
 )
 from flexd.planner.tables.chain_costs import copy_loads, row_loads, sum_loads
-from flexd.planner.tables.options import HomeKind
-from flexd.planner.tables.table_work import TableWork
+from flexd.planner.tables.options import HomeKind, TableWork
 from tests.planner.tables.cases import work_of
 
 LAYOUTS = [RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]

@@ -10,7 +10,7 @@ import pytest
 
 import flexd
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.home_rules import RulePlan, plan_rules
+from flexd.planner.tables.sharding import RulePlan, plan_rules
 from flexd.planner.tables.table_list import ListedTable
 from flexd.topology.cluster import StepCosts
 from flexd.topology.files import load_preset

@@ -37,8 +37,7 @@ from flexd.demo.ports import free_ports
 from flexd.planner.delta import delta_chunks, plan_delta
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model
 from tools.bench.harness import Outcome, at_most, check
 from tools.bench.programs.control import (
     DIM,

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.home_rules import plan_rules
-from flexd.planner.tables.sharding import TableStatistics, listed_seconds, shard_tables
+from flexd.planner.tables.sharding import TableStatistics, listed_seconds, plan_rules, shard_tables
 from flexd.planner.tables.table_list import ListedTable
 from flexd.topology.cluster import Cluster, Exposed, StepCosts
 from tools.bench.peers.whole_tables import place_greedily

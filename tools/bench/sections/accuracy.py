@@ -4,7 +4,7 @@ The same accesses are counted exactly and in sketches of 1 to 1/50 of the exact 
 tables of the job together); the memory in use is printed with every figure. A plan is made from each and priced under
 the exact counts: the regret is its cost above the plan from the exact counts, in exposed seconds of a step; the capture
 is its share of the saving of that plan against the chain without replicas. The cluster is a scale model
-(``flexd.topology.scale``): latencies are those of a step as many times smaller as the table is smaller than the
+(``flexd.topology.files``): latencies are those of a step as many times smaller as the table is smaller than the
 design's example. A step has four micro-batches, on a link of a tenth of the preset's bandwidth and 200 us: where a plan
 has something to save. It is priced for trained and for frozen tables.
 
@@ -38,8 +38,7 @@ from flexd.sketch.types import SketchSettings
 from flexd.stream.trace import load_trace
 from flexd.stream.zipf import ZipfSampler
 from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, LinkModel
-from flexd.topology.files import load_preset
-from flexd.topology.scale import scale_model
+from flexd.topology.files import load_preset, scale_model
 from tools.bench.harness import Outcome, at_most, check
 
 Int64Array = npt.NDArray[np.int64]

@@ -17,11 +17,10 @@ import numpy as np
 from flexd.core.layout import RankLayout
 from flexd.planner.model.workload import ACCESSES
 from flexd.planner.tables.chain_costs import OPTIONS, chain_options
-from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions
+from flexd.planner.tables.options import Answer, HomeKind, Option, TableOptions, TableWork
 from flexd.planner.tables.rank_loads import Pieces, RankLoads
 from flexd.planner.tables.solve import EVALUATIONS, place_tables
 from flexd.planner.tables.table_list import ListedTable, read_tables
-from flexd.planner.tables.table_work import TableWork
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, at_most
 from tools.bench.peers.whole_tables import place_greedily

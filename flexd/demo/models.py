@@ -1,4 +1,4 @@
-"""The pooled demo: bags of a trace, a model over their sums, and home rule and answer of every table."""
+"""The models of the demo: a next-item model over sequences of rows, and one over sums of bags with planned tables."""
 
 from __future__ import annotations
 
@@ -12,12 +12,51 @@ from torch import nn
 import flexd
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.planner.tables.home_rules import plan_rules
-from flexd.planner.tables.sharding import TableStatistics
+from flexd.planner.tables.sharding import TableStatistics, plan_rules
 from flexd.planner.tables.table_list import ListedTable
 from flexd.simulate.exact_profile import exact_profile
 from flexd.stream.batches import Batch, Batches
 from flexd.topology.cluster import Cluster
+
+
+class NextItem(nn.Module):
+    """Scores the last element of each sequence against the other samples' last elements."""
+
+    def __init__(self, dim: int, history: int) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.zeros(history, dim))
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.norm = nn.LayerNorm(dim)
+        self.feed_forward = nn.Sequential(nn.Linear(dim, 2 * dim), nn.ReLU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """[batch, history + 1, dim] right-aligned sequences and their bool mask -> scalar loss."""
+        context, target = sequences[:, :-1], sequences[:, -1]
+        seen = mask[:, :-1]
+        x = context + self.position
+        # Only the newest state predicts, so one query a sample is enough.
+        scores = (self.query(x[:, -1:]) @ self.key(x).transpose(1, 2)).squeeze(1) * x.shape[-1] ** -0.5
+        attention = scores.masked_fill(~seen, float("-inf")).softmax(dim=1)
+        state = x[:, -1] + (attention.unsqueeze(1) @ self.value(x)).squeeze(1)
+        state = state + self.feed_forward(self.norm(state))
+        logits = state @ target.transpose(0, 1)
+        return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
+
+
+def right_aligned(
+    rows: torch.Tensor, order: torch.Tensor, lengths: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[elements, dim] rows, taken in ``order``, sequence by sequence -> ([batch, width, dim], bool [batch, width])."""
+    ends = lengths.cumsum(0)
+    column = torch.arange(width)
+    back = width - 1 - column
+    mask = back.unsqueeze(0) < lengths.unsqueeze(1)
+    element = torch.where(mask, ends.unsqueeze(1) - 1 - back.unsqueeze(0), 0)
+    sequences = rows[order][element] * mask.unsqueeze(2)
+    return sequences, mask
+
 
 CLASSES = 64
 """Rows fall into so many classes; the model predicts that of a sample's newest event."""
