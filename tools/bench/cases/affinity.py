@@ -153,7 +153,7 @@ def checks_of(figures: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def simulated(options: Namespace) -> Outcome:
-    settings = [(2, 64)] if options.quick else [(nodes, each) for nodes in (2, 4, 8) for each in (64, 512)]
+    settings = [(2, 512)] if options.quick else [(nodes, each) for nodes in (2, 4, 8) for each in (64, 512)]
     figures = {
         f"{workload}, {nodes} nodes of {each}": found
         for workload, (samples, groups) in workloads(options).items()
