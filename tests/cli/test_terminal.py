@@ -170,6 +170,8 @@ STYLE = re.compile(r"\x1b\[[0-9;]*m")
 GOLDEN = Path(__file__).parent / "golden"
 MARKS = {"\x1b[1m": "<b>", "\x1b[2m": "<dim>", "\x1b[1;31m": "<red>", "\x1b[0m": "</>"}
 """Styles as the golden files write them."""
+STYLED = ("status-degraded-stream", "status-migrating")
+"""All styles are in these."""
 
 
 def marked(text: str) -> str:
@@ -181,7 +183,9 @@ def marked(text: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-@pytest.mark.parametrize("name", STATUSES)
+@pytest.mark.parametrize(
+    "name", [name if name in STYLED else pytest.param(name, marks=pytest.mark.long) for name in STATUSES]
+)
 def test_golden_status_on_a_terminal_with_its_styles(terminal, daemon, name):
     daemon.status = lambda: STATUSES[name]
     text, status = ended(terminal("status"))
@@ -189,7 +193,7 @@ def test_golden_status_on_a_terminal_with_its_styles(terminal, daemon, name):
     assert marked(text) == (GOLDEN / f"{name}.terminal.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("columns", [60, 100])
+@pytest.mark.parametrize("columns", [60, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("command", ["tables", "topology", "history", "status", "plan", "proposals", "explain items"])
 def test_golden_on_a_terminal(terminal, daemon, command, columns):
     """Nothing is wider than the terminal, figures are not broken, and what has no room is named."""

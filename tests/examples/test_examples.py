@@ -16,7 +16,9 @@ from flexd.demo.ports import free_ports
 from flexd.demo.runner import PRESET
 from flexd.topology.cluster import Collective
 from flexd.topology.files import load_cluster, load_preset, scale_model
+from tests.support import forked
 from tests.support.flexd_processes import RunningDaemon, saved_sketches
+from tests.support.forked import Forked
 from tests.support.repository import ROOT
 
 SCALE = 5_000
@@ -85,11 +87,8 @@ def test_a_torchrec_trainer_moves_to_flexd_and_back_with_equal_losses(tmp_path: 
     assert losses == pytest.approx(stayed, abs=3e-6)
 
 
-def test_a_table_larger_than_memory_trains() -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "larger_than_memory.py")],
-        capture_output=True, text=True, timeout=180, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+def test_a_table_larger_than_memory_trains(tmp_path: Path) -> None:
+    done = Forked(forked.script, str(EXAMPLES / "larger_than_memory.py"), directory=tmp_path).wait()
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [float(line.split()[3]) for line in done.stdout.splitlines()]
     assert losses[0] == pytest.approx(1.0, abs=1e-3), "rows begin near zero"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -28,6 +27,7 @@ from flexd.embedding.prefetch.loop import prefetch
 from flexd.embedding.row_optimizers import RowOptimizer
 from tests.support.checkpoint_jobs import OPTIMIZERS, share, train_steps, whole
 from tests.support.collection_jobs import offer, random_placement, tables, train_step
+from tests.support.forked import Forked
 from tests.support.rank_pool import RankPool
 
 Events = list[tuple[str, Any]]
@@ -370,12 +370,9 @@ def test_a_save_that_fails_on_a_rank_loses_no_rows(ranks: Ranks, tmp_path: Path,
 @pytest.mark.parametrize("where", ["rows", "rename"])
 def test_a_job_that_ends_while_it_saves_leaves_the_checkpoint_before(tmp_path: Path, where: str) -> None:
     """A process of its own, because it ends."""
-    context = multiprocessing.get_context("spawn")
     path = str(tmp_path / "series")
-    process = context.Process(target=end_while_saving, args=(0, RankLayout(1, 1), path, where))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 3
+    ended = Forked(end_while_saving, 0, RankLayout(1, 1), path, where, directory=tmp_path).wait()
+    assert ended.returncode == 3, ended.stderr
     collection = made(RankLayout(1, 1), "adam", 7)
     series = CheckpointSeries(collection, path)
     loaded = series.load()

@@ -196,9 +196,8 @@ def test_other_work_in_the_loop_changes_nothing(ranks: Ranks, loop: Loop) -> Non
         assert all("rank 3 has input" in result["errors"][0] for result in results[:-1])
 
 
-@pytest.mark.parametrize("one_thread", [False, True])
+@pytest.mark.parametrize(("answers", "one_thread"), [(None, False), (("sums", "rows"), True)])
 @pytest.mark.parametrize("way", changed_inputs.WAYS)
-@pytest.mark.parametrize("answers", [None, ("sums", "rows")])
 def test_inputs_that_change_after_they_were_announced_train_equally(
     ranks: Ranks, way: str, answers: tuple[str, str] | None, one_thread: bool
 ) -> None:
