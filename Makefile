@@ -75,10 +75,10 @@ MINUTES ?= 5
 chaos: $(STAMP)
 	PYTHONPATH=.:tools $(BIN)/python -m tests.e2e.chaos.soak --seed $(SEED) --minutes $(MINUTES) $(CHAOS)
 
-# The same with hostile clients, poison on the stream, upgrades back and forth, rotated secrets and added tables.
+# The same with poison on the stream, upgrades back and forth, rotated secrets and added tables.
 HOURS ?= 1
 soak: $(STAMP)
-	PYTHONPATH=.:tools $(BIN)/python -m tests.e2e.chaos.soak --hostile --json --seed $(SEED) --hours $(HOURS) $(SOAK)
+	PYTHONPATH=.:tools $(BIN)/python -m tests.e2e.chaos.soak --all --json --seed $(SEED) --hours $(HOURS) $(SOAK)
 
 torchrec: $(TORCHREC)
 

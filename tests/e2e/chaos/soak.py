@@ -1,6 +1,6 @@
 """Inject faults at random for a given time and report them (``make chaos``, ``make soak``).
 
-``make soak`` (``--hostile``) adds to the faults of ``make chaos``: hostile clients, poison on the stream, upgrades to
+``make soak`` (``--all``) adds to the faults of ``make chaos``: poison on the stream, upgrades to
 the next version and back, rotated secrets and added tables. Ends with tables of the faults, of the points at which the
 daemon was killed and stopped, and of the largest memory, threads, descriptors, disk and queued bytes; with ``--json``,
 the last line is one JSON object. Exit code 1 if an invariant was violated or a limit passed.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from flexd.core.fault_points import POINTS_OF_A_JOB as POINTS
-from tests.e2e.chaos import chaos_hostile, chaos_operations, chaos_poison, chaos_upgrades
+from tests.e2e.chaos import chaos_operations, chaos_poison, chaos_upgrades
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_resources import LIMITS, Maxima, ResourceSampler, is_within_limit, resource_table
@@ -38,7 +38,7 @@ _COUNT_EVERY = 8
 _POINTS_A_TURN = 6
 """Faults of each kind of ``AT_A_POINT`` while every other kind strikes once."""
 _QUICK_A_TURN = 3
-"""The same for hostile clients and poison, which take a second each."""
+"""The same for poison, which takes a second."""
 _LONG_MINUTES = 5.0
 """Runs shorter than this have no time for faults of a minute."""
 
@@ -50,10 +50,10 @@ class Turns:
         struck: times that the daemon was killed or stopped, by (kind, point).
     """
 
-    def __init__(self, chance: random.Random, only: str, minutes: float, hostile: bool) -> None:
+    def __init__(self, chance: random.Random, only: str, minutes: float, every_kind: bool) -> None:
         self._chance = chance
         self._only = only
-        self._hostile = hostile
+        self._every_kind = every_kind
         self._long = dict(LONG) if minutes >= _LONG_MINUTES or only else {}
         self.struck: Counter[tuple[str, str]] = Counter()
 
@@ -61,7 +61,7 @@ class Turns:
         """(kind, point or nothing, injection) without end; none if no kind is wanted."""
         chance, every = self._chance, self._kinds(world)
         chosen = [kind for kind in every if self._only in kind]
-        chosen += [kind for kind in chosen if kind.startswith(("hostile", "poison"))] * (_QUICK_A_TURN - 1)
+        chosen += [kind for kind in chosen if kind.startswith("poison")] * (_QUICK_A_TURN - 1)
         chosen += [kind for kind in AT_A_POINT if self._only in kind] * _POINTS_A_TURN
         # Once a soak.
         chosen += [kind for kind in self._long if self._only in kind]
@@ -80,8 +80,8 @@ class Turns:
     def _kinds(self, world: ChaosWorld) -> dict[str, list[Injection]]:
         """Every kind of fault but those at a point."""
         every = kinds(disk=world.has_disk)
-        if self._hostile:
-            every |= chaos_upgrades.KINDS | chaos_poison.kinds() | chaos_hostile.kinds() | chaos_operations.KINDS
+        if self._every_kind:
+            every |= chaos_upgrades.KINDS | chaos_poison.kinds() | chaos_operations.KINDS
         return every
 
 
@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--hours", type=float, help="instead of --minutes")
     parser.add_argument("--faults", type=int, default=10**9, help="end earlier, after so many (of each job)")
     parser.add_argument("--jobs", type=int, default=1, help="worlds beside each other, each with faults of its own")
-    parser.add_argument("--hostile", action="store_true", help="add hostile clients, poison, upgrades and operations")
+    parser.add_argument("--all", action="store_true", help="add poison, upgrades and operations")
     parser.add_argument("--only", default="", help="only kinds of fault whose name has this text in it")
     parser.add_argument("--outcomes", type=Path, help="write every single fault as JSON here")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
@@ -199,7 +199,7 @@ def main() -> int:
     with contextlib.ExitStack() as servers:
         this = servers.enter_context(contextlib.closing(ProcessServer()))
         following = None
-        if arguments.hostile:
+        if arguments.all:
             tree = write_second_tree(Path(tempfile.mkdtemp(prefix="flexd-next-")))
             following = servers.enter_context(contextlib.closing(ProcessServer(tree)))
         chance = random.Random(arguments.seed)
@@ -225,7 +225,7 @@ def _job(
 ) -> Soak:  # fmt: skip
     """Run one world after the other; the seed selects the faults."""
     soak, chance = Soak(seed), random.Random(seed)
-    turns = Turns(chance, arguments.only, (end - time.monotonic()) / 60, arguments.hostile)
+    turns = Turns(chance, arguments.only, (end - time.monotonic()) / 60, arguments.all)
     while time.monotonic() < end and len(soak.outcomes) < arguments.faults:
         directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
         run = ChaosRun(directory, chance.randrange(2**31), versions[0], next_server=versions[1])

