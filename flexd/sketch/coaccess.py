@@ -8,7 +8,6 @@ table or message they come from.
 
 from __future__ import annotations
 
-import copy
 import math
 import struct
 from collections.abc import Sequence
@@ -163,11 +162,6 @@ class CoAccessSample:
             )  # fmt: skip
             if at < len(lengths):
                 self._trim(self._words)
-
-    def copy(self) -> CoAccessSample:
-        twin = copy.copy(self)
-        twin._words, twin._counts = self._words.copy(), self._counts.copy()
-        return twin
 
     def read(self, tables: Sequence[str]) -> CoAccess:
         """Return the samples, in order of event time. A second part of the same sample and table is left out.

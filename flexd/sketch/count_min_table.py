@@ -31,6 +31,7 @@ class CountMinTable(TableSketch):
     """Count-min counters, the rows that may be hot, and a distinct count; the sample gives the tail."""
 
     unit_bits = COUNT_MIN_UNIT_BITS
+    _counter: CountMin
     coarsest_units = COARSEST_UNITS
     rounds_up = True
 
@@ -42,14 +43,6 @@ class CountMinTable(TableSketch):
 
     def _counter_bytes(self) -> int:
         return self._counter.nbytes + HotSet.bytes_of(self._hot.capacity) + self._distinct.registers.nbytes
-
-    def _copy_counts(self, twin: CountMinTable) -> None:
-        twin._counter, twin._hot = self._counter.copy(), self._hot.copy()
-        twin._distinct = self._distinct.copy()
-
-    def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
-        weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
-        return weight
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         total = float(self._counter.total_units)
@@ -129,7 +122,7 @@ class CountMinTable(TableSketch):
         return self._counter.joined_share > JOINED_SHARE
 
     def _rescale(self, bits: int) -> None:
-        self._counter.rescale(bits)
+        super()._rescale(bits)
         self._hot.rescale(bits)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import curve
 from flexd.sketch.budget import TableChoice
@@ -13,7 +11,7 @@ from flexd.sketch.counters import dense
 from flexd.sketch.counters.dense import DenseCounter
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
-from flexd.sketch.table_sketch import Arrays, Float64Array, Int64Array, RowArray, TableSketch
+from flexd.sketch.table_sketch import Arrays, Int64Array, RowArray, TableSketch
 
 COARSEST_UNITS = 2**4
 """Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed
@@ -24,21 +22,12 @@ class DenseTable(TableSketch):
     """Exact counters of one table."""
 
     unit_bits = UNIT_BITS
+    _counter: DenseCounter
     coarsest_units = COARSEST_UNITS
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
         self._counter = DenseCounter(spec.rows)
-
-    def _counter_bytes(self) -> int:
-        return self._counter.nbytes
-
-    def _copy_counts(self, twin: DenseTable) -> None:
-        twin._counter = self._counter.copy()
-
-    def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
-        weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
-        return weight
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
         read = curve.enumerate_rows(*self._counter.low_and_high(), max_hot_rows)
@@ -75,9 +64,6 @@ class DenseTable(TableSketch):
 
     def _crowded(self) -> bool:
         return self._counter.side_rows > dense.side_rows_allowed(self.spec.rows)
-
-    def _rescale(self, bits: int) -> None:
-        self._counter.rescale(bits)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         return {}, self._counter.state()

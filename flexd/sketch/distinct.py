@@ -45,11 +45,6 @@ class DistinctRows:
         z += m * _sigma(counts[0] / m)
         return m * m / (2 * math.log(2)) / z
 
-    def copy(self) -> DistinctRows:
-        twin = DistinctRows()
-        twin.registers = self.registers.copy()
-        return twin
-
     def load(self, registers: npt.NDArray[Any]) -> None:
         """Replace the registers by saved ones.
 

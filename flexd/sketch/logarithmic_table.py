@@ -59,6 +59,7 @@ class LogTable(TableSketch):
     """
 
     unit_bits = UNIT_BITS
+    _counter: LogCounter
     coarsest_units = 1
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
@@ -158,12 +159,6 @@ class LogTable(TableSketch):
         # An access of a steady stream weighs half of one made now on average.
         return self._counter.level_errors(access_units / 2, equal=False)
 
-    def _counter_bytes(self) -> int:
-        return self._counter.nbytes
-
-    def _copy_counts(self, twin: LogTable) -> None:
-        twin._counter = self._counter.copy()
-
     def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
         return self._counter.add(rows, self.access_units(time, decay))
 
@@ -172,9 +167,6 @@ class LogTable(TableSketch):
 
     def _crowded(self) -> bool:
         return False
-
-    def _rescale(self, bits: int) -> None:
-        self._counter.rescale(bits)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
         return self._counter.state()

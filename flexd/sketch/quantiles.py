@@ -32,8 +32,8 @@ def check_values(values: npt.NDArray[Any]) -> None:
 class KllQuantiles:
     """KLL sketch of float32 values (Karnin, Lang and Liberty, *Optimal quantile approximation in streams*, 2016).
 
-    Compactions are random (the library offers no seed), so two runs over one stream agree within ``rank_error`` and not
-    bit by bit; a saved sketch is restored bit by bit.
+    Compactions are random (the library offers no seed), so two runs over one stream agree within the error of
+    ``KLL_K`` and not bit by bit; a saved sketch is restored bit by bit.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,6 @@ class KllQuantiles:
     def count(self) -> int:
         """Number of values added."""
         return int(self._sketch.n)
-
-    @property
-    def rank_error(self) -> float:
-        """Error of a quantile's rank as a share of the values, at 99 % confidence."""
-        return float(self._sketch.normalized_rank_error(False))
 
     def add(self, values: npt.NDArray[Any]) -> None:
         """Add [n] values of any real dtype."""

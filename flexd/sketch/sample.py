@@ -164,13 +164,6 @@ class AccessSample:
         """Return the source rank of each of ``rows``, int32[n]; -1 if it was no rank."""
         return self._ranks[: self._count].copy()
 
-    def copy(self) -> AccessSample:
-        twin = AccessSample(self.capacity, 0)
-        twin._random = self._random.copy()
-        twin._limit, twin._gap = self._limit, self._gap
-        twin._append(self._rows[: self._count], self._ranks[: self._count], self._keys[: self._count])
-        return twin
-
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return a copy of everything.
 

@@ -246,7 +246,7 @@ class SketchSet:
         if self.coaccess_sample is None:
             return None
         with self.lock:
-            copied = self.coaccess_sample.copy()
+            copied = copy.deepcopy(self.coaccess_sample)
         return copied.read(tuple(self._tables))
 
     def query(self, table: str, rows: Int64Array, idle_seconds: float = 0.0) -> Float64Array:
@@ -266,7 +266,7 @@ class SketchSet:
     def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> Float64Array:
         """Return sequence lengths at normalised ranks 0-1 as float64[len(ranks)]; empty if none were counted.
 
-        The rank error is ``KllQuantiles.rank_error``.
+        The rank error is that of ``KLL_K``.
 
         Raises:
             SketchError: unknown table.
@@ -379,7 +379,7 @@ class SketchSet:
 
     def _read(self, table: _Table, decay: ForwardDecay, layout: RankLayout | None) -> TableProfile:
         with self.lock:
-            frozen = table.sketch.copy()
+            frozen = copy.deepcopy(table.sketch)
         profile = frozen.profile(decay, self.settings.max_hot_rows, layout)
         if layout is None:
             return profile

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +41,8 @@ class TableSketch(ABC):
     """An access is counted with a weight of ``2^unit_bits`` to four times as many units."""
     coarsest_units: int
     """Least units of one access at which ``coarsen_if_crowded`` still makes the unit coarser."""
+    _counter: Any
+    """The counters by row."""
     rounds_up = False
     """Round the weight of an access up to whole units, instead of to nearest."""
 
@@ -152,13 +153,6 @@ class TableSketch(ABC):
         """Memory in use."""
         return self._counter_bytes() + AccessSample.bytes_of(self._sample.capacity)
 
-    def copy(self) -> Self:
-        """Return an independent copy."""
-        twin = copy.copy(self)
-        twin._sample = self._sample.copy()
-        self._copy_counts(twin)
-        return twin
-
     def profile(self, decay: ForwardDecay, max_hot_rows: int, layout: RankLayout | None = None) -> TableProfile:
         """Return the table's profile with ``accesses_per_step`` 0, and with its sources if a layout is given."""
         profile = self._read_profile(decay, max_hot_rows)
@@ -167,18 +161,19 @@ class TableSketch(ABC):
         sources = read_sources(self._sample.rows(), self._sample.source_ranks(), profile.hot_rows, layout)
         return replace(profile, sources=sources)
 
-    @abstractmethod
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
         """Return the decayed accesses of int64[n] rows of the table as float64[n]."""
+        weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
+        return weight
+
+    def _counter_bytes(self) -> int:
+        return int(self._counter.nbytes)
+
+    def _rescale(self, bits: int) -> None:
+        self._counter.rescale(bits)
 
     @abstractmethod
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile: ...
-
-    @abstractmethod
-    def _counter_bytes(self) -> int: ...
-
-    @abstractmethod
-    def _copy_counts(self, twin: Any) -> None: ...
 
     @abstractmethod
     def _crowded(self) -> bool: ...
@@ -189,9 +184,6 @@ class TableSketch(ABC):
     @abstractmethod
     def _count_times(self, rows: Int64Array, times: Int64Array, units: int) -> None:
         """Add ``units`` to each row as often as ``times`` says; all rows are in the table, without repeats."""
-
-    @abstractmethod
-    def _rescale(self, bits: int) -> None: ...
 
     @abstractmethod
     def _state(self) -> tuple[dict[str, Any], Arrays]: ...

@@ -83,7 +83,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sketches.ingest("items", rows, 0, 1.7e9, np.array([len(rows)]))
     meta, arrays = sketches.state()
     store = SnapshotStore(tmp_path / config.state.dir / "snapshots", 20)
-    saved = {"format": 1, "sketches": meta, "positions": {"p0": 1}, "generation": 1, "saved": {}}
+    saved = {"sketches": meta, "positions": {"p0": 1}, "generation": 1, "saved": {}}
     store.save(saved, arrays)
     return tmp_path
 

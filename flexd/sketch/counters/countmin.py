@@ -155,12 +155,6 @@ class CountMin:
         self._joined_pairs = kernels.rescale(self._cells, np.uint64(bits))
         self.total_units = (self.total_units + (1 << bits) - 1) >> bits
 
-    def copy(self) -> CountMin:
-        twin = CountMin(self.rows, MIN_LOG2_WIDTH)
-        twin.log2_width, twin.total_units, twin._cells = self.log2_width, self.total_units, self._cells.copy()
-        twin._joined_pairs = self._joined_pairs
-        return twin
-
     def cells(self) -> UInt32Array:
         """Return a copy of the words for ``load``: uint32[4 * 2^k], row by row."""
         return self._cells.copy()

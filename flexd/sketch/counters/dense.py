@@ -194,13 +194,6 @@ class DenseCounter:
         low[self._high_rows] = 0
         return low, self._high_rows, self._high_units()
 
-    def copy(self) -> DenseCounter:
-        self._apply_pending()
-        twin = DenseCounter(0)
-        twin._low = self._low.copy()
-        twin._high_rows, twin._high_carries = self._high_rows, self._high_carries
-        return twin
-
     def state(self) -> dict[str, npt.NDArray[Any]]:
         """Return copies of the arrays: ``low`` uint32[rows], ``high_rows`` int64[h], ``high_carries`` int64[h]."""
         self._apply_pending()

@@ -85,12 +85,6 @@ class HotSet:
         """Divide the threshold by ``2^bits``, as ``CountMin.rescale`` divides the cells."""
         self.threshold = (self.threshold + (1 << bits) - 1) >> bits if bits < 63 else 0
 
-    def copy(self) -> HotSet:
-        twin = HotSet(self.capacity)
-        twin.threshold, twin.buffered, twin._rows = self.threshold, self.buffered, self._rows
-        twin.buffer = self.buffer.copy()
-        return twin
-
     def state(self) -> tuple[dict[str, int], dict[str, Int64Array]]:
         """Return a copy of everything: (threshold, {``hot_rows``, ``hot_buffer``})."""
         arrays = {"hot_rows": self._rows.copy(), "hot_buffer": self.buffer[: self.buffered].copy()}

@@ -195,12 +195,6 @@ class LogCounter:
         errors: Float64Array = np.sqrt(np.maximum(variance, 0.0)) / np.maximum(values, 1.0)
         return errors
 
-    def copy(self) -> LogCounter:
-        twin = LogCounter(0, self.bits, 0)
-        twin.rows, twin.total_units, twin.step = self.rows, self.total_units, self.step
-        twin._draws, twin._packed, twin._counts = self._draws, self._packed.copy(), self._counts.copy()
-        return twin
-
     def state(self) -> tuple[dict[str, Any], dict[str, npt.NDArray[Any]]]:
         """Return a copy of everything: (JSON-able values, {``levels``: uint8, packed})."""
         meta = {
