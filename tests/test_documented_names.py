@@ -224,7 +224,7 @@ def test_variables_exist(path: Path) -> None:
 def test_the_checks_find_what_does_not_exist() -> None:
     assert problem_of(["status", "--url", "x"], ROOT) == ""
     assert problem_of(["stats"], ROOT) == "no command 'stats'"
-    assert problem_of(["migrations", "lst"], ROOT) == "no command 'lst'"
+    assert problem_of(["state", "lst"], ROOT) == "no command 'lst'"
     assert problem_of(["status", "--uri=x"], ROOT) == "no option --uri=x"
     assert is_setting(["planner", "min_coverage"])
     assert is_setting(["stream", "source", "kind"])

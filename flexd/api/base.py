@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -28,6 +30,32 @@ def _finite_or_none(value: Any) -> Any:
 
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """A number that may be unknown: NaN and infinities, which JSON cannot express, become null."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """The way in which the command line shows a field, in its annotation.
+
+    Attributes:
+        title: heading; empty for the name of the field without its unit.
+        unit: formats a value; None follows from the name.
+        hidden: not shown: ``-o json`` has it.
+        always: shown although it has its default.
+        detail: a fact, no column of a table.
+        brief: of a resource only its facts.
+    """
+
+    title: str = ""
+    unit: Callable[[Any], str] | None = None
+    hidden: bool = False
+    always: bool = False
+    detail: bool = False
+    brief: bool = False
+
+
+HIDDEN = Show(hidden=True)
+DETAIL = Show(detail=True)
+ALWAYS = Show(always=True)
 
 
 class Model(BaseModel):

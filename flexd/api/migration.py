@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model, RequestBody, Share
+from flexd.api.base import DETAIL, FiniteOrNone, Model, RequestBody, Share, Show
 from flexd.api.families import counter, counters, gauge, with_zeros
 from flexd.api.migration_effect import MigrationEffect, migration_effect
 from flexd.api.verification import VerificationReport
@@ -92,9 +92,15 @@ class MigrationEntry(Model):
 
     migration_id: str
     """Id of the migration."""
-    plan_id: str
+    state: MigrationStateName
+    """Its state."""
+    rows: int = 0
+    """Rows of its delta; 0 if it never started."""
+    rows_applied: int = 0
+    """Part of them that every rank has applied."""
+    plan_id: Annotated[str, DETAIL]
     """The plan it carried out."""
-    parent_plan_id: str | None = None
+    parent_plan_id: Annotated[str | None, DETAIL] = None
     """The plan that the placement before it came from."""
     trigger: str | None = None
     """Its trigger: ``interval``, ``drift``, ``topology``, ``manual``, or ``verify`` for a move of a verification."""
@@ -102,41 +108,35 @@ class MigrationEntry(Model):
     """The person or program that requested it."""
     reason: str = ""
     """The reason given."""
-    state: MigrationStateName
-    """Its state."""
     problem: str | None = None
     """Reason why it ended early."""
-    rows: int = 0
-    """Rows of its delta; 0 if it never started."""
-    rows_pushed: int = 0
+    rows_pushed: Annotated[int, DETAIL] = 0
     """Rows sent to the ranks."""
-    rows_applied: int = 0
-    """Part of them that every rank has applied."""
-    chunks_pushed: int = 0
+    chunks_pushed: Annotated[int, DETAIL] = 0
     """Chunks sent to the ranks."""
-    chunks_applied: int = 0
+    chunks_applied: Annotated[int, DETAIL] = 0
     """Part of them that every rank has applied."""
     bytes: int = 0
     """Row values and optimizer state of promoted rows that were applied, each once."""
-    pushed_bytes: int = 0
+    pushed_bytes: Annotated[int, DETAIL] = 0
     """Sent over the control channel to each rank."""
-    base_version: int = 0
+    base_version: Annotated[int, DETAIL] = 0
     """Placement version that it started from."""
-    last_version: int = 0
+    last_version: Annotated[int, DETAIL] = 0
     """Highest placement version that it pushed; 0 if none."""
     created_unix_seconds: FiniteOrNone = None
     """When it was requested."""
-    started_unix_seconds: FiniteOrNone = None
+    started_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """When its first chunk was made."""
-    ended_unix_seconds: FiniteOrNone = None
+    ended_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """When it ended."""
     seconds: FiniteOrNone = None
     """From the request to its end."""
-    settled: bool = False
+    settled: Annotated[bool, DETAIL] = False
     """True if no chunk of it is in flight any more, so that rows and bytes are final."""
-    effect: MigrationEffect | None = None
+    effect: Annotated[MigrationEffect | None, Show(unit=lambda effect: effect.words())] = None
     """Predicted saving of a step beside the measured one; null if neither is known."""
-    verification: VerificationReport | None = None
+    verification: Annotated[VerificationReport | None, Show(unit=lambda found: found.state)] = None
     """Its steps with and without the copies of its plan; null if they were not compared."""
 
 

@@ -81,7 +81,7 @@ class MigrationCommands:
         found = self._history.find(migration_id)
         if found is None:
             raise ApiError(
-                f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those that are"
+                f"no migration {migration_id!r} is kept", status=404, remedy="flexd get history shows those that are"
             )
         return migration_detail(self._as_of_now(found), self._verified(migration_id))
 

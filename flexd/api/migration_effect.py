@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flexd.api.base import FiniteOrNone, Model
 from flexd.api.families import gauges
+from flexd.core import units
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -39,6 +40,10 @@ class MigrationEffect(Model):
     """Steps at the placement that it started from; null if none was measured."""
     after: MeasuredSteps | None = None
     """Steps at the placement that it led to; null until it has committed and steps were measured."""
+
+    def words(self) -> str:
+        """Return the predicted saving of a step beside the measured one."""
+        return f"{units.seconds(self.predicted_saving_seconds)}, measured {units.seconds(self.measured_saving_seconds)}"
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the newest migration's effect."""

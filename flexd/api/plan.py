@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from flexd.api.affinity import AffinityReport, affinity_metrics, affinity_report
-from flexd.api.base import FiniteOrNone, Model, RowsByTier, TierName
+from flexd.api.base import DETAIL, HIDDEN, FiniteOrNone, Model, RowsByTier, TierName
 from flexd.api.families import gauge, gauges
 from flexd.api.placement import rows_above_home
 from flexd.api.planning import GateReport, TriggerName, gate_report
@@ -80,11 +80,11 @@ class CostReport(Model):
     """Row ids that one rank requests."""
     buffer_bytes: FiniteOrNone = None
     """Memory of the fullest rank for the step: rows, gradients, messages."""
-    bytes: dict[LinkName, LinkBytes] = Field(default_factory=dict)
+    bytes: Annotated[dict[LinkName, LinkBytes], DETAIL] = Field(default_factory=dict)
     """Bytes by class of link."""
-    phases: dict[str, dict[LinkName, PhaseCost]] = Field(default_factory=dict)
+    phases: Annotated[dict[str, dict[LinkName, PhaseCost]], HIDDEN] = Field(default_factory=dict)
     """Cost by phase (``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync_mask``, ``sync_rows``) and link."""
-    tiers: dict[TierName, TierCost] = Field(default_factory=dict)
+    tiers: Annotated[dict[TierName, TierCost], HIDDEN] = Field(default_factory=dict)
     """Cost by tier."""
 
 
@@ -166,9 +166,9 @@ class PlanReport(Model):
     """Gates of its profile; empty where only the plan is known."""
     created_unix_seconds: FiniteOrNone = None
     """When it was made."""
-    topology_generation: int = 0
+    topology_generation: Annotated[int, HIDDEN] = 0
     """The live ranks it was made for."""
-    profile_generation: int = 0
+    profile_generation: Annotated[int, HIDDEN] = 0
     """The profile it was made from."""
     cluster: str = ""
     """The cluster description that priced it."""

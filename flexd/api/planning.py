@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model
+from flexd.api.base import DETAIL, FiniteOrNone, Model
 from flexd.api.families import counters, gauge, gauges, summary, with_zeros
 from flexd.api.verification import VerificationStatus, verification_status
 
@@ -48,7 +48,7 @@ class ProposalReport(Model):
     """Argument of ``flexd apply``."""
     created_unix_seconds: FiniteOrNone = None
     """When it was made."""
-    trigger: TriggerName = "manual"
+    trigger: Annotated[TriggerName, DETAIL] = "manual"
     """Its trigger."""
     reason: str = ""
     """The trigger in words."""

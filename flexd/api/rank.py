@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model
+from flexd.api.base import FiniteOrNone, Model, Show
 from flexd.api.families import counter, counters, gauge, gauges, with_zeros
 
 if TYPE_CHECKING:
@@ -132,15 +132,15 @@ class RankReport(Model):
     """Its node."""
     local_rank: int
     """Its number in the node."""
-    placement_version: int | None = None
+    placement_version: Annotated[int | None, Show("version")] = None
     """Placement version in its newest report."""
     behind: int | None = None
     """Placement versions that the daemon is ahead of it."""
     step: int | None = None
     """The newest step it reported."""
-    report_age_seconds: FiniteOrNone = None
+    report_age_seconds: Annotated[FiniteOrNone, Show("heard")] = None
     """Since its newest report."""
-    step_seconds: FiniteOrNone = None
+    step_seconds: Annotated[FiniteOrNone, Show("step time")] = None
     """Wall time of a step."""
     computed_seconds: FiniteOrNone = None
     """Part of a step outside collectives."""
@@ -148,13 +148,13 @@ class RankReport(Model):
     """Part of a step that waits for collectives: what compute does not cover."""
     exchange: str = ""
     """The exchange after its newest step; empty until it has reported."""
-    accesses_per_step: FiniteOrNone = None
+    accesses_per_step: Annotated[FiniteOrNone, Show("accesses")] = None
     """Look-ups of a step."""
     replica_share: FiniteOrNone = None
     """Share of its look-ups that rows above HOME served, 0-1."""
-    intra_node_bytes_per_step: FiniteOrNone = None
+    intra_node_bytes_per_step: Annotated[FiniteOrNone, Show("bytes in node")] = None
     """Bytes of all kinds sent inside the node in a step."""
-    inter_node_bytes_per_step: FiniteOrNone = None
+    inter_node_bytes_per_step: Annotated[FiniteOrNone, Show("bytes between nodes")] = None
     """Bytes of all kinds sent to other nodes in a step."""
 
 

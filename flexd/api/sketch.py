@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from flexd.api.base import FiniteOrNone, Model
+from flexd.api.base import DETAIL, FiniteOrNone, Model
 from flexd.api.families import gauge, gauges
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class TableSketchStatus(Model):
     """Memory of the counter."""
     error_bound: FiniteOrNone = None
     """Largest over-estimate of a count-min, as a share of the table's accesses; 0 for the other kinds."""
-    error_probability: FiniteOrNone = None
+    error_probability: Annotated[FiniteOrNone, DETAIL] = None
     """Probability that one row's estimate exceeds the bound; 0 for the other kinds."""
     relative_error: FiniteOrNone = None
     """Relative standard error of one row's estimate by logarithmic counters; 0 for the other kinds."""
@@ -37,9 +37,9 @@ class TableSketchStatus(Model):
     """Bits of each row's logarithmic counter; 0 for the other kinds."""
     width: int = 0
     """Counters in each of a count-min's rows of counters; 0 for the other kinds."""
-    hot_rows: int = 0
+    hot_rows: Annotated[int, DETAIL] = 0
     """Rows that can be listed one by one."""
-    sampled_accesses: int = 0
+    sampled_accesses: Annotated[int, DETAIL] = 0
     """Accesses kept to tell where they come from."""
     affinity: FiniteOrNone = None
     """Excess over chance of two accesses of a row coming from one node: 0 none, 1 if every row belongs to one node. An

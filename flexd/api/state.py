@@ -10,7 +10,6 @@ from pydantic import Field
 
 from flexd.api.base import Model
 from flexd.api.families import gauge, gauges, with_zeros
-from flexd.sketch.table_restore import OUTCOMES
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -49,6 +48,8 @@ class StateStatus(Model):
 
     def metrics(self) -> Iterator[Metric]:
         """Yield the metric families of the saved state."""
+        from flexd.sketch.table_restore import OUTCOMES
+
         yield gauges(
             "flexd_state_tables",
             "Tables of the snapshot that this start continued from, by outcome.",

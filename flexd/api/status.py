@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from flexd.api.base import Model
+from flexd.api.base import ALWAYS, HIDDEN, Model, Show
 from flexd.api.config import ConfigStatus
 from flexd.api.drift import DriftStatus
 from flexd.api.families import gauge, info
@@ -44,13 +44,13 @@ class Status(Model):
     """Name of the training job."""
     version: str
     """Version of flexd."""
-    started_unix_seconds: float = 0.0
+    started_unix_seconds: Annotated[float, HIDDEN] = 0.0
     """When the daemon started."""
     uptime_seconds: float = 0.0
     """Since the daemon started."""
     healthy: bool = True
     """True while the daemon's loop ticks."""
-    ready: bool = False
+    ready: Annotated[bool, ALWAYS] = False
     """True while the daemon is useful."""
     reasons: tuple[str, ...] = ()
     """Reasons why it is not healthy or not ready."""
@@ -60,7 +60,7 @@ class Status(Model):
     """Reason given for the pause."""
     paused_by: str | None = None
     """The one that paused; ``flexd`` if ranks repeatedly reported another placement than the daemon had recorded."""
-    pauses: int = 0
+    pauses: Annotated[int, HIDDEN] = 0
     """Pauses since the daemon started."""
     stream: StreamStatus
     """The access stream."""
@@ -78,7 +78,7 @@ class Status(Model):
     """Rows in two memories; null if all are in fast memory."""
     prices: PricesStatus = PricesStatus()
     """What steps have shown of the curves that price plans."""
-    last_plan: PlanReport | None = None
+    last_plan: Annotated[PlanReport | None, Show(brief=True)] = None
     """The newest plan that was made."""
     migration: MigrationReport | None = None
     """The migration in flight, or the newest one."""
@@ -88,7 +88,7 @@ class Status(Model):
     """When the daemon plans by itself, and what holds it back."""
     throttle: ThrottleStatus = ThrottleStatus()
     """The limits on migrations."""
-    decisions: DecisionsStatus = DecisionsStatus()
+    decisions: Annotated[DecisionsStatus, HIDDEN] = DecisionsStatus()
     """The file of the operators' decisions."""
     snapshot: SnapshotStatus = SnapshotStatus()
     """Durable state."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model
+from flexd.api.base import ALWAYS, HIDDEN, FiniteOrNone, Model, Show
 from flexd.api.families import counter, counters, gauge, gauges, with_zeros
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class StreamStatus(Model):
 
     source: str
     """Kind of the source: ``file_log``, ``kafka``, ``synthetic`` or ``tap``."""
-    lag_messages: int = 0
+    lag_messages: Annotated[int, ALWAYS] = 0
     """Messages in the stream that are not read yet."""
     read_share: float = 1.0
     """Share of the stream's partitions that are read (``stream.source.share``). Messages and accesses here are those
@@ -54,7 +54,7 @@ class StreamStatus(Model):
     """Messages read and counted."""
     accesses: int = 0
     """Accesses counted."""
-    bytes: int = 0
+    bytes: Annotated[int, HIDDEN] = 0
     """Payload of the messages read."""
     rejected_messages: dict[str, int] = Field(default_factory=dict)
     """Messages not counted, by reason."""
@@ -79,7 +79,7 @@ class StreamStatus(Model):
     """Failed reads of the source."""
     commit_failures: int = 0
     """Positions that could not be committed."""
-    newest_event_unix_seconds: FiniteOrNone = None
+    newest_event_unix_seconds: Annotated[FiniteOrNone, Show("newest access")] = None
     """Newest event time seen."""
     least_skew_seconds: FiniteOrNone = None
     """Least event time minus arrival of the accesses of the last ten seconds."""
@@ -87,7 +87,7 @@ class StreamStatus(Model):
     """Most of the same; above ``sketch.max_future_seconds`` accesses are counted at their arrival."""
     problem: str | None = None
     """Reason why the source cannot be read now, or no snapshot can be written; null if both can."""
-    connected: bool = True
+    connected: Annotated[bool, HIDDEN] = True
     """False while the source has a problem."""
 
     def losses(self) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
+from flexd.api.base import DETAIL, HIDDEN, TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
 from flexd.api.sketch import SketchKind
 
 if TYPE_CHECKING:
@@ -37,14 +37,6 @@ class TableReport(Model):
     """Name of the table."""
     rows: int
     """Rows of the table."""
-    dim: int
-    """Numbers in a row."""
-    dtype: str
-    """Type of these numbers."""
-    optimizer: str
-    """The optimizer, whose state migrates with a row."""
-    group: int
-    """Index of its dim-group."""
     accesses: int = 0
     """Accesses counted, undecayed."""
     share: FiniteOrNone = None
@@ -53,14 +45,22 @@ class TableReport(Model):
     """Rows in each tier."""
     counter: SketchKind
     """Kind of counter."""
+    drift_ratio: FiniteOrNone = None
+    """Exposed seconds of its bytes, at the live placement / with a plan made now."""
+    dim: int
+    """Numbers in a row."""
+    dtype: str
+    """Type of these numbers."""
+    optimizer: Annotated[str, DETAIL]
+    """The optimizer, whose state migrates with a row."""
+    group: Annotated[int, DETAIL]
+    """Index of its dim-group."""
     counter_bytes: int
     """Memory of the counter."""
     distinct_rows: FiniteOrNone = None
     """Rows seen, by the newest profile; null before the first."""
-    coverage: FiniteOrNone = None
+    coverage: Annotated[FiniteOrNone, DETAIL] = None
     """Share of its accesses that listed rows and bins of the newest profile explain."""
-    drift_ratio: FiniteOrNone = None
-    """Exposed seconds of its bytes, at the live placement / with a plan made now."""
 
 
 class TablePage(Model):
@@ -68,7 +68,7 @@ class TablePage(Model):
 
     total: int
     """Number of all tables."""
-    offset: int
+    offset: Annotated[int, HIDDEN]
     """Position of the first entry in the requested order."""
     tables: tuple[TableReport, ...] = ()
     """The entries of the page."""
@@ -104,7 +104,7 @@ class HotRow(Model):
     """1 is the most accessed row of the table."""
     row: int
     """Id of the row in the table."""
-    key: int
+    key: Annotated[int, DETAIL]
     """Its key in the job's key space."""
     share: FiniteOrNone = None
     """Estimated share of the table's accesses, decayed."""
@@ -127,7 +127,7 @@ class HotRowPage(Model):
     """Rows of the table."""
     total: int
     """Rows that the counters list."""
-    offset: int
+    offset: Annotated[int, HIDDEN]
     """Places before the first entry."""
     weight: FiniteOrNone = None
     """Decayed accesses of the table."""
@@ -204,7 +204,7 @@ def hot_row_page(
 
     index = keyspace.index.get(table)
     if index is None:
-        raise ApiError(f"no table {table!r}"[:300], status=404, remedy="flexd tables lists them")
+        raise ApiError(f"no table {table!r}"[:300], status=404, remedy="flexd get tables lists them")
     spec, profile = keyspace.tables[index], ingestor.table_profile(table)
     rows = profile.hot_rows[offset : offset + limit]
     keys = keyspace.keys(index, rows)

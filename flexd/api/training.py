@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model, RowsByTier
+from flexd.api.base import HIDDEN, FiniteOrNone, Model, RowsByTier
 from flexd.api.families import counter, counters, counters_by, gauge, gauges_by, summary, with_zeros
 from flexd.api.placement import by_metric_tier
 
@@ -66,14 +66,14 @@ class TrainingStatus(Model):
 
     accesses: RowsByTier = Field(default_factory=dict)
     """Look-ups by the tier of the row that served them."""
-    sent_bytes: dict[str, dict[str, int]] = Field(default_factory=dict)
+    sent_bytes: Annotated[dict[str, dict[str, int]], HIDDEN] = Field(default_factory=dict)
     """Bytes measured by the senders, by kind of traffic (``all_to_all``, ``sync``, ``migration``) and link
     (``intra``, ``inter``)."""
     steps: int = 0
     """Steps of all ranks."""
-    step_seconds: float = 0.0
+    step_seconds: Annotated[float, HIDDEN] = 0.0
     """Wall time of these steps."""
-    apply_seconds: float = 0.0
+    apply_seconds: Annotated[float, HIDDEN] = 0.0
     """Step time spent in applying chunks."""
     newest_step: int = 0
     """The newest step that any rank reported."""

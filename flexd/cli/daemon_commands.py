@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
 import signal
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -15,16 +13,14 @@ import typer
 
 import flexd
 from flexd.cli.blocks import Facts
-from flexd.cli.config_commands import effective
-from flexd.cli.options import ConfigOption, OutputOption
+from flexd.cli.options import ConfigOption
+from flexd.cli.render import flat
 from flexd.cli.view import OutputFormat, emit, show
 from flexd.core import units
 from flexd.core.fast_start import import_numba, pause_garbage_collector
 
 if TYPE_CHECKING:
     from flexd.config.model import Config
-
-LIBRARIES = ("torch", "numpy", "numba", "pyarrow", "kafka-python", "datasketches", "pydantic")
 
 
 def _print_version(given: bool) -> None:
@@ -109,21 +105,7 @@ def check_config(
     if output is None:
         show([_summary(config, checked)], typer.get_text_stream("stdout"))
     else:
-        emit(checked.document(), [effective(checked.document())], output)
-
-
-def version_command(output: OutputOption = OutputFormat.TABLE) -> None:
-    """Print the versions of flexd and of its libraries.
-
-    Example: flexd version -o json
-    """
-    found = {"flexd": flexd.__version__, "python": platform.python_version()}
-    for library in LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            found[library] = "not installed"
-    emit(found, [Facts("", tuple(found.items()))], output)
+        emit(checked.document(), [Facts("", tuple(flat(checked.document()).items()))], output)
 
 
 def _summary(file: Path, config: Config) -> Facts:

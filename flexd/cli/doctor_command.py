@@ -15,6 +15,7 @@ from flexd.cli.blocks import Block, Sentences, Table
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOption, connect
+from flexd.cli.render import flat
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ApiError, ConfigError
@@ -108,10 +109,11 @@ def _status(client: DaemonClient) -> tuple[Status | None, list[Finding]]:
 
 
 def _running(client: DaemonClient, status: Status, config: Config) -> Iterator[Finding]:
-    from flexd.cli.config_commands import differences
     from flexd.doctor.daemon import daemon as daemon_findings
 
-    yield from daemon_findings(status, len(differences(client.send(routes.CONFIG).config, config.document())))
+    running, file = flat(client.send(routes.CONFIG).config), flat(config.document())
+    differing = [key for key in {**file, **running} if file.get(key) != running.get(key)]
+    yield from daemon_findings(status, differing)
 
 
 def _blocks(findings: list[Finding]) -> list[Block]:

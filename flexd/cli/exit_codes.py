@@ -43,7 +43,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.REFUSED: "the daemon, broker or file log refused, or the migration failed",
     ExitCode.TIMED_OUT: "a deadline passed",
     ExitCode.STATE_LOCKED: "another daemon uses the state directory",
-    ExitCode.FOUND: "config diff found differences, or doctor a fault",
+    ExitCode.FOUND: "doctor found a fault",
     ExitCode.UNSAFE_STATE: "the daemon ended in order because it could not trust its counters; start it again",
     ExitCode.STATE_UNUSABLE: "the saved state cannot be continued from",
     ExitCode.INTERRUPTED: "Control-C",

@@ -11,26 +11,18 @@ import typer
 from flexd.cli import (
     advise_command,
     affinity_command,
-    attempt_commands,
-    config_commands,
+    change_commands,
     daemon_commands,
     demo_command,
     doctor_command,
-    explain_command,
-    migration_commands,
-    pause_command,
-    plan_commands,
     probe_command,
     produce_command,
     shard_command,
+    show_commands,
     simulate_command,
     state_commands,
-    status_command,
-    table_commands,
-    throttle_command,
 )
 from flexd.cli.exit_codes import MEANINGS, ExitCode, exit_code_of
-from flexd.cli.watch import with_watch_interval
 from flexd.core.errors import FlexdError
 
 app = typer.Typer(
@@ -46,26 +38,14 @@ app = typer.Typer(
 app.callback()(daemon_commands.root)
 app.command("run")(daemon_commands.run)
 app.command("check-config")(daemon_commands.check_config)
-app.command("version")(daemon_commands.version_command)
-app.command("status")(status_command.status)
-app.command("tables")(table_commands.tables)
-app.command("rows")(table_commands.rows)
-app.command("topology")(table_commands.topology)
-app.command("plan")(plan_commands.plan)
-app.command("explain")(explain_command.explain)
-app.command("replan")(plan_commands.replan)
-app.command("proposals")(plan_commands.proposals)
-app.command("apply")(plan_commands.apply)
-app.command("throttle")(throttle_command.throttle)
+for command in (
+    show_commands.status, show_commands.get, show_commands.describe, show_commands.plan, show_commands.explain,
+    change_commands.replan, change_commands.apply, change_commands.abort, change_commands.rollback,
+    change_commands.throttle, change_commands.pause, change_commands.resume, change_commands.reload,
+    change_commands.prefer, change_commands.forget,
+):  # fmt: skip
+    app.command()(command)
 app.add_typer(affinity_command.affinity, name="affinity")
-app.command("history")(migration_commands.history)
-app.command("abort")(migration_commands.abort)
-app.add_typer(migration_commands.app, name="migrations")
-app.add_typer(attempt_commands.app, name="attempts")
-app.command("pause")(pause_command.pause)
-app.command("resume")(pause_command.resume)
-app.command("reload")(config_commands.reload)
-app.add_typer(config_commands.app, name="config")
 app.add_typer(state_commands.app, name="state")
 app.command("demo")(demo_command.demo)
 app.command("simulate")(simulate_command.simulate)
@@ -101,7 +81,7 @@ def _unread() -> bool:
 
 def _run() -> None:
     try:
-        app(args=with_watch_interval(sys.argv[1:]))
+        app()
     except FlexdError as error:
         # A configuration may have several faults, one a line; the remedy is a line of its own.
         print(f"error: {error.message}", file=sys.stderr)

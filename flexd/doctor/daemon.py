@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import flexd
 from flexd.api.status import Status
+from flexd.core import units
 from flexd.doctor.finding import Finding, fault, ok, warning
 
+MOST_NAMED = 8
 
-def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
+
+def daemon(status: Status, differing_keys: Sequence[str]) -> Iterator[Finding]:
     """Yield findings about a daemon that runs.
 
     Args:
-        differing_keys: number of configuration keys whose value differs from the file.
+        differing_keys: configuration keys whose value differs from the file.
     """
     if status.version != flexd.__version__:
         yield warning(
@@ -60,8 +63,8 @@ def daemon(status: Status, differing_keys: int) -> Iterator[Finding]:
     if differing_keys:
         yield warning(
             "running configuration",
-            f"{differing_keys} keys differ from the file",
-            "flexd config diff shows them; reload or restart the daemon",
+            f"{units.plural(len(differing_keys), 'key')} not as in the file: {', '.join(differing_keys[:MOST_NAMED])}",
+            "flexd reload, or restart the daemon",
         )
     else:
         yield ok("running configuration", "equals the file")

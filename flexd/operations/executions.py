@@ -286,7 +286,7 @@ def _stopped(unfinished: list[Execution]) -> Execution:
 
 def no_migration_running() -> ApiError:
     """Return the error of an abort without an unfinished migration."""
-    return ApiError("no migration is running", status=409, remedy="flexd history shows those that have ended")
+    return ApiError("no migration is running", status=409, remedy="flexd get history shows those that have ended")
 
 
 def rollback_trigger(migration_id: str, reason: str, who: str) -> Trigger:

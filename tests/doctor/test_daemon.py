@@ -23,7 +23,7 @@ def test_what_the_daemon_says(fields, expected):
     import flexd
 
     status = Status(job="j", version=flexd.__version__, stream=StreamStatus(source="tap"), **fields)
-    assert levels(daemon(status, 0)) == expected
+    assert levels(daemon(status, [])) == expected
     other = status.model_copy(update={"version": "0.0.1"})
-    assert levels(daemon(other, 3))["running configuration warning"] == 1
-    assert sum(levels(daemon(other, 3)).values()) == 3
+    assert levels(daemon(other, ["log.level"]))["running configuration warning"] == 1
+    assert sum(levels(daemon(other, ["log.level"])).values()) == 3

@@ -96,7 +96,7 @@ def test_from_torchrec_types_to_the_first_migration(checkout: Path) -> None:
     if find_spec("torchrec") is None:
         pytest.skip("TorchRec is not here: make torchrec")
     shown = follow(block_with(checkout, "examples/torchrec_sasrec.py"), checkout)
-    assert re.search(r"^ +ranks +2 = 2 nodes x 1", shown, re.MULTILINE), "flexd status"
+    assert re.search(r"^ +nodes +2$", shown, re.MULTILINE), "flexd status"
     assert re.search(r"^ +rows +HOME [\d,]+, NODE [1-9]", shown, re.MULTILINE), "flexd status"
-    assert re.search(r"^20\S+ \S+ +\S+ +\S+ +COMMITTED +[1-9]", shown, re.MULTILINE), "flexd migrations list"
+    assert re.search(r"^ +\S+ .* COMMITTED .* [1-9]", shown, re.MULTILINE), "flexd get history"
     assert not re.search(r"Traceback|FAILED|ABORTED", shown), shown[-3000:]

@@ -135,7 +135,7 @@ def test_the_ranks_decide_whether_a_plan_stays(
                 and f".{last}" in daemon.status()["migration"]["migration_id"],
                 60, what=lambda: daemon.status()["migration"],
             )  # fmt: skip
-            shown = run_flexd("migrations", "show", migration_id, "--url", daemon.url)
+            shown = run_flexd("describe", "migration", migration_id, "--url", daemon.url)
             assert f"{verdict}: " in shown.stdout, shown
             assert "% interval" in shown.stdout.replace("\n", " ")
             assert daemon.metrics()[f"flexd_verifications_total{{{verdict}}}"] == 1.0

@@ -11,7 +11,6 @@ import torch
 
 import flexd
 from flexd.api.training import training_status
-from flexd.cli.status_command import status_blocks
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
 from flexd.core.errors import EmbeddingError
@@ -20,9 +19,10 @@ from flexd.core.layout import RankLayout
 from flexd.core.mistakes import MISTAKES
 from flexd.embedding.jagged import Jagged
 from flexd.operations.training_monitor import TrainingMonitor
-from tests.cli.test_status_command import HEALTHY, text_of
+from tests.cli.test_show_commands import text_of
 from tests.support.collection_jobs import tables
 from tests.support.rank_pool import RankPool
+from tests.support.statuses import HEALTHY
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def test_every_mistake_is_named_on_the_rank_and_in_the_status(ranks: Ranks, tmp_
     assert "changed or moved" in said["changed_ids"]
     status = training_status(monitor.totals(), monitor.ranks(), monitor.phases(), monitor.mistakes.totals())
     assert {each.kind: each.text for each in status.mistakes} == said
-    shown = " ".join(text_of(status_blocks(HEALTHY.model_copy(update={"training": status}))).split())
+    shown = " ".join(text_of(HEALTHY.model_copy(update={"training": status})).split())
     for kind, text in said.items():
         assert kind in shown
         assert text[:40] in shown

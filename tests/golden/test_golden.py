@@ -84,25 +84,24 @@ def train(rank: int, nodes: int, local_ranks: int, strategy: str) -> tuple[list[
 
 FOLDER = Path(__file__).parent
 COMMANDS = (
-    "tables",
-    "rows items -n 3",
-    "topology",
+    "get tables",
+    "get rows items -n 3",
+    "get ranks",
     "plan",
     "explain items",
-    "proposals",
+    "get plans",
     "apply p7",
     "replan",
-    "history",
-    "migrations show latest",
-    "abort --rollback --dry-run",
-    "abort --rollback --reason slow",
+    "get history",
+    "describe migration latest",
+    "rollback --dry-run",
+    "rollback --reason slow",
     "throttle",
-    "throttle --bytes-per-step 0 --bytes-per-second 5000 --dry-run",
     "reload",
     "reload --dry-run",
     "pause --reason night",
     "resume",
-    "attempts list",
+    "get attempts",
 )
 MOMENTS = ("status-healthy", "status-slow-memory")
 MAX_ERROR = 1e-9

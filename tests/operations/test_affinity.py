@@ -14,8 +14,8 @@ from flexd.api.explanation import explanation
 from flexd.api.placement import placement_status
 from flexd.api.plan import plan_metrics, proposal_report
 from flexd.api.plan_commands import PlanCommands
-from flexd.cli.explain_command import explain_blocks
-from flexd.cli.plan_view import plan_blocks
+from flexd.cli.render import blocks_of
+from flexd.cli.show_commands import plan_blocks
 from flexd.cli.view import OutputFormat, emit
 from flexd.core.errors import ApiError
 from flexd.core.layout import RankLayout, nodes_of_moved
@@ -100,8 +100,8 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
     answer = explanation(made, gates)
     assert answer.explained[0].moved_to == nodes[0]
     assert answer.live_rows["HOME"] == ROWS - len(live.copies)
-    emit(answer, explain_blocks(answer, single=True), OutputFormat.TABLE)
-    assert f"in node {nodes[0]}: it has moved there" in " ".join(capsys.readouterr().out.split())
+    emit(answer, blocks_of(answer), OutputFormat.TABLE)
+    assert f"moved to {nodes[0]}" in " ".join(capsys.readouterr().out.split())
 
     again = harness.propose("again").plan
     assert not np.isin(again.delta.keys, moved.keys).any(), "rows that have moved stay where they are"

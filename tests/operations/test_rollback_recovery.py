@@ -60,7 +60,7 @@ class DaemonSequence:
         return newest.migration
 
     def abort(self, chunks: int, wait_seconds: float = 0.0) -> AbortResult:
-        """Request ``abort --rollback`` and permit the rollback, and nothing else, to push ``chunks`` chunks."""
+        """Request ``rollback`` and permit the rollback, and nothing else, to push ``chunks`` chunks."""
         before = self.current.executions.last
         if before is None:
             self.current.gate.permits = chunks

@@ -42,10 +42,10 @@ class FakeAttempts:
         self._entered("forget", attempt, reason, who)
         self._check(attempt)
         if attempt == ATTEMPTS[0].attempt:
-            raise ApiError("its ranks are alive", status=409, remedy="flexd attempts prefer NAME")
+            raise ApiError("its ranks are alive", status=409, remedy="flexd prefer NAME")
         return AttemptResult(attempt=attempt, attempts=ATTEMPTS)
 
     @staticmethod
     def _check(attempt: str) -> None:
         if all(each.attempt != attempt for each in ATTEMPTS):
-            raise ApiError(f"no attempt {attempt!r}", status=404, remedy="flexd attempts list")
+            raise ApiError(f"no attempt {attempt!r}", status=404, remedy="flexd get attempts")

@@ -65,7 +65,7 @@ class FakeMigrations:
     def migration(self, migration_id: str) -> MigrationDetail:
         self._entered("migration", migration_id)
         if migration_id not in ("latest", "p8"):
-            raise ApiError(f"no migration {migration_id!r} is kept", status=404, remedy="flexd history shows those")
+            raise ApiError(f"no migration {migration_id!r} is kept", status=404, remedy="flexd get history shows those")
         submitted = TransitionReport(number=0, unix_seconds=1_700_000_100.0, after="PENDING", reason="campaign")
         stopped = TransitionReport(
             number=3, unix_seconds=1_700_000_103.5, event="stopped", before="ABORTING", after="ABORTED",

@@ -148,7 +148,7 @@ class Attempts:
         raise TopologyError(
             fault,
             remedy=f"it gets the job once no rank of the other has been heard for {self._silent:g} s; to replace the "
-            f"other now, run: flexd attempts prefer {shlex.quote(name)}; give a trial run a job name of its own",
+            f"other now, run: flexd prefer {shlex.quote(name)}; give a trial run a job name of its own",
         )
 
     def hold(self, hellos: Iterable[Hello], now: float) -> None:

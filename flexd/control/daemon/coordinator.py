@@ -310,4 +310,4 @@ class Coordinator:
 
 
 def _unknown_attempt(attempt: str) -> ApiError:
-    return ApiError(f"no attempt {attempt!r}", status=404, remedy="flexd attempts list shows those that are known")
+    return ApiError(f"no attempt {attempt!r}", status=404, remedy="flexd get attempts shows those that are known")

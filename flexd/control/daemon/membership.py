@@ -285,7 +285,7 @@ class Membership:
             if attempt == self._register.holder and self._registered():
                 raise TopologyError(
                     f"attempt {attempt!r} holds job {self._job!r}, and {self._registered()} of its ranks are alive",
-                    remedy="end its processes, or give the job to another attempt: flexd attempts prefer NAME",
+                    remedy="end its processes, or give the job to another attempt: flexd prefer NAME",
                 )
             self._register.forget(attempt)
             self._attempts.pop(attempt, None)

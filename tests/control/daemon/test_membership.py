@@ -171,7 +171,7 @@ def test_a_run_of_one_process_does_not_evict_an_attempt_whose_ranks_are_alive() 
     assert refused.value.message == (
         "attempt 'a1' holds job 'job': 4 ranks, since 2023-11-14T22:13:20Z, on 10.0.0.0, 10.0.0.1, 10.0.0.2 and 1 more"
     )
-    assert "flexd attempts prefer debug" in refused.value.remedy
+    assert "flexd prefer debug" in refused.value.remedy
     assert listed(ranks, 29.0) == [("a1", "holds"), ("debug", "waiting")]
     waiting = ranks.attempts(29.0)[1]
     assert (waiting.world_size, waiting.ranks, waiting.hosts) == (1, 1, ("10.0.0.9",))

@@ -1,4 +1,4 @@
-"""The text of plans, from real plans and full reports."""
+"""Plans of the planner in the API."""
 
 from __future__ import annotations
 
@@ -8,23 +8,12 @@ import numpy as np
 import pytest
 
 from flexd.api.plan import PlanReport
-from flexd.api.planning import GateReport
-from flexd.cli.blocks import Sentences
-from flexd.cli.plan_view import plan_blocks
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.plan import make_plan
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.files import load_preset
-
-
-def test_a_plan_with_closed_gates_reports_them():
-    gate = GateReport(gate="samples", key="planner.min_samples", open=False, words="the profile is thin: 3 accesses")
-    blocks = plan_blocks(PlanReport(plan_id="p", who="ann@host", reason="why", gates=(gate,)))
-    assert Sentences("a gate is closed: flexd apply takes it with --force only", (gate.words,)) in blocks
-    assert ("reason", "why, requested by ann@host") in blocks[0].pairs
-    assert "--force" not in str(plan_blocks(PlanReport(plan_id="p", gates=(GateReport(gate="lag", key="k"),))))
 
 
 @pytest.fixture(scope="module")

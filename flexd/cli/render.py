@@ -1,0 +1,166 @@
+"""Print any resource of the API: its values as facts, its lists as tables, its parts below.
+
+Units follow from the names of fields, as everywhere in flexd; ``flexd.api.base.Show`` on a field says what does not.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from flexd.api.base import Show
+from flexd.cli.blocks import Block, Facts, Sentences, Table
+from flexd.cli.view import OutputFormat, emit
+from flexd.core import units
+
+MOST_LISTED = 16
+"""Values of one list that a line shows; ``-o json`` has all."""
+_WRONG = re.compile(r"problem|reasons|lost|missing|healthy|unused|withheld|ending$|^no plan$")
+"""Facts that report a fault; a terminal shows them in red."""
+MOST_COLUMNS = 8
+"""Values of the only entry of a list that are shown as a line; more are shown as facts."""
+_PLAIN = Show()
+_EMPTY: tuple[object, ...] = (None, "", (), [], {})
+_ENDING = re.compile(r"_?(unix_)?seconds$")
+_UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+    (r"unix_seconds$", units.when),
+    (r"(age|uptime|window|eta|hold_off)_seconds$", units.age),
+    (r"bytes_per_second", lambda value: f"{units.size(value)}/s"),
+    (r"seconds", units.seconds),
+    (r"bytes", units.size),
+    (r"share|coverage|progress|completion|gap|listed|probability|error|per_rank|per_node|anywhere", units.share),
+    (r"^(row|key|rank|node)$|_(rank|node)$|version|generation", str),
+)
+
+
+def present(value: BaseModel, output: OutputFormat, *, rows: int | None = None) -> None:
+    """Print a resource in the requested format; ``rows`` as for ``blocks_of``."""
+    emit(value, blocks_of(value, rows=rows), output)
+
+
+def blocks_of(value: BaseModel, title: str = "", *, rows: int | None = None) -> list[Block]:
+    """Return a resource as blocks.
+
+    Args:
+        rows: rows of a table, at most; None shows all.
+    """
+    facts: list[tuple[str, str]] = []
+    below: list[Block] = []
+    for name, item, show in _shown(value):
+        under = f"{title} {show.title or _heading(name)}".strip()
+        if isinstance(item, BaseModel):
+            below += blocks_of(item, under, rows=rows)[: 1 if show.brief else None]
+        elif entries := entries_of(item):
+            one = len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
+            below += blocks_of(entries[0][1], under) if one else [table_of(under, entries, rows)]
+        elif name == "words" and isinstance(item, tuple):
+            below.append(Sentences(under, item))
+        elif isinstance(item, Mapping) and any(isinstance(each, Mapping | list) for each in item.values()):
+            facts += flat(item).items()
+        else:
+            facts.append((show.title or _heading(name), text_of(name, item, show)))
+    wrong = frozenset(name for name, text in facts if _WRONG.search(name) or (name, text) == ("ready", "no"))
+    return [*([Facts(title, tuple(facts), wrong)] if facts else []), *below]
+
+
+def table_of(title: str, entries: Sequence[tuple[str, BaseModel]], rows: int | None = None) -> Table:
+    """Return a table of resources of one kind by name; columns that are empty in every row are left out."""
+    cells = [
+        {name: (item, show) for name, item, show in _shown(each, always=True) if not show.detail} for _, each in entries
+    ]
+    cells, more = cells[:rows], len(cells[rows or len(cells) :])
+    columns = [name for name in cells[0] if any(_says(*each[name]) for each in cells)]
+    headings = tuple(cells[0][name][1].title or _heading(name) for name in columns)
+    lines = [tuple(text_of(name, *each[name]) for name in columns) for each in cells]
+    values = [[each[name][0] for each in cells] for name in columns]
+    numbers = {
+        heading
+        for heading, column in zip(headings, values, strict=True)
+        if all(item is None or type(item) in (int, float) for item in column)
+    }
+    if entries[0][0]:
+        headings = ("name", *headings)
+        lines = [(name.replace("_", " "), *line) for (name, _), line in zip(entries, lines, strict=False)]
+    if more:
+        lines.append((f"and {more} more", *("" for _ in headings[1:])))
+    return Table(title, headings, tuple(lines), frozenset(numbers), headings[2:], frozenset(headings[:1]))
+
+
+def text_of(name: str, item: Any, show: Show = _PLAIN) -> str:
+    """Return a value in words; the ``name`` of its field gives the unit."""
+    if isinstance(item, str) or item is None:
+        return item or units.UNKNOWN
+    if isinstance(item, bool):
+        return "yes" if item else "no"
+    if isinstance(item, int | float):
+        return (show.unit or _unit(name, item))(item)
+    if isinstance(item, BaseModel):
+        return (
+            show.unit(item)
+            if show.unit
+            else ", ".join(f"{show.title or _heading(name)} {text_of(name, *each)}" for name, *each in _shown(item))
+        )
+    if isinstance(item, Mapping) and not any(isinstance(each, Mapping | list) for each in item.values()):
+        return ", ".join(f"{key} {text_of(name, each, show)}" for key, each in item.items() if each) or "none"
+    if isinstance(item, tuple):
+        more = f" and {len(item) - MOST_LISTED} more" if len(item) > MOST_LISTED else ""
+        return (", ".join(text_of(name, each, show) for each in item[:MOST_LISTED]) or "none") + more
+    return json.dumps(item)
+
+
+def flat(document: Mapping[str, Any]) -> dict[str, str]:
+    """Return values by key path: ``{"a": {"b": [1]}}`` -> ``{"a.b[0]": "1"}``."""
+    values: dict[str, str] = {}
+
+    def walk(path: str, value: object) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                walk(f"{path}.{key}" if path else str(key), item)
+        elif isinstance(value, list) and value:
+            for i, item in enumerate(value):
+                walk(f"{path}[{i}]", item)
+        else:
+            # As YAML writes it: true, not True.
+            values[path] = value if isinstance(value, str) else json.dumps(value)
+
+    walk("", dict(document))
+    return values
+
+
+def _unit(name: str, value: float) -> Callable[[Any], str]:
+    for pattern, form in _UNITS:
+        if re.search(pattern, name):
+            return form
+    return units.count if isinstance(value, int) or abs(value) >= 1000 else "{:.4g}".format
+
+
+def _heading(name: str) -> str:
+    return (_ENDING.sub("", name) or "time").replace("_", " ")
+
+
+def _shown(value: BaseModel, *, always: bool = False) -> Iterator[tuple[str, Any, Show]]:
+    """Yield (name, value, how it is shown) of the fields that say something: empty ones and defaults do not."""
+    for name, field in type(value).model_fields.items():
+        show = next((each for each in field.metadata if isinstance(each, Show)), _PLAIN)
+        item = getattr(value, name)
+        if not show.hidden and (always or show.always or (_says(item) and item != field.default)):
+            yield name, item, show
+
+
+def _says(item: Any, _: Show = _PLAIN) -> bool:
+    return item not in _EMPTY and not (isinstance(item, Mapping) and not any(item.values()))
+
+
+def entries_of(item: Any, name: str = "") -> list[tuple[str, BaseModel]]:
+    """Return the resources of a list or mapping, and of mappings in it, with their names; those of a list have none."""
+    if isinstance(item, BaseModel):
+        return [(name, item)]
+    if isinstance(item, Mapping):
+        return [found for key, each in item.items() for found in entries_of(each, f"{name} {key}".strip())]
+    if isinstance(item, tuple | list):
+        return [found for each in item for found in entries_of(each)]
+    return []

@@ -1,0 +1,155 @@
+"""Commands that read from the daemon: ``status``, ``get``, ``describe``, ``plan`` and ``explain``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from flexd.api import routes
+from flexd.api.explanation import ReasonName
+from flexd.api.plan import CostReport, PlanReport
+from flexd.api.table import MAX_PAGE_ENTRIES, TableOrder
+from flexd.cli.blocks import Block, Sentences
+from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
+from flexd.cli.render import blocks_of, entries_of, present, table_of
+from flexd.cli.view import OutputFormat, emit
+from flexd.core.errors import ConfigError
+
+STATUS_ROWS = 20
+"""Rows of a table in the status; ``-o json`` and ``flexd get`` have all."""
+LISTS: dict[str, routes.Route[Any]] = {
+    "tables": routes.TABLES,
+    "rows": routes.ROWS,
+    "ranks": routes.RANKS,
+    "plans": routes.PROPOSALS,
+    "history": routes.MIGRATIONS,
+    "attempts": routes.ATTEMPTS,
+    "config": routes.CONFIG,
+}
+DETAILS: dict[str, routes.Route[Any]] = {"plan": routes.PROPOSAL, "migration": routes.MIGRATION}
+REASONS: dict[ReasonName, str] = {
+    "saves": "It saves time at its planned tier, and no other row would earn more with the slots it takes.",
+    "pinned": "It is pinned to its tier.",
+    "excluded": "Its table is excluded: its rows stay at HOME.",
+    "no_gain": "Every further copy costs more synchronisation than it saves: too few nodes look the row up in the same "
+    "step.",
+    "slot_price": "A copy would save time, but the slots it takes earn more with hotter rows.",
+    "migration": "A copy would save time by the estimate, but by the lower bound of its look-ups that does not pay for "
+    "copying it.",
+    "latency": "A copy would save time, but all such rows together do not pay for the latency of synchronising at all.",
+}
+
+
+def status(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
+    """Show the daemon on one screen.
+
+    Shows health, stream, sketch, ranks, placement, last plan and migration.
+
+    Example: flexd status -o json
+    """
+    present(connect(url, socket).send(routes.STATUS), output, rows=STATUS_ROWS)
+
+
+def get(
+    kind: Annotated[
+        Literal["tables", "rows", "ranks", "plans", "history", "attempts", "config"],
+        typer.Argument(help="The list to show."),
+    ],
+    table: Annotated[str | None, typer.Argument(metavar="[TABLE]", help="Name of the table of rows.")] = None,
+    limit: Annotated[
+        int | None, typer.Option("-n", "--limit", metavar="N", min=1, max=MAX_PAGE_ENTRIES, help="Show at most N.")
+    ] = None,
+    offset: Annotated[int | None, typer.Option("--offset", metavar="N", min=0, help="Skip the first N.")] = None,
+    order: Annotated[TableOrder | None, typer.Option("--order", help="Order of tables.")] = None,
+    state: Annotated[
+        str | None, typer.Option("--state", metavar="STATE", help="Show only migrations in this state.")
+    ] = None,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """List tables, hot rows of a table, ranks, kept plans, the history, attempts of the job, or the configuration.
+
+    The history has migrations and other actions of all daemons of the job: pause, resume, throttle, reload and
+    overridden gates.
+
+    Example: flexd get tables --order replicas -n 10
+
+    Example: flexd get rows items -n 50
+
+    Example: flexd get history --state aborted
+    """
+    route, given = LISTS[kind], {"table": table, "limit": limit, "offset": offset, "order": order}
+    given["state"] = None if state is None else state.upper()
+    fields = {name: value for name, value in given.items() if value is not None}
+    for name in fields:
+        if route.request is None or name not in route.request.model_fields:
+            raise ConfigError(f"flexd get {kind} takes no {name}", remedy="leave it out")
+    present(connect(url, socket).send(route, **fields), output)
+
+
+def describe(
+    kind: Annotated[Literal["plan", "migration"], typer.Argument(help="The kind of resource.")],
+    name: Annotated[str, typer.Argument(metavar="ID", help="Id in flexd get plans or flexd get history, or: latest.")],
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Show a kept plan, or a migration with all changes of its state.
+
+    Example: flexd describe migration latest
+    """
+    route = DETAILS[kind]
+    answer = connect(url, socket).send(route, **{route.parameters[0]: name})
+    emit(answer, plan_blocks(answer) if isinstance(answer, PlanReport) else blocks_of(answer), output)
+
+
+def plan(url: UrlOption = None, socket: SocketOption = None, output: OutputOption = OutputFormat.TABLE) -> None:
+    """Show the plan that would be made now, without moving rows.
+
+    Shows its changes, the cost before and after by phase and link, and the reasons. The plan is kept: flexd apply
+    carries it out while ranks, placement and accesses stay as they are.
+
+    Example: flexd plan
+    """
+    answer = connect(url, socket).send(routes.PLAN)
+    emit(answer, plan_blocks(answer), output)
+
+
+def explain(
+    target: Annotated[str, typer.Argument(metavar="TABLE[:ROW]", help="A table, or one row of it.")],
+    hottest: Annotated[
+        int, typer.Option("--hottest", help="Rows to show of a table, the most frequent first.", min=0, max=1000)
+    ] = 10,
+    url: UrlOption = None,
+    socket: SocketOption = None,
+    output: OutputOption = OutputFormat.TABLE,
+) -> None:
+    """Explain the tier of a row, or of the hottest rows of a table.
+
+    Of a row: estimated look-ups, price in each tier, thresholds, and the reason.
+
+    Example: flexd explain items:1234
+    """
+    table, row = split_target(target)
+    answer = connect(url, socket).send(routes.EXPLAIN, table=table, row=row, hottest=hottest)
+    why = [] if row is None else [Sentences("why", tuple(REASONS[each.reason] for each in answer.explained))]
+    emit(answer, [*blocks_of(answer), *why], output)
+
+
+def plan_blocks(plan: PlanReport) -> list[Block]:
+    """Return a plan: its facts, and its costs beside those of the live placement and of other strategies."""
+    costs = {"live placement": plan.before, "this plan": plan.after, **plan.baselines}
+    phases = entries_of({"before": plan.before.phases, "after": plan.after.phases})
+    shown = plan.model_copy(update={"before": CostReport(), "after": CostReport(), "baselines": costs})
+    return [*blocks_of(shown), *([table_of("sent by one rank in a step, by phase", phases)] if phases else [])]
+
+
+def split_target(target: str) -> tuple[str, int | None]:
+    """Split ``items:12`` into ("items", 12), and ``items`` into ("items", None). Only digits after the last colon are a
+    row."""
+    table, colon, row = target.rpartition(":")
+    if colon and table and row.isascii() and row.isdigit():
+        return table, int(row)
+    return target, None

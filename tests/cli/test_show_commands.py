@@ -1,0 +1,106 @@
+"""Commands that read from the daemon: options reach it, and what is wrong is on the screen."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from flexd.api.migration import MigrationReport
+from flexd.api.rank import TopologyStatus
+from flexd.api.sketch import SketchStatus, TableSketchStatus
+from flexd.api.status import Status
+from flexd.api.stream import OffsetRangeStatus, StreamStatus
+from flexd.cli.exit_codes import ExitCode
+from flexd.cli.render import blocks_of
+from flexd.cli.show_commands import STATUS_ROWS, split_target
+from flexd.cli.view import show
+from tests.support.fake_attempts import ATTEMPTS
+
+
+def text_of(status: Status) -> str:
+    stream = io.StringIO()
+    show(blocks_of(status, rows=STATUS_ROWS), stream)
+    return stream.getvalue()
+
+
+def test_lists_and_details_reach_the_daemon(flexd_command, url, daemon):
+    for command in (
+        "get tables --order memory -n 5 --offset 1", "get rows items -n 7 --offset 2", "get ranks -n 2 --offset 1",
+        "get history -n 1 --state committed", "describe plan latest", "explain items:12", "explain items --hottest 3",
+    ):  # fmt: skip
+        done = flexd_command(*command.split(), "--url", url)
+        assert done.returncode == 0, done.stderr
+    assert daemon.calls == [
+        ("tables", 1, 5, "memory"), ("rows", "items", 2, 7), ("ranks", 1, 2), ("migrations", 1, "COMMITTED"),
+        ("proposal", "latest"), ("explain", "items", 12, 10), ("explain", "items", None, 3),
+    ]  # fmt: skip
+    shown = json.loads(flexd_command("get", "attempts", "-o", "json", "--url", url).stdout)
+    assert shown["attempts"][0] == ATTEMPTS[0].model_dump(mode="json")
+    assert "It saves time" in flexd_command("explain", "items:12", "--url", url).stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["get tables --order luck", "get tables -n 1001", "get rows", "get ranks --offset -1", "get ranks --order name",
+     "get history --state lost", "get plans -n 3", "get luck", "describe table items"],
+)  # fmt: skip
+def test_wrong_usage_does_not_reach_the_daemon(flexd_command, url, daemon, command):
+    assert flexd_command(*command.split(), "--url", url).returncode == ExitCode.USAGE
+    assert daemon.calls == []
+
+
+def test_what_is_not_there_is_a_refusal(flexd_command, url, daemon):
+    assert flexd_command("describe", "migration", "p/9?x", "--url", url).returncode == ExitCode.REFUSED
+    assert daemon.calls == []
+    done = flexd_command("describe", "migration", "p9", "--url", url)
+    assert (done.returncode, "no migration 'p9' is kept" in done.stderr) == (ExitCode.REFUSED, True)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("items", ("items", None)), ("items:12", ("items", 12)), ("shop:items:0", ("shop:items", 0)),
+        ("items:", ("items:", None)), (":5", (":5", None)), ("items:-1", ("items:-1", None)),
+        ("items:²", ("items:²", None)),
+    ],
+)  # fmt: skip
+def test_only_digits_behind_the_last_colon_are_a_row(target, expected):
+    assert split_target(target) == expected
+
+
+def test_the_status_shows_what_is_wrong():
+    status = Status(
+        job="[red]ads[/]", version="1", uptime_seconds=4000, reasons=("ranks are missing",), paused=True,
+        pause_reason="night",
+        stream=StreamStatus(
+            source="kafka", lag_messages=12_345, rejected_messages={"corrupt": 2, "empty": 0},
+            messages_lost={"retention": 4_000, "corrupt": 0},
+            lost_ranges=[OffsetRangeStatus(partition="t/0", first_offset=10, last_offset=4_009, reason="retention")],
+            problem="broker unreachable",
+        ),
+        sketch=SketchStatus(
+            tables=tuple(TableSketchStatus(table=f"t{i}", kind="dense", bytes=i) for i in range(STATUS_ROWS + 5)),
+        ),
+        topology=TopologyStatus(nodes=4, local_ranks=8, missing_ranks=tuple(range(19))),
+        migration=MigrationReport(migration_id="m", plan_id="p", state="FAILED", progress=0.25, problem="rank 3 died"),
+    )  # fmt: skip
+    text = text_of(status)
+    for expected in (
+        "[red]ads[/]", "ready         no", "ranks are missing", "pause reason  night", "12,345", "corrupt 2",
+        "retention 4,000", "broker unreachable", "and 3 more", "and 5 more", "25.00%", "rank 3 died", "1 h 6 min",
+    ):  # fmt: skip
+        assert expected in text, (expected, text)
+    assert "empty 0" not in text
+
+
+def test_text_from_the_daemon_cannot_style_the_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    show(blocks_of(Status(job="[red]ads[/]", version="1", stream=StreamStatus(source="x"))), stream)
+    assert "[red]ads[/]" in stream.getvalue()
