@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -28,12 +27,11 @@ from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import FlexdError
-from flexd.core.fast_start import ProcessStart
 from flexd.core.fault_points import fault_point
-from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.loop import DaemonLoop
 from flexd.daemon.shutdown_budget import Share, ShutdownBudget
 from flexd.daemon.state_files import check_files, open_state
 from flexd.ingest import Ingestor
@@ -60,7 +58,6 @@ from flexd.stream.tap_source import TapSource
 
 logger = logging.getLogger("flexd")
 
-TICK_SECONDS = 0.1
 KEEP_MIGRATIONS = 1000
 """In the history."""
 API_HEAD_START_SECONDS = 0.1
@@ -70,7 +67,7 @@ HEALTHY_TICK_SECONDS = 30.0
 """The daemon is unhealthy if its loop has not ticked for this long; planning a large job takes seconds."""
 
 
-class Daemon:
+class Daemon(DaemonLoop):
     """Implements ``DaemonApi`` over its parts.
 
     Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
@@ -93,16 +90,13 @@ class Daemon:
         *,
         takes_tables: bool = False,
     ) -> None:
-        self._config = config
+        super().__init__(config, file, supervisor)
         self._takes_tables = takes_tables
-        self._file = file or ConfigFile(config)
-        self._started = ProcessStart()
-        self.supervisor = supervisor = supervisor or Supervisor()
-        self._loop_watch, self._planning_watch = supervisor.watch("loop"), supervisor.watch("loop", "planning")
+        self._planning_watch = self.supervisor.watch("loop", "planning")
         factory.make_state_directory(config)
         self._state_lock = open_state(config.state.dir, config.job)
         try:
-            self._make_parts(config, supervisor)
+            self._make_parts(config, self.supervisor)
         except BaseException:
             # Not left to the garbage collector, which is paused: a daemon that waits would lock itself out.
             self._state_lock.release()
@@ -175,7 +169,6 @@ class Daemon:
         )  # fmt: skip
         self._server = None if self._takes_tables else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()
-        self._stop_requested, self._reload_requested = SignalFlag(), SignalFlag()
         self._ticked_at = time.monotonic()
         self.planning = PlanCommands(
             keyspace, self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self.operator
@@ -224,29 +217,6 @@ class Daemon:
         """Return the tables that the ranks of a new attempt have, if they are not the daemon's."""
         return self._coordinator.proposed_tables()
 
-    def request_stop(self) -> None:
-        """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""
-        self._stop_requested.set()
-
-    def request_reload(self) -> None:
-        """Make the loop reload the configuration file. Returns at once; safe in signal handlers."""
-        self._reload_requested.set()
-
-    def run_until_stopped(self) -> bool:
-        """Tick until a stop is requested or a thread cannot go on safely (``supervisor.fatal``), then stop.
-
-        Returns whether every part ended within the deadline.
-        """
-        try:
-            while not self._stop_requested.wait(TICK_SECONDS) and not self.supervisor.fatal:
-                if self._reload_requested.is_set():
-                    self._reload_requested.clear()
-                    self._loop_watch.attempt(self._reload_quietly)
-                self.tick()
-        finally:
-            ended = self.stop(self._config.shutdown_seconds)
-        return ended
-
     def tick(self) -> None:
         """Run the periodic work of the loop: retry failed writes, and plan unless planning is paused.
 
@@ -260,10 +230,6 @@ class Daemon:
     def _tick_operator(self) -> None:
         fault_point("thread.loop")
         self.operator.tick()
-
-    def _reload_quietly(self) -> None:
-        with contextlib.suppress(FlexdError):  # It is logged and counted.
-            self.reload(who="SIGHUP")
 
     def stop(self, seconds: float) -> bool:
         """Stop every part. Returns whether all ended within the deadline.
@@ -338,19 +304,6 @@ class Daemon:
         self.inspect.settings = config
         self._ingestor.set_snapshot_interval(config.state.snapshot_interval_seconds)
         self._snapshots.keep = config.state.keep_snapshots
-
-    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
-        try:
-            report = self._file.reload(self.apply_config)
-        except FlexdError as error:
-            self.record_reload(who, reason, error)
-            raise
-        self.record_reload(who, reason, report)
-        return report
-
-    def preview_reload(self) -> ReloadReport:
-        """Return what ``reload`` would do now. Changes nothing."""
-        return self._file.preview(self.check)
 
     def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Record the outcome of a reload."""

@@ -19,7 +19,8 @@ from flexd.core.fast_start import ProcessStart
 from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.service import TICK_SECONDS, Daemon
+from flexd.daemon.loop import TICK_SECONDS
+from flexd.daemon.service import Daemon
 from flexd.daemon.tables_from_ranks import InactiveDaemon, TablesFromRanks
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics

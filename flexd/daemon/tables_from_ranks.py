@@ -13,7 +13,6 @@ kept, as after a change of ``tables`` in the configuration.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -30,12 +29,11 @@ from flexd.control.daemon.coordinator_types import ControlOptions
 from flexd.control.daemon.table_learner import TableLearner
 from flexd.control.daemon.table_proposals import ProposedTables
 from flexd.core.errors import ApiError, FlexdError
-from flexd.core.fast_start import ProcessStart
-from flexd.core.signal_flag import SignalFlag
 from flexd.core.supervision import Supervisor
 from flexd.daemon import factory
 from flexd.daemon.config_file import ConfigFile
-from flexd.daemon.service import TICK_SECONDS, Daemon
+from flexd.daemon.loop import DaemonLoop
+from flexd.daemon.service import Daemon
 from flexd.daemon.shutdown_budget import ShutdownBudget
 from flexd.daemon.state_files import StateLock, check_files, check_owner, open_state
 from flexd.server.http import DaemonServer
@@ -62,7 +60,7 @@ class InactiveDaemon(Protocol):
         return self.status
 
 
-class TablesFromRanks:
+class TablesFromRanks(DaemonLoop):
     """Implements ``DaemonApi``: forwards to a ``Daemon``, or says what it waits for.
 
     Call ``start``, then ``run_until_stopped``; ``request_stop`` from anywhere.
@@ -77,17 +75,12 @@ class TablesFromRanks:
         file: ConfigFile | None = None,
         supervisor: Supervisor | None = None,
     ) -> None:
-        self._config = config
-        self._file = file or ConfigFile(config)
-        self._started = ProcessStart()
-        self.supervisor = supervisor = supervisor or Supervisor()
-        self._loop_watch = supervisor.watch("loop")
+        super().__init__(config, file, supervisor)
         factory.make_state_directory(config)
         state = config.state.dir
         check_owner(state, config.job)
         check_files(state, start_empty=config.state.on_unusable == "reset")
-        self._stopping, self._reload_requested = SignalFlag(), SignalFlag()
-        self._server = DaemonServer(self, Metrics(self), config.server, supervisor)
+        self._server = DaemonServer(self, Metrics(self), config.server, self.supervisor)
         self._daemon: Daemon | None = None
         self._learning: _Learning | None = None
         self._problem = ""
@@ -115,26 +108,6 @@ class TablesFromRanks:
         except BaseException:
             self.stop(self._config.shutdown_seconds)
             raise
-
-    def request_stop(self) -> None:
-        """Make ``run_until_stopped`` end within ``shutdown_seconds``. Returns at once; safe in signal handlers."""
-        self._stopping.set()
-
-    def request_reload(self) -> None:
-        """Make the loop reload the configuration file. Returns at once; safe in signal handlers."""
-        self._reload_requested.set()
-
-    def run_until_stopped(self) -> bool:
-        """Tick until a stop is requested or a thread cannot go on safely. Returns whether every part ended in time."""
-        try:
-            while not self._stopping.wait(TICK_SECONDS) and not self.supervisor.fatal:
-                if self._reload_requested.is_set():
-                    self._reload_requested.clear()
-                    self._loop_watch.attempt(self._reload_quietly)
-                self.tick()
-        finally:
-            ended = self.stop(self._config.shutdown_seconds)
-        return ended
 
     def tick(self) -> None:
         """Learn tables, or tick the daemon; take other tables over."""
@@ -234,29 +207,12 @@ class TablesFromRanks:
         # The tables of the ranks are not part of what the file says.
         self._config = config if self._config.tables else config.model_copy(update={"tables": []})
 
-    def reload(self, reason: str = "", who: str = "") -> ReloadReport:
-        try:
-            report = self._file.reload(self.apply_config)
-        except FlexdError as error:
-            self.record_reload(who, reason, error)
-            raise
-        self.record_reload(who, reason, report)
-        return report
-
-    def preview_reload(self) -> ReloadReport:
-        """Return what ``reload`` would do now. Changes nothing."""
-        return self._file.preview(self.check)
-
     def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:
         """Record the outcome of a reload."""
         if self._daemon is not None:
             self._daemon.record_reload(who, reason, outcome)
         else:
             logger.info("config reload requested by %s: %s", who or "anonymous", reason)
-
-    def _reload_quietly(self) -> None:
-        with contextlib.suppress(FlexdError):  # It is logged and counted.
-            self.reload(who="SIGHUP")
 
 
 class _Learning(InactiveDaemon):

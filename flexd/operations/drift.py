@@ -7,19 +7,19 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from flexd.config.planner import PlannerConfig
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
-from flexd.core.placement import Placement
 from flexd.core.supervision import Supervisor
+from flexd.operations.executions import Executions
 from flexd.operations.live_plan import TrainingJob, make_live_plan
 from flexd.operations.live_prices import LivePrices
 from flexd.operations.proposals import saving_gate
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.drift import Drift, placement_communication
 from flexd.sketch.profile import Profile
 
@@ -30,37 +30,6 @@ MAX_DUTY_CYCLE = 0.003
 
 ProfileMaker = Callable[[float, RankLayout], Profile]
 """(accesses of the whole job per step, layout of the ranks) -> the current profile."""
-
-
-class LivePlacement(Protocol):
-    """The part of the coordinator that drift is computed from."""
-
-    def live(self) -> LiveTopology | None: ...
-
-    def placement(self) -> Placement: ...
-
-
-class RunningMigrations(Protocol):
-    @property
-    def migrating(self) -> bool:
-        """True while the ranks move to another placement."""
-        ...
-
-
-class MeasuredTraining(Protocol):
-    """The part of the training monitor that plans are priced by."""
-
-    def accesses_per_step(self, world_size: int) -> float | None:
-        """Return the accesses of the whole job per step with so many ranks; None if not known."""
-        ...
-
-    def passes_per_step(self) -> int:
-        """Return the forward passes for each step; 1 if not known."""
-        ...
-
-    def step_seconds(self) -> float | None:
-        """Return the measured wall time of a step; None if not known."""
-        ...
 
 
 class DriftMonitor:
@@ -80,9 +49,9 @@ class DriftMonitor:
         keyspace: KeySpace,
         prices: LivePrices,
         profile: ProfileMaker,
-        coordinator: LivePlacement,
-        executions: RunningMigrations,
-        training: MeasuredTraining,
+        coordinator: Coordinator,
+        executions: Executions,
+        training: TrainingMonitor,
         supervisor: Supervisor | None = None,
     ) -> None:
         self._settings = settings

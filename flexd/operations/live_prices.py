@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.protocol.report import PHASE_QUANTITIES, StepPhase, StepReport
 from flexd.core.layout import RankLayout
 from flexd.operations.phase_averages import PHASES, phase_values, priced_by
+from flexd.operations.training_monitor import TrainingMonitor
 from flexd.planner.model.price_correction import PriceCorrection
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Exposed, Link
+from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -79,20 +81,6 @@ MIN_STEPS, MIN_SECONDS = 8, 1.0
 LINK_WORDS = {Link.INTRA_NODE: "in nodes", Link.INTER_NODE: "between nodes"}
 
 
-class MeasuredExposure(Protocol):
-    """The part of the training monitor that prices use."""
-
-    def exposed(self) -> Exposed | None:
-        """Return the measured exposure of the communication; None if not known."""
-        ...
-
-
-class LiveRanks(Protocol):
-    """The part of the coordinator that prices use."""
-
-    def live(self) -> LiveTopology | None: ...
-
-
 class _RankSums:
     """Steps of one rank that were not learnt from yet."""
 
@@ -113,7 +101,7 @@ class LivePrices:
         ranks: the coordinator, which knows the live ranks.
     """
 
-    def __init__(self, cluster: Cluster, training: MeasuredExposure, ranks: LiveRanks) -> None:
+    def __init__(self, cluster: Cluster, training: TrainingMonitor, ranks: Coordinator) -> None:
         self._probed = cluster
         self._training = training
         self._live = ranks

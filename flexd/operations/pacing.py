@@ -22,12 +22,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
 
 from flexd.config.links import ControlConfig
-from flexd.control.daemon.coordinator_types import LiveTopology
+from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.throttle import PaceLimit, Throttle, ThrottleLimits, ThrottleSnapshot
 from flexd.control.protocol.report import StepReport
 from flexd.core.errors import ControlError
@@ -236,17 +235,6 @@ class PacingSnapshot:
     pauses: int
 
 
-class MigrationChannel(Protocol):
-    """The part of the coordinator that pacing observes."""
-
-    @property
-    def outstanding_chunks(self) -> int:
-        """Chunks that were pushed and not yet applied by every rank."""
-        ...
-
-    def live(self) -> LiveTopology | None: ...
-
-
 class MigrationPacing:
     """Sets the throttle's pace from step reports. Thread-safe.
 
@@ -263,7 +251,7 @@ class MigrationPacing:
         self,
         settings: ControlConfig,
         throttle: Throttle,
-        channel: MigrationChannel,
+        channel: Coordinator,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings

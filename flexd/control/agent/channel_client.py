@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import ssl
@@ -12,15 +11,11 @@ import time
 from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
 from flexd.control.protocol.frames import Body, Frame, FrameError, FrameKey, FrameKind, FrameReader, SealedPayload
-from flexd.control.protocol.handshake import NONCE_BYTES, Session, Steps, client_steps
+from flexd.control.protocol.handshake import Session, Steps, client_steps
 from flexd.core.errors import AuthenticationError, ControlError
-from flexd.core.secrets import KeyFile, accepted_keys
+from flexd.core.secrets import accepted_keys
 
 READ_BYTES = 2**14
-KEY_CHECK_SECONDS = 1.0
-"""Longest wait without a look at the secret file."""
-PROVE_AGAIN_SECONDS = 5.0
-"""Shortest time between two proofs of a new key."""
 _LINGER_SECONDS = 1.0
 _CLOSED = "the daemon has closed the connection"
 
@@ -36,20 +31,14 @@ class ChannelClient:
         local_address: this end's address of the connection.
     """
 
-    def __init__(
-        self, sock: socket.socket, session: Session, credentials: ChannelCredentials, timeout_seconds: float
-    ) -> None:
+    def __init__(self, sock: socket.socket, session: Session, timeout_seconds: float) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._session = session
-        self._credentials = credentials
         self._timeout = timeout_seconds
         self.version = session.version
         self.local_address = str(sock.getsockname()[0])
         self._sealing = FrameKey(session.to_daemon)
         self._reader = FrameReader(FrameKey(session.to_client))
-        self._proving: Session | None = None
-        self._proved_at = -PROVE_AGAIN_SECONDS
         self._woken = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -76,7 +65,7 @@ class ChannelClient:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock = _with_tls(sock, host, credentials, deadline)
             session = _prove(sock, client_steps(versions.OWN, accepted_keys(credentials.secret)), deadline)
-            return ChannelClient(sock, session, credentials, timeout_seconds)
+            return ChannelClient(sock, session, timeout_seconds)
         except TimeoutError as error:
             sock.close()
             raise ControlError(f"the daemon at {where} accepts connections but does not answer") from error
@@ -99,7 +88,6 @@ class ChannelClient:
         Raises:
             ControlError: closed by the daemon, or not sent within the timeout. The connection cannot be used any more.
         """
-        self._prove_new_key()
         self._send(SealedPayload(message, body))
 
     def receive(self, timeout_seconds: float) -> Frame | None:
@@ -115,7 +103,6 @@ class ChannelClient:
                 self._woken = False
                 self._drain_wakes()
                 return None
-            self._prove_new_key()
             try:
                 found = self._reader.next_frame()
             except (FrameError, AuthenticationError):
@@ -125,7 +112,9 @@ class ChannelClient:
                 kind, frame = found
                 if kind == FrameKind.DATA:
                     return frame
-                self._handle(kind, frame)
+                if kind == FrameKind.CLOSE:
+                    self._drop()
+                    raise ControlError(f"{_CLOSED}: {frame.message[:200].decode(errors='replace')}")
                 continue
             if self._reader.wanted:
                 self._reader.allocate()
@@ -133,7 +122,7 @@ class ChannelClient:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     return None
-                self._wait(select.POLLIN, min(remaining, KEY_CHECK_SECONDS))
+                self._wait(select.POLLIN, remaining)
 
     def wake(self) -> None:
         """Let the running call of ``receive``, or else the next one, return None at once. From any thread."""
@@ -159,31 +148,6 @@ class ChannelClient:
         """Close the connection after a failure."""
         for sock in (self._socket, self._wake_reader, self._wake_writer):
             sock.close()
-
-    def _handle(self, kind: int, frame: Frame) -> None:
-        if kind == FrameKind.CLOSE:
-            self._drop()
-            raise ControlError(f"{_CLOSED}: {frame.message[:200].decode(errors='replace')}")
-        if kind == FrameKind.PROVED and self._proving is not None:
-            self._reader.key.replace(self._proving.to_client)
-            self._send(SealedPayload(b"", kind=FrameKind.SWITCHED))
-            self._sealing.replace(self._proving.to_daemon)
-            self._session = self._proving
-        if kind in (FrameKind.PROVED, FrameKind.NOT_PROVED):
-            self._proving = None
-
-    def _prove_new_key(self) -> None:
-        """Prove the first key of the secret file, if it has changed since the connection was made."""
-        secret = self._credentials.secret
-        if not isinstance(secret, KeyFile) or self._proving is not None:
-            return
-        key = secret.keys()[0]
-        if key == self._session.key or time.monotonic() - self._proved_at < PROVE_AGAIN_SECONDS:
-            return
-        self._proved_at = time.monotonic()
-        proof = self._session.later_proof(key, os.urandom(NONCE_BYTES))
-        self._proving = self._session.with_key(proof, (key,))
-        self._send(SealedPayload(proof, kind=FrameKind.PROVE))
 
     def _send(self, payload: SealedPayload) -> None:
         deadline = time.monotonic() + self._timeout

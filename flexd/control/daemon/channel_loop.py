@@ -247,7 +247,7 @@ class ChannelLoop:
     def _open(self, conn: UnprovenConnection, session: Session) -> None:
         del self._unproven[conn]
         self._set_interest(conn, 0)
-        peer = ChannelPeer(conn.sock, self._next_number, session, self._secret, self._unread, self._total)
+        peer = ChannelPeer(conn.sock, self._next_number, session, self._unread, self._total)
         self._next_number += 1
         with self._counted:
             self._peers[peer.number] = peer

@@ -19,7 +19,6 @@ from flexd.control.protocol.frames import (
     SealedPayload,
 )
 from flexd.control.protocol.handshake import HandshakeRefusedError, Session, Steps
-from flexd.core.secrets import Secret, accepted_keys
 
 _BUFFERS = 48
 """Buffers of one system call: 16 frames of three."""
@@ -208,8 +207,6 @@ class UnprovenConnection:
 
 
 _LARGE_READ_BYTES = 2**18
-_PROOF_SECONDS = 1.0
-"""A peer that proves keys more often is closed; an honest one waits ``PROVE_AGAIN_SECONDS``."""
 
 
 class PeerClosedError(Exception):
@@ -225,7 +222,7 @@ class ChannelPeer:
 
     Attributes:
         number: never used again.
-        proven_key: of the shared secret, that the peer proved last.
+        proven_key: of the shared secret, that the peer has proven.
         output: frames that wait for it.
         is_paused: it is not read until there is room for what it sends.
         is_deaf: it accepts no output any more.
@@ -237,7 +234,6 @@ class ChannelPeer:
         sock: socket.socket,
         number: int,
         session: Session,
-        secret: Secret,
         unread: UnreadEvents,
         total: OutputTotal,
     ) -> None:
@@ -249,14 +245,10 @@ class ChannelPeer:
         self.is_deaf = False
         self.close_reason = ""
         self.bytes_in = 0
-        self._session = session
-        self._next_session: Session | None = None
-        self._secret = secret
         self._unread = unread
         self._reader = FrameReader(FrameKey(session.to_daemon))
         self._reserved = 0
         self._large_since = 0.0
-        self._proof_at = -_PROOF_SECONDS
 
     @property
     def waits_for_large(self) -> bool:
@@ -336,19 +328,3 @@ class ChannelPeer:
             self._unread.add(event, len(frame.message) + len(frame.body), reserved)
             return
         self._unread.release(self.number, reserved)
-        if kind == FrameKind.PROVE:
-            now = time.monotonic()
-            if now - self._proof_at < _PROOF_SECONDS:
-                raise PeerClosedError("too_many_proofs")
-            self._proof_at = now
-            session = self._session.with_key(frame.message, accepted_keys(self._secret))
-            if session is None:
-                self.output.add(SealedPayload(b"", kind=FrameKind.NOT_PROVED))
-            else:
-                self.output.add(SealedPayload(b"", kind=FrameKind.PROVED))
-                self.output.key.replace(session.to_client)
-                self.proven_key = session.key
-                self._next_session = session
-        elif kind == FrameKind.SWITCHED and self._next_session is not None:
-            self._session, self._next_session = self._next_session, None
-            self._reader.key.replace(self._session.to_daemon)

@@ -41,19 +41,11 @@ class FrameKind(IntEnum):
 
     Attributes:
         DATA: a message of the layer above.
-        PROVE: the client proves another key of the shared secret, from which both ends derive new session keys.
-        PROVED: the daemon accepts that key; it is the daemon's last frame with the old session key.
-        NOT_PROVED: the daemon does not have that key; the session keys stay.
-        SWITCHED: the client's last frame with the old session key.
         CLOSE: the daemon closes the connection; the message is the reason.
     """
 
     DATA = 0
-    PROVE = 1
-    PROVED = 2
-    NOT_PROVED = 3
-    SWITCHED = 4
-    CLOSE = 5
+    CLOSE = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +144,6 @@ class FrameKey:
                 "a frame of the control channel is not the one that was sent",
                 remedy="look for a fault or an intruder on the control network",
             )
-
-    def replace(self, key: bytes) -> None:
-        """Use another key from the next frame on; the numbers go on."""
-        self._key = key
 
     def _next_tag(self, digest: bytes) -> bytes:
         text = _SEQUENCE.pack(self._sequence) + digest

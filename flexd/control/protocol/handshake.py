@@ -40,7 +40,7 @@ MAX_CLIENT_BYTES = _HEAD.size + MAX_FIELDS_BYTES + PROOF_BYTES
 """Most bytes that a server reads from a client that has not proven itself."""
 
 _SERVER_PROOF, _CLIENT_PROOF, _SESSION = b"flexd server proof\n", b"flexd client proof\n", b"flexd session\n"
-_TO_DAEMON, _TO_CLIENT, _VERDICT, _LATER_PROOF = b"to daemon\n", b"to client\n", b"verdict\n", b"flexd later proof\n"
+_TO_DAEMON, _TO_CLIENT, _VERDICT = b"to daemon\n", b"to client\n", b"verdict\n"
 
 Steps = Generator[tuple[bytes, int], bytes, "Session"]
 """A handshake: yields (bytes to send, bytes needed), is sent exactly as many as it needs, returns the session."""
@@ -94,16 +94,6 @@ class Session:
     def verdict(self, status: Status) -> bytes:
         """Return the server's last bytes of a handshake."""
         return bytes([status]) + _mac(self.to_client, _VERDICT, bytes([status]))[:VERDICT_TAG_BYTES]
-
-    def later_proof(self, key: bytes, nonce: bytes) -> bytes:
-        """Return the client's proof of another key on this connection."""
-        return nonce + _mac(key, _LATER_PROOF, self.binding, nonce)
-
-    def with_key(self, proof: bytes, keys: tuple[bytes, ...]) -> Session | None:
-        """Return the session by the key of ``keys`` that made ``later_proof``; None if none did."""
-        nonce = proof[:NONCE_BYTES]
-        made_by = [key for key in keys if hmac.compare_digest(self.later_proof(key, nonce), proof)]
-        return Session(self.version, made_by[0], _digest(self.binding, nonce)) if made_by else None
 
 
 def client_steps(offer: Versions, keys: tuple[bytes, ...]) -> Steps:
