@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from flexd.core.layout import RankLayout
 from tools.bench.cases.planner import checks_of
-from tools.bench.planning import made_up_tables
-from tools.bench.sections.pooled import compare, over_best
 
 
 def failed(checks: list[dict[str, Any]]) -> list[str]:
@@ -52,11 +49,3 @@ def test_a_plan_slower_than_a_peer_fails() -> None:
     found = figures()
     found["strategies"][1]["strategies"][1]["milliseconds"] = 2.5
     assert failed(checks_of(found)) == ["flexd over the best other strategy, time"]
-
-
-def test_pooled_tables_are_sharded_no_worse_than_by_any_peer() -> None:
-    found = compare([table for table in made_up_tables(30) if table.bags], RankLayout(2, 2), "azure-a100-200g", 300)
-    assert {"all, rows", "all, better answer", "size_lookup greedy"} <= found.keys()
-    assert found["all, better answer"]["milliseconds"] <= found["all, rows"]["milliseconds"]
-    assert sum(found["chosen"].values()) == 30
-    assert over_best(found, "flexd") <= 1.0

@@ -1,9 +1,9 @@
-"""The planner at production size, and sharding of pooled tables.
+"""The planner at production size.
 
-production: time, memory, optimality, and other strategies priced by the same model. Times are of this machine, all
+Time, memory, optimality, and other strategies priced by the same model. Times are of this machine, all
 else is arithmetic of the cost model (docs/cost-model.md). Without ``--tables`` a made up list of the same shape is
 used. A check of a plan's time, memory or gap fails if any plan that it is about copies no row: an empty plan is quick,
-small and as good as the two-hop chain. pooled: ``sections.pooled``.
+small and as good as the two-hop chain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from flexd.sketch.profile import Profile
 from flexd.topology.files import load_preset
 from tools.bench.harness import Outcome, check, peak_resident_bytes, reset_peak
 from tools.bench.planning import made_up_tables, problem_of
-from tools.bench.sections import pooled
 
 LAYOUT = RankLayout(12, 8)
 REPLICA_SHARE = 0.01
@@ -191,4 +190,4 @@ def production(options: Namespace) -> Outcome:
     return Outcome(figures, checks_of(figures))
 
 
-SECTIONS = {"production": production, "pooled": pooled.section}
+SECTIONS = {"production": production}

@@ -1,7 +1,7 @@
 """Counting rate of one core: flexd's counters beside datasketches, numpy and the memory limit of the machine.
 
-Medians over repeats, all in one process and one thread. accuracy: errors of the counters by memory, and the plans made
-from them (``sections.accuracy``).
+Medians over repeats, all in one process and one thread. accuracy: plans made from the counters,
+by memory (``sections.accuracy``).
 """
 
 from __future__ import annotations

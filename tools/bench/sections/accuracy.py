@@ -1,4 +1,4 @@
-"""Accuracy of the counters by memory: error, hot-row recall, and the cost of a plan made from them.
+"""Accuracy of the counters by memory: the cost of a plan made from them.
 
 The same accesses are counted exactly and in sketches of 1 to 1/50 of the exact counters' memory (4 bytes a row of all
 tables of the job together); the memory in use is printed with every figure. A plan is made from each and priced under
@@ -6,10 +6,7 @@ the exact counts: the regret is its cost above the plan from the exact counts, i
 is its share of the saving of that plan against the chain without replicas. The cluster is a scale model
 (``flexd.topology.files``): latencies are those of a step as many times smaller as the table is smaller than the
 design's example. A step has four micro-batches, on a link of a tenth of the preset's bandwidth and 200 us: where a plan
-has something to save. It is priced for trained and for frozen tables.
-
-DataSketches' count-min of the same nominal memory is fed the same ids in the same run. A trace is one job of all its
-tables (docs/demo.md).
+has something to save. A trace is one job of all its tables (docs/demo.md).
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import datasketches
 import numpy as np
 import numpy.typing as npt
 
@@ -45,11 +41,7 @@ Int64Array = npt.NDArray[np.int64]
 
 MEMORY_DIVISORS = (1, 2, 5, 10, 20, 50)
 CHECKED_DIVISOR = 10
-PERCENTILES = (0.01, 0.1, 1.0, 10.0, 50.0)
-RECALL_PERCENT = (0.1, 1.0)
 MESSAGE_IDS = 65_536
-LEAST_COUNT_MIN_BYTES = 2**16
-"""Least memory of one table: the fixed parts take 53 KiB."""
 LAYOUT = RankLayout(12, 8)
 DIM, DTYPE = 128, "float16"
 EXAMPLE_ROWS = 80e6
@@ -60,8 +52,6 @@ SLOW_LINK_SECONDS, SLOW_LINK_DIVISOR = 200e-6, 10
 MICRO_BATCHES = 4
 LEAST_SAVING = 0.01
 """Share of the step below which a plan of nothing passes the check of the regret."""
-SETTINGS = {"micro_batches": False, "frozen": True}
-"""Whether all tables are read only."""
 
 
 def slow_between_nodes(cluster: Cluster) -> Cluster:
@@ -95,11 +85,6 @@ class Case:
         """Return the memory of exact counters of all tables: 4 bytes a row."""
         return 4 * self.rows
 
-    def counts(self, table: int) -> Int64Array:
-        """Return the exact counts of a table, int64[rows]."""
-        rows = [np.bincount(rows, minlength=self.tables[at].rows) for at, rows in self.accesses if at == table]
-        return np.sum(rows, axis=0)
-
     def count(self, memory_bytes: int, **settings: Any) -> SketchSet:
         sketches = SketchSet(self.tables, SketchSettings(memory_bytes, None, **settings))
         for table, rows in self.accesses:
@@ -132,15 +117,13 @@ def trace_case(path: Path) -> Case:
 class Pricing:
     """Prices plans made from any profile under the exact counts."""
 
-    def __init__(self, case: Case, exact: SketchSet, name: str) -> None:
-        self.name = name
+    def __init__(self, case: Case, exact: SketchSet) -> None:
         self.keyspace = KeySpace(case.tables)
         preset = slow_between_nodes(load_preset("azure-a100-200g"))
         self.cluster = scale_model(preset, max(1.0, EXAMPLE_ROWS / case.rows))
         self.per_step = ACCESSES_PER_ROW_AND_RANK * case.rows * LAYOUT.world_size
         self.slots = [max(1, int(REPLICA_SHARE * group.rows)) for group in self.keyspace.groups]
-        frozen = frozenset(table.name for table in case.tables) if SETTINGS[name] else frozenset[str]()
-        self.shape = TrainingShape(micro_batches=MICRO_BATCHES, frozen_tables=frozen)
+        self.shape = TrainingShape(micro_batches=MICRO_BATCHES)
         profile = exact.profile(self.per_step)
         self.loads = make_loads(profile, self.keyspace, LAYOUT, self.shape)
         self.home, best = self.cost(Placement.empty()), self.plan(profile)
@@ -157,114 +140,54 @@ class Pricing:
 
     def judge(self, profile: Profile) -> dict[str, float]:
         cost, saved = self.cost(self.plan(profile)), self.home - self.best
-        return {
-            f"{self.name}_plan_regret": cost / self.best - 1,
-            f"{self.name}_plan_capture": (self.home - cost) / saved if saved > 0 else 0.0,
-        }
+        return {"plan_regret": cost / self.best - 1, "plan_capture": (self.home - cost) / saved if saved > 0 else 0.0}
 
 
 def measure(case: Case) -> dict[str, Any]:
-    largest = max(range(len(case.tables)), key=lambda table: case.tables[table].rows)
-    name, truth = case.tables[largest].name, case.counts(largest)
-    order = np.argsort(-truth, kind="stable")[: np.count_nonzero(truth)]
     exact = case.count_exactly()
-    pricings = [Pricing(case, exact, setting) for setting in SETTINGS]
-    found: dict[str, Any] = {"dense_bytes": float(case.dense_bytes)}
-    for pricing in pricings:
-        found[f"{pricing.name}_chain_exposed_seconds"] = pricing.home
-        found[f"{pricing.name}_exact_plan_exposed_seconds"] = pricing.best
-        found[f"{pricing.name}_exact_plan_rows"] = float(pricing.best_rows)
+    pricing = Pricing(case, exact)
+    found: dict[str, Any] = {
+        "dense_bytes": float(case.dense_bytes), "chain_exposed_seconds": pricing.home,
+        "exact_plan_exposed_seconds": pricing.best, "exact_plan_rows": float(pricing.best_rows),
+    }  # fmt: skip
     for divisor in MEMORY_DIVISORS:
         try:
             # With exact counters, the fixed extra of a dense table (carries, sample) comes on top.
             sketches = exact if divisor == 1 else case.count(case.dense_bytes // divisor)
         except SketchError:  # the smallest counters need more
             continue
-        profile = sketches.profile(pricings[0].per_step)
         kinds = [choice.kind for choice in sketches.choices()]
-        listed = profile.tables[largest].hot_rows
-        found[f"memory_1_{divisor}"] = of_memory = {
+        found[f"memory_1_{divisor}"] = {
             "bytes": float(sketches.nbytes), **{f"{kind}_tables": float(kinds.count(kind)) for kind in set(kinds)},
-            **_errors(lambda rows, s=sketches: s.query(name, rows), truth, order),  # type: ignore[misc]
-            **{f"recall_top_{percent:g}_percent": _recall(listed, truth, percent) for percent in RECALL_PERCENT},
-            "rows_in_curve_ratio": (float(profile.tables[largest].bin_rows.sum()) + len(listed)) / len(order),
+            **pricing.judge(sketches.profile(pricing.per_step)),
         }  # fmt: skip
-        for pricing in pricings:
-            of_memory |= pricing.judge(profile)
     return found
-
-
-def _errors(query: Any, truth: Int64Array, order: Int64Array) -> dict[str, float]:
-    """Return the mean relative error by percentile of the accessed rows, hottest first."""
-    result, first = {}, 0
-    for percent in PERCENTILES:
-        last = max(1, int(len(order) * percent / 100))
-        rows = order[first:last][:: max(1, (last - first) // 100_000)]
-        if len(rows):
-            error = np.abs(np.asarray(query(rows), dtype=np.float64) / truth[rows] - 1)
-            result[f"error_to_{percent:g}_percent"] = float(error.mean())
-        first = last
-    return result
-
-
-def _recall(listed: Int64Array, truth: Int64Array, percent: float) -> float:
-    """Return the share of the hottest rows among as many rows listed first; ties with the coldest of them count."""
-    wanted = max(1, int(np.count_nonzero(truth) * percent / 100))
-    least = np.partition(truth, len(truth) - wanted)[len(truth) - wanted]
-    return float((truth[listed[:wanted]] >= least).sum()) / wanted
-
-
-def measure_peers(case: Case, limit: int) -> dict[str, Any]:
-    """Measure flexd's and DataSketches' count-min at the checked memory, on the first ids only."""
-    keyspace = KeySpace(case.tables)
-    ids = np.concatenate([keyspace.keys(table, rows) for table, rows in case.accesses])[:limit]
-    few = Case("peers", (TableSpec("all", case.rows, DIM, DTYPE),), ((0, ids),))
-    truth = few.counts(0)
-    order = np.argsort(-truth, kind="stable")[: np.count_nonzero(truth)]
-    memory = max(few.dense_bytes // CHECKED_DIVISOR, LEAST_COUNT_MIN_BYTES)
-    mine, peer = few.count(memory, logarithmic=False), datasketches.count_min_sketch(4, max(8, memory // (4 * 8)))
-    for item in ids.tolist():
-        peer.update(item)
-    return {
-        "ids": float(len(ids)),
-        "memory_bytes": float(memory),
-        "flexd_count_min": _errors(lambda rows: mine.query("all", rows), truth, order),
-        "datasketches_count_min": _errors(
-            lambda rows: np.array([peer.get_estimate(row) for row in rows.tolist()]), truth, order
-        ),
-    }
 
 
 def checks_of(case: str, figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Check the regret, and that a plan of nothing would fail that check: its regret is the saving."""
-    checked, peers = figures[f"memory_1_{CHECKED_DIVISOR}"], figures["peers"]
-    for name in SETTINGS:
-        regret = checked[f"{name}_plan_regret"]
-        saving = figures[f"{name}_chain_exposed_seconds"] / figures[f"{name}_exact_plan_exposed_seconds"] - 1
-        yield check(
-            f"{case}, {name}: plan from 1/{CHECKED_DIVISOR} of the dense memory above the plan from exact counts",
-            regret, f"<= {LEAST_SAVING:g}", regret <= LEAST_SAVING < saving,
-        )  # fmt: skip
-        yield check(
-            f"{case}, {name}: saving of the plan from exact counts against one without replicas", saving,
-            f"> {LEAST_SAVING:g}", saving > LEAST_SAVING,
-        )  # fmt: skip
+    checked = figures[f"memory_1_{CHECKED_DIVISOR}"]
+    regret = checked["plan_regret"]
+    saving = figures["chain_exposed_seconds"] / figures["exact_plan_exposed_seconds"] - 1
+    yield check(
+        f"{case}: plan from 1/{CHECKED_DIVISOR} of the dense memory above the plan from exact counts",
+        regret, f"<= {LEAST_SAVING:g}", regret <= LEAST_SAVING < saving,
+    )  # fmt: skip
+    yield check(
+        f"{case}: saving of the plan from exact counts against one without replicas", saving,
+        f"> {LEAST_SAVING:g}", saving > LEAST_SAVING,
+    )  # fmt: skip
     yield at_most(f"{case}: memory of the counters", checked["bytes"], figures["dense_bytes"] / CHECKED_DIVISOR)
-    if peers["memory_bytes"] > LEAST_COUNT_MIN_BYTES:
-        mine, peer = (peers[f"{who}_count_min"]["error_to_1_percent"] for who in ("flexd", "datasketches"))
-        name = f"{case}: count-min, error on the top 1 % of rows, beside DataSketches' of equal memory"
-        yield at_most(name, mine, peer)
 
 
 def section(options: Namespace) -> Outcome:
-    # The peers accept one id a call, so they get the first ids only.
-    rows, accesses, peer_ids = (500_000, 4_000_000, 500_000) if options.quick else (10_000_000, 40_000_000, 4_000_000)
+    rows, accesses = (500_000, 4_000_000) if options.quick else (10_000_000, 40_000_000)
     warm_up()
     figures: dict[str, dict[str, Any]] = {}
     checks: list[dict[str, Any]] = []
     exponents = options.exponents[:1] if options.quick else options.exponents
     cases = [zipf_case(exponent, rows, accesses) for exponent in exponents]
     for case in [*cases, *([trace_case(options.trace)] if options.trace else [])]:
-        figures[case.name] = measure(case) | {"peers": measure_peers(case, peer_ids)}
+        figures[case.name] = measure(case)
         checks += checks_of(case.name, figures[case.name])
     return Outcome(figures, checks)
