@@ -26,7 +26,7 @@ from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
 from flexd.operations.autoplan import AutoPlanner
-from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile, RequestedRollback
+from flexd.operations.decisions import MAX_ROLLED_BACK, DecisionFile
 from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Abort, Execution, Executions
 from flexd.operations.history import MigrationHistory
@@ -157,9 +157,8 @@ class MigrationCommands:
     def _record_rollback(self, to_be_undone: Sequence[Execution]) -> None:
         """Record the requested rollback before any migration ends, so that the next daemon can finish it."""
         ids = tuple(execution.migration.migration_id for execution in to_be_undone[-MAX_ROLLED_BACK:])
-        requested = RequestedRollback(migration_ids=ids) if ids else None
-        if requested != self._decisions.current.rollback:
-            self._decisions.update(rollback=requested)
+        if ids != self._decisions.current.rollback:
+            self._decisions.update(rollback=ids)
 
     def _recover_rollback(self, reason: str, wait_seconds: float, deadline: float, who: str) -> AbortResult:
         done = self._recovery.start(reason, who)

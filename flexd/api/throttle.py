@@ -13,7 +13,7 @@ from flexd.api.families import counter, counters, gauge, gauges_by
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.operations.pacing import PacingSnapshot, StepTimes
+    from flexd.operations.pacing import PacingSnapshot, StepQuantiles
 
 WaitName = Literal["bytes_per_step", "bytes_per_second", "adaptive_pause"]
 DecisionName = Literal["slowed", "sped", "paused"]
@@ -124,5 +124,5 @@ def throttle_status(pacing: PacingSnapshot) -> ThrottleStatus:
     )
 
 
-def _step_times(times: StepTimes | None) -> StepTimeReport | None:
+def _step_times(times: StepQuantiles | None) -> StepTimeReport | None:
     return None if times is None else StepTimeReport.from_object(times)

@@ -114,15 +114,6 @@ class ThrottleOverride(_Stored):
         return self.configured == throttle.model_dump_json()
 
 
-class RequestedRollback(_Stored):
-    """The unfinished migrations whose rollback was requested; at most one of them had started.
-
-    Without meaning once another migration has pushed a chunk.
-    """
-
-    migration_ids: Annotated[tuple[_Words, ...], Field(min_length=1, max_length=MAX_ROLLED_BACK)]
-
-
 class HeldPlan(_Stored):
     """Plans of one kind (``NODE``, ``DEVICE``, ``NODE+DEVICE``) that wait because one of them was not shown to win.
 
@@ -136,20 +127,20 @@ class HeldPlan(_Stored):
     until_unix_seconds: Annotated[float, Field(allow_inf_nan=False)]
 
 
-class RunningVerification(_Stored):
-    """The migration whose effect is being measured."""
-
-    migration_id: _Words
-
-
 class Decisions(_Stored):
-    """All decisions in force; None where there is none."""
+    """All decisions in force; None or empty where there is none.
+
+    Attributes:
+        rollback: the unfinished migrations whose rollback was requested; at most one of them had started. Without
+            meaning once another migration has pushed a chunk.
+        verification: the migration whose effect is being measured.
+    """
 
     pause: Pause | None = None
     throttle: ThrottleOverride | None = None
-    rollback: RequestedRollback | None = None
+    rollback: Annotated[tuple[_Words, ...], Field(max_length=MAX_ROLLED_BACK)] = ()
     held_plans: Annotated[tuple[HeldPlan, ...], Field(max_length=8)] = ()
-    verification: RunningVerification | None = None
+    verification: _Words = ""
 
 
 class DecisionFile:
@@ -185,7 +176,7 @@ class DecisionFile:
 
     def update(
         self,
-        **changed: Pause | ThrottleOverride | RequestedRollback | RunningVerification | tuple[HeldPlan, ...] | None,
+        **changed: Pause | ThrottleOverride | tuple[str, ...] | tuple[HeldPlan, ...] | str | None,
     ) -> None:
         """Change fields of ``current``. They hold at once and are durable on return unless ``problem`` is set."""
         with self._lock:

@@ -29,11 +29,27 @@ from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.throttle import PaceLimit, Throttle, ThrottleLimits, ThrottleSnapshot
 from flexd.control.protocol.report import StepReport
-from flexd.core.errors import ControlError
+
+logger = logging.getLogger(__name__)
+
+BASELINE_REPORTS = 512
+"""Newest step reports without a migration that make up the baseline."""
+MIN_REPORTS = 8
+"""Smallest number of reports for a baseline or a decision; at least two per rank are needed as well."""
+TOLERANCE = 0.1
+"""Allowed slowdown of p50 and p90 of the step time, as a share."""
+FLOOR_BYTES_PER_STEP = 16 * 2**10
+"""Lower limit of the speed, except during pauses."""
+PAUSE_SECONDS = 5.0
+"""Length of the first pause when steps are too slow at the floor; each further pause is twice as long."""
+LONGEST_PAUSE = 16
+"""Longest pause, as a multiple of the first."""
+_INCREASES = 16
+"""Number of increases from floor to ceiling."""
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class StepQuantiles:
     """Quantiles of the seconds of a step, over the reports of all ranks, each weighted by its steps."""
 
     p50_seconds: float
@@ -41,7 +57,7 @@ class StepTimes:
     reports: int
 
     @staticmethod
-    def of(reports: Iterable[tuple[float, int]]) -> StepTimes | None:
+    def of(reports: Iterable[tuple[float, int]]) -> StepQuantiles | None:
         """Compute the quantiles of (mean seconds of a step, steps) pairs; None without any step."""
         pairs = np.array([pair for pair in reports if pair[1] > 0], dtype=np.float64).reshape(-1, 2)
         if len(pairs) == 0:
@@ -49,46 +65,15 @@ class StepTimes:
         pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
         share = np.cumsum(pairs[:, 1]) / pairs[:, 1].sum()
         p50, p90 = (float(pairs[min(int(np.searchsorted(share, q)), len(pairs) - 1), 0]) for q in (0.5, 0.9))
-        return StepTimes(p50, p90, len(pairs))
+        return StepQuantiles(p50, p90, len(pairs))
 
-    def slower_than(self, baseline: StepTimes, tolerance: float) -> str:
+    def slower_than(self, baseline: StepQuantiles, tolerance: float) -> str:
         """Describe the quantile that exceeds ``baseline`` x (1 + ``tolerance``); empty if none does."""
         for name in ("p50", "p90"):
             now, then = getattr(self, f"{name}_seconds"), getattr(baseline, f"{name}_seconds")
             if now > then * (1 + tolerance):
                 return f"{name} of a step is {now * 1e3:.3g} ms, {now / then:.2f} times the {then * 1e3:.3g} ms without"
         return ""
-
-
-@dataclass(frozen=True)
-class PaceSettings:
-    """Settings of the controller.
-
-    Attributes:
-        tolerance: allowed increase of a step's time, as a share of the baseline.
-        floor_bytes, ceiling_bytes: bounds of the bytes a step.
-        increase_bytes: added each time that steps are as fast as the baseline.
-        first_pause_seconds, longest_pause_seconds: bounds of the pauses at the floor.
-
-    Raises:
-        ControlError: the numbers contradict each other.
-    """
-
-    tolerance: float
-    floor_bytes: int
-    ceiling_bytes: int
-    increase_bytes: int
-    first_pause_seconds: float = 5.0
-    longest_pause_seconds: float = 80.0
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.floor_bytes <= self.ceiling_bytes and self.increase_bytes >= 1 and self.tolerance >= 0):
-            raise ControlError(
-                f"a pace of {self.floor_bytes} to {self.ceiling_bytes} bytes a step in steps of {self.increase_bytes}",
-                remedy="the floor is at least 1 and at most the ceiling",
-            )
-        if not 0 < self.first_pause_seconds <= self.longest_pause_seconds:
-            raise ControlError(f"pauses of {self.first_pause_seconds:g} to {self.longest_pause_seconds:g} seconds")
 
 
 class PaceState(Enum):
@@ -100,60 +85,63 @@ class PaceState(Enum):
 class PaceController:
     """Decides on the limit from given times, without threads or a clock.
 
+    Args:
+        floor_bytes, ceiling_bytes: bounds of the bytes per step.
+
     Attributes:
         bytes_per_step: the limit while ``RUNNING``.
         reason: of the newest decision, in words.
         slowed, sped, pauses: number of decisions by kind since the start.
     """
 
-    def __init__(self, settings: PaceSettings) -> None:
-        self.settings = settings
+    def __init__(self, floor_bytes: int, ceiling_bytes: int) -> None:
+        self.floor_bytes, self.ceiling_bytes = floor_bytes, ceiling_bytes
         self.slowed = self.sped = self.pauses = 0
         self._start()
 
     def _start(self) -> None:
-        settings = self.settings
         self.state = PaceState.MEASURING
-        self.bytes_per_step = max(settings.floor_bytes, settings.ceiling_bytes // 4)
+        self.bytes_per_step = max(self.floor_bytes, self.ceiling_bytes // 4)
         self.reason = "measuring the steps without a migration"
-        self._pause_seconds = settings.first_pause_seconds
+        self._pause_seconds = PAUSE_SECONDS
         self._until_seconds = 0.0
 
     def reset(self) -> None:
         """Start over for other ranks, whose step times are not known yet."""
         self._start()
 
-    def apply_settings(self, settings: PaceSettings) -> None:
-        """Change the settings; the pace continues within them."""
-        self.settings = settings
-        self.bytes_per_step = min(max(self.bytes_per_step, settings.floor_bytes), settings.ceiling_bytes)
-        self._pause_seconds = min(
-            max(self._pause_seconds, settings.first_pause_seconds), settings.longest_pause_seconds
-        )
+    @property
+    def increase_bytes(self) -> int:
+        """Bytes added each time that steps are as fast as the baseline."""
+        return max(1, (self.ceiling_bytes - self.floor_bytes) // _INCREASES)
 
-    def judge(self, recent: StepTimes, baseline: StepTimes, now_seconds: float) -> None:
+    def set_bounds(self, floor_bytes: int, ceiling_bytes: int) -> None:
+        """Change the bounds; the pace continues within them."""
+        self.floor_bytes, self.ceiling_bytes = floor_bytes, ceiling_bytes
+        self.bytes_per_step = min(max(self.bytes_per_step, floor_bytes), ceiling_bytes)
+
+    def judge(self, recent: StepQuantiles, baseline: StepQuantiles, now_seconds: float) -> None:
         """Compare steps that applied chunks with those that did not, while ``RUNNING``, and adjust the pace."""
         if self.state is not PaceState.RUNNING:
             return
-        settings = self.settings
-        slower = recent.slower_than(baseline, settings.tolerance)
+        slower = recent.slower_than(baseline, TOLERANCE)
         if not slower:
-            if self.bytes_per_step < settings.ceiling_bytes:
+            if self.bytes_per_step < self.ceiling_bytes:
                 self.sped += 1
-            self.bytes_per_step = min(settings.ceiling_bytes, self.bytes_per_step + settings.increase_bytes)
-            self._pause_seconds = settings.first_pause_seconds
+            self.bytes_per_step = min(self.ceiling_bytes, self.bytes_per_step + self.increase_bytes)
+            self._pause_seconds = PAUSE_SECONDS
             self.reason = "steps are as fast as without"
             return
-        if self.bytes_per_step > settings.floor_bytes:
+        if self.bytes_per_step > self.floor_bytes:
             self.slowed += 1
-            self.bytes_per_step = max(settings.floor_bytes, self.bytes_per_step // 2)
+            self.bytes_per_step = max(self.floor_bytes, self.bytes_per_step // 2)
             self.reason = f"slowed: {slower}"
             return
         self.state = PaceState.PAUSED
         self.pauses += 1
         self.reason = f"paused for {self._pause_seconds:g} s, at the floor already: {slower}"
         self._until_seconds = now_seconds + self._pause_seconds
-        self._pause_seconds = min(2 * self._pause_seconds, self.settings.longest_pause_seconds)
+        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE * PAUSE_SECONDS)
 
     def update(self, now_seconds: float, *, measured: bool) -> None:
         """Leave ``MEASURING`` once there is a baseline, and ``PAUSED`` once the pause is over and has given one."""
@@ -182,26 +170,8 @@ class StepWindow:
     def clear(self) -> None:
         self._pairs.clear()
 
-    def times(self) -> StepTimes | None:
-        return StepTimes.of(self._pairs)
-
-
-logger = logging.getLogger(__name__)
-
-BASELINE_REPORTS = 512
-"""Newest step reports without a migration that make up the baseline."""
-MIN_REPORTS = 8
-"""Smallest number of reports for a baseline or a decision; at least two per rank are needed as well."""
-TOLERANCE = 0.1
-"""Allowed slowdown of p50 and p90 of the step time, as a share."""
-FLOOR_BYTES_PER_STEP = 16 * 2**10
-"""Lower limit of the speed, except during pauses."""
-PAUSE_SECONDS = 5.0
-"""Length of the first pause when steps are too slow at the floor; each further pause is twice as long."""
-LONGEST_PAUSE = 16
-"""Longest pause, as a multiple of the first."""
-_INCREASES = 16
-"""Number of increases from floor to ceiling."""
+    def times(self) -> StepQuantiles | None:
+        return StepQuantiles.of(self._pairs)
 
 
 @dataclass(frozen=True)
@@ -228,8 +198,8 @@ class PacingSnapshot:
     state: PaceState | None
     why: str
     throttle: ThrottleSnapshot
-    baseline: StepTimes | None
-    recent: StepTimes | None
+    baseline: StepQuantiles | None
+    recent: StepQuantiles | None
     slowed: int
     sped: int
     pauses: int
@@ -264,17 +234,14 @@ class MigrationPacing:
         self._recent = StepWindow(BASELINE_REPORTS)
         self._recent_applied = False
         self._generation = 0
-        self._judged: StepTimes | None = None
-        self._controller = PaceController(self._pace_settings())
+        self._judged: StepQuantiles | None = None
+        self._controller = PaceController(*self._bounds())
         self._set_pace()
 
-    def _pace_settings(self) -> PaceSettings:
+    def _bounds(self) -> tuple[int, int]:
+        """Return floor and ceiling of the bytes per step."""
         ceiling = self._throttle.limits.bytes_per_step or self._settings.chunk_bytes
-        floor = min(FLOOR_BYTES_PER_STEP, ceiling)
-        return PaceSettings(
-            TOLERANCE, floor, ceiling, max(1, (ceiling - floor) // _INCREASES), PAUSE_SECONDS,
-            LONGEST_PAUSE * PAUSE_SECONDS,
-        )  # fmt: skip
+        return min(FLOOR_BYTES_PER_STEP, ceiling), ceiling
 
     def add(self, report: StepReport) -> None:
         """Add the report of a rank, and decide once there are enough. Called in the coordinator's thread."""
@@ -339,7 +306,7 @@ class MigrationPacing:
             if adaptive and not self._adaptive:
                 self._controller.reset()
             self._adaptive = adaptive
-            self._controller.apply_settings(self._pace_settings())
+            self._controller.set_bounds(*self._bounds())
             self._set_pace()
 
     def apply_config(self, settings: ControlConfig) -> None:

@@ -14,7 +14,7 @@ from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, FlexdError, SnapshotError
 from flexd.core.placement import Placement
-from flexd.operations.decisions import DecisionFile, RequestedRollback
+from flexd.operations.decisions import DecisionFile
 from flexd.operations.executions import (
     ROLLBACK,
     Execution,
@@ -106,7 +106,7 @@ class RollbackRecovery:
         interrupted, base, live = self._target()
         recorded = self._recorded(interrupted.migration_id)
         if not self._was_requested(interrupted):
-            self._decisions.update(rollback=RequestedRollback(migration_ids=(interrupted.migration_id,)))
+            self._decisions.update(rollback=(interrupted.migration_id,))
         started = self._executions.start_rollback(
             self._unused_id(interrupted), interrupted.plan_id, lambda: base, live.generation,
             rollback_trigger(interrupted.migration_id, reason, who), live,
@@ -140,8 +140,7 @@ class RollbackRecovery:
 
     def _was_requested(self, interrupted: JournalledMigration) -> bool:
         """Return whether a user requested the rollback of this migration."""
-        requested = self._decisions.current.rollback
-        return requested is not None and interrupted.migration_id in requested.migration_ids
+        return interrupted.migration_id in self._decisions.current.rollback
 
     def _unused_id(self, interrupted: JournalledMigration) -> str:
         """Return an id that neither the history nor the interrupted rollback has: every attempt stays visible."""

@@ -39,7 +39,7 @@ from flexd.core.errors import SnapshotError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import MOVED, RankLayout, Tier, by_slots
 from flexd.core.placement import Delta, Placement
-from flexd.operations.decisions import DecisionFile, HeldPlans, RunningVerification
+from flexd.operations.decisions import DecisionFile, HeldPlans
 from flexd.operations.executions import ROLLBACK, Execution, Executions, rollback_trigger
 from flexd.operations.history import ActionRecord, MigrationHistory
 from flexd.operations.step_times import StepBlocks
@@ -253,7 +253,7 @@ class Verifier:
         )  # fmt: skip
         self._blocks.clear()
         self._run = run
-        self._decisions.update(verification=RunningVerification(migration_id=migration.migration_id))
+        self._decisions.update(verification=migration.migration_id)
         self._report(run, VerificationState.RUNNING, "begun")
         logger.info("verification of %s: begun, at most %d steps", migration.migration_id, settings.budget_steps)
         self._next_block(run, live)
@@ -348,7 +348,7 @@ class Verifier:
         if state is VerificationState.INTERRUPTED:
             outcome = _NO_VERDICT
         self._record(f"{state.value}: {words}; {outcome}")
-        self._decisions.update(verification=None)
+        self._decisions.update(verification="")
 
     def _report(self, run: _Run, state: VerificationState, words: str, *, rolled_back: bool = False) -> None:
         effect = run.rule.effect(run.blocks[False], run.blocks[True])
@@ -374,11 +374,11 @@ class Verifier:
     def _close_unfinished(self) -> None:
         """Record the end of a verification that an earlier daemon left."""
         left = self._decisions.current.verification
-        if left is not None:
+        if left:
             words = f"the daemon ended; {_NO_VERDICT}"
-            self.newest = VerdictRecord(left.migration_id, VerificationState.INTERRUPTED.value, words=words)
+            self.newest = VerdictRecord(left, VerificationState.INTERRUPTED.value, words=words)
             self._record(f"interrupted: {words}")
-            self._decisions.update(verification=None)
+            self._decisions.update(verification="")
 
 
 def _finite(value: float) -> float | None:

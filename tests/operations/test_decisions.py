@@ -14,7 +14,7 @@ from flexd.api.operator_commands import OperatorCommands
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ConfigError, SnapshotError
-from flexd.operations.decisions import DecisionFile, Decisions, Pause, RequestedRollback, ThrottleOverride
+from flexd.operations.decisions import DecisionFile, Decisions, Pause, ThrottleOverride
 from flexd.operations.history import ActionRecord
 from flexd.operations.pacing import MigrationPacing
 from flexd.operations.state_file import NAME, StateFile
@@ -25,7 +25,7 @@ CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(
     pause=Pause(reason="night", who="ann", unix_seconds=5.0),
     throttle=ThrottleOverride(bytes_per_step=7, adaptive=True, configured=CONFIGURED.model_dump_json()),
-    rollback=RequestedRollback(migration_ids=("p2", "p3")),
+    rollback=("p2", "p3"),
 )
 
 

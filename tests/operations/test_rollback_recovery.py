@@ -13,7 +13,7 @@ from flexd.control.daemon import journal as journal_module
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError, SnapshotError
-from flexd.operations.decisions import DecisionFile, RequestedRollback
+from flexd.operations.decisions import DecisionFile
 from flexd.operations.state_file import NAME, StateFile
 from tests.support.executions_harness import LAYOUT, SECONDS, ExecutionsHarness
 from tests.support.ranks_in_threads import Ranks, target
@@ -161,7 +161,7 @@ def test_a_rollback_requested_before_the_migration_ended_is_resumed(daemons: Dae
 def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
     daemons: DaemonSequence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_disk: list[RequestedRollback | None] = []
+    on_disk: list[tuple[str, ...]] = []
     abort = Migration.abort
 
     def record_file(migration: Migration, reason: str) -> None:
@@ -172,7 +172,7 @@ def test_a_requested_rollback_is_on_disk_before_the_migration_is_aborted(
     with Ranks(daemons.port, LAYOUT) as ranks:
         apply_part_of_p2(daemons, ranks)
         daemons.abort(0)
-        assert on_disk[0] == RequestedRollback(migration_ids=("p2",))
+        assert on_disk[0] == ("p2",)
 
 
 def test_a_rollback_requested_after_a_crash_is_resumed_after_a_second_crash(daemons: DaemonSequence) -> None:

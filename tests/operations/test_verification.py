@@ -239,8 +239,8 @@ def test_another_migration_interrupts(tmp_path: Path) -> None:
 def test_a_daemon_that_ends_in_between_leaves_no_verdict_and_a_stated_end(tmp_path: Path) -> None:
     job = VerifiedJob(tmp_path, effect=+0.05)
     job.tick(60)
-    assert job.decisions.current.verification is not None
-    migration_id = job.decisions.current.verification.migration_id
+    migration_id = job.decisions.current.verification
+    assert migration_id
     job.actions.clear()
     job.start()
     (action,) = job.actions

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import ControlError
-from flexd.operations.pacing import PaceController, PaceSettings, PaceState, StepTimes
+from flexd.operations.pacing import LONGEST_PAUSE, PAUSE_SECONDS, PaceController, PaceState, StepQuantiles
 
-SETTINGS = PaceSettings(tolerance=0.1, floor_bytes=1_000, ceiling_bytes=65_000, increase_bytes=4_000)
-BASE = StepTimes(0.010, 0.012, 100)
-FINE = StepTimes(0.0105, 0.0125, 20)
-SLOW = StepTimes(0.0105, 0.014, 20)
+FLOOR, CEILING, INCREASE = 1_000, 65_000, 4_000
+BASE = StepQuantiles(0.010, 0.012, 100)
+FINE = StepQuantiles(0.0105, 0.0125, 20)
+SLOW = StepQuantiles(0.0105, 0.014, 20)
 
 
 def running() -> PaceController:
-    controller = PaceController(SETTINGS)
+    controller = PaceController(FLOOR, CEILING)
     controller.update(0.0, measured=True)
     assert controller.state is PaceState.RUNNING
     return controller
@@ -38,7 +36,7 @@ def test_pauses_at_the_floor_double_up_to_a_bound_and_have_a_reason() -> None:
     now = 0.0
     while controller.state is PaceState.RUNNING:
         controller.judge(SLOW, BASE, now)
-    assert controller.bytes_per_step == SETTINGS.floor_bytes
+    assert controller.bytes_per_step == FLOOR
     assert controller.reason.startswith("paused for 5 s, at the floor already: p90")
     pauses = []
     for _ in range(8):
@@ -63,26 +61,25 @@ def test_pauses_at_the_floor_double_up_to_a_bound_and_have_a_reason() -> None:
         st.one_of(
             st.tuples(st.just("judge"), st.floats(1e-6, 1.0), st.floats(1e-6, 1.0)),
             st.tuples(st.just("update"), st.floats(0, 50), st.booleans()),
-            st.tuples(st.just("apply_settings"), st.integers(1, 5_000), st.integers(5_000, 100_000)),
+            st.tuples(st.just("set_bounds"), st.integers(1, 5_000), st.integers(5_000, 100_000)),
             st.tuples(st.just("reset"), st.just(0), st.just(0)),
         ),
         max_size=60,
     )
 )
 def test_the_pace_stays_between_floor_and_ceiling(events: list[tuple[str, float, float]]) -> None:
-    controller, now = PaceController(SETTINGS), 0.0
+    controller, now = PaceController(FLOOR, CEILING), 0.0
     for name, a, b in events:
         if name == "judge":
-            controller.judge(StepTimes(min(a, b), max(a, b), 9), BASE, now)
+            controller.judge(StepQuantiles(min(a, b), max(a, b), 9), BASE, now)
         elif name == "update":
             now += a
             controller.update(now, measured=bool(b))
-        elif name == "apply_settings":
-            controller.apply_settings(PaceSettings(0.1, int(a), int(b), 100))
+        elif name == "set_bounds":
+            controller.set_bounds(int(a), int(b))
         else:
             controller.reset()
-        bounds = controller.settings
-        assert bounds.floor_bytes <= controller.bytes_per_step <= bounds.ceiling_bytes
+        assert controller.floor_bytes <= controller.bytes_per_step <= controller.ceiling_bytes
         assert controller.reason
 
 
@@ -97,7 +94,7 @@ def test_the_pace_converges_to_the_tolerated_bytes(tolerated: int) -> None:
         controller.judge(SLOW if controller.bytes_per_step > tolerated else FINE, BASE, turn * 100.0)
         paces.append(controller.bytes_per_step)
     late = paces[100:]
-    assert max(late) <= tolerated + SETTINGS.increase_bytes
+    assert max(late) <= tolerated + INCREASE
     assert sum(late) / len(late) >= 0.45 * tolerated
 
 
@@ -108,24 +105,16 @@ def test_the_pace_recovers_after_noise(noise: list[bool]) -> None:
     for slow in noise:
         controller.judge(SLOW if slow else FINE, BASE, now)
         now += 1
-    now += SETTINGS.longest_pause_seconds
+    now += LONGEST_PAUSE * PAUSE_SECONDS
     controller.update(now, measured=True)
-    for _ in range(SETTINGS.ceiling_bytes // SETTINGS.increase_bytes + 1):
+    for _ in range(CEILING // INCREASE + 1):
         controller.judge(FINE, BASE, now)
-    assert controller.bytes_per_step == SETTINGS.ceiling_bytes
+    assert controller.bytes_per_step == CEILING
 
 
 def test_quantiles_are_weighted_by_steps() -> None:
-    assert StepTimes.of([]) is None
-    assert StepTimes.of([(1.0, 0)]) is None
-    times = StepTimes.of([(0.5, 1), (0.1, 90), (0.2, 9)])
-    assert times == StepTimes(0.1, 0.1, 3)
-    assert StepTimes.of([(0.1, 5), (0.2, 5)]) == StepTimes(0.1, 0.2, 2)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"floor_bytes": 0}, {"floor_bytes": 70_000}, {"increase_bytes": 0}, {"first_pause_seconds": 0.0}]
-)
-def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ControlError):
-        PaceSettings(**{"tolerance": 0.1, "floor_bytes": 1, "ceiling_bytes": 2, "increase_bytes": 1, **wrong})
+    assert StepQuantiles.of([]) is None
+    assert StepQuantiles.of([(1.0, 0)]) is None
+    times = StepQuantiles.of([(0.5, 1), (0.1, 90), (0.2, 9)])
+    assert times == StepQuantiles(0.1, 0.1, 3)
+    assert StepQuantiles.of([(0.1, 5), (0.2, 5)]) == StepQuantiles(0.1, 0.2, 2)
