@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from flexd.core.backoff import Backoff
 from flexd.core.errors import FlexdError
 
 _log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Watch:
         """Exceptions since the start."""
         self.problem: ThreadProblem | None = None
         self._clock = clock
-        self._backoff_seconds = 0.0
+        self._backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         self._retry_at = 0.0
         self._kinds: dict[tuple[str, str], int] = {}
 
@@ -96,8 +97,7 @@ class Watch:
     def fault(self, error: BaseException) -> None:
         """Record an exception, and back off before the next attempt."""
         in_a_row = 1 if self.problem is None else self.problem.faults + 1
-        self._backoff_seconds = min(max(FIRST_BACKOFF_SECONDS, 2 * self._backoff_seconds), MAX_BACKOFF_SECONDS)
-        self._retry_at = self._clock() + self._backoff_seconds
+        self._retry_at = self._clock() + self._backoff.seconds()
         # The problem first: whoever sees the counter must not read that nothing fails.
         self.problem = ThreadProblem(self.thread, self.work, _text(error), in_a_row)
         self.count(error)
@@ -123,7 +123,8 @@ class Watch:
 
     def rest(self) -> None:
         """Forget the problem and the back-off, because the work has been stopped or succeeds. Counters stay."""
-        self.problem, self._backoff_seconds, self._retry_at = None, 0.0, 0.0
+        self.problem, self._retry_at = None, 0.0
+        self._backoff.reset()
 
 
 class SupervisedThread:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flexd.core.backoff import Backoff
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import TableSpec
@@ -199,9 +200,9 @@ class Ingestor:
         self._finish()
 
     def _loop(self) -> None:
-        backoff = _Backoff(self._stop)
+        backoff = Backoff(*_BACKOFF_SECONDS)
         while not self._stop.is_set() and not self._attempt("source", self._restore_positions):
-            backoff.wait()
+            self._stop.wait(backoff.seconds())
         backoff.reset()
         self._snapshots.start()
         while not self._stop.is_set():
@@ -209,7 +210,7 @@ class Ingestor:
             if self._attempt("source", self._read_some):
                 backoff.reset()
             else:
-                backoff.wait()
+                self._stop.wait(backoff.seconds())
             if self._snapshots.written:
                 self._attempt("snapshot", self._finish_save)
             if self._snapshots.is_due():
@@ -344,18 +345,3 @@ class Ingestor:
         if "source" not in self._problems and self._source.problem is not None:
             found.append(f"stream: {self._source.problem}")
         return tuple(found)
-
-
-class _Backoff:
-    """Doubles the wait after every failure in a row, up to a bound. Setting ``stop`` ends a wait."""
-
-    def __init__(self, stop: threading.Event) -> None:
-        self._stop = stop
-        self._seconds = _BACKOFF_SECONDS[0]
-
-    def wait(self) -> None:
-        self._stop.wait(self._seconds)
-        self._seconds = min(2 * self._seconds, _BACKOFF_SECONDS[1])
-
-    def reset(self) -> None:
-        self._seconds = _BACKOFF_SECONDS[0]

@@ -10,6 +10,7 @@ from flexd.config.planner import PlannerConfig
 from flexd.control.daemon.coordinator_types import LiveTopology
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
+from flexd.core.backoff import Backoff
 from flexd.core.errors import FlexdError
 from flexd.core.fault_points import fault_point
 from flexd.core.layout import Tier
@@ -32,7 +33,7 @@ class HoldOff:
 
     def __init__(self) -> None:
         self._newest: Migration | None = None
-        self._next_seconds = FIRST_SECONDS
+        self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
         self._until = 0.0
         self._failure: tuple[str, int | None] = ("", None)
         """Reason of the failure, and the topology generation of the migration."""
@@ -47,13 +48,13 @@ class HoldOff:
             return
         self._newest = migration
         if migration.state is MigrationState.COMMITTED:
-            self._next_seconds, self._until = FIRST_SECONDS, now
+            self._backoff.reset()
+            self._until = now
         elif migration.state is MigrationState.FAILED:
             if migration.record.chunks_applied:
-                self._next_seconds = FIRST_SECONDS
+                self._backoff = Backoff(FIRST_SECONDS, LONGEST_SECONDS)
             self._failure = (f"migration {migration.migration_id} failed: {migration.reason}", migration.generation)
-            self._until = now + self._next_seconds
-            self._next_seconds = min(LONGEST_SECONDS, 2 * self._next_seconds)
+            self._until = now + self._backoff.seconds()
 
     def seconds(self, now: float, generation: int) -> float:
         """Return the rest of the wait, for ranks of this topology generation; 0 if there is none."""

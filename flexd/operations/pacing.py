@@ -29,6 +29,7 @@ from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.throttle import PaceLimit, Throttle, ThrottleLimits, ThrottleSnapshot
 from flexd.control.protocol.report import StepReport
+from flexd.core.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class PaceController:
         self.state = PaceState.MEASURING
         self.bytes_per_step = max(self.floor_bytes, self.ceiling_bytes // 4)
         self.reason = "measuring the steps without a migration"
-        self._pause_seconds = PAUSE_SECONDS
+        self._pauses = Backoff(PAUSE_SECONDS, LONGEST_PAUSE * PAUSE_SECONDS)
         self._until_seconds = 0.0
 
     def reset(self) -> None:
@@ -129,7 +130,7 @@ class PaceController:
             if self.bytes_per_step < self.ceiling_bytes:
                 self.sped += 1
             self.bytes_per_step = min(self.ceiling_bytes, self.bytes_per_step + self.increase_bytes)
-            self._pause_seconds = PAUSE_SECONDS
+            self._pauses.reset()
             self.reason = "steps are as fast as without"
             return
         if self.bytes_per_step > self.floor_bytes:
@@ -139,9 +140,9 @@ class PaceController:
             return
         self.state = PaceState.PAUSED
         self.pauses += 1
-        self.reason = f"paused for {self._pause_seconds:g} s, at the floor already: {slower}"
-        self._until_seconds = now_seconds + self._pause_seconds
-        self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE * PAUSE_SECONDS)
+        seconds = self._pauses.seconds()
+        self.reason = f"paused for {seconds:g} s, at the floor already: {slower}"
+        self._until_seconds = now_seconds + seconds
 
     def update(self, now_seconds: float, *, measured: bool) -> None:
         """Leave ``MEASURING`` once there is a baseline, and ``PAUSED`` once the pause is over and has given one."""

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from flexd.core.backoff import Backoff
 from flexd.core.supervision import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
@@ -126,7 +127,7 @@ def test_a_thread_whose_body_raises_or_returns_early_goes_on(monkeypatch: pytest
 def test_a_stop_ends_a_back_off_at_once_and_a_fault_of_the_clean_up_is_counted() -> None:
     supervisor, stopping = Supervisor(), threading.Event()
     watch = supervisor.watch("t")
-    watch._backoff_seconds = MAX_BACKOFF_SECONDS
+    watch._backoff = Backoff(MAX_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
     thread = supervisor.thread("t", fail, stopping, fail)
     thread.start()
     until(supervisor.problems, SECONDS)

@@ -16,7 +16,7 @@ from flexd.control.agent.inbox import ChunkInbox
 from flexd.control.agent.rank_connection import RankConnection
 from flexd.control.agent.tap_outbox import TapOutbox
 from flexd.control.protocol.credentials import ChannelCredentials, TlsFiles
-from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line, parse_address
+from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, parse_address, reconnect_backoff
 from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.errors import AuthenticationError, StaleMessageError, TopologyError
 from flexd.core.secrets import Secret
@@ -105,7 +105,7 @@ class Agent:
         return self._context.reports.waiting
 
     def _run(self) -> None:
-        backoff = Backoff()
+        backoff = reconnect_backoff()
         while not self._context.stopping.is_set():
             wait = 0.0
             try:

@@ -50,9 +50,10 @@ from flexd.control.protocol.messages import (
     decode,
     encode,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, named_error, new_token
+from flexd.control.protocol.network import CHANNEL_ERRORS, named_error, new_token
 from flexd.control.protocol.rows import MAX_ROWS, Bytes, RowsAssembly, pieces_of, rows_body
 from flexd.control.protocol.table_lists import tables_body
+from flexd.core.backoff import Backoff
 from flexd.core.errors import (
     AuthenticationError,
     ChunkRefusedError,

@@ -42,7 +42,7 @@ from flexd.control.protocol.messages import (
     TapOffer,
     TapPiece,
 )
-from flexd.control.protocol.network import CHANNEL_ERRORS, Backoff, first_line
+from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, reconnect_backoff
 from flexd.control.protocol.report import StepReport
 from flexd.control.protocol.rows import Bytes
 from flexd.core.errors import ControlError, SnapshotError
@@ -108,7 +108,7 @@ class EpochManager:
         self._receiver = MessageReceiver(options.job, instance, self.members, events.emit)
         self._hosted: Hosted | None = None
         self._received: deque[Received | RankDisconnected] = deque()
-        self._backoff = Backoff()
+        self._backoff = reconnect_backoff()
         self._counters: Counter[str] = Counter()
         self._epochs = 0
         self._last_end = ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
 
+from flexd.core.backoff import Backoff
 from flexd.core.errors import ControlError, FlexdError
 
 CHANNEL_ERRORS = (FlexdError, OSError)
@@ -63,17 +63,6 @@ def listen(host: str, port: int) -> tuple[int, int]:
         ) from error
 
 
-class Backoff:
-    """Waits of ``first`` seconds doubling to ``longest``, each shortened at random by up to a half."""
-
-    def __init__(self, first: float = 0.05, longest: float = 2.0) -> None:
-        self._first = first
-        self._longest = longest
-        self._next = first
-
-    def seconds(self) -> float:
-        wait, self._next = self._next, min(self._longest, self._next * 2)
-        return wait * random.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        self._next = self._first
+def reconnect_backoff() -> Backoff:
+    """Return the waits between two attempts to join, which ranks do not make at the same time."""
+    return Backoff(0.05, 2.0, spread=0.5)

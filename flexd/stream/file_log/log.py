@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
 from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
@@ -223,7 +224,7 @@ class FileLogSource:
         self._restored: Positions = {}
         self._readers: dict[str, PartitionReader] = {}
         self._turn = 0
-        self._pause_seconds = _PAUSE_SECONDS[0]
+        self._pauses = Backoff(*_PAUSE_SECONDS)
         self._problem: str | None = None
         self._closed = False
 
@@ -242,13 +243,12 @@ class FileLogSource:
             self._discover()
             messages = self._read()
             if messages:
-                self._pause_seconds = _PAUSE_SECONDS[0]
+                self._pauses.reset()
                 return messages
             left = deadline - time.monotonic()
             if left <= 0:
                 return messages
-            time.sleep(min(self._pause_seconds, left))
-            self._pause_seconds = min(self._pause_seconds * 2, _PAUSE_SECONDS[1])
+            time.sleep(min(self._pauses.seconds(), left))
 
     def restore(self, positions: Mapping[str, int]) -> None:
         self._restored = dict(positions)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
 
 _log = logging.getLogger(__name__)
@@ -46,13 +47,11 @@ class Connector(Generic[Client]):
         self._dispose = dispose
         self._timeout_seconds = timeout_seconds
         self._fatal = fatal
-        self._first_backoff_seconds = first_backoff_seconds
-        self._max_backoff_seconds = max_backoff_seconds
+        self._backoff = Backoff(first_backoff_seconds, max_backoff_seconds)
         self._max_hung = max_hung
         self._client: Client | None = None
         self._attempt: _Attempt[Client] | None = None
         self._hung: list[_Attempt[Client]] = []
-        self._backoff_seconds = first_backoff_seconds
         self._next_attempt = 0.0
         self._closed = False
         self.problem: str | None = None
@@ -133,7 +132,7 @@ class Connector(Generic[Client]):
         if attempt.error is None:
             self._client = attempt.client
             self.problem = None
-            self._backoff_seconds = self._first_backoff_seconds
+            self._backoff.reset()
             return True
         if isinstance(attempt.error, self._fatal):
             raise StreamError(
@@ -144,8 +143,7 @@ class Connector(Generic[Client]):
         return False
 
     def _delay(self) -> None:
-        self._next_attempt = time.monotonic() + self._backoff_seconds
-        self._backoff_seconds = min(self._backoff_seconds * 2, self._max_backoff_seconds)
+        self._next_attempt = time.monotonic() + self._backoff.seconds()
 
     def _dispose_in_thread(self, client: Client) -> threading.Thread:
         thread = threading.Thread(target=self._dispose_safely, args=(client,), name="flexd-disconnect", daemon=True)

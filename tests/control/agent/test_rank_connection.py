@@ -21,7 +21,7 @@ from flexd.control.protocol.messages import (
     TapState,
     encode,
 )
-from flexd.control.protocol.network import Backoff
+from flexd.control.protocol.network import reconnect_backoff
 from flexd.control.protocol.rows import RowsAssembly
 from flexd.core.homes import Homes
 from flexd.core.layout import RankLayout
@@ -141,7 +141,7 @@ def test_a_tampered_chunk_is_refused_and_pushed_again(host: Callable[..., Any], 
 )
 def test_an_epoch_is_joined_only_by_the_registrations_it_names(change: dict[str, Any], accepted: bool) -> None:
     """A recorded announcement, correctly signed, must not move a rank."""
-    connection = RankConnection(lone_agent(1)._context, Backoff())
+    connection = RankConnection(lone_agent(1)._context, reconnect_backoff())
     connection._notice = DaemonNotice("job", "instance", "digest")
     connection._nonce, connection._last_epoch = "nonce", 4
     announcement = EpochAnnouncement("job", "instance", "a1", 1, 5, "token", "nonce")
