@@ -22,9 +22,6 @@ _log = logging.getLogger(__name__)
 
 Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | TapCounts]]
 
-MAX_REASONS = 64
-"""Distinct rejection reasons that are counted by name; the rest is counted as ``other``."""
-
 
 def decode_message(payload: bytes | memoryview, max_message_bytes: int) -> Sequence[AccessBatch | TapCounts]:
     """Decode a message of accesses or the counts of a tap; its first bytes tell the kind.
@@ -140,8 +137,6 @@ class MessageCounter:
                     self._dead_letters.record(reason, f"{rejected} accesses of the message", message)
 
     def _reject(self, reason: str, detail: str, message: Message | RefusedMessages, messages: int = 1) -> None:
-        if reason not in self.rejected and len(self.rejected) >= MAX_REASONS:
-            reason = "other"
         self.rejected[reason] = self.rejected.get(reason, 0) + messages
         if self._dead_letters is not None:
             self._dead_letters.record(reason, detail, message)

@@ -76,14 +76,6 @@ class TableProfile:
     sources: TableSources | None = None
     touches: RowTouches | None = None
 
-    @property
-    def source_node_share(self) -> Float32Array | None:
-        """Share of each node in the accesses of each hot row, float32[h, nodes].
-
-        Computed at every call: with many rows, call ``sources.share`` with the needed ones instead.
-        """
-        return None if self.sources is None else self.sources.share(np.arange(len(self.hot_rows)))
-
     def __post_init__(self) -> None:
         listed = len(self.hot_rows)
         if not (len(self.hot_share) == len(self.hot_lower) == len(self.hot_upper) == listed):

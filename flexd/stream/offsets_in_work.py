@@ -80,13 +80,13 @@ class OffsetsInWork:
         self._lock = threading.Lock()
         if directory is None:
             return
-        check_version(directory / RECORD_NAME)
+        self._load(directory / RECORD_NAME)
         try:
             self._view = _open(directory / MARKER_NAME)
         except OSError as error:
             _log.warning("offsets in work cannot be recorded in %s: %s", directory, error)
+            self._known = {}
             return
-        self._load()
         self._record_death(self._view)
 
     def skipped(self) -> tuple[PoisonOffset, ...]:
@@ -164,13 +164,14 @@ class OffsetsInWork:
         )  # fmt: skip
         self._save()
 
-    def _load(self) -> None:
-        assert self._record_path is not None  # noqa: S101
+    def _load(self, path: Path) -> None:
         try:
-            known = read_record(self._record_path)
+            known = read_record(path)
+        except StateVersionError:
+            raise
         except SnapshotError as error:
             _log.warning("%s", error)
-            quarantine_file(self._record_path)
+            quarantine_file(path)
             return
         self._known = {(item.partition, item.first, item.last, item.counting): item for item in known}
 
@@ -188,14 +189,11 @@ class OffsetsInWork:
 def check_version(path: Path) -> None:
     """Raise StateVersionError if a newer flexd wrote the record."""
     try:
-        number = json.loads(path.read_bytes())["format"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # Reading it reports that.
-    if isinstance(number, int) and number > RECORD_FORMAT:
-        raise StateVersionError(
-            f"{path} is of format {number}, of a newer flexd; this one reads {RECORD_FORMAT}",
-            remedy="run the flexd that wrote it, or a newer one",
-        )
+        read_record(path)
+    except StateVersionError:
+        raise
+    except SnapshotError:
+        pass  # The start reports that.
 
 
 def read_record(path: Path) -> tuple[PoisonOffset, ...]:
@@ -205,11 +203,16 @@ def read_record(path: Path) -> tuple[PoisonOffset, ...]:
         SnapshotError: the file is damaged or cannot be read.
         StateVersionError: a newer flexd wrote it.
     """
-    check_version(path)
     try:
         document = json.loads(path.read_bytes())
-        if document["format"] != RECORD_FORMAT:
-            raise ValueError(f"format {document['format']!r}")
+        number = document["format"]
+        if isinstance(number, int) and number > RECORD_FORMAT:
+            raise StateVersionError(
+                f"{path} is of format {number}, of a newer flexd; this one reads {RECORD_FORMAT}",
+                remedy="run the flexd that wrote it, or a newer one",
+            )
+        if number != RECORD_FORMAT:
+            raise ValueError(f"format {number!r}")
         known = [
             PoisonOffset(
                 str(item["partition"]), int(item["first"]), int(item["last"]), bool(item["counting"]),

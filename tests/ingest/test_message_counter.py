@@ -55,18 +55,6 @@ def test_bad_input_is_counted_by_reason_and_sampled(tmp_path):
     assert (tmp_path / "dead.jsonl").stat().st_mode & 0o777 == 0o600
 
 
-def test_reasons_are_bounded(tmp_path):
-    def fail(payload, limit):
-        raise CodecError("no", reason=bytes(payload).decode())
-
-    source = FakeSource({"p": [str(i).encode() for i in range(200)]})
-    ingestor = make_ingestor(source, SnapshotStore(tmp_path, 1), decode=fail)
-    run_to_the_end(ingestor, source)
-    rejected = ingestor.stats().rejected_messages
-    assert len(rejected) == 65
-    assert sum(rejected.values()) == 200
-
-
 def test_both_kinds_of_message_are_decoded():
     counts = TableCounts("t", np.arange(3), np.ones(3, np.int64), LengthCounts.none())
     (batch,) = decode_message(tap_counts.encode(TapCounts(3, 1.7e9, (counts,))), 16)

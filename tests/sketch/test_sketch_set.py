@@ -82,7 +82,6 @@ def test_profile_against_exact_counts(half_life):
         assert total == pytest.approx(1.0, abs=0.05)
         assert table.coverage == pytest.approx(1.0, abs=0.05)
         assert table.sources is None
-        assert table.source_node_share is None
     assert small.hot_share.sum() + (small.bin_share * small.bin_rows).sum() == pytest.approx(1.0)
     assert np.array_equal(small.hot_lower, small.hot_upper)
     assert small.distinct_rows == (exact["small"] > 0).sum()
@@ -151,10 +150,3 @@ def test_damaged_state_is_refused():
     for key in ("decay", "sketches"):
         with pytest.raises(SketchError):
             loaded_sketches(TABLES, sketches.settings, {**meta, key: None}, arrays)
-
-
-def test_memory_stays_within_the_choices():
-    sketches = _set()
-    _feed(sketches, _batches(8, 40))
-    assert 0 < sketches.nbytes <= sum(choice.bytes for choice in sketches.choices())
-    assert sum(choice.bytes for choice in sketches.choices()) <= MEMORY

@@ -15,7 +15,6 @@ import kafka
 from kafka import KafkaConsumer
 from kafka.consumer.fetcher import Fetcher
 from kafka.errors import KafkaError
-from kafka.protocol.consumer import IsolationLevel
 from kafka.record import MemoryRecords
 
 from flexd.core.errors import StreamError
@@ -151,12 +150,9 @@ class BoundedPartitionRecords(Fetcher.PartitionRecords):  # type: ignore[misc]
     take = _next_items
 
     def _unpack_records(self, tp: Any, records: Any, key_deserializer: Any, value_deserializer: Any) -> Iterator[Item]:
-        aborted = None
-        if self.isolation_level == IsolationLevel.READ_COMMITTED:
-            aborted = [(transaction.first_offset, transaction.producer_id) for transaction in self.aborted_transactions]
         data = memoryview(records._buffer or b"")
         reader = BatchReader(
-            f"{tp.topic}/{tp.partition}", data, self.fetch_offset, self._limits, self._work, aborted
+            f"{tp.topic}/{tp.partition}", data, self.fetch_offset, self._limits, self._work
         )  # fmt: skip
         for item in reader:
             self.next_fetch_offset, self.leader_epoch = reader.next_offset, reader.leader_epoch

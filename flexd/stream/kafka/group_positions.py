@@ -32,7 +32,6 @@ class GroupPositions:
         clock: monotonic seconds.
 
     Attributes:
-        gaps_filled: gaps whose offsets appeared when they were fetched again.
         losses: messages known to have existed between a lost position and the first message read after it, and
             positions that the broker no longer had.
     """
@@ -48,7 +47,6 @@ class GroupPositions:
         self._gaps: dict[str, tuple[int, float]] = {}
         """By partition: the first missing offset, and when it was first seen missing."""
         self._lasting_gaps: Counter[str] = Counter()
-        self.gaps_filled = 0
         self.losses = Losses()
 
     def all(self) -> Positions:
@@ -82,8 +80,6 @@ class GroupPositions:
         """
         expected = self._next.get(key, offsets[0])
         count, gap = 0, self._gaps.pop(key, None)
-        if gap is not None and offsets[0] == expected == gap[0]:
-            self.gaps_filled += 1
         if offsets[-1] - expected == len(offsets) - 1 or self._lasting_gaps[key] >= TRUSTED_GAPS:
             return len(offsets)
         for offset in offsets:

@@ -19,6 +19,7 @@ _RESERVED = frozenset(
         "group_id",
         "enable_auto_commit",
         "auto_offset_reset",
+        "isolation_level",
         "value_deserializer",
         "value_serializer",
     )

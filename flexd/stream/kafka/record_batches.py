@@ -27,7 +27,7 @@ _MAGIC_AT = 16
 _HEADER = struct.Struct(">qiibIhiqqqhii")
 _CHECKED_FROM = 21
 """The checksum covers the attributes and everything behind them."""
-_TIMESTAMP_TYPE_MASK, _TRANSACTIONAL_MASK, _CONTROL_MASK = 0x08, 0x10, 0x20
+_TIMESTAMP_TYPE_MASK, _CONTROL_MASK = 0x08, 0x20
 _MIN_RECORD_BYTES = 7
 
 Item = Message | RefusedMessages
@@ -56,7 +56,6 @@ class BatchReader:
         data: record batches as the broker sent them; the last one may be cut.
         from_offset: earlier messages of the first batch are dropped.
         work: records the batch that is being read.
-        aborted: first offset and producer of the aborted transactions, if those are to be left out.
 
     Attributes:
         next_offset: behind everything that was returned or passed over.
@@ -71,14 +70,11 @@ class BatchReader:
         from_offset: int,
         limits: BatchLimits,
         work: OffsetsInWork,
-        aborted: list[tuple[int, int]] | None = None,
     ) -> None:
         self._partition = partition
         self._data = data
         self._limits = limits
         self._work = work
-        self._aborted = None if aborted is None else sorted(aborted)
-        self._aborted_producers: set[int] = set()
         self.next_offset = from_offset
         self.leader_epoch = -1
         self.record_bytes = 0
@@ -132,11 +128,11 @@ class BatchReader:
 
     def _read(self, base: int, last: int, batch: memoryview) -> Iterator[Message]:
         header = _HEADER.unpack_from(batch)
-        _, _, epoch, _, crc, attributes, last_delta, _, max_time, producer, _, _, count = header
+        _, _, epoch, _, crc, attributes, _, _, max_time, _, _, _, count = header
         if calc_crc32c(batch[_CHECKED_FROM:]) != crc:
             raise BatchRefusedError("corrupt_batch", "checksum")
         self.leader_epoch = epoch
-        if self._is_aborted(base, last_delta, attributes, producer) or attributes & _CONTROL_MASK:
+        if attributes & _CONTROL_MASK:
             return
         records = batch[_HEADER.size :]
         limits = self._limits
@@ -173,17 +169,6 @@ class BatchReader:
             at = end
         if at != len(records):
             raise ValueError(f"{len(records) - at} bytes behind the last record")
-
-    def _is_aborted(self, base: int, last_delta: int, attributes: int, producer: int) -> bool:
-        if self._aborted is None or producer < 0:
-            return False
-        while self._aborted and self._aborted[0][0] <= base + last_delta:
-            self._aborted_producers.add(self._aborted.pop(0)[1])
-        if attributes & _CONTROL_MASK:
-            # A marker, commit or abort, ends the producer's transaction.
-            self._aborted_producers.discard(producer)
-            return True
-        return bool(attributes & _TRANSACTIONAL_MASK) and producer in self._aborted_producers
 
     def _refused(self, last: int, reason: str, detail: str, batch: memoryview, head: bytes = b"") -> RefusedMessages:
         first = self.next_offset

@@ -126,7 +126,6 @@ class KafkaSource:
         self._problem: str | None = None
         self._commit_problem: str | None = None
         self._closed = False
-        self.commits_failed = 0
 
     @property
     def problem(self) -> str | None:
@@ -206,7 +205,6 @@ class KafkaSource:
                 consumer.commit(offsets, timeout_ms=int(min(self._session_timeout_seconds, 5.0) * 1000))
             except KafkaError as error:
                 # Rebalance in progress, session expired, broker away: the next commit covers it.
-                self.commits_failed += 1
                 self._commit_problem = f"{self._name}: commit failed: {type(error).__name__}: {error}"
         return self._commit_problem
 

@@ -200,7 +200,7 @@ def test_a_rebalance_repeats_and_loses_nothing(tansu):
     thread.start()
     try:
         poll_until(first, lambda _: len(first._connector.get(0.0).assignment()) == 1)
-        assert first.commit(first.positions()) is None or first.commits_failed > 0
+        first.commit(first.positions())
     finally:
         stop.set()
         thread.join(20)
@@ -259,7 +259,7 @@ def test_an_added_partition_changes_the_sample_by_one_at_most():
     assert sampled_partitions("job", "t", range(3), 1.0) == {0, 1, 2}
 
 
-def test_a_failed_commit_is_counted_and_harmless(own_tansu):
+def test_a_failed_commit_is_reported_and_harmless(own_tansu):
     topic = topic_on(own_tansu)
     produce(own_tansu, topic, 0, 2)
     source = open_source(own_tansu, topic)
@@ -269,7 +269,6 @@ def test_a_failed_commit_is_counted_and_harmless(own_tansu):
     own_tansu.kill()
     problem = source.commit(source.positions())
     assert "commit failed" in problem
-    assert source.commits_failed == 1
     assert source.problem is not None
     assert source.positions() == {f"{topic}/0": 2}
     source.close()
