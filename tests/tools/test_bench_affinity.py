@@ -1,4 +1,4 @@
-"""The benchmark of affinity cuts traces into samples that do not overlap, and judges what its targets say."""
+"""The benchmark of affinity cuts traces into samples that do not overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.bench.cases.affinity import checks_of, measure, planted, trace_samples, uniform_samples
+from tools.bench.cases.affinity import trace_samples
 
 
 def test_pieces_of_users_do_not_overlap_and_are_in_order_of_their_last_event(tmp_path: Path) -> None:
@@ -28,17 +28,3 @@ def test_bags_are_samples_and_tables_apart(tmp_path: Path) -> None:
     samples = trace_samples(tmp_path / "bags.npz")
     assert samples.keys.tolist() == [2, 5, 7]
     assert samples.lengths.tolist() == [2, 1]
-
-
-def test_planted_groups_are_near_their_optimum_and_a_small_catalogue_is_not_here() -> None:
-    groups, group_of_key = planted(12_000)
-    figures = {
-        "planted, 2 nodes": measure(groups, 2, 64, group_of_key),
-        "catalogue, 2 nodes": measure(uniform_samples(200, 4_000, 32), 2, 128),
-    }
-    assert all(each["ok"] for each in checks_of(figures)), figures
-    figures["catalogue, 2 nodes"]["pays"] = True
-    figures["planted, 2 nodes"]["loader"] = 1.1 * figures["planted, 2 nodes"]["planted_rows"]
-    assert [each["name"] for each in checks_of(figures) if not each["ok"]] == [
-        "planted, 2 nodes: over the planted", "catalogue, 2 nodes: pays",
-    ]  # fmt: skip

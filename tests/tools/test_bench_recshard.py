@@ -8,14 +8,10 @@ import pytest
 from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
 from tools.bench.planning import made_up_tables
 from tools.bench.sections.recshard import (
-    BY_ACCESS,
-    BY_ROWS,
     FLEXD,
     Frames,
     Static,
-    beside_paper,
     checks_of,
-    divided_by_access,
     replay,
     strategies,
 )  # fmt: skip
@@ -40,7 +36,6 @@ def test_static_rows_count_accesses_and_frames_count_a_row_once_a_step() -> None
     for _ in range(2):
         missed = small.step(np.arange(64), np.ones(64))[1]
     assert missed.sum() > 32
-    assert small.written > 0
 
 
 def test_popularity_moves_within_its_table() -> None:
@@ -57,16 +52,6 @@ def test_popularity_moves_within_its_table() -> None:
     assert first_row(moved[3]) < 0.5 * first_row(still[3])
 
 
-def test_rows_chosen_by_access_are_the_most_used_by_byte_and_fit() -> None:
-    frames = divided_by_access(TABLES, 0.25 * WHOLE / LAYOUT.world_size)
-    sizes = [TABLES.stored_bytes[list(group.tables)][0] + 64 for group in TABLES.keyspace.groups]
-    assert float(np.dot(frames, sizes)) <= 0.25 * WHOLE / LAYOUT.world_size + sum(sizes)
-    assert divided_by_access(TABLES, 10 * WHOLE) == [
-        max(1, int(sum(np.diff(TABLES.first)[list(group.tables)])) // LAYOUT.world_size)
-        for group in TABLES.keyspace.groups
-    ]
-
-
 def test_strategies_are_counted_on_the_same_batches_within_the_memory() -> None:
     memory = 0.25 * WHOLE / LAYOUT.world_size
     answer = replay(TABLES, strategies(TABLES, memory), TABLES.periods(6, 1.0))
@@ -81,6 +66,4 @@ def test_strategies_are_counted_on_the_same_batches_within_the_memory() -> None:
     )
     assert recshard[MOVED]["slow accesses"] > 1.2 * recshard[PLANNED]["slow accesses"]
     assert answer[FLEXD][MOVED]["slow accesses"] < 1.1 * answer[FLEXD][PLANNED]["slow accesses"]
-    for name in ("recshard", BY_ROWS, FLEXD, BY_ACCESS):
-        assert beside_paper(answer)[name]["fewer slow accesses"] > 1
     assert len(checks_of(answer)) == 6

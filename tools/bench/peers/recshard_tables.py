@@ -61,10 +61,6 @@ class Tables:
             np.concatenate([[0], np.cumsum(rows)]), cumulative,
         )  # fmt: skip
 
-    def shares(self) -> Float64Array:
-        """Return float64[rows]: the share of a row in the accesses of its table."""
-        return np.concatenate([np.diff(cumulative, prepend=0.0) for cumulative in self.cumulative])
-
     def periods(self, steps: int, moved_share: float) -> Iterator[tuple[str, Int64Array]]:
         """Yield the period of each step ("" while frames warm up) and the rows that it accesses."""
         for step, keys in enumerate(self.batches(3 * steps, 2 * steps, moved_share, seed=1)):

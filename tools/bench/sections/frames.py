@@ -4,8 +4,8 @@ A step uses each distinct row of its batch once, so a distinct row is the unit. 
 quarters of the steps, fast memory holds a share of the rows that are ever used. ``ahead K`` knows the K batches after
 the present one; with all of them it is Belady's choice, which nothing beats.
 
-misses: batches of Zipf's law, with the popularity as it is and moved. traces (``--trace``): batches of consecutive
-accesses. Static: the most frequent rows of the first quarter.
+misses: batches of Zipf's law. traces (``--trace``): batches of consecutive accesses. Static: the most frequent rows of
+the first quarter.
 
 Checks: fewer misses than LRU everywhere; with four batches known at most 1.25 times Belady's, of traces at 5 % of the
 rows.
@@ -26,10 +26,10 @@ import numpy.typing as npt
 import torch
 
 from flexd.embedding.store.slow.frame_table import FrameTable
-from flexd.embedding.store.slow.half_life import HALF_LIVES, HalfLife
+from flexd.embedding.store.slow.half_life import HalfLife
 from flexd.stream.trace import Trace, load_trace
 from tools.bench.harness import Outcome, Skipped, at_most, check
-from tools.bench.programs.memory import batches, popular_rows, popular_touches
+from tools.bench.programs.memory import batches
 
 Int64Array = npt.NDArray[np.int64]
 SHARES, QUICK_SHARES = (0.01, 0.05, 0.1), (0.05,)
@@ -77,21 +77,16 @@ class Steps:
         return len(self) // 4
 
 
-def missed_by_frames(
-    steps: Steps, frames: int, half_life: float | None, ahead: int, *, touches: torch.Tensor | None = None
-) -> tuple[float, float]:
+def missed_by_frames(steps: Steps, frames: int, half_life: float | None, ahead: int) -> tuple[float, float]:
     """Return misses a distinct row, and microseconds a row of the table's own work.
 
     Args:
         half_life: of counts, in rows used for each frame; 0: the last use counts (LRU); None: chosen live (flexd).
-        touches: float64 [distinct rows], the true probability of a use, in place of counts.
     """
     device = torch.device("cpu")
     table = FrameTable(frames, steps.distinct, device, half_life=1.0 if half_life is None else half_life)
     live = HalfLife(frames, steps.distinct, device) if half_life is None else None
     kept = torch.full((steps.distinct,), -math.inf, dtype=torch.float64)
-    if touches is not None:
-        kept = torch.log2(touches)
     rows, next_step = torch.from_numpy(steps.rows), torch.from_numpy(steps.next_step)
     missed, began, seconds, clock_of_uses = 0, steps.first_counted, 0.0, 0.0
     for step in range(len(steps)):
@@ -104,8 +99,7 @@ def missed_by_frames(
         come = arrivals.missing
         table.remember(arrivals.frames[come], kept[batch[come]])
         clock_of_uses = clock_of_uses + len(batch) / frames if live is None else live.use(batch, ahead)
-        # A use before all time changes no count.
-        table.use(arrivals.frames, clock_of_uses if touches is None else -math.inf, ahead=known)
+        table.use(arrivals.frames, clock_of_uses, ahead=known)
         table.changed(arrivals.frames)
         table.release(arrivals.frames)
         if 0 < ahead < len(steps) and step + ahead + 1 < len(steps):
@@ -162,50 +156,27 @@ def checks_of_trace(name: str, answer: dict[str, dict[str, float]]) -> list[dict
     return checks
 
 
-def checks_of_misses(zipf: float, by_policy: dict[str, float]) -> list[dict[str, Any]]:
-    checks = []
-    for prefix in ("", "moved: "):
-        ratio = by_policy[f"{prefix}flexd"] / by_policy[f"{prefix}LRU"]
-        checks.append(check(f"Zipf {zipf:g}: {prefix}misses / LRU's", ratio, "< 1", ratio < 1))
-        ratio = by_policy[f"{prefix}flexd, {AHEAD} ahead"] / by_policy[f"{prefix}Belady"]
-        checks.append(at_most(f"Zipf {zipf:g}: {prefix}misses with {AHEAD} batches known / Belady's", ratio, 1.25))
-    return checks
+def checks_of_misses(zipf: float, of: dict[str, float]) -> list[dict[str, Any]]:
+    ratio = of["flexd"] / of["LRU"]
+    known = of[f"flexd, {AHEAD} ahead"] / of["Belady"]
+    return [
+        check(f"Zipf {zipf:g}: misses / LRU's", ratio, "< 1", ratio < 1),
+        at_most(f"Zipf {zipf:g}: misses with {AHEAD} batches known / Belady's", known, 1.25),
+    ]
 
 
 def misses(rows: int, ids: int, zipf: float, steps: int) -> dict[str, float]:
-    """Return misses a distinct row with 5 % of the rows in frames, over the last three quarters of the steps.
-
-    "moved": the popularity of the rows is another one from the first quarter of the steps on, where counting begins.
-    Static: the rows that are the most popular in the beginning, for good; no choice that never moves misses less
-    while the popularity stays. "known popularity": the batches ahead, and of other rows the true probability of a use
-    in place of counts: what no counting can be better than.
-    """
+    """Return misses a distinct row with 5 % of the rows in frames, over the last three quarters of the steps."""
     rows, ids = rows // ROWS_DIVIDED, ids // IDS_DIVIDED
-    figures: dict[str, float] = {}
-    touches = torch.empty(rows, dtype=torch.float64)
-    touches[popular_rows(rows, rows)] = popular_touches(rows, rows, ids, zipf)
-    for prefix, moved in (("", 0), ("moved: ", rows // 3 or 1)):
-        drawn = batches(rows, ids, zipf, seed=2)
-        keys = [next(drawn).numpy() for _ in range(steps)]
-        first = steps // 4
-        keys = [*keys[:first], *((batch + moved) % rows for batch in keys[first:])]
-        steps_of = Steps.of(np.concatenate(keys), ids)
-        frames = max(int(np.diff(steps_of.starts).max()) + 1, int(rows * SHARE))
-        popular = np.zeros(rows, dtype=np.bool_)
-        popular[popular_rows(rows, frames).numpy()] = True
-        static = np.concatenate([~popular[np.unique(batch)] for batch in keys[first:]])
-        figures[f"{prefix}static"] = float(static.mean())
-        figures[f"{prefix}LRU"] = missed_by_frames(steps_of, frames, 0.0, 0)[0]
-        figures[f"{prefix}flexd"] = missed_by_frames(steps_of, frames, None, 0)[0]
-        figures[f"{prefix}flexd, {AHEAD} ahead"] = missed_by_frames(steps_of, frames, None, AHEAD)[0]
-        long = missed_by_frames(steps_of, frames, HALF_LIVES[-1], AHEAD)[0]
-        figures[f"{prefix}half-life {HALF_LIVES[-1]:g}, {AHEAD} ahead"] = long
-        known = touches.roll(moved)[torch.from_numpy(np.unique(np.concatenate(keys)))]
-        figures[f"{prefix}known popularity, {AHEAD} ahead"] = missed_by_frames(
-            steps_of, frames, 1.0, AHEAD, touches=known
-        )[0]
-        figures[f"{prefix}Belady"] = missed_by_frames(steps_of, frames, 1.0, len(steps_of) + 1)[0]
-    return figures
+    drawn = batches(rows, ids, zipf, seed=2)
+    steps_of = Steps.of(np.concatenate([next(drawn).numpy() for _ in range(steps)]), ids)
+    frames = max(int(np.diff(steps_of.starts).max()) + 1, int(rows * SHARE))
+    return {
+        "LRU": missed_by_frames(steps_of, frames, 0.0, 0)[0],
+        "flexd": missed_by_frames(steps_of, frames, None, 0)[0],
+        f"flexd, {AHEAD} ahead": missed_by_frames(steps_of, frames, None, AHEAD)[0],
+        "Belady": missed_by_frames(steps_of, frames, 1.0, len(steps_of) + 1)[0],
+    }
 
 
 def misses_section(options: Namespace) -> Outcome:
