@@ -1,6 +1,6 @@
 """Real processes that ingest and are killed, rebalanced and out of disk: the counters end as if nothing had happened.
 
-Cuts between daemon and broker are faults of ``make chaos``.
+A broker that does not answer for a while is a fault of ``make chaos``.
 """
 
 from __future__ import annotations
