@@ -40,10 +40,6 @@ class Run:
         with np.load(self.directory / f"rank-{number}.npz") as file:
             return {name: file[name] for name in file.files}
 
-    @property
-    def daemon_log(self) -> str:
-        return (self.directory / "daemon.log").read_text()
-
 
 def _run(directory: Path, *options: object) -> Run:
     summary = demo("--steps", STEPS, "--batch-size", BATCH, "--out", directory, *options)

@@ -1,21 +1,8 @@
-"""Fixtures of the stream tests: batches to send, and brokers."""
+"""Brokers of the stream tests."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-
-from flexd.stream.types import AccessBatch
-
-
-@pytest.fixture
-def make_batch():
-    """Make a batch whose row ids identify its number."""
-
-    def make(number: int, ids: int = 16, dtype: type = np.int32) -> AccessBatch:
-        return AccessBatch("items", np.arange(ids, dtype=dtype) + number * 1000, number % 4, float(number))
-
-    return make
 
 
 @pytest.fixture(scope="session")

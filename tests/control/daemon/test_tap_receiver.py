@@ -31,25 +31,13 @@ class Daemon:
         self.hosted, self.source = hosted, source
         source.restore(positions)
         self.counted: list[tuple[str, int, bytes]] = []
-        self.reading = threading.Event()
-        self.reading.set()
         self._stop = threading.Event()
-        self._polling = threading.Lock()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         while not self._stop.is_set():
-            if self.reading.wait(0.05):
-                with self._polling:
-                    if self.reading.is_set():
-                        self.counted += [(m.partition, m.offset, bytes(m.payload)) for m in self.source.poll(0.02)]
-
-    def stop_reading(self) -> None:
-        """Read nothing more until ``reading`` is set."""
-        self.reading.clear()
-        with self._polling:
-            pass
+            self.counted += [(m.partition, m.offset, bytes(m.payload)) for m in self.source.poll(0.02)]
 
     def snapshot(self) -> dict[str, int]:
         positions = self.source.positions()

@@ -19,7 +19,6 @@ from flexd.embedding.store.slow.tier import Tier, TieredColumn
 from flexd.embedding.store.slow.two_memories import FRAME_BYTES
 
 HOME, REPLICAS, DIM, STATE = 150, 10, 3, 1
-CALLS = ["read", "count", "rows", "state", "through"]
 
 
 def initial(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
