@@ -11,9 +11,9 @@ from prometheus_client.core import Metric
 from flexd.api.families import MAX_LABEL_VALUES
 from flexd.api.placement import by_metric_tier
 from flexd.api.rank import RankPage
-from flexd.api.slow_memory import SlowMemoryStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
+from flexd.api.training import SlowMemoryStatus
 from flexd.control.daemon.message_receiver import REFUSED_KINDS
 from flexd.control.daemon.migration_states import FINAL_STATES
 from flexd.control.daemon.throttle import ThrottleReason

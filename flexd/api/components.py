@@ -6,25 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flexd import __version__
-from flexd.api.config import ConfigReport
-from flexd.api.drift import drift_status
-from flexd.api.migration import MigrationReport, migration_counts, migration_report
-from flexd.api.migration_effect import migration_effect
-from flexd.api.placement import placement_status
+from flexd.api.daemon import ConfigReport, snapshot_status, state_status
+from flexd.api.migration import MigrationReport, migration_counts, migration_effect, migration_report
+from flexd.api.placement import drift_status, placement_status, prices_status
 from flexd.api.plan import plan_report
 from flexd.api.planning import planning_status
-from flexd.api.prices import prices_status
 from flexd.api.rank import RankPage, rank_page, topology_status
-from flexd.api.sketch import sketch_status
-from flexd.api.slow_memory import slow_memory_status
-from flexd.api.snapshot import snapshot_status
-from flexd.api.state import state_status
 from flexd.api.status import Status
 from flexd.api.stream import stream_status
-from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, table_page
+from flexd.api.table import HotRowPage, TableOrder, TablePage, hot_row_page, sketch_status, table_page
 from flexd.api.throttle import throttle_status
-from flexd.api.timeline import MAX_PLAN_MARKS, Timeline, timeline
-from flexd.api.training import training_status
+from flexd.api.training import MAX_PLAN_MARKS, Timeline, slow_memory_status, timeline, training_status
 from flexd.operations.effects import effect_of
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flexd.api.abort import AbortOutcome, AbortPreview, AbortResult, rollback_preview
+from flexd.api.execution import AbortOutcome, AbortPreview, AbortResult, rollback_preview
 from flexd.api.migration import (
     MAX_LISTED,
     MigrationDetail,

@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from flexd.api.config import ReloadReport
-from flexd.api.pause import DecisionsStatus, PauseState
+from flexd.api.daemon import DecisionsStatus, PauseState, ReloadReport
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.core.errors import FlexdError

@@ -1,20 +1,23 @@
-"""The placement of rows that every rank has agreed on."""
+"""The placement of rows, the prices of links, and the drift of the placement from the plan made now."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from flexd.api.base import Model, RowsByTier
-from flexd.api.families import counter, gauge, gauges
+from flexd.api.base import FiniteOrNone, Model, RowsByTier
+from flexd.api.families import counter, gauge, gauges, gauges_by, summary
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
+    from flexd.operations.drift import DriftMonitor
+    from flexd.operations.live_prices import LivePrices
 
 
 class PlacementStatus(Model):
@@ -72,3 +75,163 @@ def placement_status(placement: Placement, keyspace: KeySpace, digest_mismatches
         digest=f"{placement.digest():016x}",
         digest_mismatches=digest_mismatches,
     )
+
+
+class LinkPrices(Model):
+    """One link. Errors are held-out: every report is predicted before it is learnt from; newer reports weigh more."""
+
+    link: str
+    """``intra_node`` or ``inter_node``."""
+    reports: int = 0
+    """Times that enough steps of all ranks were learnt from."""
+    factor: float = 1.0
+    """Factor of the probed seconds at which plans are priced; 1 unless it predicts better."""
+    probed_error: FiniteOrNone = None
+    """Held-out error of the prices as probed, as a share of the measured time."""
+    corrected_error: FiniteOrNone = None
+    """Held-out error with the factor that reports show."""
+    reason: str = ""
+    """Why they are corrected or not, in words."""
+
+
+class PricesStatus(Model):
+    """The prices of plans."""
+
+    links: tuple[LinkPrices, ...] = ()
+    """The links that steps of the live ranks have shown."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of corrected prices."""
+        yield gauges(
+            "flexd_price_factor", "Factor of the probed seconds of a link at which plans are priced.", "link",
+            {link.link: link.factor for link in self.links},
+        )  # fmt: skip
+        yield gauges_by(
+            "flexd_price_error",
+            "Held-out error as a share of the measured time, of a link's prices as probed and with a factor.",
+            ("link", "prices"),
+            {
+                (link.link, prices): error
+                for link in self.links
+                for prices, error in (("probed", link.probed_error), ("corrected", link.corrected_error))
+            },
+        )
+
+
+def prices_status(prices: LivePrices) -> PricesStatus:
+    """Return what was learnt of each link in this topology generation."""
+    shown = []
+    for link, learnt in prices.corrections().items():
+        probed, corrected = learnt.error_shares()
+        shown.append(
+            LinkPrices(
+                link=link.value, reports=learnt.reports, factor=learnt.factor, probed_error=probed,
+                corrected_error=corrected, reason=learnt.reason(),
+            )
+        )  # fmt: skip
+    return PricesStatus(links=tuple(shown))
+
+
+class TableDriftStatus(Model):
+    """Drift of one table."""
+
+    table: str
+    """Name of the table."""
+    ratio: FiniteOrNone = None
+    """Exposed seconds of its bytes, at the live placement / with a plan made now; null if that would leave none."""
+    exposed_seconds: float = 0.0
+    """Per step, at the live placement; without the collectives' latencies."""
+    inter_node_bytes: float = 0.0
+    """Per rank and step, at the live placement."""
+
+
+class DriftStatus(Model):
+    """The cost of the live placement over that of the plan that would be made now."""
+
+    ratio: FiniteOrNone = None
+    """Exposed seconds of a step, live / plan: above 1 another placement is better; null before the first
+    evaluation."""
+    threshold: FiniteOrNone = None
+    """Above it a new plan is made, if it saves ``planner.min_saving``; null if drift makes none."""
+    plan_exposed_seconds: FiniteOrNone = None
+    """Per step, with the plan."""
+    exposed_seconds: FiniteOrNone = None
+    """Per step, at the live placement."""
+    plan_inter_node_bytes: FiniteOrNone = None
+    """Per rank and step, with the plan."""
+    inter_node_bytes: FiniteOrNone = None
+    """Per rank and step, at the live placement."""
+    plan_total_bytes: FiniteOrNone = None
+    """Over all links, with the plan."""
+    total_bytes: FiniteOrNone = None
+    """Over all links, at the live placement."""
+    age_seconds: FiniteOrNone = None
+    """Since the newest evaluation."""
+    evaluations: int = 0
+    """Evaluations since the daemon started."""
+    evaluation_seconds: float = 0.0
+    """Wall time of all evaluations."""
+    tables: tuple[TableDriftStatus, ...] = ()
+    """One entry a table, in the configured order."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of drift."""
+        yield gauge(
+            "flexd_drift_ratio",
+            "Exposed communication of a step at the live placement / with the plan that would be made now; NaN before "
+            "the first evaluation.",
+            _ratio(self.ratio, self.exposed_seconds),
+        )
+        yield gauges(
+            "flexd_drift_exposed_seconds",
+            "Exposed communication of a step at the live placement, and with the plan that would be made now.",
+            "placement", {"plan": self.plan_exposed_seconds, "live": self.exposed_seconds},
+        )  # fmt: skip
+        yield gauges(
+            "flexd_table_drift_ratio",
+            "Exposed communication of each table's bytes at the live placement / with the plan that would be made now.",
+            "table",
+            {table.table: _ratio(table.ratio, table.exposed_seconds) for table in self.tables},
+        )
+        yield gauges(
+            "flexd_table_exposed_seconds",
+            "Exposed communication of each table's bytes a step at the live placement, now, without latencies.",
+            "table",
+            {table.table: table.exposed_seconds for table in self.tables},
+        )
+        yield summary(
+            "flexd_drift_evaluation_duration_seconds", "Wall time of evaluating drift.", self.evaluations,
+            self.evaluation_seconds,
+        )  # fmt: skip
+
+
+def drift_status(monitor: DriftMonitor, threshold: float | None) -> DriftStatus:
+    """Return the newest evaluation of drift."""
+    drift, compared = monitor.newest, dict[str, Any]()
+    if drift is not None:
+        plan, live = drift.plan.total, drift.live.total
+        compared = {
+            "ratio": drift.ratio,
+            "plan_exposed_seconds": plan.exposed_seconds,
+            "exposed_seconds": live.exposed_seconds,
+            "plan_inter_node_bytes": plan.inter_node_bytes,
+            "inter_node_bytes": live.inter_node_bytes,
+            "plan_total_bytes": plan.total_bytes,
+            "total_bytes": live.total_bytes,
+            "tables": tuple(
+                TableDriftStatus.from_object(traffic, table=name, ratio=drift.table_ratios[name])
+                for name, traffic in drift.live.tables.items()
+            ),
+        }
+    return DriftStatus(
+        threshold=threshold,
+        age_seconds=monitor.age_seconds(),
+        evaluations=monitor.evaluations,
+        evaluation_seconds=monitor.seconds,
+        **compared,
+    )
+
+
+def _ratio(ratio: float | None, live: float | None) -> float | None:
+    """Restore the infinity, which the model cannot express, of a cost that the plan would end."""
+    return math.inf if ratio is None and live else ratio

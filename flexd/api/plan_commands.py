@@ -6,13 +6,12 @@ import threading
 import time
 from collections.abc import Mapping
 
-from flexd.api.affinity import UserNodePage, user_node_page
+from flexd.api.execution import ReplanOutcome, ReplanResult
 from flexd.api.explanation import Explanation, explanation
 from flexd.api.migration import migration_report
 from flexd.api.operator_commands import OperatorCommands
-from flexd.api.plan import PlanReport, proposal_report
+from flexd.api.plan import PlanReport, UserNodePage, proposal_report, user_node_page
 from flexd.api.planning import ProposalList, proposal_list
-from flexd.api.replan import ReplanOutcome, ReplanResult
 from flexd.api.throttle import ThrottleStatus, throttle_status
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration_states import MigrationState

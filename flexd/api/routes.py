@@ -7,23 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from flexd.api.abort import AbortPreview, AbortPreviewRequest, AbortRequest, AbortResult
-from flexd.api.affinity import UserNodePage, UsersRequest
-from flexd.api.attempt import AttemptList, AttemptRequest, AttemptResult
-from flexd.api.base import CommandRequest, Model, RequestBody
-from flexd.api.config import ConfigReport, ReloadReport
-from flexd.api.errors import ProbeResult
+from flexd.api.base import CommandRequest, Model, ProbeResult, RequestBody
+from flexd.api.daemon import ConfigReport, PauseRequest, PauseState, ReloadReport
+from flexd.api.execution import (
+    AbortPreview,
+    AbortPreviewRequest,
+    AbortRequest,
+    AbortResult,
+    ApplyRequest,
+    ReplanRequest,
+    ReplanResult,
+)
 from flexd.api.explanation import ExplainRequest, Explanation
 from flexd.api.migration import MigrationDetail, MigrationList, MigrationsRequest
-from flexd.api.pause import PauseRequest, PauseState
-from flexd.api.plan import PlanReport
+from flexd.api.plan import PlanReport, UserNodePage, UsersRequest
 from flexd.api.planning import ProposalList
-from flexd.api.rank import RankPage
-from flexd.api.replan import ApplyRequest, ReplanRequest, ReplanResult
+from flexd.api.rank import AttemptList, AttemptRequest, AttemptResult, RankPage
 from flexd.api.status import Status
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.throttle import ThrottleRequest, ThrottleStatus
-from flexd.api.timeline import Timeline
+from flexd.api.training import Timeline
 
 Answer = TypeVar("Answer", bound=Model)
 

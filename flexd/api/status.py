@@ -6,29 +6,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from flexd.api.base import ALWAYS, HIDDEN, Model, Show
-from flexd.api.config import ConfigStatus
-from flexd.api.drift import DriftStatus
+from flexd.api.daemon import ConfigStatus, DecisionsStatus, SnapshotStatus, StateStatus, ThreadsStatus
 from flexd.api.families import gauge, info
 from flexd.api.migration import MigrationCounts, MigrationReport
-from flexd.api.pause import DecisionsStatus
-from flexd.api.placement import PlacementStatus
+from flexd.api.placement import DriftStatus, PlacementStatus, PricesStatus
 from flexd.api.plan import PlanReport, plan_metrics
 from flexd.api.planning import PlanningStatus
-from flexd.api.prices import PricesStatus
 from flexd.api.rank import TopologyStatus
-from flexd.api.sketch import SketchStatus
-from flexd.api.slow_memory import SlowMemoryStatus
-from flexd.api.snapshot import SnapshotStatus
-from flexd.api.state import StateStatus
 from flexd.api.stream import StreamStatus
-from flexd.api.threads import ThreadsStatus
+from flexd.api.table import SketchStatus
 from flexd.api.throttle import ThrottleStatus
-from flexd.api.training import TrainingStatus
+from flexd.api.training import SlowMemoryStatus, TrainingStatus
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-    from flexd.api.errors import ProbeResult
+    from flexd.api.base import ProbeResult
     from flexd.config.model import Config
     from flexd.core.fast_start import ProcessStart
 

@@ -1,4 +1,4 @@
-"""The training steps as the ranks report them, over all ranks."""
+"""The training steps as the ranks report them: sums, phases, slow memory, and traffic over time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,96 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from flexd.api.base import HIDDEN, FiniteOrNone, Model, RowsByTier
-from flexd.api.families import counter, counters, counters_by, gauge, gauges_by, summary, with_zeros
+from flexd.api.families import MAX_LABEL_VALUES, counter, counters, counters_by, gauge, gauges_by, summary, with_zeros
 from flexd.api.placement import by_metric_tier
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
+    from flexd.control.daemon.migration_record import MigrationRecord
+    from flexd.core.keyspace import TableSpec
+    from flexd.core.layout import RankLayout
     from flexd.operations.phase_averages import PhaseAverages
-    from flexd.operations.training_monitor import MistakeTotal, RankAverages, TrainingTotals
+    from flexd.operations.training_monitor import (
+        MistakeTotal,
+        RankAverages,
+        SlowMemoryTotals,
+        TrafficInterval,
+        TrainingTotals,
+    )
+
+
+OTHERS = "other"
+"""Stands for the tables that the ranks did not name, each of few misses."""
+
+
+class SlowTableStatus(Model):
+    """Home rows of one table, over all ranks since the daemon started."""
+
+    table: str
+    """Its name; ``other`` for tables that the ranks' reports did not name."""
+    used: int
+    """Distinct rows that look-ups needed, summed over passes."""
+    missed: int
+    """Of those, rows that were in slow memory."""
+    evicted: int
+    """Rows that left fast memory."""
+    written: int
+    """Of those, rows that had changed and were written to slow memory."""
+
+
+class SlowMemoryStatus(Model):
+    """Rows in two memories, over all ranks since the daemon started."""
+
+    used: int = 0
+    """Distinct home rows that look-ups needed, summed over passes."""
+    missed: int = 0
+    """Of those, rows that were in slow memory."""
+    evicted: int = 0
+    """Rows that left fast memory."""
+    written: int = 0
+    """Of those, rows that had changed and were written to slow memory."""
+    bytes_read: int = 0
+    """Read from slow memory, in whole blocks where it has blocks."""
+    bytes_written: int = 0
+    """Written to slow memory."""
+    wait_seconds: float = 0.0
+    """Waited for slow memory by the ranks."""
+    wait_share: FiniteOrNone = None
+    """Recent wait as a share of the recent steps."""
+    tables: tuple[SlowTableStatus, ...] = ()
+    """Those with rows in slow memory; last those that the ranks' reports did not name."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of slow memory."""
+        text = {
+            "used": "Distinct home rows that look-ups needed, by table, of ranks with rows in two memories.",
+            "missed": "Of those, rows that were in slow memory.",
+        }
+        for name, words in text.items():
+            by_table = {each.table: getattr(each, name) for each in self.tables}
+            yield counters(f"flexd_slow_memory_rows_{name}", words, "table", by_table, MAX_LABEL_VALUES - 1)
+        yield counter("flexd_slow_memory_read_bytes", "Read from slow memory by all ranks.", self.bytes_read)
+        yield counter("flexd_slow_memory_written_bytes", "Written to slow memory by all ranks.", self.bytes_written)
+        yield gauge(
+            "flexd_slow_memory_wait_ratio", "Recent wait for slow memory as a share of the steps.", self.wait_share
+        )
+
+
+def slow_memory_status(totals: SlowMemoryTotals | None, tables: Sequence[TableSpec]) -> SlowMemoryStatus | None:
+    """Return the sums of all ranks; None if no rank has rows in slow memory."""
+    from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES
+
+    if totals is None:
+        return None
+    names = (*(table.name for table in tables), OTHERS)
+    shown = tuple(
+        SlowTableStatus(table=name, **dict(zip(SLOW_TABLE_QUANTITIES, counts, strict=True)))
+        for name, counts in zip(names, totals.by_table.tolist(), strict=True)
+        if any(counts)
+    )
+    sums = dict(zip(SLOW_TABLE_QUANTITIES, totals.by_table.sum(axis=0).tolist(), strict=True))
+    return SlowMemoryStatus.from_object(totals, **sums, tables=shown)
 
 
 class PhaseStatus(Model):
@@ -175,4 +257,125 @@ def training_status(
             PhaseStatus(phase=phase.value, **dict(zip(PHASE_QUANTITIES, values, strict=True)))
             for phase, values in zip(StepPhase, phases.values.tolist(), strict=True)
         ),
+    )
+
+
+ID_BYTES = 8
+"""Size of a row id in an exchange."""
+MAX_PLAN_MARKS = 100
+
+
+class TrafficSample(Model):
+    """Step reports of the ranks in one interval."""
+
+    unix_seconds: float
+    """Begin of the interval."""
+    steps: int = 0
+    """Steps of all ranks."""
+    accesses: RowsByTier = Field(default_factory=dict)
+    """Look-ups by the tier of the row that served them, a rank and step."""
+    inter_node_bytes: FiniteOrNone = None
+    """Bytes sent to other nodes for rows and their synchronisation, a rank and step; null without steps."""
+    all_to_all_inter_node_bytes: FiniteOrNone = None
+    """Of ``inter_node_bytes``: ids, rows and gradients on their way to and from homes and node owners."""
+    sync_inter_node_bytes: FiniteOrNone = None
+    """Of ``inter_node_bytes``: synchronisation of replicas."""
+    intra_node_bytes: FiniteOrNone = None
+    """Bytes sent inside the nodes for rows and their synchronisation, a rank and step; null without steps."""
+    migration_bytes: FiniteOrNone = None
+    """Bytes sent to migrate rows, over both links, a rank and step."""
+    row_wise_inter_node_bytes: FiniteOrNone = None
+    """Bytes that row-wise sharding without dedup would send between nodes; null until ranks are known."""
+    step_seconds: FiniteOrNone = None
+    """Wall time of a step, the mean of all ranks."""
+
+
+class PlanMark(Model):
+    """A plan that moved rows."""
+
+    plan_id: str
+    """Id of the plan."""
+    reason: str = ""
+    """Reason of its trigger."""
+    created_unix_seconds: float = 0.0
+    """When it was made."""
+    state: str = ""
+    """Final state of its migration."""
+    promotions: int = 0
+    """Rows that got more copies."""
+    demotions: int = 0
+    """Rows that lost copies."""
+    rows_applied: int = 0
+    """Rows whose tier every rank has changed."""
+
+
+class Timeline(Model):
+    """The newest samples and plans, oldest first."""
+
+    interval_seconds: float
+    """Length of each sample."""
+    samples: tuple[TrafficSample, ...] = ()
+    """Samples of the last half hour; intervals without a report are left out."""
+    plans: tuple[PlanMark, ...] = ()
+    """The newest plans that moved rows."""
+
+
+def timeline(
+    intervals: Sequence[TrafficInterval],
+    plans: Sequence[MigrationRecord],
+    layout: RankLayout | None,
+    row_bytes: float,
+) -> Timeline:
+    """Return traffic and plans, oldest first.
+
+    Args:
+        plans: migrations that moved rows, the newest first.
+        layout: of the live ranks; None before ranks are known.
+        row_bytes: mean size of a looked-up row's values.
+    """
+    from flexd.operations.training_monitor import INTERVAL_SECONDS
+
+    share = None if layout is None else 1 - layout.local_ranks / layout.world_size
+    return Timeline(
+        interval_seconds=INTERVAL_SECONDS,
+        samples=tuple(_sample(interval, INTERVAL_SECONDS, share, row_bytes) for interval in intervals),
+        plans=tuple(PlanMark.from_object(plan, state=plan.state.value) for plan in reversed(plans)),
+    )
+
+
+def row_wise_inter_node_bytes(accesses: float, row_bytes: float, other_nodes_share: float) -> float:
+    """Return the bytes that row-wise sharding without dedup sends between nodes, a rank and step.
+
+    Every rank requests every look-up from its home: an id goes out, a row comes back, a gradient goes out. A rank sends
+    as much as it receives in the mean, so rows and gradients count once each.
+
+    Args:
+        accesses: look-ups of a rank in a step.
+        row_bytes: size of a row's values.
+        other_nodes_share: share of the rows whose home is in another node.
+    """
+    return accesses * (2 * row_bytes + ID_BYTES) * other_nodes_share
+
+
+def _sample(
+    interval: TrafficInterval, interval_seconds: float, other_nodes_share: float | None, row_bytes: float
+) -> TrafficSample:
+    begun, steps = interval.index * interval_seconds, interval.steps
+    if steps == 0:
+        return TrafficSample(unix_seconds=begun)
+    home, node, device = (accesses / steps for accesses in interval.accesses_by_tier)
+    accesses = home + node + device
+    return TrafficSample(
+        unix_seconds=begun,
+        steps=steps,
+        accesses={"HOME": round(home), "NODE": round(node), "DEVICE": round(device)},
+        inter_node_bytes=(interval.all_to_all_inter_bytes + interval.sync_inter_bytes) / steps,
+        all_to_all_inter_node_bytes=interval.all_to_all_inter_bytes / steps,
+        sync_inter_node_bytes=interval.sync_inter_bytes / steps,
+        intra_node_bytes=interval.intra_bytes / steps,
+        migration_bytes=interval.migration_bytes / steps,
+        row_wise_inter_node_bytes=None
+        if other_nodes_share is None
+        else row_wise_inter_node_bytes(accesses, row_bytes, other_nodes_share),
+        step_seconds=interval.step_seconds / steps,
     )

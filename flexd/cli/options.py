@@ -10,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE, DaemonAddress, DaemonClient
-from flexd.cli.credentials import Credentials
+from flexd.cli.client import DEFAULT_URL, SOCKET_VARIABLE, URL_VARIABLE, Credentials, DaemonAddress, DaemonClient
 from flexd.cli.view import OutputFormat
 from flexd.core.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 
-from flexd.api.config import ReloadReport
+from flexd.api.daemon import ReloadReport
 from flexd.config.model import Config
 from flexd.core.errors import FlexdError
 from flexd.core.fast_start import ProcessStart

@@ -10,15 +10,14 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-from flexd.api.attempt import AttemptCommands
+from flexd.api.base import ProbeResult
 from flexd.api.components import Components
-from flexd.api.config import ReloadReport
-from flexd.api.errors import ProbeResult
+from flexd.api.daemon import ReloadReport, threads_status
 from flexd.api.migration_commands import MigrationCommands
 from flexd.api.operator_commands import OperatorCommands
 from flexd.api.plan_commands import PlanCommands
+from flexd.api.rank import AttemptCommands
 from flexd.api.status import Status, base_status
-from flexd.api.threads import threads_status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.event_log import MigrationEvent

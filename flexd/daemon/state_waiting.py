@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flexd.api.errors import ProbeResult
+from flexd.api.base import ProbeResult
 from flexd.api.status import Status, base_status
 from flexd.config.model import Config
 from flexd.core.errors import ApiError, StateLockedError, StateVersionError, UnusableStateError

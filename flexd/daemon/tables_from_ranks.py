@@ -17,11 +17,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from flexd.api.config import ReloadReport
-from flexd.api.errors import ProbeResult
+from flexd.api.base import ProbeResult
+from flexd.api.daemon import ReloadReport, threads_status
 from flexd.api.routes import STATUS, DaemonApi
 from flexd.api.status import Status, base_status
-from flexd.api.threads import threads_status
 from flexd.config.checks import check_config
 from flexd.config.model import Config
 from flexd.config.tables_file import load_tables, save_tables, with_tables

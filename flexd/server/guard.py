@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flexd.api.base import REQUEST_HEADER
-from flexd.api.errors import error_body
+from flexd.api.base import REQUEST_HEADER, error_body
 from flexd.config.base import is_loopback
 from flexd.core.errors import ApiError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from flexd.api.drift import DriftStatus, TableDriftStatus
+from flexd.api.placement import DriftStatus, TableDriftStatus
 
 
 def values(status: DriftStatus) -> dict[tuple[str, ...], float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.api.errors import error_body, http_status
+from flexd.api.base import error_body, http_status
 from flexd.core.errors import ApiError, ConfigError, FlexdError, PlanError, SketchError, StreamError
 
 

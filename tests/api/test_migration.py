@@ -8,6 +8,7 @@ import pytest
 
 from flexd.api.migration import (
     ActionEntry,
+    MeasuredSteps,
     MigrationEntry,
     TransitionReport,
     action_entry,
@@ -15,8 +16,7 @@ from flexd.api.migration import (
     migration_detail,
     migration_entry,
 )
-from flexd.api.migration_effect import MeasuredSteps
-from flexd.api.verification import VerificationReport
+from flexd.api.planning import VerificationReport
 from flexd.control.daemon.migration_record import EffectRecord, MigrationRecord, VerdictRecord
 from flexd.control.daemon.migration_states import MigrationState, Transition, TransitionEvent
 from flexd.operations.history import ActionRecord

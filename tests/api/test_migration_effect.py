@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flexd.api.migration_effect import MigrationEffect, migration_effect
+from flexd.api.migration import MigrationEffect, migration_effect
 from flexd.control.protocol.report import StepReport
 from flexd.operations.effects import effect_of
 from tests.support.planning_harness import PlanningHarness, filled_harness

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flexd.api.snapshot import snapshot_status
+from flexd.api.daemon import snapshot_status
 from flexd.api.stream import StreamStatus, stream_status
 from flexd.ingest.stats import IngestStats
 from flexd.sketch.snapshot import SnapshotStore

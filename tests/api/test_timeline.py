@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.api.timeline import row_wise_inter_node_bytes
+from flexd.api.training import row_wise_inter_node_bytes
 from flexd.operations.training_monitor import INTERVAL_SECONDS, MAX_SAMPLES, TrafficTimeline, TrainingMonitor
 from tests.support.components import components, report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flexd.affinity import NodeMap
-from flexd.api.affinity import UserNodePage
+from flexd.api.plan import UserNodePage
 from tests.support.fake_planning import USERS
 
 

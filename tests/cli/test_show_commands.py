@@ -9,9 +9,9 @@ import pytest
 
 from flexd.api.migration import MigrationReport
 from flexd.api.rank import TopologyStatus
-from flexd.api.sketch import SketchStatus, TableSketchStatus
 from flexd.api.status import Status
 from flexd.api.stream import OffsetRangeStatus, StreamStatus
+from flexd.api.table import SketchStatus, TableSketchStatus
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.render import blocks_of
 from flexd.cli.show_commands import STATUS_ROWS, split_target

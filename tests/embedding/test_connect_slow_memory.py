@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flexd
-from flexd.api.slow_memory import SlowMemoryStatus, slow_memory_status
+from flexd.api.training import SlowMemoryStatus, slow_memory_status
 from flexd.control.protocol import messages as m
 from flexd.control.protocol.report import StepReport
 from flexd.embedding import connect

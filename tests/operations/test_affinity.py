@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexd.api.affinity import AffinityReport
 from flexd.api.explanation import explanation
 from flexd.api.placement import placement_status
-from flexd.api.plan import plan_metrics, proposal_report
+from flexd.api.plan import AffinityReport, plan_metrics, proposal_report
 from flexd.api.plan_commands import PlanCommands
 from flexd.cli.render import blocks_of
 from flexd.cli.show_commands import plan_blocks

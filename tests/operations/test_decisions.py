@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from flexd.api.config import ReloadReport
+from flexd.api.daemon import ReloadReport
 from flexd.api.operator_commands import OperatorCommands
 from flexd.config.links import ControlConfig, ThrottleConfig
 from flexd.control.daemon.throttle import Throttle, ThrottleLimits

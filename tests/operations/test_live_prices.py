@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flexd.api.prices import prices_status
+from flexd.api.placement import prices_status
 from flexd.control.protocol.report import PhaseReport, StepReport
 from flexd.operations.live_prices import MIN_STEPS, LivePrices
 from flexd.operations.training_monitor import TrainingMonitor

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from schemathesis import checks
 
-from flexd.api.errors import http_status
+from flexd.api.base import http_status
 from flexd.config.server import ServerConfig, TokenConfig
 from flexd.core.errors import (
     ApiError,

@@ -7,10 +7,9 @@ import socket
 import httpx
 import pytest
 
-from flexd.api.affinity import UserNodePage
-from flexd.api.errors import ErrorBody, ProbeResult
+from flexd.api.base import ErrorBody, ProbeResult
 from flexd.api.families import MAX_LABEL_VALUES
-from flexd.api.plan import PlanReport
+from flexd.api.plan import PlanReport, UserNodePage
 from flexd.api.status import Status
 from flexd.core.errors import ApiError, ControlError, EmbeddingError, PlanError
 from tests.support.api_requests import COMMAND_HEADERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from flexd.api.errors import ErrorBody
+from flexd.api.base import ErrorBody
 from flexd.api.table import MAX_PAGE_ENTRIES, HotRowPage, TablePage
 from flexd.core.errors import ApiError
 from tests.support.api_requests import COMMAND_HEADERS

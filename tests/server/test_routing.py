@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from flexd.core.errors import ApiError
-from flexd.server.routing import MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls
+from flexd.server.app import MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 

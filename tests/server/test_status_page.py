@@ -11,16 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from flexd.api.migration import MigrationList, MigrationReport, MigrationStateName
-from flexd.api.migration_effect import MeasuredSteps, MigrationEffect
+from flexd.api.migration import MeasuredSteps, MigrationEffect, MigrationList, MigrationReport, MigrationStateName
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import PlanReport
-from flexd.api.planning import PlanningStatus
+from flexd.api.planning import PlanningStatus, VerificationReport, VerificationStatus
 from flexd.api.rank import TopologyStatus
-from flexd.api.slow_memory import SlowMemoryStatus, SlowTableStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
-from flexd.api.verification import VerificationReport, VerificationStatus
+from flexd.api.training import SlowMemoryStatus, SlowTableStatus
 from flexd.config.server import ServerConfig
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics

@@ -13,8 +13,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from flexd.api import routes
-from flexd.cli.client import DaemonAddress, DaemonClient
-from flexd.cli.credentials import Credentials
+from flexd.cli.client import Credentials, DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
 from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
 from flexd.core.errors import ApiError, ConfigError

@@ -10,7 +10,7 @@ import kubernetes_validate
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.api.slow_memory import SlowMemoryStatus
+from flexd.api.training import SlowMemoryStatus
 from flexd.config.base import split_address
 from flexd.config.load import parse_config
 from flexd.config.model import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.api.attempt import AttemptList, AttemptReport, AttemptResult
+from flexd.api.rank import AttemptList, AttemptReport, AttemptResult
 from flexd.core.errors import ApiError
 
 ATTEMPTS = (

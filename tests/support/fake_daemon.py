@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from flexd.api.config import KeyChange, ReloadReport
-from flexd.api.errors import ProbeResult
+from flexd.api.base import ProbeResult
+from flexd.api.daemon import KeyChange, PauseState, ReloadReport
+from flexd.api.execution import ReplanResult
 from flexd.api.explanation import Explanation, RowReport, ThresholdReport
 from flexd.api.migration import MigrationReport
-from flexd.api.pause import PauseState
 from flexd.api.plan import PlanReport, ReplicationReport
-from flexd.api.replan import ReplanResult
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from tests.support.fake_attempts import FakeAttempts

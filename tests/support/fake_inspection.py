@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.api.config import ConfigReport
+from flexd.api.daemon import ConfigReport
 from flexd.api.rank import RankPage, RankReport
 from flexd.api.table import HotRow, HotRowPage, TableOrder, TablePage, TableReport
-from flexd.api.timeline import PlanMark, Timeline, TrafficSample
+from flexd.api.training import PlanMark, Timeline, TrafficSample
 
 STRANGE = '<img src=x onerror="boom()">'
 """A table may be called anything."""

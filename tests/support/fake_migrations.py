@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.api.abort import AbortPreview, AbortResult, RollbackPreview
+from flexd.api.execution import AbortPreview, AbortResult, RollbackPreview
 from flexd.api.migration import (
     ActionEntry,
+    MeasuredSteps,
     MigrationDetail,
+    MigrationEffect,
     MigrationEntry,
     MigrationList,
     MigrationReport,
@@ -15,8 +17,7 @@ from flexd.api.migration import (
     MigrationStep,
     TransitionReport,
 )
-from flexd.api.migration_effect import MeasuredSteps, MigrationEffect
-from flexd.api.verification import VerificationReport
+from flexd.api.planning import VerificationReport
 from flexd.core.errors import ApiError
 
 ENDED = MigrationEntry(

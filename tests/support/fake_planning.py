@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flexd.api.affinity import ShareRangeReport, UserNodePage
-from flexd.api.plan import PlanReport
+from flexd.api.execution import ReplanResult
+from flexd.api.plan import PlanReport, ShareRangeReport, UserNodePage
 from flexd.api.planning import GateReport, ProposalList, ProposalReport
-from flexd.api.replan import ReplanResult
 from flexd.api.throttle import ThrottleStatus
 from flexd.core.errors import ApiError
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from flexd.api.drift import DriftStatus
+from flexd.api.daemon import SnapshotStatus
 from flexd.api.migration import MigrationReport, MigrationStep
-from flexd.api.placement import PlacementStatus
+from flexd.api.placement import DriftStatus, PlacementStatus
 from flexd.api.plan import PlanReport
 from flexd.api.rank import TopologyStatus
-from flexd.api.sketch import ProfileStatus, SketchStatus, TableSketchStatus
-from flexd.api.slow_memory import SlowMemoryStatus, SlowTableStatus
-from flexd.api.snapshot import SnapshotStatus
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
+from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
+from flexd.api.training import SlowMemoryStatus, SlowTableStatus
 
 _PLAN = PlanReport(plan_id="p7", reason="drift", promotions=1200, demotions=300)
 _COMMITTED = MigrationReport(

@@ -1,0 +1,258 @@
+"""The daemon itself: its configuration, pause, threads, saved state and snapshots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from flexd.api.base import CommandRequest, FiniteOrNone, Model, Reason
+from flexd.api.families import counter, counters, gauge, gauges, with_zeros
+from flexd.core.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+    from flexd.core.supervision import Supervisor
+    from flexd.ingest import Ingestor
+    from flexd.ingest.stats import IngestStats
+    from flexd.sketch.snapshot import SnapshotStore
+
+
+class KeyChange(Model):
+    """A key whose value in the file differs from what runs; secrets are replaced."""
+
+    key: str
+    """Path of the key."""
+    before: Any = None
+    """The running value, or the one before the reload."""
+    after: Any = None
+    """The value in the file."""
+    needs_restart: bool = False
+    """True if a reload does not apply it."""
+
+
+class ReloadReport(Model):
+    """The result of reading the configuration file again, or the preview of one."""
+
+    file: str
+    """The file that was read."""
+    dry_run: bool = False
+    """True for a preview, which changes nothing."""
+    applied: tuple[str, ...] = ()
+    """Key paths that differ from what ran, and are in effect now."""
+    pending: tuple[str, ...] = ()
+    """Key paths that differ from what runs, and need a restart."""
+    changes: tuple[KeyChange, ...] = ()
+    """Both, with their values."""
+
+
+class ConfigStatus(Model):
+    """The file that the daemon runs on."""
+
+    file: str | None = None
+    """Path of the file; null for a daemon without one."""
+    read_unix_seconds: FiniteOrNone = None
+    """When it was last read and applied."""
+    pending: tuple[str, ...] = ()
+    """Key paths in which it differs from what runs, until a restart."""
+    reloads: dict[str, int] = Field(default_factory=dict)
+    """Reloads since the daemon started, by outcome: ``applied``, ``unchanged``, ``rejected``."""
+    problem: str | None = None
+    """Reason why the newest reload was rejected; null if it was not."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the configuration."""
+        yield counters("flexd_config_reloads", "Reloads by outcome.", "outcome", self.reloads)
+
+
+class ConfigReport(Model):
+    """The effective configuration."""
+
+    version: str
+    """Version of flexd: another version may know other keys."""
+    config: dict[str, Any]
+    """The effective configuration, defaults included; secrets are replaced."""
+
+
+class PauseRequest(CommandRequest):
+    """Body of ``POST /v1/pause``."""
+
+    reason: Reason = "requested by hand"
+    """Shown in the status until ``resume``; recorded."""
+
+
+class PauseState(Model):
+    """The state after a pause or resume."""
+
+    paused: bool
+    """True while planning and pushing are held."""
+    reason: str | None = None
+    """Reason given for the pause."""
+    changed: bool = True
+    """False if the state was the same before."""
+
+
+class DecisionsStatus(Model):
+    """The file of the operators' decisions, which outlive the daemon; counters run since it started."""
+
+    failures: int = 0
+    """Writes that failed, and are tried again."""
+    quarantined: int = 0
+    """Files that were not usable and were quarantined."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the file."""
+        yield counter(
+            "flexd_decisions_failures",
+            "Writes of decisions to state.sqlite that failed, and are tried again.",
+            self.failures,
+        )
+
+
+class ThreadProblem(Model):
+    """Work of a thread that fails at present; it is attempted again after a back-off."""
+
+    thread: str
+    """Name of the thread."""
+    work: str = ""
+    """The part of its work; empty if the thread does one thing."""
+    error: str = ""
+    """Type and text of the newest exception."""
+    faults: int = 0
+    """Exceptions since its last progress."""
+
+
+class ThreadsStatus(Model):
+    """Unexpected exceptions of the daemon's threads; counters run since the process started."""
+
+    faults: dict[str, int] = Field(default_factory=dict)
+    """Exceptions by thread."""
+    problems: tuple[ThreadProblem, ...] = ()
+    """The work that fails now."""
+    ending: str | None = None
+    """Reason why the daemon is ending because it cannot go on safely; null otherwise."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the threads."""
+        yield counters("flexd_thread_faults", "Unexpected exceptions, by thread.", "thread", self.faults)
+        failing = {problem.thread for problem in self.problems}
+        yield gauges(
+            "flexd_thread_failing", "1 while the work of the thread fails, which makes the daemon not ready.", "thread",
+            {name: float(name in failing) for name in self.faults},
+        )  # fmt: skip
+
+
+def threads_status(supervisor: Supervisor) -> ThreadsStatus:
+    """Return the state of a supervisor's threads."""
+    return ThreadsStatus(
+        faults=supervisor.faults(),
+        problems=tuple(ThreadProblem.from_object(problem) for problem in supervisor.problems()),
+        ending=supervisor.fatal or None,
+    )
+
+
+MAX_TABLES = 100
+
+
+class RestoredTable(Model):
+    """One table of the restored snapshot that is not as it was saved."""
+
+    table: str
+    """Name."""
+    outcome: str
+    """``emptied``, ``new`` or ``removed``."""
+    accesses: int = 0
+    """Accesses counted in the snapshot."""
+    detail: str = ""
+    """The change, or the reason why the table starts empty."""
+
+
+class StateStatus(Model):
+    """The saved state: what the newest start kept of it."""
+
+    restored_from: str | None = None
+    """The snapshot that this start continued from; null if there was none."""
+    outcomes: dict[str, int] = Field(default_factory=dict)
+    """Tables of that snapshot by outcome."""
+    tables: tuple[RestoredTable, ...] = ()
+    """The tables that are not as they were saved; at most 100."""
+    lost_accesses: int = 0
+    """Accesses of tables that were emptied or removed."""
+    problems: tuple[str, ...] = ()
+    """Why snapshots were not used by this start."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the saved state."""
+        from flexd.sketch.table_restore import OUTCOMES
+
+        yield gauges(
+            "flexd_state_tables",
+            "Tables of the snapshot that this start continued from, by outcome.",
+            "outcome",
+            with_zeros(OUTCOMES, self.outcomes),
+        )
+        yield gauge(
+            "flexd_state_lost_accesses",
+            "Counted accesses of the tables that this start emptied or removed.",
+            self.lost_accesses,
+        )
+
+
+def state_status(ingestor: Ingestor) -> StateStatus:
+    """Return what the ingest restored."""
+    changed = [outcome for outcome in ingestor.outcomes if outcome.outcome != "kept"]
+    # Those that lost counts first: the list is bounded.
+    changed.sort(key=lambda outcome: -outcome.lost)
+    return StateStatus(
+        restored_from=None if ingestor.restored_from is None else ingestor.restored_from.name,
+        outcomes=dict(Counter(outcome.outcome for outcome in ingestor.outcomes)),
+        tables=tuple(RestoredTable.from_object(outcome) for outcome in changed[:MAX_TABLES]),
+        lost_accesses=sum(outcome.lost for outcome in ingestor.outcomes),
+        problems=ingestor.stats().restore_problems,
+    )
+
+
+class SnapshotStatus(Model):
+    """The newest durable snapshot: what came after it is read again after a crash."""
+
+    age_seconds: FiniteOrNone = None
+    """Since the newest durable snapshot; null before the first."""
+    written: int = 0
+    """Snapshots written since the daemon started."""
+    failures: int = 0
+    """Snapshots that could not be written since the daemon started."""
+    bytes: int = 0
+    """Size of the newest snapshot."""
+    pause_seconds: FiniteOrNone = None
+    """Time in which counting stood still for the newest snapshot."""
+    problem: str | None = None
+    """Reason why the newest attempt failed; null if it did not."""
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the snapshots."""
+        yield gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", self.age_seconds)
+        yield gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", self.bytes)
+        yield counter("flexd_snapshots", "Snapshots written.", self.written)
+        yield counter("flexd_snapshot_failures", "Snapshots that could not be written.", self.failures)
+
+
+def snapshot_status(stats: IngestStats, snapshots: SnapshotStore) -> SnapshotStatus:
+    """Return the state of the snapshots in the rotation."""
+    return SnapshotStatus(
+        age_seconds=stats.snapshot_age_seconds,
+        written=stats.snapshots,
+        failures=stats.snapshot_failures,
+        bytes=_newest_bytes(snapshots),
+        pause_seconds=stats.snapshot_pause_seconds,
+        problem=stats.problem if stats.snapshot_failures else None,
+    )
+
+
+def _newest_bytes(snapshots: SnapshotStore) -> int:
+    try:
+        return snapshots.paths()[0].stat().st_size
+    except (OSError, SnapshotError, IndexError):
+        return 0
