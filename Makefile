@@ -45,7 +45,7 @@ FLOOR := .venv-floor
 test-torch-floor: $(STAMP)
 	test -x $(FLOOR)/bin/python || $(PYTHON) -m venv $(FLOOR)
 	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel \
-		"torch==$$($(BIN)/python tools/torch_floor.py)"
+		"torch==$$(sed -n 's/.*"torch>=\([0-9]*\.[0-9]*\)".*/\1.0/p' pyproject.toml)"
 	$(FLOOR)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e ".[dev]"
 	$(FLOOR)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not long" tests/embedding tests/control/agent tests/topology
 

@@ -21,6 +21,7 @@ from types import TracebackType
 
 from flexd.core.backoff import Backoff
 from flexd.core.errors import FlexdError
+from flexd.core.log_fields import is_power_of_two
 
 _log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Watch:
         if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             kind = ("other", "")
         times = self._kinds[kind] = self._kinds.get(kind, 0) + 1
-        if times & (times - 1) == 0:
+        if is_power_of_two(times):
             _log.error(
                 "thread %s%s: unexpected %s (%d times so far)", self.thread, f" ({self.work})" if self.work else "",
                 _text(error), times, exc_info=error,
