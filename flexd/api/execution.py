@@ -28,15 +28,11 @@ class ReplanRequest(CommandRequest):
     """Carry it out although a gate is closed: the profile is too thin, or it saves too little; recorded."""
 
 
-class ApplyRequest(CommandRequest):
+class ApplyRequest(ReplanRequest):
     """Body of ``POST /v1/proposals/{plan_id}/apply``."""
 
     reason: Reason = "applied by hand"
     """Recorded with the migration."""
-    wait_seconds: WaitSeconds = 0.0
-    """Time to wait for the migration to end; 0 returns as soon as it is started."""
-    force: bool = False
-    """Carry the plan out although a gate was closed; recorded."""
 
 
 ReplanOutcome = Literal[

@@ -101,57 +101,8 @@ class MigrationStep(Model):
     """Completed share of the part."""
 
 
-class MigrationReport(Model):
-    """A migration in flight, or the newest one."""
-
-    migration_id: str
-    """Id of the migration."""
-    plan_id: str
-    """The plan it carries out."""
-    parent_plan_id: str | None = None
-    """The plan that the placement before it came from."""
-    trigger: str | None = None
-    """Its trigger: ``interval``, ``drift``, ``topology``, ``manual``, or ``verify`` for a move of a verification."""
-    who: str = ""
-    """The person or program that requested it."""
-    reason: str = ""
-    """The reason given."""
-    state: MigrationStateName
-    """Its state."""
-    progress: Share = 0.0
-    """Share of its rows that every rank has applied."""
-    steps: tuple[MigrationStep, ...] = ()
-    """Its parts: ``wait`` for its turn, ``push``, ``agree`` and ``apply`` of its rows, ``stop`` after an abort."""
-    eta_seconds: FiniteOrNone = None
-    """Until every rank has applied it, at the present rate; null if that is not known."""
-    rows: int = 0
-    """Rows it moves."""
-    rows_applied: int = 0
-    """Part of them that is on every rank."""
-    chunks: int = 0
-    """Chunks it is pushed in."""
-    chunks_pushed: int = 0
-    """Chunks pushed."""
-    chunks_applied: int = 0
-    """Part of them that every rank has applied."""
-    bytes: int = 0
-    """Row values and optimizer state of the rows it promotes, each once."""
-    bytes_applied: int = 0
-    """Part of them that is on every rank."""
-    base_version: int = 0
-    """Placement version that it started from."""
-    last_version: int = 0
-    """Highest placement version that it has pushed; 0 before its first chunk."""
-    started_unix_seconds: FiniteOrNone = None
-    """When it was started."""
-    problem: str | None = None
-    """Reason why it failed or is held up."""
-    effect: MigrationEffect | None = None
-    """Predicted saving of a step beside the measured one; null in the replies to commands."""
-
-
-class MigrationEntry(Model):
-    """One migration of the history."""
+class MigrationBase(Model):
+    """What the running migrations and those of the history have in common."""
 
     migration_id: str
     """Id of the migration."""
@@ -172,33 +123,55 @@ class MigrationEntry(Model):
     reason: str = ""
     """The reason given."""
     problem: str | None = None
-    """Reason why it ended early."""
-    rows_pushed: Annotated[int, DETAIL] = 0
-    """Rows sent to the ranks."""
+    """Reason why it failed, is held up, or ended early."""
     chunks_pushed: Annotated[int, DETAIL] = 0
     """Chunks sent to the ranks."""
     chunks_applied: Annotated[int, DETAIL] = 0
     """Part of them that every rank has applied."""
-    bytes: int = 0
-    """Row values and optimizer state of promoted rows that were applied, each once."""
-    pushed_bytes: Annotated[int, DETAIL] = 0
-    """Sent over the control channel to each rank."""
     base_version: Annotated[int, DETAIL] = 0
     """Placement version that it started from."""
     last_version: Annotated[int, DETAIL] = 0
     """Highest placement version that it pushed; 0 if none."""
+    started_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
+    """When it was started; in the history, when its first chunk was made."""
+    effect: Annotated[MigrationEffect | None, Show(unit=lambda effect: effect.words())] = None
+    """Predicted saving of a step beside the measured one; null if neither is known, and in the replies to commands."""
+
+
+class MigrationReport(MigrationBase):
+    """A migration in flight, or the newest one."""
+
+    progress: Share = 0.0
+    """Share of its rows that every rank has applied."""
+    steps: tuple[MigrationStep, ...] = ()
+    """Its parts: ``wait`` for its turn, ``push``, ``agree`` and ``apply`` of its rows, ``stop`` after an abort."""
+    eta_seconds: FiniteOrNone = None
+    """Until every rank has applied it, at the present rate; null if that is not known."""
+    chunks: int = 0
+    """Chunks it is pushed in."""
+    bytes: int = 0
+    """Row values and optimizer state of the rows it promotes, each once."""
+    bytes_applied: int = 0
+    """Part of them that is on every rank."""
+
+
+class MigrationEntry(MigrationBase):
+    """One migration of the history."""
+
+    rows_pushed: Annotated[int, DETAIL] = 0
+    """Rows sent to the ranks."""
+    bytes: int = 0
+    """Row values and optimizer state of promoted rows that were applied, each once."""
+    pushed_bytes: Annotated[int, DETAIL] = 0
+    """Sent over the control channel to each rank."""
     created_unix_seconds: FiniteOrNone = None
     """When it was requested."""
-    started_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
-    """When its first chunk was made."""
     ended_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """When it ended."""
     seconds: FiniteOrNone = None
     """From the request to its end."""
     settled: Annotated[bool, DETAIL] = False
     """True if no chunk of it is in flight any more, so that rows and bytes are final."""
-    effect: Annotated[MigrationEffect | None, Show(unit=lambda effect: effect.words())] = None
-    """Predicted saving of a step beside the measured one; null if neither is known."""
     verification: Annotated[VerificationReport | None, Show(unit=lambda found: found.state)] = None
     """Its steps with and without the copies of its plan; null if they were not compared."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import DETAIL, HIDDEN, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
+from flexd.api.base import DETAIL, HIDDEN, FiniteOrNone, Model, RequestBody, RowsByTier
 from flexd.api.families import gauge, gauges
 from flexd.api.placement import rows_above_home
 from flexd.api.planning import GateReport, TriggerName, gate_report
@@ -151,21 +151,6 @@ class PhaseCost(Model):
     """Predicted time, hidden or not."""
 
 
-class TierCost(Model):
-    """Cost of the rows of one tier in a step."""
-
-    rows: FiniteOrNone = None
-    """Rows that the profile knows of."""
-    self_bytes: FiniteOrNone = None
-    """Bytes served by the rank itself, without traffic."""
-    intra_node_bytes: FiniteOrNone = None
-    """Bytes sent by one rank inside its node."""
-    inter_node_bytes: FiniteOrNone = None
-    """Bytes sent by one rank to other nodes."""
-    seconds: FiniteOrNone = None
-    """Predicted time, without latency."""
-
-
 class CostReport(Model):
     """Predicted communication of one rank in one step."""
 
@@ -191,8 +176,6 @@ class CostReport(Model):
     """Bytes by class of link."""
     phases: Annotated[dict[str, dict[LinkName, PhaseCost]], HIDDEN] = Field(default_factory=dict)
     """Cost by phase (``forward_ids``, ``forward_rows``, ``backward_rows``, ``sync_mask``, ``sync_rows``) and link."""
-    tiers: Annotated[dict[TierName, TierCost], HIDDEN] = Field(default_factory=dict)
-    """Cost by tier."""
 
 
 class ReplicationReport(Model):
@@ -200,34 +183,6 @@ class ReplicationReport(Model):
 
     words: tuple[str, ...] = ()
     """The gain in sentences."""
-    replicated_rows: FiniteOrNone = None
-    """Rows above HOME."""
-    saved_exposed_seconds: FiniteOrNone = None
-    """Exposed time saved in total."""
-    ids_not_sent: FiniteOrNone = None
-    """Row ids that are not requested any more."""
-    ids_not_sent_seconds: FiniteOrNone = None
-    """Time of these requests."""
-    forward_freed_seconds: FiniteOrNone = None
-    """Time saved in the forward exchange."""
-    forward_freed_inter_node_bytes: FiniteOrNone = None
-    """Bytes between nodes saved in the forward exchange."""
-    backward_freed_seconds: FiniteOrNone = None
-    """Time saved in the backward exchange."""
-    sync_seconds: FiniteOrNone = None
-    """Time added by the synchronisation."""
-    inter_node_all_to_all_bytes_saved: FiniteOrNone = None
-    """All-to-all bytes between nodes that are saved."""
-    inter_node_sync_bytes_added: FiniteOrNone = None
-    """Bytes between nodes that the synchronisation adds."""
-    all_to_all_bytes_per_second: FiniteOrNone = None
-    """Bandwidth of one rank's all-to-all between nodes, at the size at hand."""
-    all_reduce_bytes_per_second: FiniteOrNone = None
-    """Bandwidth of one rank's all-reduce between nodes, at the size at hand."""
-    all_to_all_wire_share: FiniteOrNone = None
-    """Share of the wire that an all-to-all reaches."""
-    all_reduce_wire_share: FiniteOrNone = None
-    """Share of the wire that an all-reduce reaches."""
 
 
 class ExchangeReport(Model):

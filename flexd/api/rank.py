@@ -34,9 +34,8 @@ class RefusedRankStatus(Model):
     """The difference between it and the daemon."""
 
 
-class TopologyStatus(Model):
-    """The training ranks that have registered, and the control channel to them; counters run since the daemon
-    started."""
+class LiveJob(Model):
+    """The live ranks together."""
 
     generation: int = 0
     """Counts the changes of the live ranks."""
@@ -48,6 +47,14 @@ class TopologyStatus(Model):
     """Ranks in each node."""
     ready: bool = False
     """True if every rank is there and plans can be pushed."""
+    problem: str | None = None
+    """Reason why they are not ready; null if they are."""
+
+
+class TopologyStatus(LiveJob):
+    """The training ranks that have registered, and the control channel to them; counters run since the daemon
+    started."""
+
     missing_ranks: tuple[int, ...] = ()
     """Ranks of the newest attempt that are not here; when none is here, all of the last attempt that was complete."""
     refused_ranks: tuple[RefusedRankStatus, ...] = ()
@@ -56,8 +63,6 @@ class TopologyStatus(Model):
     """Attempts that are refused because another one holds the job."""
     cluster: str | None = None
     """Name of the cluster description that prices plans."""
-    problem: str | None = None
-    """Reason why the ranks cannot be driven; null if they can."""
     ranks: int = 0
     """Ranks that the newest attempt has."""
     ranks_ready: int = 0
@@ -161,21 +166,9 @@ class RankReport(Model):
     """Bytes of all kinds sent to other nodes in a step."""
 
 
-class RankPage(Model):
+class RankPage(LiveJob):
     """Some of the ranks, and the job that they make up."""
 
-    generation: int = 0
-    """Counts the changes of the live ranks."""
-    attempt: str | None = None
-    """The job attempt of the live ranks."""
-    nodes: int = 0
-    """Nodes of the training job."""
-    local_ranks: int = 0
-    """Ranks in each node."""
-    ready: bool = False
-    """True if every rank is there and plans can be pushed."""
-    problem: str | None = None
-    """Reason why they are not ready; null if they are."""
     replica_slots: tuple[int, ...] = ()
     """Replica slots of every rank, for each dim-group."""
     cluster: str = ""

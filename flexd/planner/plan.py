@@ -172,12 +172,14 @@ class Plan:
                 ),
             },
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
-            "replication": summarise_replication(
-                self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"],
-                self.after,
-                self.cluster,
-                self.baselines["row_wise_dedup"],
-            ),
+            "replication": {
+                "words": summarise_replication(
+                    self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"],
+                    self.after,
+                    self.cluster,
+                    self.baselines["row_wise_dedup"],
+                )["words"]
+            },
         }
 
 

@@ -110,10 +110,6 @@ def test_a_dry_run_tells_what_would_be_won_and_moves_nothing(job: LiveJob) -> No
     assert "an all-to-all" in words
     assert "ids: " in words
     assert "the forward exchange takes" in words
-    replication = plan["replication"]
-    assert replication["all_reduce_bytes_per_second"] > replication["all_to_all_bytes_per_second"]
-    assert replication["ids_not_sent"] > 0
-    assert replication["forward_freed_seconds"] > 0
     assert plan["after"]["exposed_seconds"] <= plan["before"]["exposed_seconds"] * (1 + 1e-9)
     assert {"row_wise", "row_wise_dedup"} <= set(plan["baselines"])
     shown = " ".join(job.cli("plan").stdout.split())

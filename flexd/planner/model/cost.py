@@ -150,16 +150,6 @@ class CostBreakdown:
                 }
                 for phase in Phase
             },
-            "tiers": {
-                tier.name: {
-                    "rows": float(self.rows[tier]),
-                    "self_bytes": float(self.bytes[tier, :, TrafficLink.SELF].sum()),
-                    "intra_node_bytes": float(self.bytes[tier, :, TrafficLink.INTRA_NODE].sum()),
-                    "inter_node_bytes": float(self.bytes[tier, :, TrafficLink.INTER_NODE].sum()),
-                    "seconds": float(self.transfer_seconds[tier].sum()),
-                }
-                for tier in Tier
-            },
         }
 
 
