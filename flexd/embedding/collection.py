@@ -20,7 +20,14 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
-from flexd.embedding.exchange.process_groups import ChainGroups, layout_from_environment
+from flexd.embedding.exchange.process_groups import (
+    ChainGroups,
+    Setting,
+    check_same_settings,
+    layout_from_environment,
+    rows_of_tables,
+    seed_of_tables,
+)
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.features import FeatureKeys, FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
@@ -28,15 +35,14 @@ from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
 from flexd.embedding.routed_input import LookupFunction, RoutedInput
 from flexd.embedding.row_optimizers import SGD, RowOptimizer
-from flexd.embedding.same_settings import Setting, check_same_settings, rows_of_tables, seed_of_tables
 from flexd.embedding.step_hooks import ForwardPass
 from flexd.embedding.store.initial_values import initial_rows
-from flexd.embedding.store.memory import RankMemory
 from flexd.embedding.store.store import TORCH_DTYPES
 from flexd.embedding.table_access import TableAccess
 
 if TYPE_CHECKING:
     from flexd.embedding.prefetch.announced_input import InputValues
+    from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.two_memories import TwoMemories
     from flexd.embedding.table_rules import TableRules
 

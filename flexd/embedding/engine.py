@@ -18,9 +18,6 @@ from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.homes import homes_of
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Delta
-from flexd.embedding.checkpoint.changed_rows import ChangedRows
-from flexd.embedding.checkpoint.lone_saves import LoneSaves
-from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial, bag_hops, row_hops
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
@@ -29,17 +26,19 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import LookupPiggyback, Router
 from flexd.embedding.exchange.step_guard import StepGuard
-from flexd.embedding.exchange.summing_router import SummingRouter
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
 from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
-from flexd.embedding.store.memory import RankMemory, rank_memory
 from flexd.embedding.store.store import GroupStore, make_stores
 
 if TYPE_CHECKING:
+    from flexd.embedding.checkpoint.changed_rows import ChangedRows
+    from flexd.embedding.checkpoint.lone_saves import LoneSaves
+    from flexd.embedding.exchange.bag_exchange import BagIds
+    from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.frame_division import FrameDivision
     from flexd.embedding.store.slow.two_memories import TwoMemories
 
@@ -94,9 +93,11 @@ class RowEngine:
         self.stores = make_stores(
             homes.groups, groups.layout, groups.rank, all_slots, device, frames, keep_keys=keep_keys, homes=homes,
         )  # fmt: skip
-        self.changed_rows = ChangedRows(self.stores)
-        mine = sum(len(homes.run(table, groups.rank).rows) for table in range(len(keyspace.tables)))
-        self.lone_saves = LoneSaves(groups, mine, keyspace.total_rows)
+        self.changed_rows: ChangedRows | None = None
+        """None until a series of checkpoints asks for it."""
+        self.lone_saves: LoneSaves | None = None
+        """None until the first ``state_dict()``."""
+        self.look_ups = 0
         automatic = exchange == "auto"
         self.exchange = ExchangeChoice("chain" if automatic else exchange)
         # With one node, or one rank in each, both exchanges are the same.
@@ -107,7 +108,7 @@ class RowEngine:
         self._comm_dtype = comm_dtype
         self.answers = answers
         self.router, self.sync = self.new_exchange(groups, traffic)
-        self.migrator = Migrator(groups, self.stores, homes, max_migration_bytes_per_step, self.changed_rows.add)
+        self.migrator = Migrator(groups, self.stores, homes, max_migration_bytes_per_step, self._rows_changed)
         self.inbox = ChunkInbox(
             homes, groups.rank, tuple(replica_slots), self.migrator.rows_at_tiers, self._prepare_chunk
         )
@@ -134,9 +135,31 @@ class RowEngine:
     def new_exchange(self, groups: ChainGroups, traffic: Traffic) -> tuple[Router, ReplicaSync]:
         """Make a router and a replica synchronisation of these stores over other process groups."""
         hops, of_bags = self._hops(groups)
-        make = partial(SummingRouter, bag_hops=of_bags) if self.answers.by_sums else Router
+        make: Callable[..., Router] = Router
+        if self.answers.by_sums:
+            from flexd.embedding.exchange.summing_router import SummingRouter
+
+            make = partial(SummingRouter, bag_hops=of_bags)
         router = make(self.stores, hops, traffic, comm_dtype=self._comm_dtype)
-        return router, ReplicaSync(self.stores, router, groups.layout, self.changed_rows)
+        return router, ReplicaSync(self.stores, router, groups.layout, self._rows_updated)
+
+    def note_changed_rows(self) -> ChangedRows:
+        """Return what notes the rows that change; it begins to when it is told to."""
+        if self.changed_rows is None:
+            from flexd.embedding.checkpoint.changed_rows import ChangedRows
+
+            self.changed_rows = ChangedRows(self.stores)
+        return self.changed_rows
+
+    def _rows_changed(self, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        if self.changed_rows is not None:
+            self.changed_rows.add(parts)
+
+    def _rows_updated(self, summed: Sequence[RowGradients], optimizer: RowOptimizer) -> None:
+        if self.changed_rows is not None and self.changed_rows.active:
+            self.changed_rows.add([(part.group, part.slots) for part in summed])
+            if getattr(optimizer, "moves_all_rows", False):
+                self.changed_rows.add_all()
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
         """Return the hops of rows, and those of bags that are answered by sums."""
@@ -229,9 +252,12 @@ class RowEngine:
     ) -> Route:
         version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
-        saves = self.lone_saves.begin_look_up()
+        self.look_ups += 1
+        saves = self.lone_saves
+        called = "" if saves is None else saves.begin_look_up()
         route = self.router.find(keys, agreement, piggyback, faulty, numbers, bags)
-        self.lone_saves.after_look_up(saves)
+        if saves is not None:
+            saves.after_look_up(called)
         self.inbox.end_exchange(route.agreement.version)
         self.exchange.agreed(route.agreement.exchange)
         return route
@@ -281,8 +307,7 @@ class RowEngine:
                     forward_pass.route, forward_pass.touched, expand=expand, chunk=self.migrator.carrier
                 )
                 self.migrator.carrier = None
-            if isinstance(self.router, SummingRouter):
-                rows = [*rows, *self.router.sums(forward_pass.route, rows)]
+            rows = [*rows, *self.router.sums(forward_pass.route, rows)]
             self.hooks.after_fetch()
             return rows
 
@@ -379,7 +404,6 @@ class RowEngine:
         """Collective. Add the gradients of bags answered by sums to those of the rows of the open passes."""
         if all(one.route.bags is None for one in self.passes):  # as on every rank
             return
-        assert isinstance(self.router, SummingRouter)  # noqa: S101
         of_rows = self.router.spread([(one.route, one.bag_grads) for one in self.passes])
         for forward_pass, grads in zip(self.passes, of_rows, strict=True):
             forward_pass.add(grads, self.router.wide)
@@ -398,8 +422,12 @@ class RowEngine:
 
     def memory(self) -> RankMemory:
         """Return the bytes of this rank by part, now and at most. Not collective."""
+        from flexd.embedding.store.memory import rank_memory
+
         working = self.router.working_bytes + self.sync.working_bytes + self.hooks.working_bytes
-        working += sum(store.replica_addresses.nbytes for store in self.stores) + self.changed_rows.nbytes
+        working += sum(store.replica_addresses.nbytes for store in self.stores) + (
+            0 if self.changed_rows is None else self.changed_rows.nbytes
+        )
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
             (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
@@ -414,7 +442,8 @@ class RowEngine:
         """
         self.hooks.discard()
         self._bring_home()
-        self.changed_rows.add_all() if rows is None else self.changed_rows.add([rows])
+        if self.changed_rows is not None:
+            self.changed_rows.add_all() if rows is None else self.changed_rows.add([rows])
         self._stale_replicas, self.row_changes = True, self.row_changes + 1
 
     def close(self, *, orderly: bool) -> None:

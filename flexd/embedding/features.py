@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,9 +13,11 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.keyspace import KeySpace
 from flexd.embedding import devices
-from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
-from flexd.embedding.store.device_homes import DeviceHomes
+from flexd.embedding.store.store import DeviceHomes
+
+if TYPE_CHECKING:
+    from flexd.embedding.exchange.bag_exchange import BagIds
 
 _ID_DTYPES = {torch.int64, torch.int32}
 _KEPT_ORDERS = 64
@@ -184,6 +187,8 @@ class FeatureMap:
         weights: Mapping[str, torch.Tensor],
     ) -> BagIds:
         """Return the ids of features that are answered by sums, whose lengths may be faulty."""
+        from flexd.embedding.exchange.bag_exchange import BagIds
+
         names = [name for of_group in known.summed for name in of_group]
         lengths = _joined([features[name].lengths for name in names])
         bags = [sum(features[name].lengths.shape[0] for name in of_group) for of_group in known.summed]

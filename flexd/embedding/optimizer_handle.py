@@ -11,7 +11,6 @@ import torch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.row_optimizers import RowOptimizer
-from flexd.embedding.table_rates import OptimizersByGroup, TableRates
 
 
 class SteppedRows(Protocol):
@@ -139,6 +138,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         rules = [_with_settings(rule, group) for rule, group in zip(self._rules, self.param_groups, strict=True)]
         if len(rules) == 1:
             return rules[0]
+        from flexd.embedding.table_rates import OptimizersByGroup
+
         by_kind: dict[str, list[tuple[RowOptimizer, list[str]]]] = {}
         for rule, group in zip(rules, self.param_groups, strict=True):
             if group["tables"]:
@@ -148,6 +149,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _of_kind(self, groups: Sequence[tuple[RowOptimizer, list[str]]]) -> RowOptimizer:
         """Return one optimizer for tables of one kind."""
+        from flexd.embedding.table_rates import TableRates
+
         first = groups[0][0]
         rates: dict[str, float] = {}
         for rule, tables in groups:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import torch
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-
 _SMALLEST_NORMAL, _LARGEST = 2.0**-14, 65504.0
 """Of float16."""
 

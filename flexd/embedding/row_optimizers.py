@@ -14,7 +14,7 @@ import torch
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
-from flexd.embedding.rounding import HALF_DTYPES, round_stochastically
+from flexd.embedding.devices import HALF_DTYPES
 
 KeysOf = Callable[[torch.Tensor], torch.Tensor]
 """int64 [n] slots -> int64 [n] keys."""
@@ -264,6 +264,8 @@ class _FusedRowOptimizer(_CommonSettings):
                 old.mul_(1.0 - decay if rates is None else 1.0 - decay * rates)
             old.add_(change)
             if self.stochastic_rounding and group.keys_of is not None and rows.dtype in HALF_DTYPES:
+                from flexd.embedding.rounding import round_stochastically
+
                 rounded = round_stochastically(old, rows.dtype, group.keys_of(index), step)
             else:
                 rounded = old.to(rows.dtype)

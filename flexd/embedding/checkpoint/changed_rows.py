@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from flexd.embedding.replicas.row_bits import RowBits, mark, none_set, positions_of, union_of
+from flexd.embedding.replicas.touched_rows import RowBits, mark, none_set, positions_of, union_of
 from flexd.embedding.store.entry_pool import BLOCK
 from flexd.embedding.store.store import GroupStore
 

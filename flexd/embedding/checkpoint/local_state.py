@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flexd.embedding.checkpoint.lone_saves import REMEDY
+from flexd.embedding.checkpoint.lone_saves import REMEDY, LoneSaves
 from flexd.embedding.engine import RowEngine
 
 
@@ -21,7 +21,12 @@ def save_local(engine: RowEngine, destination: dict[str, Any], prefix: str) -> N
 
     The copies are in host memory: an accelerator has no room for its tables twice.
     """
-    engine.lone_saves.called(engine.steps)
+    if engine.lone_saves is None:
+        mine = sum(
+            len(engine.homes.run(table, engine.groups.rank).rows) for table in range(len(engine.keyspace.tables))
+        )
+        engine.lone_saves = LoneSaves(engine.groups, mine, engine.keyspace.total_rows)
+    engine.lone_saves.called(f"{engine.look_ups}.{engine.steps}")
     if engine.settles_with_others:
         engine.lone_saves.wait_for_others()
     engine.settle()

@@ -11,11 +11,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from itertools import count
 
 from flexd.core.errors import CollectiveError
 from flexd.core.mistakes import MISTAKES, MistakeKind
-from flexd.embedding.exchange.bounded_store import BoundedStore, Store
+from flexd.embedding.exchange.fault_notice import BoundedStore, Store
 from flexd.embedding.exchange.process_groups import ChainGroups
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,6 @@ REMEDY = (
 )
 _POLL_SECONDS = 0.05
 _WARNING_SECONDS = 10.0
-_numbers = count()
 
 
 class LoneSaves:
@@ -46,23 +44,21 @@ class LoneSaves:
         )
         self._timeout_seconds = groups.timeout_seconds
         self._store = BoundedStore()
-        self._key = f"flexd/state_dict/{next(_numbers)}"
-        self._look_ups = 0
+        self._key = f"flexd/state_dict/{groups.notices.number}"
         self._warned = False
         self._place = ""
         """Of the last call, in the program; empty when it was checked."""
 
-    def called(self, steps: int) -> None:
-        """Note that this rank calls ``state_dict()`` after so many optimizer steps."""
+    def called(self, place: str) -> None:
+        """Note that this rank calls ``state_dict()`` at this place: after so many look-ups and optimizer steps."""
         if self._world_size > 1:
-            self._place = f"{self._look_ups}.{steps}"  # equal on all ranks at one point of the program
-            name = self._name(self._place, self._rank)
+            self._place = place
+            name = self._name(place, self._rank)
             self._store.request(lambda store: store.set(name, "1"))
 
     def begin_look_up(self) -> str:
         """Return the place of a call before the look-up, for ``after_look_up``; empty if there was none."""
         place, self._place = self._place, ""
-        self._look_ups += 1
         return place
 
     def after_look_up(self, place: str) -> None:

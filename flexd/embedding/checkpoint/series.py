@@ -103,7 +103,7 @@ class CheckpointSeries:
         """The checkpoint from which on changed rows are noted."""
         self._length = 0
         """Checkpoints from the last one with all rows to ``_newest``."""
-        self._marks = collection.engine.changed_rows
+        self._marks = collection.engine.note_changed_rows()
         faults = []
         if keep < 1 or whole_every < 1:
             faults.append(f"keep={keep}, whole_every={whole_every}: both must be at least 1")

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from flexd.control.protocol.report import StepPhase
 from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
-from flexd.embedding.exchange.bag_exchange import BagIds
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import (
     Column,
@@ -39,6 +38,9 @@ from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, coun
 from flexd.embedding.exchange.station_lookup import StationLookup
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
+
+if TYPE_CHECKING:
+    from flexd.embedding.exchange.bag_exchange import BagIds
 
 _KEY_MASK = (1 << COUNT_SHIFT) - 1
 
@@ -401,6 +403,14 @@ class Router:
         for group, whole in zip(kept, wholes, strict=True):
             totals[group] = whole
         return totals
+
+    def sums(self, route: Route, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return no sums: bags are not added up here (``SummingRouter``)."""
+        del route, rows
+        return []
+
+    def spread(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor] | None]]) -> list[list[torch.Tensor]]:
+        raise AssertionError("routes without bags")
 
     def merge(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
         """Merge passes with their gradients into one route; see ``merge_passes``."""

@@ -13,8 +13,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.hop import Counts, Hop
 from flexd.embedding.exchange.route import COUNT_SHIFT, StationRows
 from flexd.embedding.exchange.unit_message import Int64Array
-from flexd.embedding.store.directory import Directory
-from flexd.embedding.store.moved_rows import NOT_MOVED
+from flexd.embedding.store.directory import NOT_MOVED, Directory
 from flexd.embedding.store.store import GroupStore
 
 _MAX_COUNT = (1 << (63 - COUNT_SHIFT)) - 1

@@ -16,8 +16,7 @@ from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows, add_columns, copy_columns
 from flexd.embedding.exchange.hop import Hop
 from flexd.embedding.exchange.route import StationRows
-from flexd.embedding.replicas.row_bits import RowBits
-from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows, entries_at
+from flexd.embedding.replicas.touched_rows import RowBits, SyncList, SyncLists, TouchedRows, entries_at
 from flexd.embedding.store.directory import Directory
 from flexd.embedding.store.entry_pool import BLOCK
 

@@ -14,7 +14,7 @@ in the same places then, at every tier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ import torch
 from flexd.control.protocol.report import StepPhase
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
-from flexd.embedding.checkpoint.changed_rows import ChangedRows
 from flexd.embedding.exchange.hop import PeerWords
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import Route, StationRows
@@ -66,14 +65,18 @@ class ReplicaSync:
     """Sums gradients over all ranks through a ``Router``, and updates the rows that this rank holds.
 
     Args:
-        changed_rows: in which updated rows are noted.
+        updated: called with the rows that are about to be updated.
     """
 
     def __init__(
-        self, stores: Sequence[GroupStore], router: Router, layout: RankLayout, changed_rows: ChangedRows | None = None
+        self,
+        stores: Sequence[GroupStore],
+        router: Router,
+        layout: RankLayout,
+        updated: Callable[[Sequence[RowGradients], RowOptimizer], None] | None = None,
     ) -> None:
         self._stores = list(stores)
-        self._changed_rows = changed_rows
+        self._updated = updated
         self._router = router
         self._layout = layout
         self._first_slots = [0, *accumulate(store.home_rows + store.replica_slots for store in self._stores)]
@@ -157,10 +160,8 @@ class ReplicaSync:
     @in_phase(StepPhase.UPDATE)
     def update(self, summed: Sequence[RowGradients], optimizer: RowOptimizer, step: int) -> None:
         """Update the rows. ``step``: as in ``RowOptimizer.update``."""
-        if self._changed_rows is not None and self._changed_rows.active:
-            self._changed_rows.add([(part.group, part.slots) for part in summed])
-            if getattr(optimizer, "moves_all_rows", False):
-                self._changed_rows.add_all()
+        if self._updated is not None:
+            self._updated(summed, optimizer)
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
         groups = []
         for g, store in enumerate(self._stores):

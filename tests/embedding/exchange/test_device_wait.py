@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from flexd.core.errors import CollectiveError
 from flexd.core.layout import RankLayout
-from flexd.embedding.exchange.collectives import Peers, Traffic
-from flexd.embedding.exchange.device_wait import DeviceWait
+from flexd.embedding.exchange.collectives import DeviceWait, Peers, Traffic
 from tests.support.pretended_cuda import DEVICE, PretendedCuda
 
 

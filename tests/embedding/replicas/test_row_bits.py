@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding.replicas import row_bits
+from flexd.embedding.replicas import touched_rows as row_bits
 
 CPU = torch.device("cpu")
 BLOCKS = 5

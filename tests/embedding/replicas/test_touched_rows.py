@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from flexd.embedding.replicas import row_bits
+from flexd.embedding.replicas import touched_rows as row_bits
 from flexd.embedding.replicas.replica_sums import SumLists
 from flexd.embedding.replicas.touched_rows import SyncList
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.store.device_homes import DeviceHomes
+from flexd.embedding.store.store import DeviceHomes
 
 RULES = ["all", "node:0", "node:1", "rank:0", "rank:3"]
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import BlockFile, Int64Array
-from flexd.embedding.store.slow.block_sums import BlockSums
+from flexd.embedding.store.slow.block_file import BlockFile, BlockSums, Int64Array
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowTraffic
 
 
