@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
     from flexd.embedding.dense_adam import DenseAdam
-    from flexd.embedding.embed_all import embed_all
-    from flexd.embedding.embedding import Embedding
+    from flexd.embedding.embedding import Embedding, embed_all
     from flexd.embedding.jagged import Jagged
     from flexd.embedding.joined_optimizer import JoinedOptimizer
     from flexd.embedding.prefetch.loop import prefetch
@@ -49,7 +48,7 @@ _HOMES = {
     "TableRules": "flexd.embedding.table_rules",
     "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",
-    "embed_all": "flexd.embedding.embed_all",
+    "embed_all": "flexd.embedding.embedding",
     "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "prefetch": "flexd.embedding.prefetch.loop",

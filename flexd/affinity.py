@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from flexd.core.node_map import NodeMap, NodeMapFile
 
 if TYPE_CHECKING:
-    from flexd.embedding.affinity.node_sampler import NodeSampler
+    from flexd.embedding.node_sampler import NodeSampler
 
 __all__ = ["NodeMap", "NodeMapFile", "NodeSampler"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "NodeSampler":  # needs torch, which a producer need not have
-        from flexd.embedding.affinity.node_sampler import NodeSampler
+        from flexd.embedding.node_sampler import NodeSampler
 
         return NodeSampler
     raise AttributeError(f"module 'flexd.affinity' has no attribute {name!r}")

@@ -137,7 +137,7 @@ class RowEngine:
         hops, of_bags = self._hops(groups)
         make: Callable[..., Router] = Router
         if self.answers.by_sums:
-            from flexd.embedding.exchange.summing_router import SummingRouter
+            from flexd.embedding.exchange.bag_exchange import SummingRouter
 
             make = partial(SummingRouter, bag_hops=of_bags)
         router = make(self.stores, hops, traffic, comm_dtype=self._comm_dtype)

@@ -24,8 +24,14 @@ from flexd.embedding.collection import EmbeddingTable
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.routed_input import RoutedInput
 from flexd.torchrec.configs import embedding_names, features_of, initialise, tables_of
-from flexd.torchrec.inputs import as_keyed_jagged, check_inverse, jagged_by_key, weights_by_key
-from flexd.torchrec.outputs import jagged_tensor, keyed_tensor
+from flexd.torchrec.inputs import (
+    as_keyed_jagged,
+    check_inverse,
+    jagged_by_key,
+    jagged_tensor,
+    keyed_tensor,
+    weights_by_key,
+)
 
 
 class _Replaced(nn.Module):

@@ -28,8 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from flexd.core.errors import CheckpointError
 from flexd.embedding.checkpoint.blocks import from_block, to_block
 from flexd.embedding.checkpoint.given_rows import fingerprint
-from flexd.embedding.checkpoint.owners import from_owner, to_owner
-from flexd.embedding.checkpoint.saved_tables import SavedTable, saved_tables
+from flexd.embedding.checkpoint.saved_tables import SavedTable, from_owner, saved_tables, to_owner
 from flexd.embedding.checkpoint.whole_tables import gather_rows
 from flexd.embedding.collection import EmbeddingCollection
 

@@ -52,8 +52,7 @@ from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter
 from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, ChangeNotice, may_be_input
-from flexd.embedding.prefetch.home_slots import HomeSlots
-from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, NextBatch, RunAheadJob, RunAheadResult
+from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, HomeSlots, NextBatch, RunAheadJob, RunAheadResult
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows

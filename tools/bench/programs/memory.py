@@ -118,8 +118,7 @@ class Flexd:
 
     def begin(self, *, ahead: bool = False, zipf: float | None = None) -> None:
         """Begin with empty frames, or with the rows that are popular by ``zipf``; rows are what the file has."""
-        from flexd.embedding.store.slow.frame_table import FrameTable
-        from flexd.embedding.store.slow.look_ahead import LookAhead
+        from flexd.embedding.store.slow.frame_table import FrameTable, LookAhead
 
         self._stop()
         held, rows, ids = self._tier, self._setting["rows"], self._setting["ids"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flexd
-from flexd.embedding.kernels.step_probe import measure_step_costs
+from flexd.embedding.step_probe import measure_step_costs
 from tools.bench.peers import ranking_plans as plans
 from tools.bench.peers import torchrec_collection as torchrec_peer
 from tools.bench.programs.cluster import Attention, forever, trained

@@ -10,8 +10,7 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, Bytes, Int64Array, aligned_bytes
-from flexd.embedding.store.slow.block_rows import BlockLayout, BlockRows
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockLayout, BlockRows, Bytes, Int64Array, aligned_bytes
 
 _HEAD_BYTES = 16
 """At the start of a block: uint64 checksum of the rest, uint64 mask of the rows that were written."""

@@ -19,8 +19,15 @@ import numpy.typing as npt
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockBatch, Bytes, Int64Array, aligned_bytes
-from flexd.embedding.store.slow.block_rows import BlockLayout, BlockRows
+from flexd.embedding.store.slow.block_file import (
+    PAGE_BYTES,
+    BlockBatch,
+    BlockLayout,
+    BlockRows,
+    Bytes,
+    Int64Array,
+    aligned_bytes,
+)
 from flexd.embedding.store.slow.block_space import BlockSpace
 
 INDEX_BYTES = 5

@@ -18,9 +18,8 @@ import torch
 from flexd.core.errors import SlowMemoryError
 from flexd.core.fast_memory import FrameCurve
 from flexd.embedding.store.slow.frame_counts import FrameCounts
-from flexd.embedding.store.slow.frame_table import FrameTable
+from flexd.embedding.store.slow.frame_table import FrameTable, LookAhead
 from flexd.embedding.store.slow.half_life import HalfLife
-from flexd.embedding.store.slow.look_ahead import LookAhead
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
 
 COUNT_BYTES = 8

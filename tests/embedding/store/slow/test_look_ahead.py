@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.embedding.store.slow.frame_table import FrameTable
-from flexd.embedding.store.slow.look_ahead import LookAhead
+from flexd.embedding.store.slow.frame_table import FrameTable, LookAhead
 
 CPU = torch.device("cpu")
 SLOTS = 40

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flexd.embedding.kernels import step_probe
 
 from flexd.core.layout import RankLayout
-from flexd.embedding.kernels import step_probe
-from flexd.embedding.kernels.step_probe import FEWEST_TURNS, MOST_TURNS, HomeKernels, StepProbe
 from flexd.embedding.row_optimizers import RowWiseAdagrad
+from flexd.embedding.step_probe import FEWEST_TURNS, MOST_TURNS, HomeKernels, StepProbe
 from flexd.topology.cluster import StepCosts
 from tests.support.rank_pool import RankPool
 
@@ -42,8 +43,8 @@ def test_costs_are_medians_of_differences_within_turns() -> None:
     assert costs.row_bytes_per_second == pytest.approx(2e9)
 
 
-def test_ranks_agree_on_positive_costs(pool: RankPool) -> None:
-    results = pool.run(step_costs, RankLayout(2, 1), 0.5)
+def test_ranks_agree_on_positive_costs(ranks: Callable[[int], RankPool]) -> None:
+    results = ranks(2).run(step_costs, RankLayout(2, 1), 0.5)
     assert results[0][0] == results[1][0]
     costs, turns = results[0]
     # More collectives and launches never take no time at all on a processor.

@@ -1,1 +1,0 @@
-"""Affinity: samples are trained in the node that has their rows."""

@@ -1,1 +1,0 @@
-"""Measures the kernels of look-up, pooling and update on the device that runs them."""
