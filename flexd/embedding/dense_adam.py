@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from flexd.embedding import devices
-from flexd.embedding.row_optimizers import Adam, GroupUpdate, KeysOf
+from flexd.embedding.row_optimizers import Adam, GroupUpdate
 
 _BLOCK_NUMBERS, _BLOCK_NUMBERS_OF_ACCELERATOR = 1 << 16, 1 << 24
 """Numbers of rows that are updated at once, for each thread of a processor: their copies stay in its caches."""
@@ -33,18 +33,6 @@ class DenseAdam(Adam):
     """
 
     moves_all_rows: ClassVar[bool] = True
-
-    def update(
-        self,
-        rows: torch.Tensor,
-        state: torch.Tensor,
-        index: torch.Tensor,
-        grads: torch.Tensor,
-        step: int,
-        keys_of: KeysOf | None = None,
-        rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
-        self.update_groups([GroupUpdate(rows, state, [(index, grads)], keys_of, rates_of)], step)
 
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """Apply one step to all rows of the dim-groups; ``gradients`` are those of the rows that were looked up.

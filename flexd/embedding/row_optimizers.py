@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -46,16 +46,10 @@ class RowOptimizer(Protocol):
         """Initial value of every number of the state."""
         ...
 
-    def update(
-        self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
-    ) -> None:
-        """Apply one step.
+    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
+        """Apply one step to the rows of several dim-groups.
 
         Args:
-            rows: [slots, dim], changed in place.
-            state: [slots, s] float32 (float64 beside float64 rows), changed in place.
-            index: int64 [n] unique slots.
-            grads: [n, dim], not changed.
             step: number of this optimizer step of the job, from 1, for bias correction.
         """
         ...
@@ -84,8 +78,9 @@ class GroupUpdate:
     """Rows of a dim-group that a step updates.
 
     Attributes:
-        rows, state: as in ``RowOptimizer.update``.
-        gradients: (index, grads), as there; no two of them share a row.
+        rows: [slots, dim], changed in place.
+        state: [slots, s] float32 (float64 beside float64 rows), changed in place.
+        gradients: (int64 [n] unique slots, [n, dim] gradients, not changed); no two of them share a row.
         keys_of: keys of the rows at slots, for stochastic rounding; None: round to the nearest.
         rates_of: int64 [n] slots -> float64 [n, 1] by which the changes of their rows are multiplied, and a decoupled
             weight decay; None: 1.
@@ -98,15 +93,6 @@ class GroupUpdate:
     keys_of: KeysOf | None = None
     rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     optimizer: str = ""
-
-
-@runtime_checkable
-class UpdatesGroups(Protocol):
-    """A ``RowOptimizer`` that updates all dim-groups together."""
-
-    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        """Apply one step to the rows of several dim-groups, as ``RowOptimizer.update`` of each part."""
-        ...
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer, UpdatesGroups
+from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,6 @@ class TableRates:
             return rule
         if not all(rate >= 0.0 for rate in rates):
             raise EmbeddingError(f"learning rates by table: {list(rates)}", remedy="at least 0")
-        if not isinstance(rule, UpdatesGroups):
-            raise EmbeddingError(
-                f"learning rates by table with {type(rule).__name__}, which has no update_groups",
-                remedy="leave lr out of the tables, or give the optimizer an update_groups that applies rates_of",
-            )
         order = sorted(range(len(first_keys)), key=first_keys.__getitem__)
         return TableRates(
             replace(rule, lr=1.0),  # type: ignore[type-var]
@@ -70,15 +65,9 @@ class TableRates:
     def moves_all_rows(self) -> bool:
         return getattr(self.rule, "moves_all_rows", False)
 
-    def update(
-        self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
-    ) -> None:
-        raise AssertionError("rows without keys")
-
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """As ``RowOptimizer.update`` of each part of the dim-groups."""
         rates = _OnDevice(self)
-        assert isinstance(self.rule, UpdatesGroups)  # noqa: S101
         self.rule.update_groups([replace(group, rates_of=rates.of(group)) for group in groups], step)
 
 
@@ -131,19 +120,8 @@ class OptimizersByGroup:
     def moves_all_rows(self) -> bool:
         return any(getattr(rule, "moves_all_rows", False) for rule in self.rules)
 
-    def update(
-        self, rows: torch.Tensor, state: torch.Tensor, index: torch.Tensor, grads: torch.Tensor, step: int
-    ) -> None:
-        raise AssertionError("rows without their dim-group")
-
     def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
         """As ``RowOptimizer.update`` of each part of the dim-groups."""
         for rule in self.rules:
-            own = [group for group in groups if group.optimizer == rule.name]
-            if isinstance(rule, UpdatesGroups):
-                if own:
-                    rule.update_groups(own, step)
-                continue
-            for group in own:
-                for slots, grads in group.gradients:
-                    rule.update(group.rows, group.state, slots, grads, step)
+            if own := [group for group in groups if group.optimizer == rule.name]:
+                rule.update_groups(own, step)

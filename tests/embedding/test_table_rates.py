@@ -7,7 +7,6 @@ import torch
 
 import flexd
 from flexd.core.errors import EmbeddingError
-from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.table_rates import TableRates
 
 ALONE = flexd.RankLayout(1, 1)
@@ -46,16 +45,6 @@ def test_other_settings_by_table_are_refused() -> None:
         TableRates.of(flexd.SGD(lr=0.1), [0.1, -1], [0, 9])
 
 
-def test_equal_rates_are_the_optimizer_itself_and_foreign_optimizers_need_to_know_them() -> None:
+def test_equal_rates_are_the_optimizer_itself() -> None:
     rule = flexd.SGD(lr=0.1)
     assert TableRates.of(rule, [0.1, 0.1], [0, 9]) is rule
-
-    class Own:
-        name, lr, initial_state = "sgd", 0.1, 0.0
-
-        def update(self, *_: object) -> None:
-            raise AssertionError
-
-    own: RowOptimizer = Own()
-    with pytest.raises(EmbeddingError, match="learning rates by table with Own, which has no update_groups"):
-        TableRates.of(own, [0.1, 0.2], [0, 9])

@@ -31,7 +31,7 @@ from flexd.embedding.exchange.router import Router
 from flexd.embedding.exchange.station_lookup import Dedup
 from flexd.embedding.replicas.replica_sums import ReplicaSums, SumLists, sum_lists
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
-from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer, UpdatesGroups
+from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
@@ -171,12 +171,7 @@ class ReplicaSync:
             elif isinstance(store.rows, torch.Tensor) and isinstance(store.state, torch.Tensor):
                 name = store.group.optimizer
                 groups.append(GroupUpdate(store.rows, store.state, parts, store.keys_at, optimizer=name))
-        if isinstance(optimizer, UpdatesGroups):
-            optimizer.update_groups(groups, step)
-            return
-        for group in groups:
-            for slots, grads in group.gradients:
-                optimizer.update(group.rows, group.state, slots, grads, step)
+        optimizer.update_groups(groups, step)
 
     def _send_up(self, route: Route) -> TouchedRows:
         touched = self.new_touched()
@@ -278,8 +273,5 @@ def _update_tier(
 
     for slots, grads in parts:
         for block, places in tier.visit(slots, changes=True):
-            if isinstance(optimizer, UpdatesGroups):
-                part = GroupUpdate(tier.rows, tier.state, [(places, grads[block])], keys_of, optimizer=name)
-                optimizer.update_groups([part], step)
-            else:
-                optimizer.update(tier.rows, tier.state, places, grads[block], step)
+            part = GroupUpdate(tier.rows, tier.state, [(places, grads[block])], keys_of, optimizer=name)
+            optimizer.update_groups([part], step)
