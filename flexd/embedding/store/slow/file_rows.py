@@ -58,8 +58,6 @@ class FileRows(BlockRows):
         unwritten = torch.from_numpy(np.flatnonzero(made))
         if len(unwritten):
             result.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self._traffic.rows_read += len(slots)
-        self._traffic.rows_made += len(unwritten)
         self._traffic.seconds += time.perf_counter() - began
         return result
 
@@ -74,7 +72,6 @@ class FileRows(BlockRows):
             self._traffic.operations += self._file.write(blocks, filled)
             self._traffic.bytes_written += filled.nbytes
             np.bitwise_or.at(self._written, blocks >> 3, (1 << (blocks & 7)).astype(np.uint8))
-        self._traffic.rows_written += len(slots)
         self._traffic.seconds += time.perf_counter() - began
 
     def flush(self) -> None:

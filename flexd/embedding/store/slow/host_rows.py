@@ -46,8 +46,6 @@ class HostRows:
         unwritten = (~self._written.index_select(0, slots)).nonzero().view(-1)
         if len(unwritten):
             packed.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self._traffic.rows_read += len(slots)
-        self._traffic.rows_made += len(unwritten)
         self._traffic.bytes_read += (len(slots) - len(unwritten)) * self.row_bytes
         self._traffic.operations += 1
         self._traffic.seconds += time.perf_counter() - began
@@ -57,7 +55,6 @@ class HostRows:
         began = time.perf_counter()
         self._packed.index_copy_(0, slots, packed)
         self._written[slots] = True
-        self._traffic.rows_written += len(slots)
         self._traffic.bytes_written += packed.numel()
         self._traffic.operations += 1
         self._traffic.seconds += time.perf_counter() - began

@@ -120,8 +120,6 @@ class LogRows(BlockRows):
         unwritten = torch.from_numpy(np.flatnonzero(places < 0))
         if len(unwritten):
             result.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self._traffic.rows_read += len(slots)
-        self._traffic.rows_made += len(unwritten)
         self._traffic.seconds += time.perf_counter() - began
         return result
 
@@ -136,7 +134,6 @@ class LogRows(BlockRows):
             if missing > 0:
                 self._clean(missing)
             self._append(part, data[first : first + at_once])
-        self._traffic.rows_written += len(slots)
         self._traffic.seconds += time.perf_counter() - began
 
     def flush(self) -> None:

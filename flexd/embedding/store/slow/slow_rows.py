@@ -17,17 +17,12 @@ class SlowTraffic:
     """What a slow memory has done since it was made.
 
     Attributes:
-        rows_read, rows_written: packed rows that were asked for and given.
-        rows_made: of those read, the ones that nobody had written.
         bytes_read, bytes_written: moved to and from the medium, whole blocks where it has blocks; what a write must
             read before is in ``bytes_read``.
         operations: calls of the medium, each for one block or several adjoining ones.
         seconds: that callers waited.
     """
 
-    rows_read: int = 0
-    rows_written: int = 0
-    rows_made: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
     operations: int = 0

@@ -106,16 +106,15 @@ def test_any_order_of_calls(make: Callable[[int], SlowRows], calls: list[tuple[b
     slow.close()
 
 
-def test_traffic_counts_rows_and_bytes(make: Callable[[int], SlowRows]) -> None:
+def test_traffic_counts_bytes_and_calls(make: Callable[[int], SlowRows]) -> None:
     slow = make(100)
     slow.read(torch.tensor([1, 2]))
-    assert (slow.traffic.rows_read, slow.traffic.rows_made, slow.traffic.bytes_read) == (2, 2, 0), "never written"
+    assert slow.traffic.bytes_read == 0, "never written"
     slow.write(torch.tensor([1]), torch.zeros(1, 100, dtype=torch.uint8))
     slow.flush()
     before = slow.traffic.bytes_read
     slow.read(torch.tensor([1, 2, 1999]))
     traffic = slow.traffic
-    assert (traffic.rows_read, traffic.rows_made, traffic.rows_written) == (5, 4, 1)
     moved = 100 if isinstance(slow, HostRows) else rows_per_block(100)[1]
     assert (traffic.bytes_read - before, traffic.bytes_written) == (moved, moved)
     assert traffic.seconds > 0

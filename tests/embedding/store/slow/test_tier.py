@@ -101,7 +101,7 @@ def test_hits_misses_and_writes_are_counted() -> None:
     rows.index_copy_(0, torch.tensor([1]), torch.ones(1, DIM))
     rows.index_select(0, torch.tensor([10, 11, 12, 13]), counts=True)
     assert (tier.counts.missed, tier.counts.evicted, tier.counts.written) == (7, 3, 1), "one frame was never used"
-    assert tier.slow.traffic.rows_written == 1
+    assert tier.slow.traffic.bytes_written > 0
     assert tier.table_nbytes > 0
 
 
