@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from flexd.embedding.store.slow.two_memories import TwoMemories
     from flexd.embedding.table_rules import TableRules
 
-JaggedLike = Jagged | torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-"""Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, a dense tensor, or (values, offsets)."""
+JaggedLike = Jagged | torch.Tensor
+"""Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or a dense tensor."""
 
 
 ResolvedInput = tuple[dict[str, Jagged], list[str]]
@@ -323,7 +323,7 @@ class EmbeddingCollection(TableAccess):
             )
         if {type(value) for value in given.values()} <= {Jagged}:
             return dict(given)
-        return {name: as_jagged(value, name, defer_check=True) for name, value in given.items()}
+        return {name: as_jagged(value, name) for name, value in given.items()}
 
     @in_phase(StepPhase.IDS)
     def _route(self, given: Any, keys: Callable[[Mapping[str, Jagged]], FeatureKeys] | None = None) -> RoutedInput:

@@ -13,7 +13,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.keyspace import KeySpace
 from flexd.embedding import devices
-from flexd.embedding.jagged import Jagged, JaggedByOffsets, check_offsets
+from flexd.embedding.jagged import Jagged
 from flexd.embedding.store.store import DeviceHomes
 
 if TYPE_CHECKING:
@@ -241,8 +241,8 @@ class FeatureMap:
         return known
 
     def _length_faults(self, features: Sequence[Jagged], ids: torch.Tensor) -> list[torch.Tensor]:
-        """Return bool tensors, true where a length is negative, where the lengths of a feature do not sum to its ids,
-        and where offsets do not begin at 0.
+        """Return bool tensors, true where a length is negative, and where the lengths of a feature do not sum to its
+        ids.
 
         Args:
             ids: int64 [features], numbers of ids.
@@ -250,8 +250,6 @@ class FeatureMap:
         of_features = [one.lengths for one in features]
         counts = _sizes(of_features)
         lengths = _joined(of_features)
-        by_offsets = JaggedByOffsets in set(map(type, features))
-        firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)] if by_offsets else []
         faults = [lengths < 0]
         if len(set(counts)) == 1:
             sums = lengths.view(len(features), -1).sum(dim=1)
@@ -260,8 +258,6 @@ class FeatureMap:
             places = self._on_device([0, *accumulate(counts)])
             sums = ends.index_select(0, places).diff()
         faults.append(sums != ids)
-        if firsts:
-            faults.append(_joined(firsts) != 0)
         return faults
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
@@ -284,9 +280,6 @@ class FeatureMap:
                         f"0..{spec.rows - 1}",
                         remedy="check the id mapping of the data loader, or enlarge the table",
                     )
-            if isinstance(jagged, JaggedByOffsets):
-                offsets = torch.cat([jagged.first, jagged.first + lengths.cumsum(0)])
-                check_offsets(ids, offsets, name)
             lowest, total = (int(lengths.min()), int(lengths.sum())) if lengths.numel() else (0, 0)
             if lowest < 0 or total != ids.shape[0]:
                 raise EmbeddingError(

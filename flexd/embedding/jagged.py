@@ -86,17 +86,6 @@ class Jagged:
 
 
 @dataclass(frozen=True)
-class JaggedByOffsets(Jagged):
-    """Jagged input that was given as (values, offsets); offsets that do not ascend from 0 to n are not refused yet.
-
-    Attributes:
-        first: integer [1], the first offset; it must be 0.
-    """
-
-    first: torch.Tensor
-
-
-@dataclass(frozen=True)
 class RefusedInput:
     """In place of ids that a module refuses before its look-up: so that the look-up refuses them, on every rank.
 
@@ -107,16 +96,15 @@ class RefusedInput:
     error: EmbeddingError
 
 
-def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
-    """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, a pair (values [n], offsets [batch + 1]), or a
-    dense tensor [batch, ...] with equally many values a sample.
+def as_jagged(given: object, name: str) -> Jagged:
+    """Convert a ``Jagged``, a nested tensor of layout ``torch.jagged``, or a dense tensor [batch, ...] with equally
+    many values a sample.
 
     Args:
         name: name of the feature, for error texts.
-        defer_check: return a ``JaggedByOffsets`` for a pair and leave its numbers unread: a read waits for the device.
 
     Raises:
-        EmbeddingError: ``given`` is of another type, was refused before, or has offsets that do not ascend from 0 to n.
+        EmbeddingError: ``given`` is of another type, or was refused before.
     """
     if isinstance(given, Jagged):
         return given
@@ -127,38 +115,8 @@ def as_jagged(given: object, name: str, *, defer_check: bool = False) -> Jagged:
     if isinstance(given, torch.Tensor) and given.layout == torch.strided and given.dim() > 0:
         each = torch.full((given.shape[0],), math.prod(given.shape[1:]), dtype=torch.int64, device=given.device)
         return Jagged.checked(given.reshape(-1), each)
-    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, torch.Tensor) for part in given):
-        values, offsets = given
-        _check_shape_of_offsets(values, offsets, name)
-        if defer_check:
-            return JaggedByOffsets(values, offsets[1:] - offsets[:-1], offsets[:1])
-        check_offsets(values, offsets, name)
-        return Jagged.from_offsets(values, offsets)
     raise EmbeddingError(
         f"feature {name!r}: a {type(given).__name__} instead of a Jagged",
-        remedy="pass Jagged(values, lengths), a nested tensor of layout torch.jagged, a dense tensor [batch, ...], or "
-        "(values, offsets)",
+        remedy="pass Jagged(values, lengths), a nested tensor of layout torch.jagged, or a dense tensor [batch, ...]; "
+        "flexd.Jagged.from_offsets(values, offsets) converts offsets",
     )
-
-
-def _check_shape_of_offsets(values: torch.Tensor, offsets: torch.Tensor, name: str) -> None:
-    if offsets.dim() != 1 or offsets.is_floating_point() or offsets.numel() == 0 or values.dim() < 1:
-        raise EmbeddingError(
-            f"feature {name!r}: offsets of shape {tuple(offsets.shape)} and dtype {offsets.dtype}",
-            remedy="pass (values [n], offsets [batch + 1]) with integer offsets",
-        )
-
-
-def check_offsets(values: torch.Tensor, offsets: torch.Tensor, name: str) -> None:
-    """Refuse offsets that are lengths by mistake: their differences would be valid numbers. Waits for the device.
-
-    Raises:
-        EmbeddingError: the offsets do not ascend from 0 to the number of values.
-    """
-    steps = offsets[1:] - offsets[:-1]
-    lowest = int(steps.min()) if steps.numel() else 0
-    if lowest < 0 or int(offsets[0]) != 0 or int(offsets[-1]) != values.shape[0]:
-        raise EmbeddingError(
-            f"feature {name!r}: offsets from {int(offsets[0])} to {int(offsets[-1])} for {values.shape[0]} values",
-            remedy="offsets ascend from 0 to the number of values; for lengths pass Jagged(values, lengths)",
-        )

@@ -51,11 +51,10 @@ def test_a_dense_tensor_has_equally_many_ids_a_sample(shape: tuple[int, ...]) ->
 
 def test_all_types_of_input_give_equal_rows() -> None:
     values, lengths = torch.tensor([4, 1, 2, 7]), torch.tensor([1, 0, 3])
-    offsets = torch.tensor([0, 1, 1, 4])
     nested = torch.nested.nested_tensor([values[:1], values[:0], values[1:]], layout=torch.jagged)
     padded, starts = torch.tensor([[4, 9, 9], [9, 9, 9], [1, 2, 7]]), torch.zeros(3, dtype=torch.int64)
     with_holes = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
-    for form in (flexd.Jagged(values, lengths), nested, with_holes, (values, offsets), (values, offsets.int())):
+    for form in (flexd.Jagged(values, lengths), nested, with_holes):
         jagged = as_jagged(form, "item")
         assert torch.equal(jagged.values, values)
         assert torch.equal(jagged.lengths.long(), lengths)
@@ -67,12 +66,7 @@ def test_all_types_of_input_give_equal_rows() -> None:
     "bad",
     [
         [1, 2],
-        (torch.tensor([1, 2]), torch.tensor([1, 1])),
-        (torch.tensor([1, 2]), torch.tensor([0, 1])),
-        (torch.tensor([1, 2]), torch.tensor([1, 2])),
-        (torch.tensor([1, 2]), torch.tensor([0, 3, 2])),
-        (torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64)),
-        (torch.tensor([1, 2]), torch.tensor([0.0, 2.0])),
+        (torch.tensor([1, 2]), torch.tensor([0, 2])),
         (torch.tensor([1, 2]),),
     ],
 )

@@ -137,7 +137,7 @@ def test_everything_beside_a_step_mixes_no_devices() -> None:
         assert collection.clip_grad_norm_(1.0).device == DEVICE
         collection.optimizer.step()
         offsets = torch.tensor([0, 3, 64], device=DEVICE)
-        made.step({"t0": (given["t0"].values, offsets)})
+        made.step({"t0": flexd.Jagged.from_offsets(given["t0"].values, offsets)})
         tap = flexd.Tap(collection)
         made.step(given)
         assert tap._swap()

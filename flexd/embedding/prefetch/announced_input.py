@@ -13,7 +13,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.collectives import TrafficKind
 from flexd.embedding.exchange.column import Column, ReceivedRows
 from flexd.embedding.exchange.hop import Hop
-from flexd.embedding.jagged import Jagged, JaggedByOffsets
+from flexd.embedding.jagged import Jagged
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as a factor: NaN is another number than itself, but has the same bits."""
@@ -38,10 +38,9 @@ class InputValues:
 
     @cached_property
     def numbers(self) -> list[torch.Tensor]:
-        """Ids, lengths and first offsets of the features."""
+        """Ids and lengths of the features."""
         features = self.features.values()
-        firsts = [one.first for one in features if isinstance(one, JaggedByOffsets)]
-        return [*(one.values for one in features), *(one.lengths for one in features), *firsts]
+        return [*(one.values for one in features), *(one.lengths for one in features)]
 
     @torch.no_grad()
     def copy(self) -> InputValues:
@@ -49,15 +48,8 @@ class InputValues:
         names = [name for name, factors in self.factors.items() if not factors.requires_grad]
         factors, _ = _copied([self.factors[name] for name in names])
         numbers, joined = _copied(self.numbers)
-        copies = iter(numbers)
-        values = [next(copies) for _ in self.features]
-        lengths = [next(copies) for _ in self.features]
-        features: dict[str, Jagged] = {}
-        for (name, one), ids, of_samples in zip(self.features.items(), values, lengths, strict=True):
-            by_offsets = isinstance(one, JaggedByOffsets)
-            features[name] = (
-                JaggedByOffsets(ids, of_samples, next(copies)) if by_offsets else Jagged.checked(ids, of_samples)
-            )
+        values, lengths = numbers[: len(self.features)], numbers[len(self.features) :]
+        features = dict(zip(self.features, map(Jagged.checked, values, lengths), strict=True))
         factors_of = {**self.factors, **dict(zip(names, factors, strict=True))}
         return replace(self, features=features, factors=factors_of, joined=joined)
 
@@ -177,11 +169,9 @@ def _form(values: InputValues, summed: Collection[str]) -> tuple[object, ...]:
     """Return what the host knows of an input."""
     numbers = values.numbers
     factors = [values.factors[name] for name in values.factors if name in summed]
-    kinds = [(name, type(one) is JaggedByOffsets) for name, one in values.features.items()]
-    return (
-        kinds, [part.numel() for part in (*numbers, *factors)], [part.dtype for part in (*numbers, *factors)],
-        {name: factor.requires_grad for name, factor in values.factors.items()},
-    )  # fmt: skip
+    parts = [*numbers, *factors]
+    needs_grad = {name: factor.requires_grad for name, factor in values.factors.items()}
+    return list(values.features), [part.numel() for part in parts], [part.dtype for part in parts], needs_grad
 
 
 @torch.no_grad()
