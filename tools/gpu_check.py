@@ -69,9 +69,11 @@ MODES = (
 
 def train(rank: int, ranks: int, device: str, mode: Mode) -> dict[str, torch.Tensor]:
     """Collective. Return the tables after six steps, on the CPU."""
-    make = flexd.EmbeddingBagCollection if mode.pooled else flexd.EmbeddingCollection
+    make, kind = flexd.EmbeddingCollection, flexd.EmbeddingTable
+    if mode.pooled:
+        make, kind = flexd.EmbeddingBagCollection, flexd.EmbeddingBagTable
     collection = make(
-        [flexd.EmbeddingTable(name, rows, dim) for name, (rows, dim) in _TABLES.items()],
+        [kind(name, rows, dim) for name, (rows, dim) in _TABLES.items()],
         optimizer=flexd.RowWiseAdagrad(lr=0.1), layout=RankLayout(1, ranks), exchange=mode.exchange,
         replica_slots=[COPIED_ROWS] * len(_TABLES), device="meta" if mode.from_meta else device,
     )  # fmt: skip
