@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flexd.embedding.kernels import step_probe
 
 from flexd.core.layout import RankLayout
+from flexd.embedding import step_probe
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.embedding.step_probe import FEWEST_TURNS, MOST_TURNS, HomeKernels, StepProbe
 from flexd.topology.cluster import StepCosts
