@@ -87,19 +87,19 @@ def test_a_plan_uses_the_touches_of_taps_with_and_without_copies(
                 shown = run_flexd("explain", "item", "--hottest", 40, "-o", "json", "--url", daemon.url)
                 return json.loads(shown.stdout)["explained"] if shown.returncode == 0 else []
 
-            def alike() -> list[dict[str, Any]] | None:
+            def needed_together() -> list[dict[str, Any]] | None:
                 """Return the rows of middling frequency if the daemon knows that all ranks need them together."""
                 rows = [row for row in explained() if row["per_rank"] and 0.1 < row["per_rank"] < 0.6]
                 return rows if rows and all(row["anywhere"] < 1.02 * row["per_rank"] for row in rows) else None
 
-            until(alike, 120, what=explained)
+            until(needed_together, 120, what=explained)
             until(
                 lambda: daemon.status()["migration"]["state"] == "COMMITTED", 60,
                 what=lambda: daemon.status()["migration"],
             )  # fmt: skip
             steps = daemon.status()["stream"]["accesses"]
             until(lambda: daemon.status()["stream"]["accesses"] > 2 * steps, 240, what=daemon.status)
-            assert until(alike, 20, what=explained), "copies that answer on the rank are counted too"
+            assert until(needed_together, 20, what=explained), "copies that answer on the rank are counted too"
         finally:
             stop.touch()
             job.join(60)
