@@ -29,9 +29,6 @@ class OperatorCommands:
     Args:
         control: the configuration; a throttle that was chosen under another ``control.throttle`` is dropped.
         wall_clock: Unix seconds.
-
-    Attributes:
-        pauses: since the daemon started.
     """
 
     def __init__(
@@ -51,7 +48,6 @@ class OperatorCommands:
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._retry_at = 0.0
-        self.pauses = 0
         pause, throttle = decisions.current.pause, decisions.current.throttle
         if pause is not None:
             logger.info("paused since before the start, by %s: %s", pause.who or ANONYMOUS, pause.reason)
@@ -90,7 +86,6 @@ class OperatorCommands:
         """Hold planning and pushing at the next chunk boundary, also after a restart; ingest goes on."""
         with self._lock:
             first = self.paused is None
-            self.pauses += first
             self._coordinator.pause()
             pause = Pause(reason=reason, who=who, unix_seconds=self._wall_clock())
             self._decisions.update(pause=pause)

@@ -161,10 +161,6 @@ class DriftStatus(Model):
     """Per rank and step, with the plan."""
     inter_node_bytes: FiniteOrNone = None
     """Per rank and step, at the live placement."""
-    plan_total_bytes: FiniteOrNone = None
-    """Over all links, with the plan."""
-    total_bytes: FiniteOrNone = None
-    """Over all links, at the live placement."""
     age_seconds: FiniteOrNone = None
     """Since the newest evaluation."""
     evaluations: int = 0
@@ -216,8 +212,6 @@ def drift_status(monitor: DriftMonitor, threshold: float | None) -> DriftStatus:
             "exposed_seconds": live.exposed_seconds,
             "plan_inter_node_bytes": plan.inter_node_bytes,
             "inter_node_bytes": live.inter_node_bytes,
-            "plan_total_bytes": plan.total_bytes,
-            "total_bytes": live.total_bytes,
             "tables": tuple(
                 TableDriftStatus.from_object(traffic, table=name, ratio=drift.table_ratios[name])
                 for name, traffic in drift.live.tables.items()

@@ -287,10 +287,6 @@ class PlanReport(Model):
         """Build the report from ``Plan.summary()`` and the live placement's rows by tier."""
         return cls.model_validate({**summary, "rows_before": dict(rows_before)})
 
-    @property
-    def changed_rows(self) -> int:
-        return self.promotions + self.demotions
-
 
 def plan_metrics(newest: PlanReport | None) -> Iterator[Metric]:
     """Yield the metric families of the newest plan."""

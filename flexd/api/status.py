@@ -53,8 +53,6 @@ class Status(Model):
     """Reason given for the pause."""
     paused_by: str | None = None
     """The one that paused; ``flexd`` if ranks repeatedly reported another placement than the daemon had recorded."""
-    pauses: Annotated[int, HIDDEN] = 0
-    """Pauses since the daemon started."""
     stream: StreamStatus
     """The access stream."""
     sketch: SketchStatus = SketchStatus()

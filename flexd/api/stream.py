@@ -29,12 +29,6 @@ class OffsetRangeStatus(Model):
     reason: str
     """Why its messages were lost or are skipped."""
 
-    def words(self) -> str:
-        """Return partition, offsets and reason in words."""
-        unknown = self.last_offset < self.first_offset
-        last = "unknown" if unknown else str(self.last_offset)
-        return f"{self.partition}: {self.first_offset} to {last} ({self.reason})"
-
 
 class StreamStatus(Model):
     """The access stream now; counters run since the daemon started."""

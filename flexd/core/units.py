@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
-from typing import TypeVar
 
 UNKNOWN = "-"
-_Tier = TypeVar("_Tier", bound=str)
-TIERS = ("HOME", "NODE", "DEVICE")
 
 
 def count(value: float | None) -> str:
@@ -20,17 +16,6 @@ def count(value: float | None) -> str:
 def plural(number: int, what: str) -> str:
     """``1 table``, ``2 tables``."""
     return f"{count(number)} {what}" + ("" if number == 1 else "s")
-
-
-def by_tier(rows: Mapping[_Tier, int]) -> str:
-    """Format rows by tier in the order HOME, NODE, DEVICE."""
-    order = {tier: i for i, tier in enumerate(TIERS)}
-    tiers = sorted(rows, key=lambda tier: order.get(tier, len(TIERS)))
-    return ", ".join(f"{tier} {count(rows[tier])}" for tier in tiers)
-
-
-def signed(value: int) -> str:
-    return f"{value:+,d}" if value else "0"
 
 
 def size(value: float | None) -> str:
@@ -80,16 +65,6 @@ def share(value: float | None) -> str:
     if value is None:
         return UNKNOWN
     return f"{value:.2%}" if value < 0.9995 or value == 1 else f"{value:.4%}"
-
-
-def change(before: float | None, after: float | None) -> str:
-    """Format the relative change from ``before`` to ``after``: in percent, or as a factor of 10 and more."""
-    if before is None or after is None or before == 0:
-        return UNKNOWN
-    if after / before >= 10:
-        return f"x {after / before:,.0f}"
-    text = f"{after / before - 1:+.1%}"
-    return "0%" if text in ("+0.0%", "-0.0%") else text
 
 
 def when(unix_seconds: float | None) -> str:

@@ -315,7 +315,6 @@ class Daemon(DaemonLoop):
                 "paused": self.operator.paused is not None,
                 "pause_reason": self.operator.pause_reason,
                 "paused_by": None if self.operator.paused is None else self.operator.paused.who or None,
-                "pauses": self.operator.pauses,
                 "decisions": self.operator.decisions_status(),
                 "config": self._file.status(),
                 "threads": threads_status(self.supervisor),

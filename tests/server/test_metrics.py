@@ -30,7 +30,6 @@ FULL = Status(
     started_unix_seconds=1700000000.0,
     ready=True,
     paused=True,
-    pauses=2,
     stream=StreamStatus(
         source="kafka", messages=10, accesses=1000, bytes=9999,
         rejected_messages={"corrupt": 3, 'odd "reason"\n': 1}, rejected_accesses={"negative_row": 7},
