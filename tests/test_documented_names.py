@@ -184,7 +184,7 @@ def is_setting(keys: list[str]) -> bool:
 def settings_of(path: Path) -> Iterator[str]:
     """Inline code that is a path into the configuration: its first key is a section."""
     for code in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?::[^`]*)?`", path.read_text(errors="replace")):
-        if code.split(".")[0] in SCHEMA["properties"]:
+        if code.split(".")[0] in SCHEMA["properties"] and not code.startswith("state.sqlite"):  # a file
             yield code
 
 
