@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption
 from flexd.cli.replay_options import (
     BatchOption,
@@ -34,7 +35,7 @@ from flexd.cli.simulate_command import (
     make_trace_accesses,
     show_progress,
 )
-from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import SampleKind, SampleLengths

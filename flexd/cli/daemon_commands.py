@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 import flexd
+from flexd.cli.blocks import Facts
 from flexd.cli.options import ConfigOption
 from flexd.cli.render import flat
-from flexd.cli.view import Facts, OutputFormat, emit, show
+from flexd.cli.view import OutputFormat, emit, show
 from flexd.core import units
 from flexd.core.fast_start import import_numba, pause_garbage_collector
 

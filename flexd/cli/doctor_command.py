@@ -11,11 +11,12 @@ import typer
 
 from flexd.api import routes
 from flexd.api.status import Status
+from flexd.cli.blocks import Block, Sentences, Table
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, ExitCode
 from flexd.cli.options import ConfigOption, OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.render import flat
-from flexd.cli.view import Block, OutputFormat, Sentences, Table, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ApiError, ConfigError
 from flexd.doctor import finding

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
 from flexd.cli.step_costs import step_cost_words
-from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flexd.cli.blocks import Facts
 from flexd.cli.exit_codes import ExitCode, NotDeliveredError
 from flexd.cli.interactive import DryRunOption, YesOption, confirm
 from flexd.cli.options import OutputOption
-from flexd.cli.view import Facts, OutputFormat, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError, StreamError
 

@@ -13,7 +13,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from flexd.api.base import Show
-from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
+from flexd.cli.blocks import Block, Facts, Sentences, Table
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 
 MOST_LISTED = 16

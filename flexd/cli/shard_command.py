@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexd.cli.blocks import Block, Facts, Table
 from flexd.cli.options import OutputOption, check_file
 from flexd.cli.replay_options import (
     DTypeOption,
@@ -23,7 +24,7 @@ from flexd.cli.replay_options import (
 )
 from flexd.cli.simulate_command import make_cluster
 from flexd.cli.step_costs import step_cost_words
-from flexd.cli.view import Block, Facts, OutputFormat, Table, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.home_rules import COPIED
 

@@ -10,9 +10,10 @@ from flexd.api import routes
 from flexd.api.explanation import ReasonName
 from flexd.api.plan import CostReport, PlanReport
 from flexd.api.table import MAX_PAGE_ENTRIES, TableOrder
+from flexd.cli.blocks import Block, Sentences
 from flexd.cli.options import OutputOption, SocketOption, UrlOption, connect
 from flexd.cli.render import blocks_of, entries_of, present, table_of
-from flexd.cli.view import Block, OutputFormat, Sentences, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core.errors import ConfigError
 
 STATUS_ROWS = 20

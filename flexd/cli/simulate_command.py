@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.options import OutputOption, check_file
 from flexd.cli.replay_options import (
     DEFAULT_PRESET,
@@ -29,7 +30,7 @@ from flexd.cli.replay_options import (
     SeedOption,
     TopologyOption,
 )
-from flexd.cli.view import Block, Facts, OutputFormat, Sentences, Table, emit
+from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
 from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import SampleKind, SampleLengths

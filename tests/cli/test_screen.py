@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from flexd.cli.blocks import Facts, Sentences, Table
 from flexd.cli.screen import renderable
-from flexd.cli.view import Facts, Sentences, Table
 
 
 def shown(*blocks: Facts | Sentences | Table, width: int) -> list[str]:
