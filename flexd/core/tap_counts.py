@@ -40,7 +40,6 @@ MAX_ROW = 2**44
 MAX_PASS = 2**62
 MAX_EVENT_TIME_SECONDS = 1e11
 """Equal to the limit of the other codecs: larger values are milliseconds or worse by mistake."""
-MAX_SEQUENCE_LENGTH = 2**20
 
 REASONS = ("counted_corrupt", "counted_header", "counted_too_large", "counted_values", "bad_event_time")
 """Every value that ``CodecError.reason`` takes here."""
@@ -53,36 +52,17 @@ _MAX_HEADER_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
-class LengthCounts:
-    """Exact histogram of sequence lengths.
-
-    Attributes:
-        lengths: int64[m], ascending without repeats.
-        counts: int64[m], positive.
-    """
-
-    lengths: Int64Array
-    counts: Int64Array
-
-    @staticmethod
-    def none() -> LengthCounts:
-        return LengthCounts(np.empty(0, np.int64), np.empty(0, np.int64))
-
-
-@dataclass(frozen=True, eq=False)
 class TableCounts:
     """Exact accesses of one table.
 
     Attributes:
         rows: int64[n], ascending without repeats.
         counts: int64[n], positive.
-        lengths: lengths of the sequences that contained the accesses.
     """
 
     table: str
     rows: Int64Array
     counts: Int64Array
-    lengths: LengthCounts
 
     @property
     def accesses(self) -> int:
@@ -148,8 +128,8 @@ def encode(counts: TapCounts) -> bytes:
     arrays: list[Int64Array] = []
     tables: list[dict[str, Any]] = []
     for table in counts.tables:
-        tables.append({"table": table.table, "lengths": len(table.lengths.lengths), "rows": len(table.rows)})
-        arrays += [_differences(table.rows), table.counts, _differences(table.lengths.lengths), table.lengths.counts]
+        tables.append({"table": table.table, "rows": len(table.rows)})
+        arrays += [_differences(table.rows), table.counts]
     sampled, names = counts.sampled.passes, counts.sampled.tables
     parts = [rows for each in sampled for rows in each.rows]
     if sampled:
@@ -213,24 +193,16 @@ def merge(older: TableCounts, newer: TableCounts) -> TableCounts:
         raise StreamError(
             f"counts of {older.table!r} and {newer.table!r} do not add up", remedy="merge counts of one table"
         )
-    rows, counts = _added(older.rows, older.counts, newer.rows, newer.counts)
-    lengths = _added(older.lengths.lengths, older.lengths.counts, newer.lengths.lengths, newer.lengths.counts)
-    return TableCounts(older.table, rows, counts, LengthCounts(*lengths))
+    rows, where = np.unique(np.concatenate([older.rows, newer.rows]), return_inverse=True)
+    counts = np.zeros(len(rows), np.int64)
+    counts[where[: len(older.rows)]] = older.counts
+    counts[where[len(older.rows) :]] += newer.counts
+    return TableCounts(older.table, rows, counts)
 
 
 def value_count(tables: Sequence[TableCounts]) -> int:
     """Return how many numbers a message of these tables holds (at most ``MAX_VALUES``)."""
-    return sum(2 * len(table.lengths.lengths) + 2 * len(table.rows) for table in tables)
-
-
-def _added(
-    rows_a: Int64Array, counts_a: Int64Array, rows_b: Int64Array, counts_b: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    rows, where = np.unique(np.concatenate([rows_a, rows_b]), return_inverse=True)
-    counts = np.zeros(len(rows), np.int64)
-    counts[where[: len(rows_a)]] = counts_a
-    counts[where[len(rows_a) :]] += counts_b
-    return rows, counts
+    return sum(2 * len(table.rows) for table in tables)
 
 
 def _fail(reason: str, message: str) -> NoReturn:
@@ -263,16 +235,15 @@ def _header(payload: bytes | memoryview) -> tuple[Mapping[str, Any], int]:
     return header, end
 
 
-def _array_sizes(entry: Mapping[str, Any]) -> tuple[int, int, int, int]:
-    """Return the lengths of a table's arrays: rows, counts, sequence lengths, counts of the sequence lengths."""
-    if not entry.keys() >= {"table", "lengths", "rows"}:
+def _array_sizes(entry: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the lengths of a table's arrays: rows, counts."""
+    if not entry.keys() >= {"table", "rows"}:
         _fail("counted_header", f"fields {str(sorted(entry))[:200]} of a table")
     name = entry["table"]
     if not isinstance(name, str) or not 0 < len(name) <= MAX_TABLE_NAME_CHARS:
         _fail("counted_header", f"table name {str(name)[:40]!r}")
     rows = _whole(entry["rows"], 0, MAX_VALUES, "rows")
-    lengths = _whole(entry["lengths"], 0, MAX_VALUES, "lengths")
-    return rows, rows, lengths, lengths
+    return rows, rows
 
 
 def _sampled_sizes(entry: object) -> tuple[tuple[str, ...], int, int, int, int]:
@@ -324,8 +295,7 @@ def _table(name: str, arrays: Iterator[Int64Array]) -> TableCounts:
     # 2^24 counts of at most 2^40 each can pass 2^63 by themselves.
     if len(counts) and float(counts.sum(dtype=np.float64)) > MAX_COUNT:
         _fail("counted_values", f"table {name!r}: more than {MAX_COUNT} accesses")
-    lengths = _from_differences(next(arrays), MAX_SEQUENCE_LENGTH, name)
-    return TableCounts(name, rows, counts, LengthCounts(lengths, _counts(next(arrays), name)))
+    return TableCounts(name, rows, counts)
 
 
 def _counts(values: Int64Array, name: str) -> Int64Array:
@@ -343,9 +313,9 @@ def _from_differences(differences: Int64Array, highest: int, name: str) -> Int64
     if not len(differences):
         return differences
     if float(differences.sum(dtype=np.float64)) > highest:
-        _fail("counted_values", f"table {name!r}: a row or length beyond {highest}")
+        _fail("counted_values", f"table {name!r}: a row beyond {highest}")
     if len(differences) > 1 and int(differences[1:].min()) < 1:
-        _fail("counted_values", f"table {name!r}: rows or lengths are not in ascending order")
+        _fail("counted_values", f"table {name!r}: rows are not in ascending order")
     return np.cumsum(differences)
 
 

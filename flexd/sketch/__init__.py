@@ -1,1 +1,1 @@
-"""Sketches of the access stream: counters by table, hot rows, quantiles, profiles, snapshots."""
+"""Sketches of the access stream: counters by table, hot rows, profiles, snapshots."""

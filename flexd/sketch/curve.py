@@ -9,8 +9,6 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from flexd.sketch.quantiles import KllQuantiles
-
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
@@ -144,7 +142,7 @@ def bin_floor(index: int) -> int:
 def tail_curve(units: Float64Array, tail_units: float, max_rows: float) -> tuple[Float64Array, Float64Array]:
     """Return the frequency curve of rows known only by a sample of their accesses.
 
-    The quantiles of frequency *weighted by access* (KLL) divide the sample into bins of equal mass; a bin with A units
+    The quantiles of frequency *weighted by access* divide the sample into bins of equal mass; a bin with A units
     at f units a row has A / f rows.
 
     Args:
@@ -157,9 +155,8 @@ def tail_curve(units: Float64Array, tail_units: float, max_rows: float) -> tuple
     """
     if not len(units) or tail_units <= 0 or max_rows <= 0:
         return np.empty(0), np.empty(0)
-    sketch = KllQuantiles()
-    sketch.add(units)
-    edges = np.unique(sketch.quantiles(np.linspace(0, 1, TAIL_BINS + 1)[1:-1].tolist()))
+    ranks = np.arange(1, TAIL_BINS) * len(units) // TAIL_BINS
+    edges = np.unique(np.sort(units)[ranks])
     where = np.searchsorted(edges, units, side="left")
     size = np.bincount(where, minlength=len(edges) + 1)
     inverse = np.bincount(where, weights=1.0 / units, minlength=len(edges) + 1)

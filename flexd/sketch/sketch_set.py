@@ -22,7 +22,6 @@ from flexd.sketch.budget import TableChoice
 from flexd.sketch.coaccess import CoAccess, CoAccessSample
 from flexd.sketch.decay import Admission, ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.table_sketch import Arrays, TableSketch
 from flexd.sketch.touch_counts import TableTouches, capacity
 from flexd.sketch.types import AccessCounts, SketchSettings
@@ -35,30 +34,17 @@ STATE_FORMAT = 6
 
 @dataclass
 class _Table:
-    """What is remembered of one table.
-
-    Attributes:
-        index: in the order of the key space.
-        lengths: of sequences; None before the first.
-    """
+    """What is remembered of one table, at ``index`` in the order of the key space."""
 
     index: int
     spec: TableSpec
     choice: TableChoice
     sketch: TableSketch
     touches: TableTouches
-    lengths: KllQuantiles | None = None
-
-    def add_lengths(self) -> KllQuantiles:
-        if self.lengths is None:
-            self.lengths = KllQuantiles()
-        return self.lengths
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         meta, arrays = self.sketch.state()
         meta["choice"] = dataclasses.asdict(self.choice)
-        if self.lengths is not None:
-            arrays["sequence_lengths"] = self.lengths.serialized()
         touched, parts = self.touches.state()
         if parts:
             meta["touches"] = touched
@@ -67,8 +53,6 @@ class _Table:
 
     def load(self, meta: Mapping[str, Any], arrays: Arrays) -> None:
         self.sketch.load(dict(meta), arrays)
-        if "sequence_lengths" in arrays:
-            self.add_lengths().load(arrays["sequence_lengths"])
         if "touches" in meta:
             self.touches.load(meta["touches"], arrays)
 
@@ -176,12 +160,8 @@ class SketchSet:
         time = admission.event_time_seconds
         ids = rows if rows.flags.c_contiguous else rows.copy()
         negative, outside = to.sketch.add(ids, source_rank, time, self._decay)
-        if sequence_lengths is not None:
-            to.add_lengths().add(sequence_lengths)
-            if self.coaccess_sample is not None:
-                self.coaccess_sample.add(
-                    to.index, ids, sequence_lengths, source_rank, time, step, sample_ids, user_ids
-                )  # fmt: skip
+        if sequence_lengths is not None and self.coaccess_sample is not None:
+            self.coaccess_sample.add(to.index, ids, sequence_lengths, source_rank, time, step, sample_ids, user_ids)
         to.touches.add(ids, source_rank, step_of_touches, time, self._decay, partition)
         return _access_counts(admission, len(rows) - negative - outside, negative, outside)
 
@@ -207,8 +187,6 @@ class SketchSet:
         outside = to.sketch.add_counted(
             counts.rows, counts.counts, source_rank, admission.event_time_seconds, self._decay, random
         )
-        if len(counts.lengths.lengths):
-            to.add_lengths().add_counted(counts.lengths.lengths, counts.lengths.counts)
         return _access_counts(admission, counts.accesses - outside, 0, outside)
 
     def ingest_passes(self, counts: TapCounts, arrival_seconds: float = math.inf) -> None:
@@ -262,18 +240,6 @@ class SketchSet:
             raise SketchError(f"rows outside table {table!r}", remedy=f"query rows 0 to {of.spec.rows - 1}")
         with self.lock:
             return of.sketch.query(rows, self._as_of(idle_seconds))
-
-    def sequence_length_quantiles(self, table: str, ranks: Sequence[float]) -> Float64Array:
-        """Return sequence lengths at normalised ranks 0-1 as float64[len(ranks)]; empty if none were counted.
-
-        The rank error is that of ``KLL_K``.
-
-        Raises:
-            SketchError: unknown table.
-        """
-        lengths = self._table(table).lengths
-        with self.lock:
-            return np.empty(0, dtype=np.float64) if lengths is None else lengths.quantiles(ranks)
 
     def profile(
         self,

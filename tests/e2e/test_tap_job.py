@@ -85,4 +85,3 @@ def test_every_access_is_counted_once_whenever_the_daemon_is_killed(tmp_path: Pa
     profile = sketches.profile().tables[1]
     assert profile.weight == exact["wide"].sum()
     assert set(np.argsort(-exact["wide"])[:20].tolist()) <= set(profile.hot_rows.tolist())
-    assert sketches.sequence_length_quantiles("item", [0.5]).tolist() == [50.0]

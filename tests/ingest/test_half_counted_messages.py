@@ -15,7 +15,6 @@ from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.message_counter import MessageCounter
 from flexd.sketch import sketch_set
 from flexd.sketch.decay import ForwardDecay
-from flexd.sketch.quantiles import KllQuantiles
 from flexd.sketch.sample import AccessSample
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.table_sketch import TableSketch
@@ -32,7 +31,6 @@ STAGES: list[tuple[Any, str]] = [
     (TableSketch, "fit_unit"),
     (TableSketch, "add"),
     (AccessSample, "add"),
-    (KllQuantiles, "add"),
     (sketch_set, "_access_counts"),
     (message_counter, "_ingest"),
     (MessageCounter, "_reject"),

@@ -10,7 +10,7 @@ import pytest
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
-from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
+from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.message_counter import decode_message
 from flexd.sketch.snapshot import SnapshotStore
@@ -56,7 +56,7 @@ def test_bad_input_is_counted_by_reason_and_sampled(tmp_path):
 
 
 def test_both_kinds_of_message_are_decoded():
-    counts = TableCounts("t", np.arange(3), np.ones(3, np.int64), LengthCounts.none())
+    counts = TableCounts("t", np.arange(3), np.ones(3, np.int64))
     (batch,) = decode_message(tap_counts.encode(TapCounts(3, 1.7e9, (counts,))), 16)
     assert isinstance(batch, TapCounts)
     with pytest.raises(CodecError) as caught:

@@ -32,7 +32,6 @@ def test_readers_wait_while_a_message_is_counted():
         lambda: sketches.query("small", ROW),
         sketches.profile,
         lambda: sketches.table_profile("small"),
-        lambda: sketches.sequence_length_quantiles("small", [0.5]),
     )
     with sketches.lock:
         readers = [_in_thread(read) for read in reads]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
-from flexd.core.tap_counts import LengthCounts, TableCounts, TapCounts
+from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts, SketchSettings
@@ -31,9 +31,9 @@ def ingest_counted(sketches: SketchSet, counts: TapCounts) -> AccessCounts:
     return sum((sketches.ingest_counted(table, rank, time) for table in counts.tables), AccessCounts())
 
 
-def rows_of(table: str, ids: np.ndarray, lengths: LengthCounts | None = None) -> TableCounts:
+def rows_of(table: str, ids: np.ndarray) -> TableCounts:
     rows, counts = np.unique(ids, return_counts=True)
-    return TableCounts(table, rows.astype(np.int64), counts.astype(np.int64), lengths or LengthCounts.none())
+    return TableCounts(table, rows.astype(np.int64), counts.astype(np.int64))
 
 
 def zipf(seed: int, n: int, rows: int) -> np.ndarray:
@@ -84,16 +84,6 @@ def test_accesses_that_cannot_be_counted_are_counted_by_reason():
     assert made.samples == 2
 
 
-def test_sequence_lengths_enter_the_quantiles_few_or_many():
-    for times in (1, 10_000):
-        made = sketches()
-        lengths = LengthCounts(np.arange(1, 101), np.full(100, times))
-        ingest_counted(made, TapCounts(0, 1.0, (rows_of("small", np.arange(9), lengths),)))
-        median, high = made.sequence_length_quantiles("small", [0.5, 0.99])
-        assert abs(median - 50) <= 3
-        assert abs(high - 99) <= 3
-
-
 def test_the_sample_holds_sources_and_rows_by_their_share():
     made = sketches()
     common = np.repeat(np.arange(100), 400)
@@ -116,7 +106,7 @@ def test_counts_of_nodes_with_the_same_accesses_have_no_affinity(rows, exponent)
         for rank in range(2):
             counts = random.multinomial(200_000, popularity / popularity.sum())
             there = np.flatnonzero(counts)
-            table = TableCounts("t", there, counts[there], LengthCounts.none())
+            table = TableCounts("t", there, counts[there])
             ingest_counted(made, TapCounts(rank, 1.7e9 + seed, (table,)))
         sample = made._tables["t"].sketch._sample
         sources = read_sources(sample.rows(), sample.source_ranks(), np.arange(1), RankLayout(2, 1))

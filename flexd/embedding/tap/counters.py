@@ -9,16 +9,14 @@ import torch
 
 from flexd.core.errors import ConfigError
 from flexd.core.keyspace import TableSpec
-from flexd.core.tap_counts import LengthCounts, TableCounts
+from flexd.core.tap_counts import TableCounts
 
-MAX_LENGTH = 4096
-"""Longer sequences are counted as having this length."""
 _BUFFERS = 2
 
 
 def counter_bytes(rows: int) -> int:
     """Return the device memory of both buffers of a table's counters."""
-    return _BUFFERS * 4 * (rows + MAX_LENGTH + 1)
+    return _BUFFERS * 4 * rows
 
 
 def check_memory(tables: Sequence[TableSpec], max_bytes: int) -> None:
@@ -42,24 +40,6 @@ def check_memory(tables: Sequence[TableSpec], max_bytes: int) -> None:
             )
 
 
-class LengthCounter:
-    """Exact histogram of sequence lengths in int32: the owner drains it before 2^31 accesses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._histogram = torch.zeros(MAX_LENGTH + 1, dtype=torch.int32, device=device)
-        self._one = torch.ones(1, dtype=torch.int32, device=device)
-
-    def add(self, lengths: torch.Tensor) -> None:
-        at = lengths.to(self._histogram.device, torch.int64, non_blocking=True).clamp(0, MAX_LENGTH)
-        self._histogram.scatter_add_(0, at, self._one.expand(at.shape[0]))
-
-    def drain(self) -> LengthCounts:
-        lengths = torch.nonzero(self._histogram).squeeze(1)
-        counts = LengthCounts(lengths.cpu().numpy(), self._histogram[lengths].to(torch.int64).cpu().numpy())
-        self._histogram.zero_()
-        return counts
-
-
 class TableCounter:
     """One int32 for each row of a table."""
 
@@ -68,21 +48,19 @@ class TableCounter:
         self._counts = torch.zeros(spec.rows, dtype=torch.int32, device=device)
         self._host = self._counts.numpy() if device.type == "cpu" else None
         self._one = torch.ones(1, dtype=torch.int32, device=device)
-        self._lengths = LengthCounter(device)
 
-    def add(self, ids: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Count int[n] ids of the table (checked by the caller) in sequences of integer[b] lengths."""
+    def add(self, ids: torch.Tensor) -> None:
+        """Count int[n] ids of the table (checked by the caller)."""
         if self._host is not None:
             # Twice as fast as scatter_add_ on one CPU thread.
             np.add.at(self._host, ids.numpy(), np.int32(1))
         else:
             ids = ids.to(torch.int64)
             self._counts.scatter_add_(0, ids, self._one.expand(ids.shape[0]))
-        self._lengths.add(lengths)
 
     def drain(self) -> TableCounts:
         """Return the counts on the host and start from zero again. Waits for the device."""
         rows = torch.nonzero(self._counts).squeeze(1)
         counts = self._counts[rows].to(torch.int64)
         self._counts.zero_()
-        return TableCounts(self._table, rows.cpu().numpy(), counts.cpu().numpy(), self._lengths.drain())
+        return TableCounts(self._table, rows.cpu().numpy(), counts.cpu().numpy())

@@ -190,7 +190,7 @@ class Tap:
         try:
             with torch.no_grad():
                 for name, jagged in features.items():
-                    buffer.tables[self._table_of[name]].add(jagged.values, jagged.lengths)
+                    buffer.tables[self._table_of[name]].add(jagged.values)
                 if buffer.sample.wants(number):
                     ids: list[list[torch.Tensor]] = [[] for _ in buffer.tables]
                     for name, jagged in features.items():
@@ -277,9 +277,8 @@ class Tap:
         passes, self._pending_passes = thinned(self._pending_passes, MAX_VALUES // 2), []
         room = MAX_VALUES - sum(each.values for each in passes)
         for name, counts in self._pending.items():
-            lengths = 2 * len(counts.lengths.lengths)
-            if value_count([counts]) > room > lengths + 2:
-                counts, rest[name] = _split(counts, (room - lengths) // 2)
+            if value_count([counts]) > room > 2:
+                counts, rest[name] = _split(counts, room // 2)
             needed = value_count([counts])
             if needed <= room:
                 message.append(counts)
@@ -308,8 +307,8 @@ class Tap:
 
 
 def _split(counts: TableCounts, rows: int) -> tuple[TableCounts, TableCounts]:
-    """Return the first ``rows`` rows with all sequence lengths, and the remaining rows."""
+    """Return the first ``rows`` rows, and the remaining rows."""
     return (
-        TableCounts(counts.table, counts.rows[:rows], counts.counts[:rows], counts.lengths),
-        TableCounts(counts.table, counts.rows[rows:], counts.counts[rows:], counts.lengths.none()),
+        TableCounts(counts.table, counts.rows[:rows], counts.counts[:rows]),
+        TableCounts(counts.table, counts.rows[rows:], counts.counts[rows:]),
     )

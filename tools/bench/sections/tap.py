@@ -65,11 +65,10 @@ def _step_seconds(rows: int, dim: int, batches: list[torch.Tensor], steps: int) 
 
 def _ids_per_second(spec: TableSpec, batches: list[torch.Tensor], repeats: int) -> float:
     counter = TableCounter(spec, torch.device("cpu"))
-    lengths = torch.full((len(batches[0]) // SEQUENCE,), SEQUENCE)
     seconds = []
     for repeat in range(repeats + 1):
         started = time.perf_counter()
-        counter.add(batches[repeat % len(batches)], lengths)
+        counter.add(batches[repeat % len(batches)])
         seconds.append(time.perf_counter() - started)
     return len(batches[0]) / statistics.median(seconds[1:])
 
@@ -99,7 +98,7 @@ def _shipped(spec: TableSpec, batches: list[torch.Tensor], steps: int) -> tuple[
     for step in range(steps):
         ids = batches[step % len(batches)]
         lengths = torch.full((len(ids) // SEQUENCE,), SEQUENCE)
-        counter.add(ids, lengths)
+        counter.add(ids)
         part = AccessBatch("item", ids.numpy().astype(np.int32), 0, 1.0, lengths.numpy().astype(np.int32))
         ids_bytes += len(encode_arrow([part]))
     return len(tap_counts.encode(tap_counts.TapCounts(0, 1.0, (counter.drain(),)))), ids_bytes
