@@ -41,32 +41,12 @@ class AffinityReport(Model):
 
     words: tuple[str, ...] = ()
     """The answer in sentences, the verdict first."""
-    samples: int = 0
-    """Sampled training samples held."""
-    batches: int = 0
-    """Whole global batches among them."""
-    batch_samples: int = 0
-    """Samples of a global batch, from the accesses of a step and the mean length."""
-    moved_rows: int = 0
-    """Rows that would live in another node than by their rule, or do."""
-    move_bytes: FiniteOrNone = None
-    """Of moving them once, with optimizer state."""
     loader: ShareRangeReport | None = None
     """Share of the chain's bytes left with a loader that deals; null if not known."""
     dealing_loader: ShareRangeReport | None = None
     """Share left with a loader that deals and rows where their rule puts them; null if not known."""
-    chain_bytes: FiniteOrNone = None
-    """Bytes between nodes of a step of the whole job without affinity, of the sampled tables."""
-    saved_seconds_loader: FiniteOrNone = None
-    """Transfer time of a rank's step that a loader saves, hidden or not."""
-    pays_loader: bool = False
-    """Whether a loader that deals pays."""
-    users: int = 0
-    """Users whose node is known."""
     by_user: ShareRangeReport | None = None
     """Share left with each user's samples in her node; null without ids of users."""
-    learning: bool = False
-    """Whether homes are being learnt for the first time: nothing else is known then."""
 
 
 class UsersRequest(RequestBody):
@@ -101,9 +81,8 @@ SHARES = ("loader", "dealing_loader", "by_user")
 def affinity_report(outlook: AffinityOutlook) -> AffinityReport:
     """Return the report of an outlook."""
     found = {name: getattr(outlook, name) for name in SHARES}
-    return AffinityReport.from_object(
-        outlook, **{name: None if each is None else ShareRangeReport.from_object(each) for name, each in found.items()}
-    )
+    shares = {name: None if each is None else ShareRangeReport.from_object(each) for name, each in found.items()}
+    return AffinityReport(words=outlook.words, **shares)
 
 
 def user_node_page(found: UserNodes, offset: int, limit: int) -> UserNodePage:

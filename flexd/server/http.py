@@ -338,11 +338,6 @@ class DaemonServer:
         """The bound TCP port of the admin API; 0 on a unix socket."""
         return self._admin.port
 
-    @property
-    def metrics_address(self) -> str | None:
-        """Address of the metrics-only listener; None if there is none."""
-        return None if self._metrics is None else self._metrics.address
-
     def start(self) -> None:
         """Start all listeners, or none.
 

@@ -108,10 +108,6 @@ class CoAccessSample:
         return self._words.nbytes
 
     @property
-    def used_bytes(self) -> int:
-        return 4 * self._used
-
-    @property
     def too_long(self) -> int:
         """Parts left out because of their length."""
         return int(self._counts[1])

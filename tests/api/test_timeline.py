@@ -23,6 +23,7 @@ def test_timeline_compares_with_row_wise_and_is_bounded():
     first, second = timeline.samples
     assert (first.unix_seconds, first.steps, second.steps) == (100.0, 3, 2)
     assert first.inter_node_bytes == pytest.approx((1000 + 4000 + 4) / 3)
+    assert (first.intra_node_bytes, first.migration_bytes) == (pytest.approx(22 / 3), pytest.approx(14 / 3))
     assert first.accesses == {"HOME": 20, "NODE": 13, "DEVICE": 7}
     # 4 of 5 accesses are to rows of 16 bytes, as is the fifth; half of the homes are in the other node.
     assert first.row_wise_inter_node_bytes == pytest.approx(row_wise_inter_node_bytes(40, 16.0, 0.5))

@@ -51,19 +51,3 @@ def test_a_new_generation_resets_averages_and_versions_but_not_totals() -> None:
     assert monitor.accesses_per_step(2) is None
     assert monitor.versions() == {}
     assert monitor.totals().newest_step == 5
-
-
-def test_totals_are_sums_over_ranks_and_reports() -> None:
-    monitor = TrainingMonitor()
-    monitor.add(0, report(5, steps=2))
-    monitor.add(1, report(4, steps=3, accesses=(1, 2, 3)))
-    figures = monitor.totals()
-    assert figures.accesses_by_tier == (61, 32, 13)
-    assert figures.steps == 5
-    assert figures.step_seconds == pytest.approx(2.5)
-    assert figures.apply_seconds == pytest.approx(0.2)
-    assert figures.newest_step == 5
-    assert figures.sent_bytes == {
-        ("all_to_all", "intra"): 2, ("all_to_all", "inter"): 4, ("sync", "intra"): 6, ("sync", "inter"): 8,
-        ("migration", "intra"): 10, ("migration", "inter"): 12,
-    }  # fmt: skip

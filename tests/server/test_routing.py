@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from flexd.core.errors import ApiError
-from flexd.server.app import MAX_SLOW_CALLS, VERB_ERRORS, SlowCalls
+from flexd.server.app import MAX_SLOW_CALLS, SlowCalls
 from tests.support.api_requests import COMMAND_HEADERS
 from tests.support.until import until
 
@@ -46,10 +46,3 @@ def test_a_call_that_fails_frees_its_place() -> None:
     with slow.one(), pytest.raises(ApiError, match="1 plans or waits are running already") as refused, slow.one():
         pass
     assert refused.value.status == 429
-
-
-def test_documented_errors_are_error_bodies() -> None:
-    for status, response in VERB_ERRORS.items():
-        assert response["description"], status
-        if status != 401:
-            assert "ErrorBody" in str(response["content"]), status

@@ -253,10 +253,6 @@ class RunAhead(StepHooks):
             self._groups.close()
         return ended
 
-    @property
-    def thread_alive(self) -> bool:
-        return self._thread.alive
-
     # Called by the engine: ``StepHooks``.
 
     @property

@@ -306,4 +306,4 @@ def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> Non
         collection(features)
     with pytest.raises(EmbeddingError, match="start again from the last checkpoint"):
         next(batches)
-    assert not ahead.thread_alive
+    assert not ahead._thread.alive
