@@ -132,7 +132,7 @@ def test_any_training_equals_one_process(
 
 
 @settings(
-    max_examples=max(3, EXAMPLES // 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=max(6, EXAMPLES // 4), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     layout=st.sampled_from([(2, 2), (2, 2), (1, 2), (2, 1), (1, 1)]),
@@ -154,7 +154,7 @@ def test_any_training_of_bags_equals_one_process(
     homes: tuple[str, str],
 ) -> None:
     shape = RankLayout(*layout)
-    losses, _, tables = bag_jobs.train_alone(shape.world_size)
+    losses, weight_grads, tables = bag_jobs.train_alone(shape.world_size)
     job = (accelerator_jobs.run, bag_jobs.train) if accelerator else (bag_jobs.train,)
     rules = tuple(home_rule(rule, shape, answer) for rule, answer in zip(homes, answers, strict=True))
     results = ranks(shape.world_size).run(*job, shape, exchange, ahead, switch_every, answers, rules)
@@ -162,5 +162,11 @@ def test_any_training_of_bags_equals_one_process(
         np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
         assert result["equal"]
         assert result["version"] == 1
+        for got, reference in zip(result["weight_grads"], weight_grads[rank], strict=True):
+            assert [got[name] is None for name in reference] == [grad is None for grad in reference.values()]
+            for name, grad in reference.items():
+                np.testing.assert_allclose(
+                    *(0.0 if each is None else each for each in (got[name], grad)), rtol=0, atol=1e-9
+                )
         for name, table in tables.items():
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)

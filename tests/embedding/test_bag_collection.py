@@ -1,18 +1,16 @@
-"""Pooled features: exact against ``nn.EmbeddingBag``, with migrations, weights, empty bags and invalid input."""
+"""Pooled features: bags that are refused, and gradients that are dropped or add up. Training: test_any_training.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 import flexd
 import flexd.core.errors
 from flexd.core.layout import RankLayout
-from tests.support import bag_jobs
-from tests.support.bag_jobs import ROWS, Answers, loss_of, tables, train_alone
+from tests.support.bag_jobs import ROWS, Answers, loss_of, tables
 from tests.support.rank_pool import RankPool
 
 
@@ -47,45 +45,6 @@ def refused(rank: int, layout: RankLayout, faulty: int, answers: Answers = ROWS)
 
 Ranks = Callable[[int], RankPool]
 SUMS = ("sums", "sums")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "local_ranks", "exchange", "ahead", "answers"),
-    [
-        (1, 1, "chain", False, ROWS),
-        (2, 1, "chain", False, ROWS),
-        (2, 1, "chain", True, ROWS),
-        (2, 2, "chain", True, ROWS),
-        (2, 2, "direct", False, ROWS),
-        (1, 1, "chain", False, SUMS),
-        (2, 1, "chain", True, SUMS),
-        (2, 2, "chain", False, SUMS),
-        (2, 2, "chain", True, ("sums", "rows")),
-        (3, 2, "chain", False, ("rows", "sums")),
-        (2, 2, "direct", True, SUMS),
-    ],
-)
-def test_training_equals_embedding_bags(
-    ranks: Ranks, nodes: int, local_ranks: int, exchange: str, ahead: bool, answers: Answers
-) -> None:
-    layout = RankLayout(nodes, local_ranks)
-    losses, weight_grads, expected = train_alone(layout.world_size)
-    job = (bag_jobs.train, layout, exchange, ahead, 0, answers)
-    for rank, result in enumerate(ranks(layout.world_size).run(*job)):
-        assert result["version"] == 1, "the migration must happen"
-        assert result["equal"]
-        np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
-        for got, reference in zip(result["weight_grads"], weight_grads[rank], strict=True):
-            for name, grad in reference.items():
-                if grad is None:
-                    assert got[name] is None
-                else:
-                    torch.testing.assert_close(got[name], grad, rtol=0, atol=1e-9)
-        for name, table in expected.items():
-            torch.testing.assert_close(result["tables"][name], table, rtol=0, atol=1e-9)
-    of_history = [grads.get("history") for grads in weight_grads[0] if "history" in grads]
-    assert any(grad is not None for grad in of_history), "some weights must have gradients"
-    assert any(grad is None for grad in of_history), "some weights must have none"
 
 
 @pytest.mark.parametrize("answers", [ROWS, SUMS])

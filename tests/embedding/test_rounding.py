@@ -49,27 +49,6 @@ def test_rounding_is_unbiased(dtype: torch.dtype, value: float, negative: bool, 
     assert abs(rounded.mean().item() - value) <= 5 * 0.5 * ulp / len(rounded) ** 0.5
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(
-    "optimizer", [SGD(0.1), RowWiseAdagrad(0.1, weight_decay=0.1), Adam(0.1)], ids=lambda o: o.name
-)
-def test_a_row_does_not_depend_on_its_slot(optimizer: RowOptimizer, dtype: torch.dtype) -> None:
-    columns = {"sgd": 0, "rowwise_adagrad": 1, "adam": 14}[optimizer.name]
-    keys = torch.tensor([5, 2**40, 17, 3, 10**9, 1, 12])
-    home = torch.randn(7, 7).to(dtype), torch.rand(7, columns)
-    order = torch.randperm(7)
-    other = home[0][order].clone(), home[1][order].clone()
-    for step in (1, 2, 3):
-        grads = torch.randn(7, 7) * 1e-3
-        optimizer.update(*home, torch.arange(7), grads, step, keys.__getitem__)  # type: ignore[call-arg]
-        for slot in range(7):
-            optimizer.update(  # type: ignore[call-arg]
-                *other, torch.tensor([slot]), grads[order[slot : slot + 1]], step, keys[order].__getitem__
-            )
-    assert torch.equal(home[0][order], other[0])
-    assert torch.equal(home[1][order], other[1])
-
-
 def collection(optimizer: RowOptimizer, dtype: str = "bfloat16") -> flexd.EmbeddingCollection:
     return flexd.EmbeddingCollection(
         [flexd.EmbeddingTable("item", 40, 6, dtype=dtype)], optimizer=optimizer, layout=RankLayout(1, 1)

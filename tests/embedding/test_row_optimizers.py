@@ -6,37 +6,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
-import flexd
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import OPTIMIZERS, state_columns
 from flexd.embedding import devices
 from flexd.embedding.row_optimizers import SGD, Adagrad, Adam, GroupUpdate, RowOptimizer, RowWiseAdagrad, RowWiseAdam
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_row_wise_adagrad_equals_its_formula(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(3)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    rows = torch.from_numpy(rng.normal(size=(6, 5))).to(dtype)
-    state = torch.from_numpy(rng.random((6, 1))).to(wide)
-    expected, total = rows.double().numpy().copy(), state.double().numpy().copy()
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
-    for _ in range(3):
-        index = rng.permutation(6)[:4]
-        grads = torch.from_numpy(rng.normal(size=(4, 5))).to(dtype)
-        unchanged = grads.clone()
-        RowWiseAdagrad(0.2, eps=1e-3).update(rows, state, torch.from_numpy(index), grads, 1)
-        assert torch.equal(grads, unchanged), "gradients are not changed"
-        g = unchanged.double().numpy()
-        total[index] += (g**2).mean(axis=1, keepdims=True)
-        expected[index] -= 0.2 * g / (np.sqrt(total[index]) + 1e-3)
-        np.testing.assert_allclose(rows.double().numpy(), expected, atol=tolerance, rtol=0)
-        np.testing.assert_allclose(state.double().numpy(), total, rtol=tolerance)
-
 
 ALL: list[RowOptimizer] = [SGD(0.1), Adagrad(0.1), RowWiseAdagrad(0.1), Adam(0.1), RowWiseAdam(0.1)]
 
@@ -101,33 +77,6 @@ def test_updates_of_all_rows_equal_the_dense_optimizer(
     columns = state_columns(optimizer.name, DIM)
     for part, (name, width) in zip(state.split(list(columns.values()), dim=1), columns.items(), strict=True):
         torch.testing.assert_close(part, torch_state[name].expand(ROWS, width), rtol=1e-12, atol=0)
-
-
-def step(embedding: flexd.EmbeddingCollection, *rows: int) -> None:
-    embedding({"item": flexd.Jagged(torch.tensor(rows), torch.tensor([len(rows)]))})[
-        "item"
-    ].values.sin().sum().backward()
-    embedding.optimizer.step()
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_row_wise_adam_equals_the_definition_of_fbgemm(decay: float) -> None:
-    """fbgemm_gpu, codegen/genscript/optimizers.py, partial_rowwise_adam: ``momentum2`` of the mean of squares, weights
-    -= lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * weights)."""
-    optimizer = RowWiseAdam(0.2, (0.6, 0.9), 0.05, weight_decay=decay, decoupled_weight_decay=True)
-    rows, state = start(optimizer)
-    weights, m, v = rows.numpy().copy(), np.zeros((ROWS, DIM)), np.zeros((ROWS, 1))
-    for step in range(1, 6):
-        index = np.random.default_rng(step).permutation(ROWS)[:4]
-        grads = gradients(step, torch.from_numpy(index))
-        optimizer.update(rows, state, torch.from_numpy(index), grads, step)
-        g = grads.numpy()
-        m[index] = 0.6 * m[index] + 0.4 * g
-        v[index] = 0.9 * v[index] + 0.1 * (g**2).mean(axis=1, keepdims=True)
-        m_hat, v_hat = m[index] / (1 - 0.6**step), v[index] / (1 - 0.9**step)
-        weights[index] -= 0.2 * (m_hat / (np.sqrt(v_hat) + 0.05) + decay * weights[index])
-        np.testing.assert_allclose(rows.numpy(), weights, rtol=0, atol=1e-12)
-    np.testing.assert_allclose(state.numpy(), np.hstack([m, v]), rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -27,7 +27,7 @@ from flexd.embedding.store.slow.log_rows import LogRows
 from tests.support import run_ahead_jobs
 from tests.support.checkpoint_jobs import as_numpy, train_steps
 from tests.support.collection_jobs import tables
-from tests.support.exactness import Scenario, train_alone
+from tests.support.exactness import Scenario
 from tests.support.rank_pool import RankPool
 from tests.support.run_ahead_jobs import Loop
 
@@ -127,31 +127,6 @@ def _let_fail(files: list[Path], fault: str, patches: ExitStack) -> None:
 
 
 Ranks = Callable[[int], RankPool]
-
-
-@pytest.mark.parametrize(
-    ("more", "depth"),
-    [
-        ({"fast_memory_bytes": 1}, 0),
-        ({"fast_memory_bytes": 1_500, "exchange": "direct"}, 0),
-        ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "optimizer": "adam"}, 1),
-        ({"fast_memory_bytes": 1_500, "exchange": "direct", "passes": 3, "replica_fraction": 1.0}, 0),
-        ({"fast_memory_bytes": 1_500, "slow_file": True, "two_dims": True, "migrate_every": 2}, 3),
-        ({"fast_memory_bytes": 1_500, "passes": 3, "replica_fraction": 0.3}, 4),
-        ({"fast_memory_bytes": 3_000, "two_dims": True, "migrate_every": 2, "divide_every": 1}, 0),
-        ({"fast_memory_bytes": 3_000, "two_dims": True, "slow_file": True, "divide_every": 2, "optimizer": "adam"}, 3),
-    ],
-)
-def test_training_is_that_of_rows_that_are_all_fast(ranks: Ranks, more: dict[str, Any], depth: int) -> None:
-    scenario = Scenario(nodes=2, local_ranks=2, steps=10, seed=5, **more)
-    loop = Loop(ahead=depth > 0, evaluate_every=2, loops=1 + (depth > 1), depth=max(1, depth))
-    results = ranks(4).run(run_ahead_jobs.train, scenario, loop)
-    losses, tables = train_alone(scenario)
-    for rank, result in enumerate(results):
-        np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=1e-9)
-        assert result["unequal"] == 0
-        for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

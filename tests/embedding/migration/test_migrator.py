@@ -19,7 +19,6 @@ from flexd.core.placement import Delta, Placement
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.jagged import Jagged
-from flexd.embedding.migration.migrator import merge_deltas
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.embedding.store.memory import iterate_tensors
 from flexd.embedding.store.store import GroupStore
@@ -279,22 +278,3 @@ def test_replicas_are_refreshed_in_blocks(ranks: Ranks, cap: int) -> None:
         assert result["bit_equal"]
         assert 0 < result["largest"] <= max(cap, 2 * widest)
         assert result["messages"] <= 8 if cap == 10**6 else result["messages"] > 8
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.dictionaries(st.integers(0, 12), st.integers(0, 2), max_size=8), min_size=1, max_size=6))
-def test_several_deltas_are_merged(steps: list[dict[int, int]]) -> None:
-    """A row is copied once, from the lowest of its tiers: demoted and promoted again, it gets another slot."""
-    placement = Placement.empty()
-    deltas = []
-    passed: dict[int, list[int]] = {}
-    for moves in steps:
-        keys = np.array(list(moves), dtype=np.int64)
-        deltas.append(Delta(keys, placement.tiers_of(keys), np.array(list(moves.values()), np.uint8)))
-        for key, old in zip(moves, deltas[-1].old_tiers.tolist(), strict=True):
-            passed.setdefault(key, []).append(old)
-        placement = placement.apply(deltas[-1])
-    together = merge_deltas(deltas)
-    assert together.keys.tolist() == sorted(passed)
-    assert together.old_tiers.tolist() == [min(passed[key]) for key in sorted(passed)]
-    assert together.new_tiers.tolist() == placement.tiers_of(together.keys).tolist()

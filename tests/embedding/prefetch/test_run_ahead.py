@@ -117,7 +117,6 @@ def ddp_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
 pytestmark = pytest.mark.slow
 
 Ranks = Callable[[int], RankPool]
-LAYOUTS = [(2, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, 1), (1, 2), (2, 1), (3, 2)])]
 
 
 def check(
@@ -147,23 +146,6 @@ def check(
         for name, table in tables.items():
             np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=tolerance)
     return results
-
-
-@pytest.mark.parametrize(("nodes", "local_ranks"), LAYOUTS)
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
-def test_run_ahead_equals_one_process(ranks: Ranks, nodes: int, local_ranks: int, optimizer: str) -> None:
-    results = check(Scenario(nodes, local_ranks, optimizer, seed=nodes * 10 + local_ranks), ranks)
-    assert results[0]["versions"][-1] >= 3, "the scenario must really migrate rows"
-    assert results[0]["deferred"] > 0, "the scenario must really defer gradients to the next step"
-
-
-def test_run_ahead_with_the_kernels_of_an_accelerator(ranks: Ranks) -> None:
-    results = check(Scenario(2, 2, "rowwise_adagrad", two_dims=True, seed=8), ranks, accelerator=True)
-    assert results[0]["deferred"] > 0
-
-
-def test_the_direct_exchange_trains_equally(ranks: Ranks) -> None:
-    check(Scenario(2, 2, "rowwise_adagrad", exchange="direct", two_dims=True, seed=3), ranks)
 
 
 @pytest.mark.parametrize(("passes", "announced"), [(3, 3), (3, 1), (1, 3), (3, 2)])
@@ -205,13 +187,6 @@ def test_inputs_that_change_after_they_were_announced_train_equally(
     scenario = Scenario(2, 2, "rowwise_adagrad", steps=6, seed=6, answered_by=answers)
     results = check(scenario, ranks, Loop(changes=way, one_thread=one_thread))
     assert results[0]["unused"] > 0
-
-
-@pytest.mark.parametrize("loop", [Loop(evaluate_every=2), Loop(depth=3), Loop(announced_passes=1), Loop(loops=2)])
-def test_changed_inputs_train_equally_with_other_work_in_the_loop(ranks: Ranks, loop: Loop) -> None:
-    scenario = Scenario(2, 1, "rowwise_adagrad", passes=3, steps=8, seed=7, fast_memory_bytes=1_500)
-    for one_thread in (False, True):
-        assert check(scenario, ranks, replace(loop, changes="any", one_thread=one_thread))[0]["unused"] > 0
 
 
 @pytest.mark.parametrize("one_thread", [False, True])

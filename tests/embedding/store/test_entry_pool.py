@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,29 +54,3 @@ def test_numbers_are_stable_and_depend_on_the_changes_alone(seed: int, chunks: i
             numbers = {row: int(moved[0][number]) for row, number in numbers.items()}
             check(pools[0], homes, numbers)
         assert pools[0].blocks * BLOCK <= 2 * (len(numbers) + HOMES * BLOCK) + 16 * BLOCK
-
-
-def test_blocks_grow_by_the_rows_and_freed_numbers_are_given_again() -> None:
-    pool = EntryPool(2)
-    first = pool.allocate(np.zeros(BLOCK + 1, dtype=np.int64))
-    assert first.tolist() == list(range(BLOCK + 1))
-    assert pool.allocate(np.ones(1, dtype=np.int64)).tolist() == [2 * BLOCK]
-    pool.release(first[3:5])
-    assert pool.allocate(np.zeros(3, dtype=np.int64)).tolist() == [4, 3, BLOCK + 1]
-    assert pool.blocks == 3
-    assert pool.nbytes >= 4 * pool.blocks
-
-
-@pytest.mark.parametrize("left", [0, 5])
-def test_a_pool_of_few_rows_is_compacted(left: int) -> None:
-    pool = EntryPool(2)
-    numbers = pool.allocate(np.arange(100 * BLOCK) % 2)
-    pool.release(numbers[left:])
-    changes = pool.changes
-    moved = pool.compact()
-    assert moved is not None
-    assert pool.changes > changes
-    assert pool.blocks == (2 if left else 0)
-    assert [int(moved[number]) for number in numbers[:left].tolist()] == ([0, 64, 1, 65, 2] if left else [])
-    assert pool.allocate(np.array([0, 1], dtype=np.int64)).tolist() == ([3, 66] if left else [0, 64])
-    assert pool.compact() is None

@@ -81,22 +81,6 @@ def test_a_division_misses_less_than_frames_by_rows() -> None:
     assert missed[1] < 0.9 * missed[0]
 
 
-def test_rows_and_state_are_those_of_fast_rows_however_frames_change() -> None:
-    slow, fast = made(12_000), made(None)
-    division = slow.engine.frame_division
-    assert division is not None
-    for at, frames in enumerate([(1, 1, 1), (150, 20, 5), (30, 90, 1), (10**6, 1, 0), (5, 5, 5)]):
-        for seed in (2 * at, 2 * at + 1):
-            assert step(slow, seed) == step(fast, seed)
-        assert division.change(frames)
-        assert frames_of(slow) == [max(1, min(n, t.rows)) for n, t in zip(frames, TABLES, strict=True)]
-    assert step(slow, 99) == step(fast, 99)
-    for table in TABLES:
-        assert torch.equal(slow.gather_table(table.name), fast.gather_table(table.name))
-    slow.close()
-    fast.close()
-
-
 def test_a_comparison_comes_after_steps_and_uses_and_a_change_where_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = made(12_000)
     tiers = [store.tier for store in slow.engine.stores if store.tier is not None]

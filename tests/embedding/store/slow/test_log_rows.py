@@ -180,21 +180,6 @@ def test_a_block_of_other_rows_is_not_taken(tmp_path: Path) -> None:
     slow.close()
 
 
-def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
-    slow, slots = rows_in(tmp_path / "rows"), torch.arange(ROWS)
-    slow.write(slots, of(slots, 1))
-    slow.flush()
-    os.truncate(tmp_path / "rows", PAGE_BYTES * 100 + 100)
-    with pytest.raises(SlowMemoryError, match="rows: ends within the block at byte"):
-        slow.read(slots)
-    (tmp_path / "rows").unlink()
-    with pytest.raises(SlowMemoryError, match="rows: was removed while in use - start again from the checkpoint"):
-        slow.read(slots)
-    slow.close()
-    with pytest.raises(SlowMemoryError, match="closed"):
-        slow.read(slots)
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     at = tmp_path / "disk"
