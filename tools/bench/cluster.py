@@ -8,34 +8,24 @@ class. Processors and memory are shared: only the network is emulated.
 Needs root, ``ip`` and ``tc`` (iproute2) and ``setpriv`` (util-linux). Names carry the process id and start time of the
 run: namespaces of a run that was killed are removed by the next one.
 
-Usage: python -m tools.bench.cluster --nodes 2 --ranks 2 --rate-mbit 200 -- python my_rank.py
-
-The command is started once a rank with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
-GLOO_SOCKET_IFNAME set, as torchrun would. Exit codes: 0 all ranks ended well; 1 a rank failed, or the deadline passed;
-2 wrong usage; 77 skipped, because this machine cannot emulate a cluster (the reason is printed).
+A command is started once per rank with RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
+GLOO_SOCKET_IFNAME set, as torchrun would.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tools.bench.harness import exit_on_sigterm
-
-SKIPPED = 77
-"""Exit code, as automake's test harness has it."""
 MASTER_PORT = 29_500
 _NAMESPACES = Path("/run/netns")
 _NAME = re.compile(r"flexd-(\d+)-(\d+)-\w+")
@@ -45,7 +35,7 @@ _TOOLS = ("ip", "tc", "setpriv")
 
 
 class ClusterError(Exception):
-    """The network could not be set up, a rank failed, or a deadline passed."""
+    """The network could not be set up, or a rank failed."""
 
 
 def why_not() -> str | None:
@@ -217,32 +207,6 @@ echo 1 > tcp_no_metrics_save
 # slow down after the idle half of a step.
 
 
-def wait(ranks: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
-    """Until all ranks have ended. The first that fails, or the deadline, ends all.
-
-    Raises:
-        ClusterError: names the rank that failed and its exit code, or those still running at the deadline.
-    """
-    deadline = time.monotonic() + seconds
-    try:
-        while True:
-            codes = [rank.poll() for rank in ranks]
-            failed = {rank: code for rank, code in enumerate(codes) if code}
-            if failed:
-                raise ClusterError(f"ranks that failed, with their exit codes: {failed}")
-            running = [rank for rank, code in enumerate(codes) if code is None]
-            if not running:
-                return
-            if time.monotonic() > deadline:
-                raise ClusterError(f"ranks {running} still ran after {seconds:g} s")
-            time.sleep(0.05)
-    finally:
-        for process in ranks:
-            process.kill()
-        for process in ranks:
-            process.wait(_KILL_SECONDS)
-
-
 def remove_leftovers() -> list[str]:
     """Names of the namespaces removed: those of runs that are no more."""
     names = sorted(path.name for path in _NAMESPACES.iterdir()) if _NAMESPACES.is_dir() else []
@@ -295,33 +259,3 @@ def _run(*command: str, given: str = "") -> str:
     if done.returncode:
         raise ClusterError(f"{' '.join(command)} {given}: {done.stderr.strip()}")
     return done.stdout
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="of each node")
-    parser.add_argument("--rate-mbit", type=float, help="of each interface, each direction; default: no limit")
-    parser.add_argument("--burst-kib", type=int, default=16)
-    parser.add_argument("--mtu", type=int, default=1500)
-    parser.add_argument("--deadline-seconds", type=float, default=3600.0)
-    parser.add_argument("command", nargs="+", metavar="-- COMMAND")
-    arguments = parser.parse_args()
-    if (reason := why_not()) is not None:
-        print(f"skipped: {reason}")
-        return SKIPPED
-    exit_on_sigterm()
-    try:
-        with Cluster(
-            arguments.nodes, arguments.ranks, rate_mbit=arguments.rate_mbit, burst_kib=arguments.burst_kib,
-            mtu=arguments.mtu,
-        ) as cluster:  # fmt: skip
-            wait(cluster.start(arguments.command), arguments.deadline_seconds)
-    except ClusterError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
