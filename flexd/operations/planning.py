@@ -40,7 +40,7 @@ from flexd.operations.proposals import (
 from flexd.operations.training_monitor import TrainingMonitor
 from flexd.operations.triggers import Trigger
 from flexd.planner.affinity.outlook import AffinityOutlook
-from flexd.planner.drift import Drift, PlacementCommunication, placement_communication
+from flexd.planner.drift import Drift, placement_communication
 from flexd.planner.explain import TableExplanation, explain
 from flexd.planner.plan import Plan
 from flexd.sketch.profile import Profile
@@ -210,15 +210,13 @@ class Planning:
         if threshold is None:
             return ""
         plan, profile, _, layout, _ = self._make("apply", checked=False)
-        prices = (self._price(profile, placement, layout) for placement in (plan.target, proposal.plan.target))
+        job, cluster = self._job, self.cluster
+        prices = (
+            placement_communication(profile, self._keyspace, layout, cluster, placement, job.shape, job.exchange)
+            for placement in (plan.target, proposal.plan.target)
+        )
         beyond = Drift(*prices).reason_to_plan(threshold)
         return "" if beyond is None else f"the accesses have moved on since it was made: {beyond}"
-
-    def _price(self, profile: Profile, placement: Placement, layout: RankLayout) -> PlacementCommunication:
-        job = self._job
-        return placement_communication(
-            profile, self._keyspace, layout, self.cluster, placement, job.shape, job.exchange,
-        )  # fmt: skip
 
     def explain(self, table: str, row: int | None, hottest: int) -> tuple[TableExplanation, tuple[Gate, ...]]:
         """Explain a plan made now for one row of a table, or for its hottest rows, and return it with the gates.

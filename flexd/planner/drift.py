@@ -9,7 +9,6 @@ from functools import cached_property
 
 import numpy as np
 
-from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -27,19 +26,12 @@ class StepCommunication:
     """Expected communication per rank and step.
 
     Attributes:
-        inter_node_bytes, total_bytes: sent by a rank; all links (without what it answers itself).
+        inter_node_bytes: sent by a rank.
         exposed_seconds: what a step waits for.
     """
 
     inter_node_bytes: float
-    total_bytes: float
     exposed_seconds: float
-
-    def __post_init__(self) -> None:
-        if not all(
-            math.isfinite(x) and x >= 0 for x in (self.inter_node_bytes, self.total_bytes, self.exposed_seconds)
-        ):
-            raise PlanError(f"communication {self} is negative or not finite", remedy="report this profile")
 
 
 @dataclass(frozen=True)
@@ -47,50 +39,26 @@ class PlacementCommunication:
     """Communication of one placement under one profile.
 
     Attributes:
-        nodes, local_ranks, cluster: for which ranks, and at whose prices.
-        accesses_per_step: of the whole job.
         total: with the collectives' latencies.
         tables: by name. Bytes sum to the total's; a table's seconds are those of its bytes, priced as if its messages
             travelled alone, without latencies.
     """
 
-    nodes: int
-    local_ranks: int
-    cluster: str
-    accesses_per_step: float
     total: StepCommunication
     tables: Mapping[str, StepCommunication]
-
-    def compares_with(self, other: PlacementCommunication) -> bool:
-        """Return whether ranks, prices, accesses and tables are equal, so that only the placement differs."""
-
-        def setting(traffic: PlacementCommunication) -> tuple[object, ...]:
-            return (
-                traffic.nodes, traffic.local_ranks, traffic.cluster, traffic.accesses_per_step, tuple(traffic.tables),
-            )  # fmt: skip
-
-        return setting(self) == setting(other)
 
 
 @dataclass(frozen=True)
 class Drift:
     """The regret of keeping the live placement: its price over that of the plan that would be made now.
 
-    Both are priced under the present profile, so that a change of the accesses that no other placement serves better
-    is no drift, and one that leaves the price of the live placement as it was may be much.
-
-    Raises:
-        PlanError: the two are not of the same ranks, prices, accesses and tables.
+    Both are priced under the present profile, for the same ranks at the same prices, so that a change of the accesses
+    that no other placement serves better is no drift, and one that leaves the price of the live placement as it was may
+    be much.
     """
 
     plan: PlacementCommunication
     live: PlacementCommunication
-
-    def __post_init__(self) -> None:
-        if not self.plan.compares_with(self.live):
-            raise PlanError(
-                "costs under different profiles, ranks, prices or tables show no drift", remedy="price both again"
-            )
 
     @property
     def ratio(self) -> float:
@@ -143,7 +111,7 @@ def placement_communication(
     for index, spec in enumerate(keyspace.tables):
         seen = profile.tables[index]
         if seen.weight <= 0:
-            tables[spec.name] = StepCommunication(0.0, 0.0, 0.0)
+            tables[spec.name] = StepCommunication(0.0, 0.0)
             continue
         # A table by itself is a job of one table: its own key space, whose keys are its rows.
         mine = order[edges[index] : edges[index + 1]]
@@ -151,22 +119,14 @@ def placement_communication(
         rows = Placement.of(placement.keys[mine] - keyspace.first_key[index], placement.tiers[mine], placement.version)
         own = make_loads(Profile(tables=(seen,)), alone, layout, shape.of_table(spec.name))
         tables[spec.name] = _communication(placement_cost(own, rows, alone, layout, cluster, exchange), latency=False)
-    return PlacementCommunication(
-        nodes=layout.nodes,
-        local_ranks=layout.local_ranks,
-        cluster=cluster.name,
-        accesses_per_step=sum(table.accesses_per_step for table in profile.tables),
-        total=total,
-        tables=tables,
-    )
+    return PlacementCommunication(total, tables)
 
 
 def _communication(cost: CostBreakdown, *, latency: bool) -> StepCommunication:
     seconds = cost.exposed_seconds
     if not latency:
         seconds = float(cost.exposed_share @ cost.transfer_seconds.sum(axis=(0, 2)))
-    inter = float(cost.bytes[:, :, TrafficLink.INTER_NODE].sum())
-    return StepCommunication(inter, inter + float(cost.bytes[:, :, TrafficLink.INTRA_NODE].sum()), seconds)
+    return StepCommunication(float(cost.bytes[:, :, TrafficLink.INTER_NODE].sum()), seconds)
 
 
 def _ratio(live: float, plan: float) -> float:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
@@ -55,12 +54,10 @@ def test_the_total_is_the_price_of_the_placement_and_bytes_of_tables_sum_to_it()
         cost.all_to_all_bytes(TrafficLink.INTER_NODE) + cost.sync_bytes(TrafficLink.INTER_NODE)
     )
     assert sum(t.inter_node_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.inter_node_bytes)
-    assert sum(t.total_bytes for t in traffic.tables.values()) == pytest.approx(traffic.total.total_bytes)
     latency = float(cost.exposed_share @ cost.latency_seconds.sum(axis=1))
     assert latency > 0
     without = sum(t.exposed_seconds for t in traffic.tables.values())
     assert without == pytest.approx(traffic.total.exposed_seconds - latency), "flat bandwidths: sizes do not matter"
-    assert traffic.accesses_per_step == 3 * ACCESSES
 
 
 def test_moved_popularity_is_drift() -> None:
@@ -75,8 +72,6 @@ def test_moved_popularity_is_drift() -> None:
     assert reason is not None
     assert reason.startswith(f"drift {drift.ratio:.2f} > 1.02 (table ")
     assert drift.reason_to_plan(10.0) is None
-    with pytest.raises(PlanError, match="different profiles"):
-        Drift(_priced(_mixed({"shop": 2.0}, {}), fresh), _priced(now, old))
 
 
 def _mixed(weights: dict[str, float], shifts: dict[str, int]) -> Profile:
