@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from flexd.api.families import Family
 from flexd.core.errors import (
     ApiError,
     ConfigError,
@@ -20,6 +21,9 @@ from flexd.core.errors import (
     StreamError,
     TopologyError,
 )
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 MAX_REASON_CHARACTERS = 500
 MAX_WHO_CHARACTERS = 200
@@ -75,9 +79,20 @@ class Model(BaseModel):
 
     Unknown fields are ignored, so that an older command line reads a newer daemon. Validators are built when a model
     is first used, because a command uses a few of sixty.
+
+    Attributes:
+        FAMILIES: metric families of the model itself.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
+    FAMILIES: ClassVar[tuple[Family, ...]] = ()
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the model and of its parts."""
+        yield from (family.of(self) for family in self.FAMILIES)
+        for part in (getattr(self, name) for name in type(self).model_fields):
+            if isinstance(part, Model):
+                yield from part.metrics()
 
     @classmethod
     def from_object(cls, source: object, /, **fields: Any) -> Self:

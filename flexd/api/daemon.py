@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, FiniteOrNone, Model, Reason
-from flexd.api.families import counter, counters, gauge, gauges, with_zeros
+from flexd.api.families import counter, gauge, with_zeros
 from flexd.core.errors import SnapshotError
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.core.supervision import Supervisor
     from flexd.ingest import Ingestor
     from flexd.ingest.stats import IngestStats
@@ -63,9 +60,7 @@ class ConfigStatus(Model):
     problem: str | None = None
     """Reason why the newest reload was rejected; null if it was not."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the configuration."""
-        yield counters("flexd_config_reloads", "Reloads by outcome.", "outcome", self.reloads)
+    FAMILIES = (counter("flexd_config_reloads", "Reloads by outcome.", "reloads", ("outcome",)),)
 
 
 class ConfigReport(Model):
@@ -103,13 +98,12 @@ class DecisionsStatus(Model):
     quarantined: int = 0
     """Files that were not usable and were quarantined."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the file."""
-        yield counter(
-            "flexd_decisions_failures",
-            "Writes of decisions to state.sqlite that failed, and are tried again.",
-            self.failures,
-        )
+    FAMILIES = (
+        counter(
+            "flexd_decisions_failures", "Writes of decisions to state.sqlite that failed, and are tried again.",
+            "failures",
+        ),
+    )  # fmt: skip
 
 
 class ThreadProblem(Model):
@@ -135,14 +129,16 @@ class ThreadsStatus(Model):
     ending: str | None = None
     """Reason why the daemon is ending because it cannot go on safely; null otherwise."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the threads."""
-        yield counters("flexd_thread_faults", "Unexpected exceptions, by thread.", "thread", self.faults)
-        failing = {problem.thread for problem in self.problems}
-        yield gauges(
-            "flexd_thread_failing", "1 while the work of the thread fails, which makes the daemon not ready.", "thread",
-            {name: float(name in failing) for name in self.faults},
-        )  # fmt: skip
+    FAMILIES = (
+        counter("flexd_thread_faults", "Unexpected exceptions, by thread.", "faults", ("thread",)),
+        gauge(
+            "flexd_thread_failing", "1 while the work of the thread fails, which makes the daemon not ready.",
+            lambda threads: {
+                name: float(name in {problem.thread for problem in threads.problems}) for name in threads.faults
+            },
+            ("thread",),
+        ),
+    )  # fmt: skip
 
 
 def threads_status(supervisor: Supervisor) -> ThreadsStatus:
@@ -184,21 +180,22 @@ class StateStatus(Model):
     problems: tuple[str, ...] = ()
     """Why snapshots were not used by this start."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the saved state."""
-        from flexd.sketch.table_restore import OUTCOMES
+    FAMILIES = (
+        gauge(
+            "flexd_state_tables", "Tables of the snapshot that this start continued from, by outcome.",
+            lambda state: with_zeros(_outcomes(), state.outcomes), ("outcome",),
+        ),
+        gauge(
+            "flexd_state_lost_accesses", "Counted accesses of the tables that this start emptied or removed.",
+            "lost_accesses",
+        ),
+    )  # fmt: skip
 
-        yield gauges(
-            "flexd_state_tables",
-            "Tables of the snapshot that this start continued from, by outcome.",
-            "outcome",
-            with_zeros(OUTCOMES, self.outcomes),
-        )
-        yield gauge(
-            "flexd_state_lost_accesses",
-            "Counted accesses of the tables that this start emptied or removed.",
-            self.lost_accesses,
-        )
+
+def _outcomes() -> tuple[str, ...]:
+    from flexd.sketch.table_restore import OUTCOMES
+
+    return tuple(OUTCOMES)
 
 
 def state_status(ingestor: Ingestor) -> StateStatus:
@@ -231,12 +228,12 @@ class SnapshotStatus(Model):
     problem: str | None = None
     """Reason why the newest attempt failed; null if it did not."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the snapshots."""
-        yield gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", self.age_seconds)
-        yield gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", self.bytes)
-        yield counter("flexd_snapshots", "Snapshots written.", self.written)
-        yield counter("flexd_snapshot_failures", "Snapshots that could not be written.", self.failures)
+    FAMILIES = (
+        gauge("flexd_snapshot_age_seconds", "Since the newest durable snapshot.", "age_seconds"),
+        gauge("flexd_snapshot_bytes", "Size of the newest snapshot.", "bytes"),
+        counter("flexd_snapshots", "Snapshots written.", "written"),
+        counter("flexd_snapshot_failures", "Snapshots that could not be written.", "failures"),
+    )
 
 
 def snapshot_status(stats: IngestStats, snapshots: SnapshotStore) -> SnapshotStatus:

@@ -1,10 +1,12 @@
-"""Metric families from plain numbers. prometheus_client is imported where it is used: the command line needs none."""
+"""Metric families of the models. prometheus_client is imported where it is used: the command line needs none."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -22,68 +24,55 @@ def with_zeros(values: Iterable[str], counts: Mapping[str, int]) -> dict[str, in
     return {**dict.fromkeys(values, 0), **counts}
 
 
-def gauge(name: str, text: str, value: float | None) -> Metric:
-    """Return a gauge; NaN if ``value`` is unknown."""
-    from prometheus_client.core import GaugeMetricFamily
+@dataclass(frozen=True)
+class Family:
+    """A metric family of a model.
 
-    return GaugeMetricFamily(name, text, value=_number(value))
+    Attributes:
+        text: its documentation.
+        value: field of the model, or a function of it: a number (None: unknown), with ``labels`` a mapping of numbers
+            by label value (by tuples of them for several labels), (count, total) of a summary, or labels of an info.
+        keep: limit on its series, for one label.
+    """
 
+    kind: Literal["gauge", "counter", "summary", "info"]
+    name: str
+    text: str
+    value: str | Callable[[Any], Any]
+    labels: tuple[str, ...] = ()
+    keep: int = MAX_LABEL_VALUES
 
-def counter(name: str, text: str, value: float) -> Metric:
-    """Return a counter."""
-    from prometheus_client.core import CounterMetricFamily
+    def of(self, model: object) -> Metric:
+        """Return the family with the values of ``model``; NaN for unknown ones."""
+        from prometheus_client import core
 
-    return CounterMetricFamily(name, text, value=float(value))
-
-
-def summary(name: str, text: str, count: int, total: float) -> Metric:
-    """Return a summary of a count and a total."""
-    from prometheus_client.core import SummaryMetricFamily
-
-    return SummaryMetricFamily(name, text, count_value=count, sum_value=total)
-
-
-def info(name: str, text: str, values: Mapping[str, str]) -> Metric:
-    """Return an info family."""
-    from prometheus_client.core import InfoMetricFamily
-
-    return InfoMetricFamily(name, text, value=dict(values))
-
-
-def gauges(
-    name: str, text: str, label: str, values: Mapping[str, float | None], keep: int = MAX_LABEL_VALUES
-) -> Metric:
-    """Return a gauge with one label; NaN for unknown values."""
-    return gauges_by(name, text, (label,), {(key,): value for key, value in list(values.items())[:keep]})
-
-
-def gauges_by(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float | None]) -> Metric:
-    """Return a gauge with several labels; NaN for unknown values."""
-    from prometheus_client.core import GaugeMetricFamily
-
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, _number(value))
-    return family
+        value = getattr(model, self.value) if isinstance(self.value, str) else self.value(model)
+        if self.kind == "info":
+            return core.InfoMetricFamily(self.name, self.text, value=value)
+        if self.kind == "summary":
+            return core.SummaryMetricFamily(self.name, self.text, count_value=value[0], sum_value=value[1])
+        make = core.CounterMetricFamily if self.kind == "counter" else core.GaugeMetricFamily
+        if not self.labels:
+            return make(self.name, self.text, value=_number(value))
+        family, items = make(self.name, self.text, labels=self.labels), list(value.items())
+        if self.kind == "counter" and len(items) > self.keep:
+            items = [*items[: self.keep], ("other", sum(number for _, number in items[self.keep :]))]
+        else:
+            items = items[: self.keep]
+        for key, number in items:
+            family.add_metric((str(key),) if len(self.labels) == 1 else key, _number(number))
+        return family
 
 
-def counters(name: str, text: str, label: str, values: Mapping[str, float], keep: int = MAX_LABEL_VALUES) -> Metric:
-    """Return a counter with one label."""
-    items = list(values.items())
-    kept: dict[tuple[str, ...], float] = {(key,): value for key, value in items[:keep]}
-    if len(items) > keep:
-        kept["other",] = sum(value for _, value in items[keep:])
-    return counters_by(name, text, (label,), kept)
+gauge = partial(Family, "gauge")
+counter = partial(Family, "counter")
+summary = partial(Family, "summary")
+info = partial(Family, "info")
 
 
-def counters_by(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Metric:
-    """Return a counter with several labels."""
-    from prometheus_client.core import CounterMetricFamily
-
-    family = CounterMetricFamily(name, text, labels=labels)
-    for key, value in values.items():
-        family.add_metric(key, float(value))
-    return family
+def by_table(field: str) -> Callable[[Any], dict[str, float | None]]:
+    """Return the function to a field of a model's ``tables``, by table."""
+    return lambda model: {each.table: getattr(each, field) for each in model.tables}
 
 
 def _number(value: float | None) -> float:

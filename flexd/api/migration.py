@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from flexd.api.base import DETAIL, FiniteOrNone, Model, RequestBody, Share, Show
-from flexd.api.families import counter, counters, gauge, gauges, with_zeros
+from flexd.api.families import counter, gauge, with_zeros
 from flexd.api.planning import VerificationReport
 from flexd.core import units
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.control.daemon.journal_frames import JournalledMigration
     from flexd.control.daemon.migration_record import MigrationRecord
     from flexd.operations.executions import Execution, Executions
@@ -51,16 +48,6 @@ class MigrationEffect(Model):
     def words(self) -> str:
         """Return the predicted saving of a step beside the measured one."""
         return f"{units.seconds(self.predicted_saving_seconds)}, measured {units.seconds(self.measured_saving_seconds)}"
-
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the newest migration's effect."""
-        yield gauges(
-            "flexd_migration_saving_seconds",
-            "Of a step, by the newest migration: as its plan predicted, and as the steps before and after it differ; "
-            "NaN where it is not known.",
-            "kind",
-            {"predicted": self.predicted_saving_seconds, "measured": self.measured_saving_seconds},
-        )
 
 
 def migration_effect(record: MigrationRecord) -> MigrationEffect | None:
@@ -153,6 +140,23 @@ class MigrationReport(MigrationBase):
     """Row values and optimizer state of the rows it promotes, each once."""
     bytes_applied: int = 0
     """Part of them that is on every rank."""
+
+    FAMILIES = (
+        gauge(
+            "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.",
+            lambda newest: None if newest.state in FINAL_STATES else newest.progress,
+        ),
+        gauge(
+            "flexd_migration_saving_seconds",
+            "Of a step, by the newest migration: as its plan predicted, and as the steps before and after it differ; "
+            "NaN where it is not known.",
+            lambda newest: {
+                kind: getattr(newest.effect or MigrationEffect(), f"{kind}_saving_seconds")
+                for kind in ("predicted", "measured")
+            },
+            ("kind",),
+        ),
+    )  # fmt: skip
 
 
 class MigrationEntry(MigrationBase):
@@ -256,6 +260,8 @@ class HistoryStatus(Model):
     quarantined: int = 0
     """Files that were not usable and were quarantined."""
 
+    FAMILIES = (counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", "lost"),)
+
 
 class MigrationCounts(Model):
     """All migrations since the daemon started."""
@@ -273,24 +279,12 @@ class MigrationCounts(Model):
     history: HistoryStatus = HistoryStatus()
     """The file of the history."""
 
-    def metrics(self, newest: MigrationReport | None) -> Iterator[Metric]:
-        """Yield the metric families of migrations.
-
-        Args:
-            newest: the migration in flight, or the newest one.
-        """
-        running = newest if newest is not None and newest.state not in FINAL_STATES else None
-        yield counters("flexd_migrations", "Migrations ended, by final state.", "state", self.ended)
-        yield counter("flexd_migration_rows", "Rows whose tier changed on every rank.", self.rows)
-        yield counter("flexd_migration_bytes", "Row values and optimizer state copied.", self.bytes)
-        yield counter("flexd_migration_chunks", "Chunks applied by every rank.", self.chunks)
-        yield gauge(
-            "flexd_migration_progress_ratio", "Of the migration in flight, 0-1; NaN if none is.",
-            None if running is None else running.progress,
-        )  # fmt: skip
-        yield from ((newest and newest.effect) or MigrationEffect()).metrics()
-        history = self.history
-        yield counter("flexd_history_lost_entries", "Entries of the history that were dropped unwritten.", history.lost)
+    FAMILIES = (
+        counter("flexd_migrations", "Migrations ended, by final state.", "ended", ("state",)),
+        counter("flexd_migration_rows", "Rows whose tier changed on every rank.", "rows"),
+        counter("flexd_migration_bytes", "Row values and optimizer state copied.", "bytes"),
+        counter("flexd_migration_chunks", "Chunks applied by every rank.", "chunks"),
+    )
 
 
 def migration_report(execution: Execution) -> MigrationReport:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from flexd.api.base import FiniteOrNone, Model, RowsByTier
-from flexd.api.families import counter, gauge, gauges, gauges_by, summary
+from flexd.api.families import by_table, counter, gauge, summary
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
     from flexd.operations.drift import DriftMonitor
@@ -34,20 +31,17 @@ class PlacementStatus(Model):
     digest_mismatches: int = 0
     """Reports whose placement digest was not the daemon's for that version, since the daemon started."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the placement."""
-        yield gauge("flexd_placement_version", "Chunks applied by every rank.", self.version)
-        yield gauges("flexd_placement_rows", "Rows in each tier.", "tier", by_metric_tier(self.rows))
-        yield gauge(
-            "flexd_placement_moved_rows",
-            "Rows that live in another node than that of their home rank.",
-            self.moved_rows,
-        )
-        yield counter(
-            "flexd_placement_digest_mismatches",
-            "Reports whose placement digest was not the daemon's.",
-            self.digest_mismatches,
-        )
+    FAMILIES = (
+        gauge("flexd_placement_version", "Chunks applied by every rank.", "version"),
+        gauge("flexd_placement_rows", "Rows in each tier.", lambda placed: by_metric_tier(placed.rows), ("tier",)),
+        gauge(
+            "flexd_placement_moved_rows", "Rows that live in another node than that of their home rank.", "moved_rows"
+        ),
+        counter(
+            "flexd_placement_digest_mismatches", "Reports whose placement digest was not the daemon's.",
+            "digest_mismatches",
+        ),
+    )  # fmt: skip
 
 
 def by_metric_tier(rows: RowsByTier) -> dict[str, int]:
@@ -100,22 +94,22 @@ class PricesStatus(Model):
     links: tuple[LinkPrices, ...] = ()
     """The links that steps of the live ranks have shown."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of corrected prices."""
-        yield gauges(
-            "flexd_price_factor", "Factor of the probed seconds of a link at which plans are priced.", "link",
-            {link.link: link.factor for link in self.links},
-        )  # fmt: skip
-        yield gauges_by(
+    FAMILIES = (
+        gauge(
+            "flexd_price_factor", "Factor of the probed seconds of a link at which plans are priced.",
+            lambda prices: {link.link: link.factor for link in prices.links}, ("link",),
+        ),
+        gauge(
             "flexd_price_error",
             "Held-out error as a share of the measured time, of a link's prices as probed and with a factor.",
-            ("link", "prices"),
-            {
-                (link.link, prices): error
-                for link in self.links
-                for prices, error in (("probed", link.probed_error), ("corrected", link.corrected_error))
+            lambda prices: {
+                (link.link, kind): getattr(link, f"{kind}_error")
+                for link in prices.links
+                for kind in ("probed", "corrected")
             },
-        )
+            ("link", "prices"),
+        ),
+    )  # fmt: skip
 
 
 def prices_status(prices: LivePrices) -> PricesStatus:
@@ -170,35 +164,34 @@ class DriftStatus(Model):
     tables: tuple[TableDriftStatus, ...] = ()
     """One entry a table, in the configured order."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of drift."""
-        yield gauge(
+    FAMILIES = (
+        gauge(
             "flexd_drift_ratio",
             "Exposed communication of a step at the live placement / with the plan that would be made now; NaN before "
             "the first evaluation.",
-            _ratio(self.ratio, self.exposed_seconds),
-        )
-        yield gauges(
+            lambda drift: _ratio(drift.ratio, drift.exposed_seconds),
+        ),
+        gauge(
             "flexd_drift_exposed_seconds",
             "Exposed communication of a step at the live placement, and with the plan that would be made now.",
-            "placement", {"plan": self.plan_exposed_seconds, "live": self.exposed_seconds},
-        )  # fmt: skip
-        yield gauges(
+            lambda drift: {"plan": drift.plan_exposed_seconds, "live": drift.exposed_seconds}, ("placement",),
+        ),
+        gauge(
             "flexd_table_drift_ratio",
             "Exposed communication of each table's bytes at the live placement / with the plan that would be made now.",
-            "table",
-            {table.table: _ratio(table.ratio, table.exposed_seconds) for table in self.tables},
-        )
-        yield gauges(
+            lambda drift: {table.table: _ratio(table.ratio, table.exposed_seconds) for table in drift.tables},
+            ("table",),
+        ),
+        gauge(
             "flexd_table_exposed_seconds",
             "Exposed communication of each table's bytes a step at the live placement, now, without latencies.",
-            "table",
-            {table.table: table.exposed_seconds for table in self.tables},
-        )
-        yield summary(
-            "flexd_drift_evaluation_duration_seconds", "Wall time of evaluating drift.", self.evaluations,
-            self.evaluation_seconds,
-        )  # fmt: skip
+            by_table("exposed_seconds"), ("table",),
+        ),
+        summary(
+            "flexd_drift_evaluation_duration_seconds", "Wall time of evaluating drift.",
+            lambda drift: (drift.evaluations, drift.evaluation_seconds),
+        ),
+    )  # fmt: skip
 
 
 def drift_status(monitor: DriftMonitor, threshold: float | None) -> DriftStatus:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from flexd.api.base import DETAIL, HIDDEN, FiniteOrNone, Model, RequestBody, RowsByTier
-from flexd.api.families import gauge, gauges
+from flexd.api.families import gauge
 from flexd.api.placement import rows_above_home
 from flexd.api.planning import GateReport, TriggerName, gate_report
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.core.placement import Placement
     from flexd.operations.affinity import UserNodes
     from flexd.operations.proposals import Proposal
@@ -47,6 +45,11 @@ class AffinityReport(Model):
     """Share left with a loader that deals and rows where their rule puts them; null if not known."""
     by_user: ShareRangeReport | None = None
     """Share left with each user's samples in her node; null without ids of users."""
+
+    def expected(self) -> dict[str, float | None]:
+        """Return the shares by name; None for those that are not known."""
+        shares = {"loader": self.loader, "dealing_loader": self.dealing_loader, "by_user": self.by_user}
+        return {name: None if share is None else share.expected for name, share in shares.items()}
 
 
 class UsersRequest(RequestBody):
@@ -93,18 +96,6 @@ def user_node_page(found: UserNodes, offset: int, limit: int) -> UserNodePage:
         nodes_of=tuple(users.nodes_of[page].tolist()),
         by_user=None if found.share is None else ShareRangeReport.from_object(found.share),
     )  # fmt: skip
-
-
-def affinity_metrics(report: AffinityReport | None) -> Iterator[Metric]:
-    """Yield the metric families of the newest outlook."""
-    found = {name: None if report is None else getattr(report, name) for name in SHARES}
-    shares = {name: None if each is None else each.expected for name, each in found.items()}
-    yield gauges(
-        "flexd_affinity_bytes_ratio",
-        "Bytes between nodes that homes and dealing by affinity would leave, over the chain's; NaN if unknown.",
-        "dealing",
-        shares,
-    )
 
 
 LinkName = Literal["intra_node", "inter_node"]
@@ -261,28 +252,30 @@ class PlanReport(Model):
     replication: ReplicationReport = ReplicationReport()
     """Gains and costs of replication."""
 
+    FAMILIES = (
+        gauge(
+            "flexd_plan_predicted_step_communication_seconds",
+            "Communication of one step as the newest plan prices it, before and after.",
+            lambda plan: {"before": plan.before.exposed_seconds, "after": plan.after.exposed_seconds},
+            ("placement",),
+        ),
+        gauge(
+            "flexd_plan_predicted_step_saving_ratio",
+            "Of a step's measured wall time, by the newest plan, 0-1; NaN if either is not known.",
+            "saved_share",
+        ),
+        gauge(
+            "flexd_affinity_bytes_ratio",
+            "Bytes between nodes that homes and dealing by affinity would leave, over the chain's; NaN if unknown.",
+            lambda plan: (plan.affinity or AffinityReport()).expected(),
+            ("dealing",),
+        ),
+    )
+
     @classmethod
     def from_summary(cls, summary: Mapping[str, Any], rows_before: Mapping[Any, int]) -> PlanReport:
         """Build the report from ``Plan.summary()`` and the live placement's rows by tier."""
         return cls.model_validate({**summary, "rows_before": dict(rows_before)})
-
-
-def plan_metrics(newest: PlanReport | None) -> Iterator[Metric]:
-    """Yield the metric families of the newest plan."""
-    before = None if newest is None else newest.before.exposed_seconds
-    after = None if newest is None else newest.after.exposed_seconds
-    yield gauges(
-        "flexd_plan_predicted_step_communication_seconds",
-        "Communication of one step as the newest plan prices it, before and after.",
-        "placement",
-        {"before": before, "after": after},
-    )
-    yield gauge(
-        "flexd_plan_predicted_step_saving_ratio",
-        "Of a step's measured wall time, by the newest plan, 0-1; NaN if either is not known.",
-        None if newest is None else newest.saved_share,
-    )
-    yield from affinity_metrics(None if newest is None else newest.affinity)
 
 
 def plan_report(plan: Plan, live: Placement, affinity: AffinityOutlook | None = None) -> PlanReport:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from flexd.api.base import DETAIL, FiniteOrNone, Model
-from flexd.api.families import counters, gauge, gauges, summary, with_zeros
+from flexd.api.families import counter, gauge, summary, with_zeros
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.planning import Planning
     from flexd.operations.proposals import Gate, Proposal
@@ -60,18 +57,18 @@ class VerificationStatus(Model):
     held: tuple[str, ...] = ()
     """Reasons why kinds of plans are not carried out by the daemon itself, because one was not shown to win."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of verifications."""
-        newest = self.newest
-        yield counters("flexd_verifications", "Verifications of executed plans ended, by state.", "state", self.ended)
-        yield gauge(
+    FAMILIES = (
+        counter("flexd_verifications", "Verifications of executed plans ended, by state.", "ended", ("state",)),
+        gauge(
             "flexd_verification_change_ratio",
             "Measured change of the step time by the newest verified plan, as a share; below 0 is faster.",
-            None if newest is None else newest.change,
-        )
-        yield gauge(
-            "flexd_verification_held_kinds", "Kinds of plans held back: one was not shown to win.", len(self.held)
-        )
+            lambda verified: verified.newest and verified.newest.change,
+        ),
+        gauge(
+            "flexd_verification_held_kinds", "Kinds of plans held back: one was not shown to win.",
+            lambda verified: len(verified.held),
+        ),
+    )  # fmt: skip
 
 
 def verification_status(verifier: Verifier | None) -> VerificationStatus:
@@ -183,25 +180,23 @@ class PlanningStatus(Model):
     verification: VerificationStatus = VerificationStatus()
     """Measured effects of executed plans."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of planning."""
-        yield counters("flexd_plans", "Plans requested, by outcome.", "outcome", self.plans)
-        yield summary(
-            "flexd_plan_duration_seconds", "Wall time of planning.", sum(self.plans.values()), self.planning_seconds
-        )
-        yield gauge("flexd_planner_auto", "1 if plans of the daemon's own are carried out, 0 if proposed.", self.auto)
-        yield gauge("flexd_maintenance_window_open", "1 while automatic migrations may start.", self.window_open)
-        yield counters("flexd_plan_triggers", "Plans requested, by trigger.", "trigger", _by_name(self.triggers))
-        yield gauge("flexd_plan_proposals", "Plans that are kept for flexd apply.", len(self.proposals))
-        yield gauges(
-            "flexd_plan_gate_open", "1 if the gate allows a plan.", "gate",
-            {gate.gate: float(gate.open) for gate in self.gates},
-        )  # fmt: skip
-        yield from self.verification.metrics()
-
-
-def _by_name(counts: dict[TriggerName, int]) -> dict[str, float]:
-    return {str(name): count for name, count in counts.items()}
+    FAMILIES = (
+        counter("flexd_plans", "Plans requested, by outcome.", "plans", ("outcome",)),
+        summary(
+            "flexd_plan_duration_seconds", "Wall time of planning.",
+            lambda planning: (sum(planning.plans.values()), planning.planning_seconds),
+        ),
+        gauge("flexd_planner_auto", "1 if plans of the daemon's own are carried out, 0 if proposed.", "auto"),
+        gauge("flexd_maintenance_window_open", "1 while automatic migrations may start.", "window_open"),
+        counter("flexd_plan_triggers", "Plans requested, by trigger.", "triggers", ("trigger",)),
+        gauge(
+            "flexd_plan_proposals", "Plans that are kept for flexd apply.", lambda planning: len(planning.proposals)
+        ),
+        gauge(
+            "flexd_plan_gate_open", "1 if the gate allows a plan.",
+            lambda planning: {gate.gate: float(gate.open) for gate in planning.gates}, ("gate",),
+        ),
+    )  # fmt: skip
 
 
 def gate_report(gate: Gate) -> GateReport:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, FiniteOrNone, Model, Show
-from flexd.api.families import counter, counters, gauge, gauges, with_zeros
+from flexd.api.families import counter, gauge, with_zeros
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.api.operator_commands import OperatorCommands
     from flexd.control.daemon.attempts import Attempt
     from flexd.control.daemon.channel_types import ChannelCounters
@@ -96,39 +93,37 @@ class TopologyStatus(LiveJob):
     def world_size(self) -> int:
         return self.nodes * self.local_ranks
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the control channel."""
-        yield counter("flexd_control_epochs", "Epochs of the control channel begun.", self.epochs)
-        yield gauge("flexd_control_topology_generation", "Changes of the live ranks.", self.generation)
-        yield gauge("flexd_control_ranks", "Ranks that the live attempt has.", self.ranks)
-        yield gauge(
-            "flexd_control_ranks_ready", "Ranks of the live attempt that joined the control channel.", self.ranks_ready
-        )
-        yield gauge(
+    FAMILIES = (
+        counter("flexd_control_epochs", "Epochs of the control channel begun.", "epochs"),
+        gauge("flexd_control_topology_generation", "Changes of the live ranks.", "generation"),
+        gauge("flexd_control_ranks", "Ranks that the live attempt has.", "ranks"),
+        gauge(
+            "flexd_control_ranks_ready", "Ranks of the live attempt that joined the control channel.", "ranks_ready"
+        ),
+        gauge(
             "flexd_control_attempts_waiting", "Attempts that are refused because another one holds the job.",
-            self.attempts_waiting,
-        )  # fmt: skip
-        yield counters(
-            "flexd_control_refused_messages", "Control messages refused, by kind.", "kind", self.refused_messages
-        )
-        yield counters(
-            "flexd_control_malformed_reports", "Step reports refused, by the field that was not in order.", "field",
-            self.malformed_reports,
-        )  # fmt: skip
-        yield counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", self.refused_chunks)
-        yield gauges(
-            "flexd_control_connections", "Connections to the control port, proven and not.", "state",
-            {"proven": self.connections, "unproven": self.connections_unproven},
-        )  # fmt: skip
-        yield counter(
-            "flexd_control_proven_connections", "Connections that proved themselves.", self.proven_connections
-        )
-        yield counters(
+            "attempts_waiting",
+        ),
+        counter(
+            "flexd_control_refused_messages", "Control messages refused, by kind.", "refused_messages", ("kind",)
+        ),
+        counter(
+            "flexd_control_malformed_reports", "Step reports refused, by the field that was not in order.",
+            "malformed_reports", ("field",),
+        ),
+        counter("flexd_control_refused_chunks", "Chunks that a rank refused whole.", "refused_chunks"),
+        gauge(
+            "flexd_control_connections", "Connections to the control port, proven and not.",
+            lambda status: {"proven": status.connections, "unproven": status.connections_unproven}, ("state",),
+        ),
+        counter("flexd_control_proven_connections", "Connections that proved themselves.", "proven_connections"),
+        counter(
             "flexd_control_refused_connections", "Connections that ended before they had proven themselves, by reason.",
-            "reason", self.refused_connections,
-        )  # fmt: skip
-        yield gauge("flexd_control_queued_bytes", "In memory, waiting to be sent to ranks.", self.queued_bytes)
-        yield gauge("flexd_control_unread_bytes", "In memory, received and not handled yet.", self.unread_bytes)
+            "refused_connections", ("reason",),
+        ),
+        gauge("flexd_control_queued_bytes", "In memory, waiting to be sent to ranks.", "queued_bytes"),
+        gauge("flexd_control_unread_bytes", "In memory, received and not handled yet.", "unread_bytes"),
+    )  # fmt: skip
 
 
 class RankReport(Model):
@@ -184,17 +179,20 @@ class RankPage(LiveJob):
     ranks: tuple[RankReport, ...] = ()
     """The ranks of the page."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the ranks on the page that have reported."""
-        ranks = [rank for rank in self.ranks if rank.step is not None]
-        yield gauges(
-            "flexd_rank_placement_version", "Placement version in the newest report of each rank.", "rank",
-            {str(rank.rank): rank.placement_version for rank in ranks},
-        )  # fmt: skip
-        yield gauges(
-            "flexd_rank_step_seconds", "Wall time of a step of each rank, over its newest steps.", "rank",
-            {str(rank.rank): rank.step_seconds for rank in ranks},
-        )  # fmt: skip
+    FAMILIES = (
+        gauge(
+            "flexd_rank_placement_version", "Placement version in the newest report of each rank.",
+            lambda page: page.of_reported("placement_version"), ("rank",),
+        ),
+        gauge(
+            "flexd_rank_step_seconds", "Wall time of a step of each rank, over its newest steps.",
+            lambda page: page.of_reported("step_seconds"), ("rank",),
+        ),
+    )  # fmt: skip
+
+    def of_reported(self, field: str) -> dict[int, float | None]:
+        """Return a field of the ranks on the page that have reported, by rank."""
+        return {rank.rank: getattr(rank, field) for rank in self.ranks if rank.step is not None}
 
 
 def topology_status(

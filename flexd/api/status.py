@@ -10,7 +10,7 @@ from flexd.api.daemon import ConfigStatus, DecisionsStatus, SnapshotStatus, Stat
 from flexd.api.families import gauge, info
 from flexd.api.migration import MigrationCounts, MigrationReport
 from flexd.api.placement import DriftStatus, PlacementStatus, PricesStatus
-from flexd.api.plan import PlanReport, plan_metrics
+from flexd.api.plan import PlanReport
 from flexd.api.planning import PlanningStatus
 from flexd.api.rank import TopologyStatus
 from flexd.api.stream import StreamStatus
@@ -90,35 +90,26 @@ class Status(Model):
     threads: ThreadsStatus = ThreadsStatus()
     """The daemon's threads."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the whole daemon but those of single ranks."""
-        yield info("flexd_build", "The running flexd.", {"version": self.version, "training_job": self.job})
-        yield gauge("flexd_start_time_seconds", "Start of the daemon, Unix time.", self.started_unix_seconds)
-        yield gauge("flexd_healthy", "1 while the daemon's loop ticks.", self.healthy)
-        yield gauge("flexd_ready", "1 while the daemon is useful (as /readyz).", self.ready)
-        yield gauge("flexd_paused", "1 while planning and pushing are held.", self.paused)
-        yield gauge(
+    FAMILIES = (
+        info(
+            "flexd_build", "The running flexd.",
+            lambda status: {"version": status.version, "training_job": status.job},
+        ),
+        gauge("flexd_start_time_seconds", "Start of the daemon, Unix time.", "started_unix_seconds"),
+        gauge("flexd_healthy", "1 while the daemon's loop ticks.", "healthy"),
+        gauge("flexd_ready", "1 while the daemon is useful (as /readyz).", "ready"),
+        gauge("flexd_paused", "1 while planning and pushing are held.", "paused"),
+        gauge(
             "flexd_paused_by_daemon", "1 while they are held because ranks repeatedly reported another placement.",
-            self.paused and self.paused_by == DAEMON,
-        )  # fmt: skip
-        yield from self.stream.metrics()
-        yield from self.sketch.metrics()
-        yield from self.drift.metrics()
-        yield from plan_metrics(self.last_plan)
-        yield from self.planning.metrics()
-        yield from self.migrations.metrics(self.migration)
-        yield from self.throttle.metrics()
-        yield from self.decisions.metrics()
-        yield from self.placement.metrics()
-        yield from self.training.metrics()
-        if self.slow_memory is not None:
-            yield from self.slow_memory.metrics()
-        yield from self.prices.metrics()
-        yield from self.topology.metrics()
-        yield from self.snapshot.metrics()
-        yield from self.state.metrics()
-        yield from self.config.metrics()
-        yield from self.threads.metrics()
+            lambda status: status.paused and status.paused_by == DAEMON,
+        ),
+    )  # fmt: skip
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the metric families of the whole daemon but those of single ranks; NaN before a plan or migration."""
+        plan = self.last_plan or PlanReport(plan_id="")
+        migration = self.migration or MigrationReport(migration_id="", plan_id="", state="COMMITTED")
+        return Model.metrics(self.model_copy(update={"last_plan": plan, "migration": migration}))
 
 
 def base_status(config: Config, started: ProcessStart, health: ProbeResult, ready: ProbeResult) -> Status:

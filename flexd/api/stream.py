@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from flexd.api.base import ALWAYS, HIDDEN, FiniteOrNone, Model, Show
-from flexd.api.families import counter, counters, gauge, gauges, with_zeros
+from flexd.api.families import counter, gauge, with_zeros
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.config.model import Config
     from flexd.ingest.stats import IngestStats
 
@@ -93,47 +90,42 @@ class StreamStatus(Model):
         ]
         return ", ".join(parts)
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the stream."""
-        yield counter("flexd_ingest_messages", "Stream messages read and counted.", self.messages)
-        yield counter("flexd_ingest_accesses", "Accesses counted.", self.accesses)
-        yield counter("flexd_ingest_bytes", "Payload bytes of the messages read.", self.bytes)
-        yield counters(
-            "flexd_ingest_rejected_messages", "Messages not counted, by reason.", "reason", self.rejected_messages
-        )
-        yield counters(
-            "flexd_ingest_rejected_accesses", "Accesses not counted inside good messages, by reason.", "reason",
-            self.rejected_accesses,
-        )  # fmt: skip
-        yield counters(
+    FAMILIES = (
+        counter("flexd_ingest_messages", "Stream messages read and counted.", "messages"),
+        counter("flexd_ingest_accesses", "Accesses counted.", "accesses"),
+        counter("flexd_ingest_bytes", "Payload bytes of the messages read.", "bytes"),
+        counter("flexd_ingest_rejected_messages", "Messages not counted, by reason.", "rejected_messages", ("reason",)),
+        counter(
+            "flexd_ingest_rejected_accesses", "Accesses not counted inside good messages, by reason.",
+            "rejected_accesses", ("reason",),
+        ),
+        counter(
             "flexd_ingest_adjusted_accesses",
             "Accesses counted by rule: late (at their own time) and future_clamped (at their arrival).",
-            "rule",
-            self.adjusted_accesses,
-        )
-        yield gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", self.lag_messages)
-        yield gauge("flexd_ingest_read_share", "Share of the stream's partitions that are read.", self.read_share)
-        yield gauge("flexd_ingest_connected", "0 while the source reports a problem.", self.connected)
-        yield counters(
+            "adjusted_accesses", ("rule",),
+        ),
+        gauge("flexd_ingest_lag_messages", "Messages in the stream not read yet.", "lag_messages"),
+        gauge("flexd_ingest_read_share", "Share of the stream's partitions that are read.", "read_share"),
+        gauge("flexd_ingest_connected", "0 while the source reports a problem.", "connected"),
+        counter(
             "flexd_ingest_lost_messages", "Messages that existed and the source could not deliver, by reason.",
-            "reason", self.messages_lost,
-        )  # fmt: skip
-        yield counters(
-            "flexd_ingest_lost_positions", "Positions that the log no longer had, by reason.", "reason",
-            self.positions_lost,
-        )  # fmt: skip
-        yield counter("flexd_ingest_source_failures", "Failed reads of the source.", self.source_failures)
-        yield gauge(
-            "flexd_ingest_newest_event_time_seconds",
-            "Newest event time seen, Unix time; NaN before the first.",
-            self.newest_event_unix_seconds,
-        )
-        yield gauges(
+            "messages_lost", ("reason",),
+        ),
+        counter(
+            "flexd_ingest_lost_positions", "Positions that the log no longer had, by reason.", "positions_lost",
+            ("reason",),
+        ),
+        counter("flexd_ingest_source_failures", "Failed reads of the source.", "source_failures"),
+        gauge(
+            "flexd_ingest_newest_event_time_seconds", "Newest event time seen, Unix time; NaN before the first.",
+            "newest_event_unix_seconds",
+        ),
+        gauge(
             "flexd_ingest_event_time_skew_seconds",
             "Event time minus arrival of the accesses of the last ten seconds: least and most; NaN without any.",
-            "bound",
-            {"least": self.least_skew_seconds, "most": self.most_skew_seconds},
-        )
+            lambda stream: {"least": stream.least_skew_seconds, "most": stream.most_skew_seconds}, ("bound",),
+        ),
+    )  # fmt: skip
 
 
 def stream_status(config: Config, stats: IngestStats) -> StreamStatus:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from flexd.api.base import DETAIL, HIDDEN, TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
-from flexd.api.families import gauge, gauges
+from flexd.api.families import by_table, gauge
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from prometheus_client.core import Metric
 
     from flexd.control.daemon.coordinator_types import LiveTopology
     from flexd.core.keyspace import KeySpace
@@ -77,6 +76,16 @@ class ProfileStatus(Model):
     window_seconds: FiniteOrNone = None
     """Event time between the oldest and the newest access."""
 
+    FAMILIES = (
+        gauge("flexd_profile_age_seconds", "Since the newest profile.", "age_seconds"),
+        gauge("flexd_profile_coverage_ratio", "Accesses the newest profile explains, 0-1.", "coverage"),
+        gauge(
+            "flexd_profile_listed_ratio",
+            "Accesses that the listed rows of the newest profile explain for certain (lower bounds), 0-1.",
+            "listed",
+        ),
+    )
+
 
 class SketchStatus(Model):
     """All counters."""
@@ -88,36 +97,25 @@ class SketchStatus(Model):
     profile: ProfileStatus = ProfileStatus()
     """The newest profile."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the counters and the profile."""
-        for name, text, values in (
-            ("flexd_sketch_bytes", "Memory of the counter of each table.", {t.table: t.bytes for t in self.tables}),
-            (
-                "flexd_sketch_error_bound_ratio",
-                "Largest over-estimate as a share of the table's accesses; 0 for other kinds.",
-                {t.table: t.error_bound for t in self.tables},
-            ),
-            (
-                "flexd_sketch_relative_error_ratio",
-                "Relative standard error of one row's estimate by logarithmic counters; 0 for other kinds.",
-                {t.table: t.relative_error for t in self.tables},
-            ),
-            (
-                "flexd_table_affinity",
-                "Excess over chance of two accesses of a row coming from one node: 0 none, 1 always; an unbiased "
-                "estimate, so noise can make it negative; NaN if unknown.",
-                {t.table: t.affinity for t in self.tables},
-            ),
-        ):
-            yield gauges(name, text, "table", values)
-        profile = self.profile
-        yield gauge("flexd_profile_age_seconds", "Since the newest profile.", profile.age_seconds)
-        yield gauge("flexd_profile_coverage_ratio", "Accesses the newest profile explains, 0-1.", profile.coverage)
-        yield gauge(
-            "flexd_profile_listed_ratio",
-            "Accesses that the listed rows of the newest profile explain for certain (lower bounds), 0-1.",
-            profile.listed,
-        )
+    FAMILIES = (
+        gauge("flexd_sketch_bytes", "Memory of the counter of each table.", by_table("bytes"), ("table",)),
+        gauge(
+            "flexd_sketch_error_bound_ratio",
+            "Largest over-estimate as a share of the table's accesses; 0 for other kinds.",
+            by_table("error_bound"), ("table",),
+        ),
+        gauge(
+            "flexd_sketch_relative_error_ratio",
+            "Relative standard error of one row's estimate by logarithmic counters; 0 for other kinds.",
+            by_table("relative_error"), ("table",),
+        ),
+        gauge(
+            "flexd_table_affinity",
+            "Excess over chance of two accesses of a row coming from one node: 0 none, 1 always; an unbiased "
+            "estimate, so noise can make it negative; NaN if unknown.",
+            by_table("affinity"), ("table",),
+        ),
+    )  # fmt: skip
 
 
 def sketch_status(choices: Iterable[TableChoice], profile: Profile | None, profile_age_seconds: float) -> SketchStatus:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from flexd.api.base import CommandRequest, FiniteOrNone, Model
-from flexd.api.families import counter, counters, gauge, gauges_by
+from flexd.api.families import counter, gauge
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.operations.pacing import PacingSnapshot, StepQuantiles
 
 WaitName = Literal["bytes_per_step", "bytes_per_second", "adaptive_pause"]
@@ -59,38 +56,32 @@ class ThrottleStatus(Model):
     decisions: dict[DecisionName, int] = Field(default_factory=dict)
     """Decisions of the adaptive controller."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the throttle."""
-        yield gauge(
-            "flexd_throttle_bytes_per_step", "Limit in effect; NaN: the ranks' own alone.",
-            self.effective_bytes_per_step,
-        )  # fmt: skip
-        yield gauge("flexd_throttle_bytes_per_second", "Limit; NaN without one.", self.bytes_per_second)
-        yield gauge(
-            "flexd_throttle_paused",
-            "1 while the adaptive controller holds a chunk back.",
-            self.waits_for == "adaptive_pause",
-        )
-        yield counter("flexd_throttle_released_bytes", "Row values and state released.", self.released_bytes)
-        yield counters(
-            "flexd_throttle_waiting_seconds", "Time in which a chunk was held, by what it waited for.", "wait",
-            self.waiting_seconds,
-        )  # fmt: skip
-        decisions = {str(name): count for name, count in self.decisions.items()}
-        yield counters("flexd_throttle_decisions", "Decisions of the adaptive controller.", "decision", decisions)
-        yield gauges_by(
+    FAMILIES = (
+        gauge(
+            "flexd_throttle_bytes_per_step", "Limit in effect; NaN: the ranks' own alone.", "effective_bytes_per_step"
+        ),
+        gauge("flexd_throttle_bytes_per_second", "Limit; NaN without one.", "bytes_per_second"),
+        gauge(
+            "flexd_throttle_paused", "1 while the adaptive controller holds a chunk back.",
+            lambda throttle: throttle.waits_for == "adaptive_pause",
+        ),
+        counter("flexd_throttle_released_bytes", "Row values and state released.", "released_bytes"),
+        counter(
+            "flexd_throttle_waiting_seconds", "Time in which a chunk was held, by what it waited for.",
+            "waiting_seconds", ("wait",),
+        ),
+        counter("flexd_throttle_decisions", "Decisions of the adaptive controller.", "decisions", ("decision",)),
+        gauge(
             "flexd_throttle_step_seconds",
             "Seconds of a training step without a migration and at the newest judgement of one; NaN if not known.",
-            ("steps", "point"),
-            {
-                (steps, point): seconds
-                for steps, times in (
-                    ("without_migration", self.baseline or StepTimeReport()),
-                    ("migrating", self.recent or StepTimeReport()),
-                )
-                for point, seconds in (("p50", times.p50_seconds), ("p90", times.p90_seconds))
+            lambda throttle: {
+                (steps, point): getattr(times or StepTimeReport(), f"{point}_seconds")
+                for steps, times in (("without_migration", throttle.baseline), ("migrating", throttle.recent))
+                for point in ("p50", "p90")
             },
-        )
+            ("steps", "point"),
+        ),
+    )  # fmt: skip
 
 
 class ThrottleRequest(CommandRequest):

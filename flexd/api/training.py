@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from flexd.api.base import HIDDEN, FiniteOrNone, Model, RowsByTier
-from flexd.api.families import MAX_LABEL_VALUES, counter, counters, counters_by, gauge, gauges_by, summary, with_zeros
+from flexd.api.families import MAX_LABEL_VALUES, by_table, counter, gauge, summary, with_zeros
 from flexd.api.placement import by_metric_tier
+from flexd.core.mistakes import MistakeKind
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from flexd.control.daemon.migration_record import MigrationRecord
     from flexd.core.keyspace import TableSpec
     from flexd.core.layout import RankLayout
@@ -68,20 +67,20 @@ class SlowMemoryStatus(Model):
     tables: tuple[SlowTableStatus, ...] = ()
     """Those with rows in slow memory; last those that the ranks' reports did not name."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of slow memory."""
-        text = {
-            "used": "Distinct home rows that look-ups needed, by table, of ranks with rows in two memories.",
-            "missed": "Of those, rows that were in slow memory.",
-        }
-        for name, words in text.items():
-            by_table = {each.table: getattr(each, name) for each in self.tables}
-            yield counters(f"flexd_slow_memory_rows_{name}", words, "table", by_table, MAX_LABEL_VALUES - 1)
-        yield counter("flexd_slow_memory_read_bytes", "Read from slow memory by all ranks.", self.bytes_read)
-        yield counter("flexd_slow_memory_written_bytes", "Written to slow memory by all ranks.", self.bytes_written)
-        yield gauge(
-            "flexd_slow_memory_wait_ratio", "Recent wait for slow memory as a share of the steps.", self.wait_share
-        )
+    FAMILIES = (
+        counter(
+            "flexd_slow_memory_rows_used",
+            "Distinct home rows that look-ups needed, by table, of ranks with rows in two memories.",
+            by_table("used"), ("table",), MAX_LABEL_VALUES - 1,
+        ),
+        counter(
+            "flexd_slow_memory_rows_missed", "Of those, rows that were in slow memory.", by_table("missed"),
+            ("table",), MAX_LABEL_VALUES - 1,
+        ),
+        counter("flexd_slow_memory_read_bytes", "Read from slow memory by all ranks.", "bytes_read"),
+        counter("flexd_slow_memory_written_bytes", "Written to slow memory by all ranks.", "bytes_written"),
+        gauge("flexd_slow_memory_wait_ratio", "Recent wait for slow memory as a share of the steps.", "wait_share"),
+    )  # fmt: skip
 
 
 def slow_memory_status(totals: SlowMemoryTotals | None, tables: Sequence[TableSpec]) -> SlowMemoryStatus | None:
@@ -175,57 +174,65 @@ class TrainingStatus(Model):
     cover_seconds: FiniteOrNone = None
     """Compute of a step that could cover the collectives of run-ahead."""
 
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of training."""
-        from flexd.control.protocol.report import StepPhase
-        from flexd.core.mistakes import MistakeKind
-        from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
-
-        yield counters(
-            "flexd_training_accesses", "Lookups, by the tier of the row that served them.", "tier",
-            by_metric_tier(self.accesses),
-        )  # fmt: skip
-        yield counters_by(
+    FAMILIES = (
+        counter(
+            "flexd_training_accesses", "Lookups, by the tier of the row that served them.",
+            lambda training: by_metric_tier(training.accesses), ("tier",),
+        ),
+        counter(
             "flexd_training_sent_bytes",
             "Bytes that the ranks measured where they send, by kind of traffic and link.",
-            ("kind", "link"),
-            {(kind, link): self.sent_bytes.get(kind, {}).get(link, 0) for kind in TRAFFIC_KINDS for link in LINKS},
-        )
-        yield summary(
-            "flexd_training_step_duration_seconds", "Wall time of training steps, over all ranks.", self.steps,
-            self.step_seconds,
-        )  # fmt: skip
-        yield counter(
-            "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", self.apply_seconds
-        )
-        yield gauge("flexd_training_step", "The newest step that any rank reported.", self.newest_step)
-        yield counter(
+            lambda training: training.by_kind_and_link(), ("kind", "link"),
+        ),
+        summary(
+            "flexd_training_step_duration_seconds", "Wall time of training steps, over all ranks.",
+            lambda training: (training.steps, training.step_seconds),
+        ),
+        counter(
+            "flexd_training_apply_seconds", "Step time spent in applying chunks, over all ranks.", "apply_seconds"
+        ),
+        gauge("flexd_training_step", "The newest step that any rank reported.", "newest_step"),
+        counter(
             "flexd_training_unused_prefetches",
             "Batches that flexd.prefetch located ahead for nothing, over all ranks: the loop changed their ids.",
-            self.unused_prefetches,
-        )
-        yield counter(
+            "unused_prefetches",
+        ),
+        counter(
             "flexd_training_prefetches",
             "Batches that flexd.prefetch was given to locate ahead, over all ranks, those for nothing included.",
-            self.prefetches,
-        )
-        yield counters(
-            "flexd_training_mistakes", "Mistakes of the trainers that ranks recognised, by kind.", "kind",
-            with_zeros([kind.value for kind in MistakeKind], {each.kind: each.count for each in self.mistakes}),
-        )  # fmt: skip
-        known = {phase.phase: phase for phase in self.phases}
-        phases = {phase.value: known.get(phase.value, PhaseStatus(phase=phase.value)) for phase in StepPhase}
-        yield gauges_by(
+            "prefetches",
+        ),
+        counter(
+            "flexd_training_mistakes", "Mistakes of the trainers that ranks recognised, by kind.",
+            lambda training: with_zeros(
+                [kind.value for kind in MistakeKind], {each.kind: each.count for each in training.mistakes}
+            ),
+            ("kind",),
+        ),
+        gauge(
             "flexd_training_phase_seconds",
             "A step by phase, mean over the ranks: computed, exposed (waited for collectives), and in collectives "
             "inside nodes and between them, covered by compute or not.",
-            ("phase", "part"),
-            {
-                (name, part): getattr(phase, f"{part}_seconds")
-                for name, phase in phases.items()
-                for part in ("computed", "exposed", "intra", "inter")
-            },
-        )
+            lambda training: training.by_phase_and_part(), ("phase", "part"),
+        ),
+    )  # fmt: skip
+
+    def by_kind_and_link(self) -> dict[tuple[str, str], int]:
+        """Return the bytes sent by kind of traffic and link; 0 for those that none has sent."""
+        from flexd.operations.training_monitor import LINKS, TRAFFIC_KINDS
+
+        return {(kind, link): self.sent_bytes.get(kind, {}).get(link, 0) for kind in TRAFFIC_KINDS for link in LINKS}
+
+    def by_phase_and_part(self) -> dict[tuple[str, str], float | None]:
+        """Return the seconds by phase and part; None for those that no rank has reported."""
+        from flexd.control.protocol.report import StepPhase
+
+        known, unknown = {phase.phase: phase for phase in self.phases}, PhaseStatus(phase="")
+        return {
+            (phase.value, part): getattr(known.get(phase.value, unknown), f"{part}_seconds")
+            for phase in StepPhase
+            for part in ("computed", "exposed", "intra", "inter")
+        }
 
 
 def training_status(

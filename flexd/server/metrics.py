@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from flexd.api.families import MAX_LABEL_VALUES, counters
+from flexd.api.families import MAX_LABEL_VALUES, counter
 from flexd.api.rank import RankPage
 from flexd.api.routes import RANKS, DaemonApi
 from flexd.core.errors import ApiError
@@ -63,6 +63,5 @@ class RefusalsCollector(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        yield counters(
-            "flexd_api_refused_requests", "Requests of the admin API refused, by reason.", "reason", self._counts()
-        )
+        text = "Requests of the admin API refused, by reason."
+        yield counter("flexd_api_refused_requests", text, lambda counts: counts, ("reason",)).of(self._counts())

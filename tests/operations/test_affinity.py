@@ -11,7 +11,7 @@ import pytest
 
 from flexd.api.explanation import explanation
 from flexd.api.placement import placement_status
-from flexd.api.plan import AffinityReport, plan_metrics, proposal_report
+from flexd.api.plan import AffinityReport, proposal_report
 from flexd.api.plan_commands import PlanCommands
 from flexd.cli.render import blocks_of
 from flexd.cli.show_commands import plan_blocks
@@ -70,7 +70,7 @@ def test_a_plan_says_what_affinity_would_win_and_moves_nothing_for_it(
     assert "With homes by affinity and a loader that deals" in text
     assert "planner.moved_slots_share lets the daemon move them" in text
     assert not len(proposal.plan.target.moved), "rows move where the configuration says so"
-    families = {family.name: family for family in plan_metrics(report)}
+    families = {family.name: family for family in report.metrics()}
     shares = {sample.labels["dealing"]: sample.value for sample in families["flexd_affinity_bytes_ratio"].samples}
     assert shares["loader"] == pytest.approx(shown.loader.expected)
     assert set(proposal.plan.delta.keys) <= set(proposal.plan.target.keys) | set(proposal.live.keys)
