@@ -1,13 +1,10 @@
-"""The benchmark of exchange strategies: its batches, bound and verdicts, and a slice of it on an emulated cluster."""
+"""The benchmark of exchange strategies: its batches and its bound."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tools.bench.cases.cluster import checks_of
 from tools.bench.workloads import Setting, batches_of, bounds, exact_profile, keys_of
 
 pytestmark = pytest.mark.alone
@@ -58,50 +55,3 @@ def test_profile_is_the_popularity_that_batches_are_drawn_from() -> None:
         share[of_table.hot_rows * 4 + table] = of_table.hot_share * of_table.accesses_per_step
     assert share / (5 * 6 * 6) == pytest.approx(SMALL.share())
     assert all((np.diff(of_table.hot_share) <= 0).all() for of_table in profile.tables)
-
-
-def row(bytes_over_bound: float, exposed: float, unlimited: float = 0.1) -> dict[str, float]:
-    return {
-        "inter_node_bytes": bytes_over_bound * 1e6,
-        "inter_node_bytes_over_bound": bytes_over_bound,
-        "exposed_seconds": exposed,
-        "unlimited_step_seconds": unlimited,
-    }
-
-
-def failed(rows: dict[str, Any], differences: dict[str, float] | None = None, *, full_size: bool = True) -> list[str]:
-    if "TorchRec row-wise" in rows:
-        exposed = rows["TorchRec row-wise"]["exposed_seconds"]
-        rows = {name: {**row, "row_wise_over_exposed": exposed / row["exposed_seconds"]} for name, row in rows.items()}
-    answer = {"zipf": 1.05, "loss_differences": differences or {}, "parts": {"dense part": rows}}
-    return [entry["name"].partition(": ")[2] for entry in checks_of(answer, full_size=full_size) if not entry["ok"]]
-
-
-def test_verdicts() -> None:
-    met = {
-        "TorchRec row-wise": row(3.5, 0.50),
-        "direct, dedup": row(1.2, 0.20),
-        "chain": row(1.04, 0.15),
-        "tiers, run-ahead": row(1.04, 0.06),
-    }
-    assert failed(met, {"chain": 1e-4, "tiers, bf16": 1e-2}) == []
-    assert failed({}, {"chain": 1e-2, "tiers, bf16": 1e-1}) == [
-        "chain: losses differ by",
-        "tiers, bf16: losses differ by",
-    ]
-    assert failed(met | {"chain": row(1.06, 0.17, 0.14)}) == [
-        "chain: bytes / bound",
-        "chain: exposed, row-wise over it",
-        "chain: step on an unlimited link / TorchRec row-wise",
-    ]
-    assert failed(met | {"chain": row(1.06, 0.17, 0.14)}, full_size=False) == []
-    assert failed(met | {"chain": row(1.11, 0.17, 0.14)}, full_size=False) == ["chain: bytes / bound"]
-    assert failed(met | {"tiers, run-ahead": row(1.04, 0.09)}) == [
-        "tiers, run-ahead: exposed, row-wise over it",
-        "tiers, run-ahead: exposed, dedup over it",
-    ]
-    assert failed(met | {"TorchRec row-wise": row(2.5, 0.9)}) == [
-        "chain: bytes below row-wise",
-        "tiers, run-ahead: bytes below row-wise",
-    ]
-    assert failed({"chain": row(1.0, 9.0)}) == []  # without TorchRec

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from flexd.core.layout import RankLayout
-from tools.bench import mirror_ranks
 from tools.bench.sections.dispatch import Case, measure
 
 
@@ -52,9 +51,3 @@ def test_sums_of_bags_grow_with_neither_tables_nor_peers() -> None:
         assert abs(other["host waits"] - few["host waits"]) <= 1
         assert abs(other["uploads"] - few["uploads"]) <= 7
         assert other["collectives"] == few["collectives"]
-
-
-def test_mirrors_answer_with_what_they_were_sent_again_and_again() -> None:
-    sent, received, room = [3, 0, 2, 1], [5, 2, 1, 0], 2
-    places = mirror_ranks._mirrored(sent, received, room)
-    assert places.tolist() == [0, 1, 2, 0, 1, 6, 6, 3, 6, 6]

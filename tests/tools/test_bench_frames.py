@@ -1,11 +1,11 @@
-"""Frames beside an independent simulator: what is counted, and which checks there are."""
+"""Frames beside an independent simulator: what is counted."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tools.bench.sections.frames import Steps, checks_of_trace, missed_by_frames, missed_by_static
+from tools.bench.sections.frames import Steps, missed_by_frames, missed_by_static
 
 KEYS = np.array([7, 7, 9, 5, 5, 9, 7, 8, 9, 9, 5, 7] * 20)
 
@@ -51,11 +51,3 @@ def test_misses_are_those_of_a_search(frames: int) -> None:
 def test_static_misses_what_was_not_frequent_in_the_first_quarter() -> None:
     steps = Steps.of(np.array([1, 1, 2, 1, 2, 3, 1, 4, 2, 3, 3, 4]), 3)
     assert missed_by_static(steps, 2) == 4 / 8
-
-
-def test_checks() -> None:
-    ours = {"LRU": 0.5, "Belady": 0.2, "ahead 0": 0.4, "ahead 1": 0.3, "ahead 4": 0.26}
-    assert {entry["name"]: entry["ok"] for entry in checks_of_trace("t", {"0.05": ours})} == {
-        "t, 0.05: ahead 0 / LRU": True, "t, 0.05: ahead 1 / LRU": True, "t, 0.05: ahead 4 / LRU": True,
-        "t, 0.05: ahead 4 / Belady": False,
-    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A table larger than memory: every way learns the same, and the checks."""
+"""A table larger than memory: every way learns the same."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.bench.cases.memory import checks_of
 from tools.bench.programs.memory import Flexd, Tensors, batches, popular_rows
-from tools.bench.sections.frames import checks_of_misses, misses
+from tools.bench.sections.frames import misses
 
 SETTING = {"rows": 3_000, "dim": 8, "ids": 500, "fast_bytes": 40_000}
 
@@ -52,21 +51,3 @@ def test_frames_begin_with_the_popular_rows(tmp_path: Path) -> None:
     held.step(kept)
     assert held.figures()["missed"] - missed < len(kept) / 4, "the most popular leave last"
     held.close()
-
-
-def test_checks() -> None:
-    def way(seconds: float, **more: float) -> dict[str, dict[str, float]]:
-        return {"1.05": {"step_seconds": seconds, **more}}
-
-    answers = {"memory map": way(19.0), "flexd": way(1.0)}
-    answers |= {"all fast": way(0.1, device_step_seconds=1.0)}
-    answers |= {"flexd, run-ahead": way(0.5, device_step_seconds=1.05)}
-    counted = {"LRU": 0.3, "flexd": 0.31, "flexd, 4 ahead": 0.24, "Belady": 0.2}
-    assert {entry["name"]: entry["ok"] for entry in (*checks_of(answers), *checks_of_misses(1.05, counted))} == {
-        "Zipf 1.05: memory map / flexd": False,
-        "Zipf 1.05: run-ahead / all fast, dense part": True,
-        "Zipf 1.05: misses / LRU's": False,
-        "Zipf 1.05: misses with 4 batches known / Belady's": True,
-    }
-    counted["Belady"] = 0.1
-    assert [entry["ok"] for entry in checks_of_misses(1.05, counted)] == [False, False]

@@ -1,11 +1,10 @@
-"""The ranking model of the cluster benchmark: its tables, verdicts, and a slice of it on an emulated cluster."""
+"""The ranking model of the cluster benchmark: its tables and batches."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tools.bench.cases.ranking import checks_of
 from tools.bench.planning import made_up_tables
 from tools.bench.ranking_tables import DIMS, Setting, batches_of, scaled
 
@@ -32,17 +31,3 @@ def test_batches_have_the_look_ups_of_the_tables_and_differ_by_rank() -> None:
     assert (first.lengths["s1"] == 60).all()
     assert first.lengths["p0"].mean() == pytest.approx(SMALL.listed()[0].lookups, rel=0.4)
     assert not np.array_equal(first.values["s0"], other.values["s0"])
-
-
-def failed(own: float, flexd: float, unlimited: float, difference: float = 0.0, *, full_size: bool = True) -> list[str]:
-    row = {"own_over": own / flexd, "own_over_unlimited": 0.1 / unlimited}
-    answer = {"rows": {"flexd": row}, "loss_differences": {"flexd": difference}}
-    return [entry["name"] for entry in checks_of(answer, full_size=full_size) if not entry["ok"]]
-
-
-def test_verdicts_are_those_of_step_times_and_losses() -> None:
-    assert failed(0.3, 0.19, 0.1) == []
-    slower = "TorchRec's own plan over flexd: step"
-    assert failed(0.3, 0.21, 0.11) == [slower, f"{slower} on an unlimited link"]
-    assert failed(0.3, 0.21, 0.11, full_size=False) == []
-    assert failed(0.3, 0.19, 0.1, 3e-3) == ["flexd: losses differ by"]

@@ -1,4 +1,4 @@
-"""The benchmark of verified plans: when a daemon has decided, intervals, verdicts, and a slice of it."""
+"""The benchmark of verified plans: when a daemon has decided, and intervals."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools.bench.cases.verify import Job, checks_of, has_settled, interval, jobs
+from tools.bench.cases.verify import has_settled, interval
 from tools.bench.workloads import Setting, batches_of, keys_of
 
 
@@ -47,26 +47,6 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
         covered = np.mean([low <= 1.0 <= high for low, high in found])
         assert 0.94 <= covered <= 0.995, (count, covered)
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-
-
-def failed(job: Job, **found: Any) -> list[str]:
-    answer = {"decided": True, "verdict": "nothing to move", "rolled_back": False, "ratio": 1.0, "rows_with_copies": 0}
-    answer |= found
-    return [entry["name"].rpartition(": ")[2] for entry in checks_of(job, answer) if not entry["ok"]]
-
-
-def test_verdicts() -> None:
-    by_name = {job.name: job for job in jobs([1, 2, 3], ["ordinary", "winning"])}
-    assert len(by_name) == 13
-    ordinary = by_name["ordinary, Zipf 1.2, dense, seed 3"]
-    assert failed(ordinary) == []
-    assert failed(ordinary, ratio=1.03, decided=False) == ["the daemon decided", "step with the daemon / without"]
-    winning = by_name["winning"]
-    right = "copies stay where they win"
-    assert failed(winning, verdict="faster", rows_with_copies=359, ratio=0.8) == []
-    assert failed(winning, verdict="slower", rolled_back=True, rows_with_copies=359, ratio=0.8) == [], "of a later plan"
-    assert failed(winning, verdict="faster", ratio=0.95) == ["step with the daemon / without", right]
-    assert failed(winning, verdict="slower", rolled_back=True, ratio=1.0) != []
 
 
 def test_seeds_draw_other_batches_of_the_same_popularity() -> None:

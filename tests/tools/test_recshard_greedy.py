@@ -39,15 +39,3 @@ def test_greedy_is_near_the_best_of_all(room: float) -> None:
         over.append(np.bincount(found[0], weights=seconds[at], minlength=2).max() / best)
     assert min(over) >= 1 - 1e-9
     assert np.mean(over) < 1.1
-
-
-def test_moves_make_the_slowest_rank_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds, fast = problem(40, 3)
-
-    def slowest() -> float:
-        found = place_and_split(seconds, fast, 4, 40.0)
-        return float(np.bincount(found[0], weights=seconds[np.arange(40), found[1]], minlength=4).max())
-
-    moved = slowest()
-    monkeypatch.setattr("tools.bench.peers.recshard._MOVES", 0)
-    assert moved < slowest()

@@ -15,7 +15,7 @@ from flexd.core.layout import RankLayout
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.store import initial_values
-from flexd.embedding.store.initial_values import fill_initial_rows, initial_rows
+from flexd.embedding.store.initial_values import fill_initial_rows
 
 
 def defined(table: str, rows: np.ndarray, dim: int, *, scale: float, seed: int) -> np.ndarray:
@@ -75,24 +75,3 @@ def test_every_layout_starts_from_the_same_tables(sizes: list[int], nodes: int, 
             of_tables, rows = keyspace.table_rows(store.home_addresses())
             for slot, (table, row) in enumerate(zip(of_tables, rows, strict=True)):
                 assert torch.equal(store.rows[slot], plain.initial_table(tables[table].name)[row])
-
-
-def test_initial_rows_depend_on_the_row_alone() -> None:
-    whole = initial_rows("item", np.arange(70_000), 3, torch.float32, scale=0.5, seed=7)
-    some = np.random.default_rng(1).permutation(70_000)[:500]
-    assert torch.equal(initial_rows("item", some, 3, torch.float32, scale=0.5, seed=7), whole[some])
-    assert float(whole.min()) >= -0.5
-    assert float(whole.max()) < 0.5
-    assert abs(float(whole.mean())) < 0.01
-    assert abs(float(whole.std()) - 0.5 / 3**0.5) < 0.01
-
-
-def test_initial_rows_differ_between_seeds_and_tables() -> None:
-    """No row occurs at another place either."""
-    drawn = [
-        initial_rows(table, np.arange(200), 2, torch.float64, scale=1.0, seed=seed)
-        for table, seed in (("item", 0), ("item", 1), ("shop", 0))
-    ]
-    distinct = torch.unique(torch.cat(drawn), dim=0)
-    assert len(distinct) == 600
-    assert len(torch.unique(drawn[0])) == 400, "columns differ"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
@@ -54,19 +54,6 @@ def test_a_storage_of_waiting_passes_is_counted_once() -> None:
     other = torch.zeros(7, dtype=torch.int32)
     memory = memory_of(RankLayout(2, 2), pending=[values, {"view": values[:3], "other": (other, None, "text")}])
     assert memory.pending_bytes == 800 + 28
-
-
-def test_the_sums_are_those_of_the_parts() -> None:
-    parts = RankMemory(**{part.name: 10**place for place, part in enumerate(fields(RankMemory))})
-    stored = ("home_bytes", "replica_bytes", "free_list_bytes", "directory_bytes", "working_bytes", "prepared_bytes")
-    budget = (
-        "home_bytes", "replica_bytes", "free_list_bytes", "max_directory_bytes", "working_bytes", "max_prepared_bytes",
-        "max_migration_bytes",
-    )  # fmt: skip
-    assert parts.stored_bytes == sum(getattr(parts, name) for name in stored)
-    assert parts.budget_bytes == sum(getattr(parts, name) for name in budget)
-    assert parts.to_dict()["budget_bytes"] == parts.budget_bytes
-    assert replace(parts, home_bytes=0).stored_bytes == parts.stored_bytes - parts.home_bytes
 
 
 @dataclass

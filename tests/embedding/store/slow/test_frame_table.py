@@ -29,24 +29,6 @@ def step(table: FrameTable, at: int, rows: torch.Tensor) -> list[int]:
     return sorted(arrivals.evicted_slots.tolist())
 
 
-def test_the_least_recently_used_leaves() -> None:
-    table = FrameTable(3, 99, CPU, half_life=0)
-    assert step(table, 1, slots(10, 20, 30)) == []
-    assert step(table, 2, slots(10)) == []
-    assert step(table, 3, slots(40, 50)) == [20, 30]
-    assert sorted(table.slots_at(torch.arange(3)).tolist()) == [10, 40, 50]
-
-
-def test_the_lowest_decayed_count_leaves() -> None:
-    table = FrameTable(2, 99, CPU, half_life=10.0)
-    for at in range(1, 6):
-        step(table, at, slots(1))
-    step(table, 6, slots(2))
-    assert step(table, 7, slots(3)) == [2], "used once, later than the other"
-    assert step(table, 200, slots(4)) == [3]
-    assert step(table, 201, slots(5)) == [1], "five uses twenty half-lives ago"
-
-
 def test_a_row_known_to_be_used_soon_stays() -> None:
     table = FrameTable(2, 99, CPU, half_life=10.0)
     arrivals = table.bring(slots(1, 2))
@@ -70,35 +52,6 @@ def test_rows_in_use_do_not_leave_and_a_refusal_changes_nothing() -> None:
     assert len(table) == 2
     table.release(kept)
     assert step(table, 2, slots(3, 4)) == [], "what was not changed is not written"
-
-
-def test_a_row_that_was_only_kept_is_still_the_next_to_leave() -> None:
-    table = FrameTable(4, 99, CPU, half_life=0)
-    for at in range(1, 6):
-        step(table, at, slots(at))
-    assert table.find(slots(1, 2)).tolist() == [-1, 1]
-    arrivals = table.bring(slots(2, 6))  # an update: of these only the row that came in gets a score
-    table.use(arrivals.frames[arrivals.missing], 6)
-    table.release(arrivals.frames)
-    assert table.find(slots(3)).item() == -1
-    table.bring(slots(7))
-    assert table.find(slots(2)).item() == -1
-    assert table.find(slots(4)).item() >= 0
-
-
-def test_counts_leave_and_come_back_with_their_rows() -> None:
-    table = FrameTable(1, 99, CPU, half_life=10.0)
-    for at in (1, 2, 3):
-        step(table, at, slots(1))
-    arrivals = table.bring(slots(2))
-    expected = math.log2(sum(2 ** (at / 10) for at in (1, 2, 3)))
-    assert arrivals.evicted_counts.tolist() == pytest.approx([expected])
-    table.remember(arrivals.frames, arrivals.evicted_counts)
-    table.use(arrivals.frames, 4)
-    table.changed(arrivals.frames)
-    table.release(arrivals.frames)
-    expected = math.log2(2**expected + 2 ** (4 / 10))
-    assert table.bring(slots(3)).evicted_counts.tolist() == pytest.approx([expected])
 
 
 @settings(max_examples=60, deadline=None)

@@ -117,14 +117,6 @@ def test_a_rows_count_of_uses_leaves_and_comes_back_with_it() -> None:
     assert tier.counts.missed == missed
 
 
-def test_places_lead_back_to_slots() -> None:
-    tier, _, _ = made(4, in_host_memory)
-    slots = torch.tensor([HOME + 3, 7, 140, HOME])
-    for block, places in tier.visit(slots, changes=False):
-        assert torch.equal(tier.slots_at(places), slots[block])
-        assert torch.equal(tier.rows[places, 0] == slots[block], slots[block] < HOME)
-
-
 def test_tables_that_begin_again_forget_their_frames() -> None:
     tier, rows, _ = made(4, in_host_memory)
     rows[0:3] = torch.full((3, DIM), 9.0)
@@ -144,14 +136,6 @@ def test_reading_and_writing_a_whole_table_leaves_the_frames_as_they_are() -> No
     rows.index_select(0, torch.tensor([5, 70, 71]), counts=True)
     assert tier.counts.missed == missed
     assert rows[70:71].unique() == 9.0
-
-
-def test_only_rows_are_selected() -> None:
-    _, rows, _ = made(4, in_host_memory)
-    with pytest.raises(AssertionError, match="dimension 0"):
-        rows.index_select(1, torch.tensor([0]))
-    with pytest.raises(AssertionError, match="dimension 0"):
-        rows.index_copy_(1, torch.tensor([0]), torch.zeros(1, DIM))
 
 
 @pytest.mark.parametrize("fails", ["read", "write"])
@@ -232,31 +216,3 @@ def test_a_disk_that_fails_while_frames_shrink_ends_all_reads(monkeypatch: pytes
         rows.index_select(0, torch.arange(2))
     with pytest.raises(SlowMemoryError, match="a full disk"):
         tier.resize(6)
-
-
-def test_counts_decay_with_the_rows_used_for_each_frame_not_with_steps() -> None:
-    """A row used five times stays while as many others come as there are frames, in few large steps or in many."""
-    for size in (25, 1):
-        tier, rows, _ = made(100, in_host_memory)
-        first = torch.tensor([149])
-        for _ in range(5):
-            rows.index_select(0, first, counts=True)
-        for part in torch.arange(149).split(size):
-            rows.index_select(0, part, counts=True)
-        missed = tier.counts.missed
-        rows.index_select(0, first, counts=True)
-        assert tier.counts.missed == missed
-
-
-def test_a_row_that_was_popular_leaves_when_others_have_been_used_for_long() -> None:
-    """A hundred uses are 2 after 90 uses for each frame; the others have fewer, and newer ones."""
-    tier, rows, _ = made(100, in_host_memory)
-    first = torch.tensor([149])
-    for _ in range(100):
-        rows.index_select(0, first, counts=True)
-    for _ in range(60):
-        for part in torch.arange(149).split(25):
-            list(tier.visit(part, changes=True, counts=True))
-    missed = tier.counts.missed
-    rows.index_select(0, first, counts=True)
-    assert tier.counts.missed == missed + 1
