@@ -1,27 +1,18 @@
-"""Check flexd on the GPUs of this machine, and print a report to paste.
+"""Train on the GPUs of this machine in every mode against plain training on the CPU, to 1e-5.
 
-    python -m tools.gpu_check [--quick] [--only exactness peers updates] [--device cuda]
+    python -m tools.gpu_check [--device cuda]
 
-Parts, on one GPU as one NCCL rank and on two as two:
-
-- exactness: training on the device against plain training on the CPU, to 1e-5: exchanges, copies of rows, run-ahead,
-  bags, a collection made on meta, and a saved and loaded state
-- peers, updates: ``python -m tools.bench step``
-
-Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the parts run over gloo, which tests the command
-and measures nothing of a GPU. A part that fails is named at the end, and the exit status is 1.
+On one GPU as one NCCL rank and on two as two: exchanges, copies of rows, run-ahead, bags, a collection made on meta,
+and a saved and loaded state. Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the modes run over
+gloo, which tests the command. Exit status 1 if tables differ. Times: ``python -m tools.bench step --device cuda``.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,11 +23,9 @@ from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta
 from tools.bench.ranks import on_ranks
 
-ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 1e-5
 COPIED_ROWS = 100
 _TABLES = {"items": (5_000, 64), "users": (3_000, 32)}
-PARTS = ("exactness", "peers", "updates")
 
 
 @dataclass(frozen=True)
@@ -126,55 +115,21 @@ def check_exactness(kind: str) -> list[str]:
     return lines
 
 
-def _benchmark(part: str, kind: str, devices: int, quick: bool) -> None:
-    command = [sys.executable, "-m", "tools.bench", "step", "--only", part, "--device", kind]
-    command += ["--ranks", *map(str, range(1, min(devices, 2) + 1)), *(["--quick"] if quick else [])]
-    subprocess.run(command, cwd=ROOT, check=True)
-
-
-def _exactness(ranks: int, kind: str) -> None:
-    for line in on_ranks(check_exactness, 1, ranks, kind, cuda=kind == "cuda")[0]:
-        print(line, flush=True)
-
-
-def failures(runs: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:
-    """Run each, and return the names of those that failed; their errors are printed."""
-    failed = []
-    for name, run in runs:
-        print(f"\n{name}", flush=True)
-        try:
-            run()
-        except Exception as error:  # the report names whatever ended a part
-            print(f"{name}: {error}", flush=True)
-            failed.append(name)
-    return failed
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="short benchmarks")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args(arguments)
-    kind = options.device
-    print(f"flexd with --device {kind}: Python {platform.python_version()}, torch {torch.__version__}")
+    kind = parser.parse_args(arguments).device
     devices = 2
     if kind == "cuda":
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not devices:
-            print(f"no GPU here: {', '.join(options.only)} skipped")
-            return 0
-        for gpu in range(devices):
-            print(f"GPU {gpu}: {torch.cuda.get_device_name(gpu)}")
-    runs: list[tuple[str, Callable[[], None]]] = []
-    for part in options.only:
-        if part == "exactness":
-            runs += [(f"{part}, {n} rank(s)", partial(_exactness, n, kind)) for n in (1, 2) if n <= devices]
-        else:
-            runs.append((part, partial(_benchmark, part, kind, devices, options.quick)))
-    failed = failures(runs)
-    print(f"\nfailed: {', '.join(failed) or 'nothing'}")
-    return 1 if failed else 0
+        print(f"torch {torch.__version__}, GPUs: {[torch.cuda.get_device_name(gpu) for gpu in range(devices)]}")
+    for ranks in range(1, min(devices, 2) + 1):
+        try:
+            print(*on_ranks(check_exactness, 1, ranks, kind, cuda=kind == "cuda")[0], sep="\n", flush=True)
+        except RuntimeError as error:
+            print(f"{ranks} rank(s): {error}")
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_everything_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([]) == 0
-    assert "no GPU here: exactness, peers, updates skipped" in capsys.readouterr().out
+    assert "GPUs: []" in capsys.readouterr().out
 
 
 def test_every_mode_trains_equally_and_changes_the_tables() -> None:
@@ -33,22 +33,10 @@ def test_every_mode_trains_equally_and_changes_the_tables() -> None:
             torch.testing.assert_close(table, expected[mode.pooled][name], rtol=0, atol=gpu_check.TOLERANCE)
 
 
-def test_a_part_that_fails_is_named_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
-    ran = []
-
-    def fails() -> None:
-        raise RuntimeError("out of memory")
-
-    assert gpu_check.failures([("first", fails), ("second", lambda: ran.append(1))]) == ["first"]
-    assert ran == [1]
-    assert "first: out of memory" in capsys.readouterr().out
-
-
 @pytest.mark.long
 def test_the_whole_command_runs_on_a_cpu() -> None:
-    done = command("--device", "cpu", "--only", "exactness")
+    done = command("--device", "cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     for mode in gpu_check.MODES:
         for ranks in (1, 2):
             assert f"{ranks} rank(s), {mode.name}: largest difference from the CPU" in done.stdout
-    assert "failed: nothing" in done.stdout
