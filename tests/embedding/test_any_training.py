@@ -121,6 +121,8 @@ def test_any_training_equals_one_process(
     job = (accelerator_jobs.run, run_ahead_jobs.train) if accelerator else (run_ahead_jobs.train,)
     results = ranks(scenario.layout.world_size).run(*job, scenario, loop)
     losses, tables = train_alone(scenario)
+    if scenario.switch_every:
+        assert set(results[0]["exchanges"]) == {"chain", "direct"}, "the exchange must really change"
     for rank, result in enumerate(results):
         np.testing.assert_allclose(result["trained"], losses[rank], rtol=0, atol=tolerance)
         assert result["unequal"] == 0, "a replica differed from its home copy"

@@ -1,49 +1,13 @@
-"""The exchange changes between steps by agreement, without any effect on the result; the faster one is kept."""
+"""The exchange changes between steps by agreement, and the faster one is kept. Training: test_any_training.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from flexd.control.protocol.report import ExchangeReason
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTrial
-from tests.support import run_ahead_jobs
-from tests.support.exactness import Scenario, train_alone
-from tests.support.rank_pool import RankPool
-from tests.support.run_ahead_jobs import Loop
-
-Ranks = Callable[[int], RankPool]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("scenario", "ahead"),
-    [
-        (Scenario(2, 2, "rowwise_adagrad", switch_every=2, two_dims=True, seed=2), True),
-        (Scenario(2, 2, "adam", switch_every=3, seed=3, exchange="direct", migrate_every=1), False),
-        (Scenario(2, 2, "rowwise_adagrad", switch_every=2, passes=2, seed=4), True),
-        (Scenario(2, 2, "rowwise_adagrad", exchange="auto", steps=24, seed=5), True),
-    ],
-    ids=["run-ahead", "from direct", "several passes", "auto"],
-)
-def test_changes_of_the_exchange_between_steps_are_exact(ranks: Ranks, scenario: Scenario, ahead: bool) -> None:
-    """With migrations. A rank at a time proposes, with "auto" the first one as it measures, and all ranks change before
-    the same step."""
-    results = ranks(4).run(run_ahead_jobs.train, scenario, Loop(ahead=ahead))
-    losses, tables = train_alone(scenario)
-    for rank, result in enumerate(results):
-        np.testing.assert_allclose(result["losses"], losses[rank], rtol=0, atol=1e-9)
-        assert result["unequal"] == 0, "a replica differed from its home copy"
-        assert result["versions"] == results[0]["versions"]
-        assert result["exchanges"] == results[0]["exchanges"], "ranks changed at different steps"
-        for name, table in tables.items():
-            np.testing.assert_allclose(result["tables"][name], table, rtol=0, atol=1e-9)
-    used = results[0]["exchanges"]
-    assert sum(a != b for a, b in pairwise(used)) >= (1 if scenario.exchange == "auto" else 3)
-    assert results[0]["versions"][-1] >= 3
 
 
 def test_the_newest_proposal_is_agreed_and_of_equal_ones_direct() -> None:

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.embedding import devices
-from flexd.embedding.exchange.column import Column, UnitColumns, UnitRows, add_columns, joined_columns, whole_columns
-from flexd.embedding.exchange.unit_message import PartTable, places_of_units
+from flexd.embedding.exchange.column import Column, UnitColumns, UnitRows, joined_columns
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -17,22 +16,6 @@ KINDS = [
     (torch.bfloat16, torch.bfloat16), (torch.int64, torch.int64), (torch.uint8, torch.uint8),
 ]  # fmt: skip
 """(dtype of the rows, dtype of the wire)."""
-
-
-@given(
-    parts=st.lists(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 5)), max_size=6), min_size=1, max_size=3),
-    steps=st.lists(st.integers(1, 4), min_size=3, max_size=3),
-)  # fmt: skip
-def test_each_unit_of_a_part_has_its_place(parts: list[list[tuple[int, int]]], steps: list[int]) -> None:
-    tables = [
-        PartTable(*np.array([*of_table, (0, 0)], dtype=np.int64).T, step)
-        for of_table, step in zip(parts, steps, strict=False)
-    ]
-    expected = [
-        [start + step * unit for start, size in of_table for unit in range(size)]
-        for of_table, step in zip(parts, steps, strict=False)
-    ]
-    assert [found.tolist() for found in places_of_units(tables, devices.Numbers(CPU))] == expected
 
 
 def received_by(rank: int, columns: list[list[Column]]) -> list[UnitRows]:
@@ -95,17 +78,3 @@ def test_each_peer_receives_the_rows_that_were_sent_to_it(
                 index = indices[peer][rows.column][first : first + int(counts[rows.column][peer][me])]
                 expected.append(sources[peer][rows.column][index].double())
             assert torch.equal(found.double(), torch.cat([part.double() for part in expected]))
-
-
-def test_rows_of_several_peers_are_added_in_their_order_and_the_own_ones_last() -> None:
-    """1 is lost beside 2^24 in float32, so the sum tells the order: ((2^24 + 1) - 2^24) + 1."""
-    values = [2.0**24, 1.0, 1.0, -(2.0**24)]
-    columns = [
-        [Column(torch.full((4, 4), value), None, [1] * 4, [1] * 4, torch.float32, added=True)] for value in values
-    ]
-    total = torch.zeros(2, 4)
-    add_columns(received_by(1, columns), [total], [torch.ones(4, dtype=torch.int64)])
-    assert total.tolist() == [[0.0] * 4, [1.0] * 4]
-    of_whole = [[Column(torch.full((4, 4), value), None, [1] * 4, [1] * 4, torch.float32)] for value in values]
-    (whole,) = whole_columns(received_by(1, of_whole), [torch.float64])
-    assert whole[:, 0].tolist() == values

@@ -111,10 +111,3 @@ def test_a_key_stays_in_its_cell_while_others_come_and_go(seed: int) -> None:
         assert torch.equal(cells_of(table, stay), cells)
         table.remove(cells_of(table, come))
         assert not table.find(come)[0].any()
-
-
-def test_values_are_replaced() -> None:
-    table = BucketTable(10, 100, CPU)
-    insert(table, {3: 0, 5: -2, 7: 1})
-    table.set_values(cells_of(table, torch.tensor([5])), torch.tensor([-1], dtype=torch.int32))
-    assert lookup(table, [3, 5, 7, 9]) == [0, -1, 1, None]
