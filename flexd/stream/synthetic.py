@@ -15,6 +15,7 @@ from flexd.stream.types import AccessBatch, Message, Positions
 from flexd.stream.zipf import ZipfSampler, scatter, scatter_multiplier
 
 PARTITION = "synthetic"
+_MAX_POLL_MESSAGES = 256
 
 
 class SyntheticSource:
@@ -29,13 +30,8 @@ class SyntheticSource:
 
     Args:
         tables: (name, rows) of each table.
-        source_ranks: number of ranks that the messages name in turn as their source.
-        start_seconds: event time of message 0.
         clock: monotonic seconds.
         sleep: wait for a number of seconds.
-
-    Raises:
-        StreamError: no tables, or an argument out of range.
     """
 
     read_share = 1.0
@@ -47,31 +43,16 @@ class SyntheticSource:
         zipf_exponent: float = 1.05,
         accesses_per_second: float = 1_000_000,
         drift_rows_per_second: float = 0.0,
-        seed: int = 0,
         accesses_per_message: int = 8192,
-        source_ranks: int = 1,
-        start_seconds: float = 0.0,
-        max_poll_messages: int = 256,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if not tables or any(not 1 <= rows <= 2**40 for _, rows in tables):
-            raise StreamError("synthetic source: tables need 1 to 2^40 rows each", remedy="name at least one table")
-        positive = (zipf_exponent, accesses_per_second, accesses_per_message, source_ranks, max_poll_messages)
-        if not all(math.isfinite(v) and v > 0 for v in positive) or not drift_rows_per_second >= 0 or seed < 0:
-            raise StreamError(
-                "synthetic source: an argument is not positive", remedy="check rate, exponent, drift, seed"
-            )
         self._tables = list(tables)
         self._samplers = [ZipfSampler(rows, zipf_exponent) for _, rows in tables]
         self._multipliers = [scatter_multiplier(rows) for _, rows in tables]
         self._seconds_per_message = accesses_per_message / accesses_per_second
         self._drift = drift_rows_per_second
-        self._seed = seed
         self._accesses_per_message = accesses_per_message
-        self._source_ranks = source_ranks
-        self._start_seconds = start_seconds
-        self._max_poll_messages = max_poll_messages
         self._clock = clock
         self._sleep = sleep
         self._next = 0
@@ -94,7 +75,7 @@ class SyntheticSource:
             next_due = self._started_at + (self._next - self._first + 1) * self._seconds_per_message
             self._sleep(max(0.0, min(timeout_seconds, next_due - self._clock())))
             due = self.lag()
-        count = min(due, self._max_poll_messages)
+        count = min(due, _MAX_POLL_MESSAGES)
         messages = [self._message(self._next + i) for i in range(count)]
         self._next += count
         return messages
@@ -122,15 +103,13 @@ class SyntheticSource:
         which = number % len(self._tables)
         name, rows = self._tables[which]
         # A counter-based generator: each message is generated without those before it.
-        random = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, number, which, 0]))
+        random = np.random.Generator(np.random.Philox(key=0, counter=[0, number, which, 0]))
         seconds = number * self._seconds_per_message
         ranks = self._samplers[which].sample(self._accesses_per_message, random)
         ranks -= math.floor(self._drift * seconds)
         ids = scatter(ranks, rows, self._multipliers[which])
         narrow = ids.astype(np.int32) if rows <= 2**31 else ids
-        return AccessBatch(
-            name, narrow, (number // len(self._tables)) % self._source_ranks, self._start_seconds + seconds
-        )
+        return AccessBatch(name, narrow, 0, seconds)
 
     def _message(self, number: int) -> Message:
         return Message(PARTITION, number, encode_arrow([self.batch(number)]))

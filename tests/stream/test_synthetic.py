@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flexd.stream import synthetic
 from flexd.stream.codecs.codec import decode
 from flexd.stream.synthetic import SyntheticSource
 from flexd.stream.zipf import scatter_multiplier
@@ -33,10 +34,11 @@ def test_drift_moves_the_head_by_the_stated_rate():
         assert hottest == (-3 * second) % 1000 * multiplier % 1000
 
 
-def test_it_keeps_the_pace_of_the_clock():
+def test_it_keeps_the_pace_of_the_clock(monkeypatch):
+    monkeypatch.setattr(synthetic, "_MAX_POLL_MESSAGES", 4)
     clock = Clock()
     source = SyntheticSource(
-        [("t", 10)], accesses_per_second=80, accesses_per_message=8, clock=clock, sleep=clock.sleep, max_poll_messages=4
+        [("t", 10)], accesses_per_second=80, accesses_per_message=8, clock=clock, sleep=clock.sleep
     )
     assert source.poll(0.05) == []
     assert clock.now == pytest.approx(100.05)
@@ -52,15 +54,13 @@ def test_it_keeps_the_pace_of_the_clock():
     assert [m.offset for m in source.poll(0.0)] == [7, 8]
 
 
-def test_tables_and_ranks_take_turns_and_seeds_differ():
+def test_tables_take_turns_and_the_stream_is_the_same_from_any_position():
     clock = Clock()
 
-    def messages(seed: int, start: int = 0):
+    def messages(start: int = 0):
         source = SyntheticSource(
             [("a", 100), ("b", 2**33)],
             accesses_per_second=1e6,
-            source_ranks=2,
-            seed=seed,
             clock=clock,
             sleep=clock.sleep,
         )
@@ -68,10 +68,8 @@ def test_tables_and_ranks_take_turns_and_seeds_differ():
         clock.now += 1.0
         return [bytes(m.payload) for m in source.poll(0.0)][:8]
 
-    batches = [decode(p, 1 << 24)[0] for p in messages(0)]
+    batches = [decode(p, 1 << 24)[0] for p in messages()]
     assert [b.table for b in batches[:4]] == ["a", "b", "a", "b"]
-    assert [b.source_rank for b in batches[:4]] == [0, 0, 1, 1]
     assert {b.table: b.rows.dtype for b in batches} == {"a": np.int32, "b": np.int64}
-    assert messages(0) == messages(0)
-    assert messages(0)[5:] == messages(0, start=5)[:3]
-    assert messages(0) != messages(1)
+    assert messages() == messages()
+    assert messages()[5:] == messages(start=5)[:3]
