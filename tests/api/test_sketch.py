@@ -36,9 +36,3 @@ def test_popular_rows_explain_what_they_are() -> None:
     shown = status(random.permutation(np.concatenate([popular, random.integers(0, ROWS, 100_000)])))
     assert shown.profile.listed == pytest.approx(0.9, abs=0.03)
     assert gauges(shown)["flexd_profile_listed_ratio"] == shown.profile.listed
-
-
-def test_before_a_profile_nothing_is_known() -> None:
-    shown = sketch_status((), None, 0.0)
-    assert shown.profile.listed is None
-    assert np.isnan(gauges(shown)["flexd_profile_listed_ratio"])

@@ -66,12 +66,3 @@ def test_a_newer_file_is_refused_by_name_and_unchanged(tmp_path: Path, file) -> 
     check_files(tmp_path, start_empty=True)
     assert not (tmp_path / file.name).exists()
     assert (tmp_path / f"{file.name}{UNUSABLE}").read_bytes() == before
-
-
-def test_a_file_that_is_no_journal_is_kept(tmp_path: Path) -> None:
-    """A journal is truncated only behind its last whole record."""
-    path = tmp_path / "placement.journal"
-    path.write_bytes(b"something else entirely")
-    journal = PlacementJournal(tmp_path)
-    assert (journal.segment, journal.truncated_bytes) == (None, 23)
-    assert (tmp_path / "placement.journal.unusable").read_bytes() == b"something else entirely"

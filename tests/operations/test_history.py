@@ -128,21 +128,6 @@ def test_effect_and_verdict_stay_with_their_migration(keep: Callable[..., Runnin
     assert again.ids == ["b", "a"]
 
 
-def test_migrations_are_filtered_by_state(keep: Callable[..., RunningHistory]) -> None:
-    kept = keep()
-    kept.migration("a", E.START, E.EXHAUSTED, E.APPLIED)
-    kept.migration("b", E.START, E.FAIL)
-    kept.migration("c", E.START, E.EXHAUSTED)
-
-    def ids(state: MigrationState) -> list[str]:
-        return [record.migration_id for record in kept.history.newest(10, state)]
-
-    assert ids(MigrationState.COMMITTED) == ["a"]
-    assert ids(MigrationState.FAILED) == ["b"]
-    assert ids(MigrationState.APPLYING) == ["c"]
-    assert kept.history.newest(1, MigrationState.APPLYING)[0].seconds is None
-
-
 def test_a_migration_that_a_crash_interrupted_has_failed(keep: Callable[..., RunningHistory]) -> None:
     kept = keep()
     kept.migration("done", E.START, E.FAIL, settle=False)

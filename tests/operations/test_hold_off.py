@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import TransitionEvent
-from flexd.operations.autoplan import FIRST_SECONDS, LONGEST_SECONDS, HoldOff
+from flexd.operations.autoplan import FIRST_SECONDS, HoldOff
 
 
 def ended(event: TransitionEvent | None, generation: int | None = 3, chunks_applied: int = 0) -> Migration:
@@ -16,17 +16,6 @@ def ended(event: TransitionEvent | None, generation: int | None = 3, chunks_appl
     if event is not None:
         migration.fire(event, "rank 2 refused chunk 1: no memory" if event is TransitionEvent.FAIL else "")
     return migration
-
-
-def test_the_wait_doubles_with_every_failure_up_to_a_limit() -> None:
-    hold_off, waits, now = HoldOff(), [], 0.0
-    for _ in range(10):
-        hold_off.observe(ended(TransitionEvent.FAIL), now)
-        waits.append(hold_off.seconds(now, 3))
-        now += waits[-1]
-        assert hold_off.seconds(now, 3) == 0.0
-    assert waits[:4] == [FIRST_SECONDS, 2 * FIRST_SECONDS, 4 * FIRST_SECONDS, 8 * FIRST_SECONDS]
-    assert waits[-1] == LONGEST_SECONDS
 
 
 def test_progress_starts_the_waits_over() -> None:

@@ -94,19 +94,13 @@ def test_a_plan_is_recorded_executed_and_logged(harness: PlanningHarness) -> Non
     assert harness.coordinator.now.digest() == plan.target.digest()
 
 
-def test_the_next_plan_has_the_live_one_as_its_parent(harness: PlanningHarness) -> None:
-    plan, execution = harness.execute("first")
-    assert execution is not None
-    harness.coordinator.execute(execution.migration)
-    assert harness.propose("second").plan.parent_id == plan.plan_id
-
-
 def test_a_plan_that_changes_nothing_pushes_nothing(harness: PlanningHarness) -> None:
     plan, execution = harness.execute("first")
     assert execution is not None
     harness.coordinator.execute(execution.migration)
     proposal = harness.propose("second")
     second, live = proposal.plan, proposal.live
+    assert second.parent_id == plan.plan_id
     assert len(second.delta) == 0
     assert live.digest() == plan.target.digest()
     assert harness.planning.execute(proposal) is None

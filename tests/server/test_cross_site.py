@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from flexd.api.base import REQUEST_HEADER
-from flexd.server.access import READING_POSTS
 from flexd.server.app import create_app
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
@@ -80,13 +79,6 @@ def test_a_preflight_gets_no_permission(bare: httpx.Client, daemon: FakeDaemon) 
         assert not [name for name in answer.headers if name.startswith("access-control")]
         assert answer.status_code == 403
     assert daemon.calls == []
-
-
-def test_what_starts_work_is_not_a_get(bare: httpx.Client, daemon: FakeDaemon) -> None:
-    for path in (*READING_POSTS, "/v1/replan", "/v1/pause", "/v1/resume"):
-        assert bare.get(path).status_code == 405, path
-    assert daemon.calls == []
-    assert set(POSTS) >= READING_POSTS
 
 
 @pytest.mark.parametrize("site", ["same-origin", "none"])

@@ -188,8 +188,8 @@ def test_a_failed_write_leaves_the_journal_intact(tmp_path: Path, monkeypatch: p
 def test_a_foreign_file_is_reported_and_replaced(tmp_path: Path) -> None:
     (tmp_path / "placement.journal").write_bytes(b"something else")
     journal = PlacementJournal(tmp_path)
-    assert journal.truncated_bytes == 14
-    assert journal.segment is None
+    assert (journal.segment, journal.truncated_bytes) == (None, 14)
+    assert (tmp_path / "placement.journal.unusable").read_bytes() == b"something else", "it is kept"
     journal.begin(SEGMENT, Placement.empty())
     assert PlacementJournal(tmp_path).segment == SEGMENT
 
