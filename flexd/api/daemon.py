@@ -95,8 +95,6 @@ class DecisionsStatus(Model):
 
     failures: int = 0
     """Writes that failed, and are tried again."""
-    quarantined: int = 0
-    """Files that were not usable and were quarantined."""
 
     FAMILIES = (
         counter(

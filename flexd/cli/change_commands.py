@@ -12,7 +12,7 @@ from flexd.api import routes
 from flexd.api.base import Model
 from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import exit_code_of_outcome
-from flexd.cli.interactive import DryRunOption, YesOption, confirm, migration_progress, must_ask
+from flexd.cli.interactive import DryRunOption, YesOption, confirm, must_ask, waiting_shown
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
 from flexd.cli.render import blocks_of, present
 from flexd.cli.view import OutputFormat, show
@@ -273,7 +273,7 @@ def _change(
         # On stderr: stdout may be redirected to a file.
         show(blocks_of(preview())[:PREVIEWED], sys.stderr)
     confirm(question, yes)
-    with migration_progress(client, bool(fields.get("wait_seconds"))):
+    with waiting_shown(bool(fields.get("wait_seconds"))):
         result = client.send(route, who=who(), **fields)
     present(result, output)
     raise typer.Exit(exit_code_of_outcome(getattr(result, "outcome", "")))

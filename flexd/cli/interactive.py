@@ -1,21 +1,15 @@
-"""Questions and progress of a migration, on a terminal only: a script or a pipe never waits for an answer."""
+"""Questions and waits, on a terminal only: a script or a pipe never waits for an answer."""
 
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
-from flexd.api import routes
-from flexd.api.migration import MigrationReport
-from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import ExitCode
-from flexd.core import units
-from flexd.core.errors import FlexdError
 
 YesOption = Annotated[
     bool, typer.Option("-y", "--yes", help="Do not ask for confirmation; pipes and scripts are never asked.")
@@ -49,46 +43,14 @@ def confirm(question: str, yes: bool) -> None:
         raise typer.Exit(ExitCode.FAILED)
 
 
-_EVERY_SECONDS = 0.5
-_CELLS = 30
-_ERASE_LINE = "\r\x1b[K"
-
-
 @contextmanager
-def migration_progress(client: DaemonClient, waiting: bool, stream: TextIO | None = None) -> Iterator[None]:
-    """Show the migration in flight on ``stream`` (stderr) until the block ends, if it is a terminal."""
-    shown = stream or sys.stderr
-    if not waiting or not shown.isatty():
+def waiting_shown(waits: bool) -> Iterator[None]:
+    """Show on stderr that the command waits for a migration until the block ends, if it is a terminal."""
+    if not waits or not sys.stderr.isatty():
         yield
         return
-    ended = threading.Event()
-    thread = threading.Thread(target=_show, args=(client, ended, shown), name="flexd-progress", daemon=True)
-    thread.start()
-    try:
+    # Imported here because rich takes a while to load, and a pipe does not need it.
+    from rich.console import Console
+
+    with Console(stderr=True).status("waiting for the migration; flexd status shows its parts"):
         yield
-    finally:
-        ended.set()
-        # The command has its result: a status call that hangs is abandoned.
-        thread.join(2 * _EVERY_SECONDS)
-        shown.write(_ERASE_LINE)
-        shown.flush()
-
-
-def progress_line(migration: MigrationReport) -> str:
-    done = round(_CELLS * migration.progress)
-    return (
-        f"[{'#' * done}{'.' * (_CELLS - done)}] {units.share(migration.progress)}  "
-        f"{units.count(migration.rows_applied)} of {units.count(migration.rows)} rows, {migration.state.lower()}"
-    )
-
-
-def _show(client: DaemonClient, ended: threading.Event, stream: TextIO) -> None:
-    while not ended.wait(_EVERY_SECONDS):
-        try:
-            migration = client.send(routes.STATUS).migration
-        except FlexdError:
-            # The call that waits reports the error.
-            continue
-        if migration is not None and not ended.is_set():
-            stream.write(_ERASE_LINE + progress_line(migration))
-            stream.flush()

@@ -169,11 +169,6 @@ class DecisionFile:
                 faults = "; ".join(describe_faults(error, Decisions, {}))
                 logger.error("decisions are not usable, no pause, throttle or rollback is in force: %s", faults[:500])
 
-    @property
-    def quarantined(self) -> int:
-        """Files that could not be used."""
-        return self._file.quarantined
-
     def update(
         self,
         **changed: Pause | ThrottleOverride | tuple[str, ...] | tuple[HeldPlan, ...] | str | None,

@@ -172,6 +172,7 @@ class Triggers:
 
     Attributes:
         fired: triggers that have fired, by kind.
+        waiting_for_window: the trigger that fires when a maintenance window opens; None if none waits.
     """
 
     def __init__(self, settings: TriggerSettings, now: float) -> None:
@@ -180,13 +181,8 @@ class Triggers:
         self._planned_generation = 0
         self._next_plan_at = now + settings.interval_seconds
         self._next_try_at = -math.inf
-        self._waiting: Trigger | None = None
+        self.waiting_for_window: Trigger | None = None
         self._proposed_for_drift = False
-
-    @property
-    def waiting_for_window(self) -> Trigger | None:
-        """The trigger that fires when a maintenance window opens; None if none waits."""
-        return self._waiting
 
     def held(self, unix_seconds: float) -> str:
         """Return why the daemon starts no migration by itself now; empty if it may."""
@@ -219,8 +215,11 @@ class Triggers:
     def _fired(self, now: float, generation: int, held: str, drift: Callable[[], str | None]) -> Trigger | None:
         if generation != self._planned_generation:
             return Trigger(TriggerKind.TOPOLOGY, "topology changed")
-        if self._waiting is not None and not held:
-            return replace(self._waiting, reason=f"{self._waiting.reason}, held until the maintenance window opened")
+        if self.waiting_for_window is not None and not held:
+            return replace(
+                self.waiting_for_window,
+                reason=f"{self.waiting_for_window.reason}, held until the maintenance window opened",
+            )
         reason = None if held and self._proposed_for_drift else drift()
         if reason:
             return Trigger(TriggerKind.DRIFT, reason)
@@ -233,19 +232,19 @@ class Triggers:
         """
         self._planned_generation = generation
         if not due.held:
-            self._waiting = None
+            self.waiting_for_window = None
             self._proposed_for_drift = False
         else:
             self._proposed_for_drift |= due.trigger.kind is TriggerKind.DRIFT
             if self.settings.auto:
-                self._waiting = self._waiting or due.trigger
+                self.waiting_for_window = self.waiting_for_window or due.trigger
 
     def record_manual_plan(self, now: float, *, executed: bool) -> None:
         """Record a plan that a user requested. If it was executed, the interval starts over."""
         self.fired[TriggerKind.MANUAL] += 1
         if executed:
             self._next_plan_at = now + self.settings.interval_seconds
-            self._waiting = None
+            self.waiting_for_window = None
             self._proposed_for_drift = False
 
     def migration_started(self, now: float, generation: int) -> None:
@@ -259,4 +258,4 @@ class Triggers:
         self.settings = settings
         self._next_plan_at = min(self._next_plan_at, now + settings.interval_seconds)
         if not settings.auto:
-            self._waiting = None
+            self.waiting_for_window = None

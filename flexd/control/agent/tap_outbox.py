@@ -137,14 +137,16 @@ class TapOutbox:
 
     Attributes:
         acknowledged, acknowledged_bytes: payloads that snapshots hold, and their bytes.
+        problem: why the daemon accepts nothing; empty if it does, or has not answered yet.
+        urgent: whether a caller waits for the acknowledgement.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._counts: EncodedCounts | None = None
         self._next = 0
-        self._urgent = False
-        self._problem = ""
+        self.urgent = False
+        self.problem = ""
         self.on_change: Callable[[], None] | None = None
         """Called, from any thread, when there is something to offer."""
         self.acknowledged = 0
@@ -153,16 +155,6 @@ class TapOutbox:
     @property
     def free(self) -> bool:
         return self._counts is None
-
-    @property
-    def problem(self) -> str:
-        """The reason why the daemon accepts nothing; empty if it does, or has not answered yet."""
-        return self._problem
-
-    @property
-    def urgent(self) -> bool:
-        """True while a caller waits for the acknowledgement."""
-        return self._urgent
 
     def put(self, payload: bytes) -> int:
         """Store the next payload and return its sequence number. Call it only while ``free``."""
@@ -189,14 +181,14 @@ class TapOutbox:
 
     def set_problem(self, problem: str) -> bool:
         """Record why the daemon accepts nothing, "" if it does; True if that is another reason than before."""
-        changed = problem != self._problem
-        self._problem = problem
+        changed = problem != self.problem
+        self.problem = problem
         return changed
 
     def wait_until_free(self, timeout_seconds: float, *, urgent: bool = False) -> bool:
         """Wait for the acknowledgement; ``urgent`` makes the daemon write a snapshot before its next regular one."""
         deadline = time.monotonic() + timeout_seconds
-        self._urgent = self._urgent or urgent
+        self.urgent = self.urgent or urgent
         self._notify()
         with self._lock:
             while self._counts is not None and (left := deadline - time.monotonic()) > 0:

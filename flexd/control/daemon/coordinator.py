@@ -61,6 +61,10 @@ class Coordinator:
         tap: receives the accesses that the ranks have counted, if ``stream.source`` is a tap.
         throttle: bounds the chunks that are released and not applied; without one nothing is held back.
         supervisor: of the process; records the faults of the thread.
+
+    Attributes:
+        port: the bound port; 0 before ``listen``.
+        failure: why the channel cannot be hosted; it is tried again. Empty while it is hosted or about to be.
     """
 
     def __init__(
@@ -89,8 +93,8 @@ class Coordinator:
         self._on_migration = on_migration
         self._server: ChannelServer | None = None
         self._channels: RankChannels | None = None
-        self._port = 0
-        self._failure = ""
+        self.port = 0
+        self.failure = ""
         self._ticked_at = 0.0
         self._supervisor = supervisor = supervisor or Supervisor()
         self._watch = supervisor.watch("flexd-coordinator")
@@ -103,14 +107,14 @@ class Coordinator:
             self._server = ChannelServer(
                 ChannelOptions(
                     options.listen_host,
-                    self._port or options.listen_port,
+                    self.port or options.listen_port,
                     timeout_seconds=options.timeout_seconds,
                     max_peers=options.max_ranks,
                 ),
                 ChannelCredentials(options.secret, options.tls),
                 self._supervisor,
             )
-            self._port = self._server.port
+            self.port = self._server.port
 
     def start(self) -> None:
         """Start to serve the ranks, without waiting. Raises ControlError as ``listen``."""
@@ -132,16 +136,6 @@ class Coordinator:
         """Return the tables of an attempt whose ranks have all registered with others than the daemon has, while no
         other attempt holds the job. None where the daemon takes no tables from ranks."""
         return self._epochs.members.tables.proposed(time.monotonic()) if self._options.takes_tables else None
-
-    @property
-    def failure(self) -> str:
-        """The reason why the channel cannot be hosted; it is tried again. Empty while it is hosted or about to be."""
-        return self._failure
-
-    @property
-    def port(self) -> int:
-        """The bound port; 0 before ``listen``."""
-        return self._port
 
     def channel_counters(self) -> ChannelCounters:
         """Return the connections and bytes of the channel, since the start."""
@@ -171,8 +165,8 @@ class Coordinator:
             origin: who requested it and why; by default the migration's id is the plan's.
         """
         migration = Migration(plan_id, chunks, generation, origin)
-        if self._stopping.is_set() or self._failure:
-            raise ControlError(self._failure or "the coordinator is stopping", remedy="start the daemon again")
+        if self._stopping.is_set() or self.failure:
+            raise ControlError(self.failure or "the coordinator is stopping", remedy="start the daemon again")
         self._pusher.submit(migration)
         if self._server is not None:
             self._server.wake()
@@ -268,13 +262,13 @@ class Coordinator:
                 channels = self._host()
             except Exception as error:
                 self._close_server()
-                self._failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
+                self.failure = self._epochs.reason = f"the control channel cannot be hosted: {first_line(error)}"
                 raise
-            self._channels, self._failure, self._ticked_at = channels, "", time.monotonic()
+            self._channels, self.failure, self._ticked_at = channels, "", time.monotonic()
         self._tick_until_stopped(channels)
 
     def _finish(self) -> None:
-        reason = self._failure or "the daemon is stopping"
+        reason = self.failure or "the daemon is stopping"
         self._pusher.stop(reason)
         self._epochs.end(reason)
         self._dispatch_migration_events()

@@ -52,6 +52,9 @@ class Migration:
 
     Attributes:
         record: it at this moment.
+        base: the placement it started from; None before it started.
+        returns_to: the version whose placement a rollback restores; None for other migrations, and before it started.
+        abort_reason: the reason given to ``abort``; empty before.
     """
 
     def __init__(
@@ -65,10 +68,10 @@ class Migration:
         self._source: ChunkSource | None = source
         self._clock = clock
         self._chunks: Iterator[Delta] = iter(())
-        self._base: Placement | None = None
-        self._returns_to: int | None = None
+        self.base: Placement | None = None
+        self.returns_to: int | None = None
         self._changed = threading.Condition()
-        self._abort_reason = ""
+        self.abort_reason = ""
         self._observer: Callable[[Migration, Transition], None] | None = None
         self._rate: deque[tuple[float, int]] = deque()
         now = time.time()
@@ -103,16 +106,6 @@ class Migration:
     def done(self) -> bool:
         return self.state in FINAL_STATES
 
-    @property
-    def base(self) -> Placement | None:
-        """The placement it started from; None before it started."""
-        return self._base
-
-    @property
-    def returns_to(self) -> int | None:
-        """The version whose placement a rollback restores; None for other migrations, and before it started."""
-        return self._returns_to
-
     def wait(self, timeout_seconds: float) -> MigrationState:
         """Wait until the state is final or the deadline passes, and return it."""
         deadline = time.monotonic() + timeout_seconds
@@ -124,12 +117,7 @@ class Migration:
     def abort(self, reason: str = "aborted") -> None:
         """Stop at the next chunk; chunks pushed already are applied. No effect once it has ended."""
         with self._changed:
-            self._abort_reason = self._abort_reason or reason or "aborted"
-
-    @property
-    def abort_reason(self) -> str:
-        """The reason given to ``abort``; empty before."""
-        return self._abort_reason
+            self.abort_reason = self.abort_reason or reason or "aborted"
 
     def observe(self, observer: Callable[[Migration, Transition], None]) -> None:
         """Call ``observer`` with every transition, earlier ones included. Coordinator only.
@@ -166,12 +154,12 @@ class Migration:
         chunks = source(placement) if callable(source) else source
         rows = bytes_to_copy = 0
         if isinstance(chunks, ChunkedDelta):
-            rows, bytes_to_copy, self._returns_to = chunks.rows, chunks.bytes_to_copy, chunks.returns_to
+            rows, bytes_to_copy, self.returns_to = chunks.rows, chunks.bytes_to_copy, chunks.returns_to
             chunks = chunks.chunks
         elif isinstance(chunks, Sequence):
             rows = sum(len(delta) for delta in chunks)
         with self._changed:
-            self._chunks, self._base = iter(chunks), placement
+            self._chunks, self.base = iter(chunks), placement
             self.record = replace(self.record, rows=rows, bytes_to_copy=bytes_to_copy, base_version=placement.version)
 
     def next_chunk(self) -> Delta | None:
