@@ -6,7 +6,6 @@ TorchRec is not imported here: its collections and configurations are known by t
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -103,7 +102,7 @@ def _planned(table: ListedTable, plan: Mapping[str, Any], source: str) -> Listed
             remedy="give the plan of this model, with the modules' paths in it",
         )
     ranks = tuple(int(rank) for rank in found.ranks or (0,))
-    return replace(table, sharding=str(found.sharding_type), shards=len(ranks), ranks=ranks)
+    return replace(table, sharding=str(found.sharding_type), ranks=ranks)
 
 
 def _collections(found: Any) -> Iterable[tuple[str, list[Any]]]:
@@ -138,6 +137,6 @@ def _listed(config: Any, path: str, constraint: Any, source: str, batch: int) ->
     bags = sum(poolings) if hasattr(config, "pooling") else 0.0
     lookups = sum(length * count for length, count in zip(lengths, poolings, strict=True))
     return ListedTable(
-        config.name, config.num_embeddings, config.embedding_dim, lookups, bags, int(batches[0]), math.nan, "", 1,
+        config.name, config.num_embeddings, config.embedding_dim, lookups, bags, int(batches[0]),
         module=path, dtype=DTYPES[kind],
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -126,7 +125,7 @@ def choose_rules(
         passes.append(of_ranks)
     per_sample = looked_up / (len(steps) * layout.world_size * batches.batch_size)
     listed = [
-        ListedTable(name, count, dim, float(lookups), 1.0, batches.batch_size, math.nan, "", 1, dtype=dtype)
+        ListedTable(name, count, dim, float(lookups), 1.0, batches.batch_size, dtype=dtype)
         for name, count, lookups in zip(names, rows, per_sample, strict=True)
     ]
     statistics = TableStatistics(profile=exact_profile(passes, keyspace, layout), dtype=dtype)

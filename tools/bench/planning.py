@@ -19,12 +19,11 @@ def made_up_tables(pooled: int = 400) -> list[ListedTable]:
     rows = np.exp(rng.normal(11.0, 2.5, pooled)).clip(10, 2e7).astype(int)
     lookups = np.exp(rng.normal(1.5, 1.2, pooled)).clip(1, 200)
     dims = rng.choice([4, 8, 64, 128], pooled, p=[0.2, 0.4, 0.1, 0.3])
-    nan = float("nan")
     return [
-        ListedTable("sequence_a", 80_000_000, 128, 6066.0, 0.0, 2560, nan, "RW", 96),
-        ListedTable("sequence_b", 80_000_000, 128, 9099.0, 0.0, 2560, nan, "RW", 96),
+        ListedTable("sequence_a", 80_000_000, 128, 6066.0, 0.0, 2560, "RW"),
+        ListedTable("sequence_b", 80_000_000, 128, 9099.0, 0.0, 2560, "RW"),
         *(
-            ListedTable(f"pooled_{i:04d}", int(rows[i]), int(dims[i]), float(lookups[i]), 1.0, 2560, nan, "CW", 1)
+            ListedTable(f"pooled_{i:04d}", int(rows[i]), int(dims[i]), float(lookups[i]), 1.0, 2560, "CW")
             for i in range(pooled)
         ),
     ]

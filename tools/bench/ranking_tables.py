@@ -65,11 +65,10 @@ def scaled(listed: Sequence[ListedTable], pooled: int, samples: int) -> tuple[di
     by_traffic = sorted((t for t in listed if t.bags > 0), key=lambda t: -t.lookups * t.dim)
     at = np.unique((np.linspace(0, 1, pooled) ** 2 * (len(by_traffic) - 1)).astype(int))
     sequences = sorted((t for t in listed if t.bags == 0), key=lambda t: -t.lookups)[: len(SEQUENCE_LOOKUPS)]
-    nan = float("nan")
     made = [
         ListedTable(
             f"p{number}", int(np.clip(table.rows * ROWS_SHARE, 8, MOST_ROWS)), int(np.clip(table.dim, *DIMS)) // 4 * 4,
-            float(np.clip(table.lookups / max(table.bags, 1.0), 1.0, MOST_LOOKUPS)), 1.0, samples, nan, "", 1,
+            float(np.clip(table.lookups / max(table.bags, 1.0), 1.0, MOST_LOOKUPS)), 1.0, samples,
             module=POOLED,
         )
         for number, table in enumerate(by_traffic[i] for i in at.tolist())
@@ -77,7 +76,7 @@ def scaled(listed: Sequence[ListedTable], pooled: int, samples: int) -> tuple[di
     made += [
         ListedTable(
             f"s{number}", int(np.clip(table.rows * ROWS_SHARE, 8, MOST_ROWS)), DIMS[1], float(length), 0.0, samples,
-            nan, "", 1, module=SEQUENCES,
+            module=SEQUENCES,
         )
         for number, (table, length) in enumerate(zip(sequences, SEQUENCE_LOOKUPS, strict=False))
     ]  # fmt: skip

@@ -56,10 +56,6 @@ class StepTimes:
         self._times.clear()
         self._left_out = max(self._left_out, steps)
 
-    def interrupt(self) -> None:
-        """Do not count the time until the next step, which is none of training."""
-        self._last = None
-
     @property
     def begun(self) -> bool:
         """True if a step has been counted since the last beginning."""

@@ -122,53 +122,32 @@ class GroupLoad:
         returned: Float64Array | None,
         touches: Float64Array | None,
     ) -> Float64Array:
-        return statistics(
-            accesses,
-            layout,
-            micro_batches=self.micro_batches,
-            merged_backward=self.merged_backward,
-            trained=trained,
-            returned=returned,
-            touches=touches,
-        )
+        """Return float64[STATISTICS, n] of float64[n] accesses per rank and optimizer step.
 
+        In each of K micro-batches a / K of the look-ups happen. The passes of a step are taken as independent of each
+        other. See docs/cost-model.md.
 
-def statistics(
-    accesses: Float64Array,
-    layout: RankLayout,
-    *,
-    micro_batches: int = 1,
-    merged_backward: bool = False,
-    trained: Float64Array | None = None,
-    returned: Float64Array | None = None,
-    touches: Float64Array | None = None,
-) -> Float64Array:
-    """Return float64[STATISTICS, n] of float64[n] accesses per rank and optimizer step.
-
-    In each of K micro-batches a / K of the look-ups happen. The passes of a step are taken as independent of each
-    other. See docs/cost-model.md.
-
-    Args:
-        touches: float64[3, n] of one forward pass. None: a row that each of g ranks looks up Poisson(a / K) times is
-            among their keys with probability 1 - exp(-g a / K): for one rank (g = 1), the ranks of a node (g = L), all
-            (g = W).
-    """
-    result = np.empty((STATISTICS, len(accesses)))
-    result[ROWS], result[SYNCED] = 1.0, micro_batches
-    result[ACCESSES] = result[RETURNED] = accesses
-    if returned is not None:
-        result[RETURNED] *= returned
-    result[BACK_RETURNED] = result[RETURNED]
-    in_pass = independent(accesses / micro_batches, layout) if touches is None else touches
-    in_step = independent(accesses, layout) if touches is None else _in_any_pass(touches, micro_batches)
-    for at, (forward, backward) in enumerate(((PER_RANK, BACK_PER_RANK), (PER_NODE, BACK_PER_NODE))):
-        result[forward] = micro_batches * in_pass[at]
-        result[backward] = in_step[at] if merged_backward else result[forward]
-    result[ANYWHERE] = in_step[2]
-    if trained is not None:
-        for statistic in (ANYWHERE, SYNCED, BACK_RETURNED, BACK_PER_RANK, BACK_PER_NODE):
-            result[statistic] *= trained
-    return result
+        Args:
+            touches: float64[3, n] of one forward pass. None: a row that each of g ranks looks up Poisson(a / K) times
+                is among their keys with probability 1 - exp(-g a / K): for one rank (g = 1), the ranks of a node
+                (g = L), all (g = W).
+        """
+        result = np.empty((STATISTICS, len(accesses)))
+        result[ROWS], result[SYNCED] = 1.0, self.micro_batches
+        result[ACCESSES] = result[RETURNED] = accesses
+        if returned is not None:
+            result[RETURNED] *= returned
+        result[BACK_RETURNED] = result[RETURNED]
+        in_pass = independent(accesses / self.micro_batches, layout) if touches is None else touches
+        in_step = independent(accesses, layout) if touches is None else _in_any_pass(touches, self.micro_batches)
+        for at, (forward, backward) in enumerate(((PER_RANK, BACK_PER_RANK), (PER_NODE, BACK_PER_NODE))):
+            result[forward] = self.micro_batches * in_pass[at]
+            result[backward] = in_step[at] if self.merged_backward else result[forward]
+        result[ANYWHERE] = in_step[2]
+        if trained is not None:
+            for statistic in (ANYWHERE, SYNCED, BACK_RETURNED, BACK_PER_RANK, BACK_PER_NODE):
+                result[statistic] *= trained
+        return result
 
 
 def _in_any_pass(touches: Float64Array, passes: int) -> Float64Array:

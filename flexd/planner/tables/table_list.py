@@ -29,7 +29,6 @@ class ListedTable:
         lookups: of one sample.
         bags: sum-pooled bags of one sample (features); 0: un-pooled.
         batch: samples of a rank in one step.
-        perf_ms: TorchRec's estimate, summed over the ranks; NaN if unknown.
         sharding: as TorchRec chose: RW, TW, CW, TWRW or DP; empty if the list has no plan.
         ranks: of the shards, in their order; empty if unknown.
         module: path of the collection in the model.
@@ -42,9 +41,7 @@ class ListedTable:
     lookups: float
     bags: float
     batch: int
-    perf_ms: float
-    sharding: str
-    shards: int
+    sharding: str = ""
     ranks: tuple[int, ...] = ()
     module: str = ""
     dtype: str | None = None
@@ -91,9 +88,7 @@ def _of_csv(path: Path, text: str) -> list[ListedTable]:
                         lookups=float(line["sum_pooling_factor"]),
                         bags=0.0 if line["output"] == SEQUENCE else max(float(line["sum_num_poolings"]), 1.0),
                         batch=int(batch) if batch.isdigit() else DEFAULT_BATCH,
-                        perf_ms=float(line.get("perf_ms") or "nan"),
                         sharding=line.get("sharding") or "",
-                        shards=int(float(line.get("n_shards") or 1)),
                         ranks=_ranks(line.get("ranks") or ""),
                         module=line["fqn"].rpartition(".")[0],
                     )
@@ -135,7 +130,7 @@ def _of_entry(entry: Mapping[str, Any]) -> ListedTable:
     ranks = tuple(int(rank) for rank in entry.get("ranks", ()))
     return ListedTable(
         str(entry["name"]), int(entry["rows"]), int(entry["dim"]), float(entry.get("lookups", max(bags, 1.0))), bags,
-        int(entry.get("batch", DEFAULT_BATCH)), math.nan, str(entry.get("sharding", "")), max(len(ranks), 1), ranks,
+        int(entry.get("batch", DEFAULT_BATCH)), str(entry.get("sharding", "")), ranks,
         str(entry.get("module", "")), entry.get("dtype"),
     )  # fmt: skip
 

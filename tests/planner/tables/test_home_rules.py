@@ -18,7 +18,7 @@ from flexd.topology.files import load_preset
 CLUSTER = load_preset("azure-a100-200g").bandwidth_only()
 """Without latencies: those of one more collective are more than three small tables save."""
 LAYOUT = RankLayout(2, 2)
-POOLED = ListedTable("t", 1000, 64, 5.0, 1.0, 512, float("nan"), "", 1)
+POOLED = ListedTable("t", 1000, 64, 5.0, 1.0, 512)
 
 
 def listed() -> list[ListedTable]:

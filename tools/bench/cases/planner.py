@@ -123,11 +123,7 @@ def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
     """
     result = []
     for count in counts:
-        nan = float("nan")
-        tables = [
-            ListedTable(f"t{i}", 10**9 // counts[-1], (64, 128)[i % 2], 50.0, 0.0, 512, nan, "", 1)
-            for i in range(count)
-        ]
+        tables = [ListedTable(f"t{i}", 10**9 // counts[-1], (64, 128)[i % 2], 50.0, 0.0, 512) for i in range(count)]
         layout = RankLayout(16, 8)
         profile, keyspace, shape = problem_of(tables, layout.world_size, 1.05, [1000] * count)
         shape = replace(shape, micro_batches=MICRO_BATCHES)
