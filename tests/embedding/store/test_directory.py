@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.keyspace import DimGroup
-from flexd.core.layout import MOVED, RankLayout, Tier
+from flexd.core.layout import RankLayout, Tier
 from flexd.embedding.store.directory import Directory, max_directory_bytes
 
 CPU = torch.device("cpu")
@@ -133,37 +133,6 @@ def test_the_last_rows_of_large_groups(first: int, rows: int) -> None:
     assert (entries == directory.entries).tolist() == [False, False, False, False, True]
     assert directory.slots_at(entries[:4]).tolist() == [2**31 - 1 - at for at in range(4)]
     assert (directory.places_at(entries[:4]) < 0).tolist() == [True, False, True, False]
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), chunks=st.integers(1, 8), rank=st.integers(0, 5))
-def test_moved_rows_are_beside_the_entries(seed: int, chunks: int, rank: int) -> None:
-    """Rows move between nodes, get copies and lose them; the slots of rows that are not here are nobody's."""
-    rng = np.random.default_rng(seed)
-    layout = RankLayout(3, 2)
-    directory = Directory(GROUPS, layout, rank, 1240, CPU)
-    expected: Rows = {}
-    for _ in range(chunks):
-        removed = [key for key in expected if rng.random() < 0.4]
-        expected = {key: value for key, value in expected.items() if key not in set(removed)}
-        drawn = {
-            int(key): (int(rng.integers(1, MOVED + 3)), int(rng.integers(0, 1000)))
-            for key in rng.choice(1240, 60) if int(key) not in expected
-        }  # fmt: skip
-        change(directory, removed, drawn)
-        expected |= drawn
-    asked = np.arange(1240, dtype=np.int64)
-    tiers, slots = directory.read(asked)
-    assert tiers.tolist() == [expected.get(key, (0, 0))[0] for key in range(1240)]
-    assert len(directory) == sum(tier < MOVED for tier, _ in expected.values())
-    assert directory.rows()[0].tolist() == sorted(expected)
-    nodes = directory.moved.nodes_of(asked, layout.home_node(asked))
-    for key in range(1240):
-        tier, slot = expected.get(key, (0, -1))
-        lives_in = tier - MOVED if tier >= MOVED else key % 6 // 2
-        assert nodes[key] == lives_in
-        here = tier < MOVED or rank == lives_in * 2 + key % 2
-        assert slots[key] == (slot if here else -1)
 
 
 def test_an_empty_directory_finds_nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 import flexd
 from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.store.slow import frame_division
-from flexd.embedding.store.slow.frame_division import FrameDivision, frame_bytes
+from flexd.embedding.store.slow.frame_division import frame_bytes
 from tests.support.checkpoint_jobs import as_numpy
 
 TABLES = [
@@ -79,30 +79,6 @@ def test_a_division_misses_less_than_frames_by_rows() -> None:
         missed.append(sum(tier.counts.missed for tier in tiers) - before)
         slow.close()
     assert missed[1] < 0.9 * missed[0]
-
-
-def test_a_comparison_comes_after_steps_and_uses_and_a_change_where_it_gains(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = made(12_000)
-    tiers = [store.tier for store in slow.engine.stores if store.tier is not None]
-    division = FrameDivision(tiers, [frame_bytes(store) for store in slow.engine.stores])
-    compared = []
-    monkeypatch.setattr(frame_division, "divide_frames", lambda curves, budget: compared.append(1) or frames_of(slow))
-    for _ in range(50):
-        assert not division.after_step()
-    assert not compared, "nothing is used"
-    for tier in tiers:
-        tier.used_rows += 10_000
-    assert not division.after_step(), "the same frames"
-    assert len(compared) == 1
-    for tier in tiers:
-        tier.used_rows += 10_000
-    for _ in range(frame_division.LEAST_STEPS - 1):
-        division.after_step()
-    assert len(compared) == 1, "too few steps"
-    division.after_step()
-    assert len(compared) == 2
-    assert division.changes == 0
-    slow.close()
 
 
 def test_frames_that_there_is_no_memory_to_copy_stay_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

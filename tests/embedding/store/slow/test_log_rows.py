@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow import log_rows
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockBatch, BlockFile
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile
 from flexd.embedding.store.slow.block_space import BlockSpace
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.kernel_queue import KernelQueue
@@ -229,23 +229,4 @@ def test_of_two_writes_of_a_block_on_their_way_the_newer_is_read(tmp_path: Path)
     finally:
         for staged in log._staged:
             staged.written = None
-        log.close()
-
-
-def test_after_an_error_reads_under_way_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their buffer belongs to the next call then."""
-    log = LogRows(tmp_path / "rows", 100, 500, lambda slots: torch.zeros(len(slots), 500, dtype=torch.uint8))
-    reads: list[Future[bool]] = [Future(), Future()]
-    batches = iter([BlockBatch([read], 1, 1) for read in reads])
-    monkeypatch.setattr(log._file, "start_read", lambda blocks, out: next(batches))
-    monkeypatch.setattr(log._file, "finish", lambda batch: 1)
-    monkeypatch.setattr(log._sums, "wrong", lambda words: np.array([0]))
-    later = threading.Timer(0.3, lambda: [read.set_result(True) for read in reads])
-    later.start()
-    try:
-        with pytest.raises(SlowMemoryError, match="not what was written"):
-            list(log._fetched([np.array([1]), np.array([2])]))
-        assert all(read.done() for read in reads)
-    finally:
-        later.join()
         log.close()

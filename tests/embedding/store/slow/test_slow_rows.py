@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
 from flexd.embedding.store.slow.host_rows import HostRows
@@ -90,20 +88,6 @@ def test_rows_beside_a_device_are_page_locked_from_end_to_end(monkeypatch: pytes
         assert torch.equal(slow.read(torch.tensor([7, 3])), fresh(24)(torch.tensor([7, 3])))
         assert pinned == [wanted, wanted]
         slow.close()
-
-
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, ROWS - 1), max_size=80)), max_size=12))
-def test_any_order_of_calls(make: Callable[[int], SlowRows], calls: list[tuple[bool, set[int]]]) -> None:
-    slow, whole = make(24), fresh(24)(torch.arange(ROWS))
-    for number, (writes, chosen) in enumerate(calls):
-        slots = torch.tensor(sorted(chosen, key=lambda slot: hash((slot, number))), dtype=torch.int64)
-        if writes:
-            whole[slots] = torch.full((len(slots), 24), number, dtype=torch.uint8)
-            slow.write(slots, whole[slots])
-        else:
-            assert torch.equal(slow.read(slots), whole[slots])
-    slow.close()
 
 
 def test_traffic_counts_bytes_and_calls(make: Callable[[int], SlowRows]) -> None:
