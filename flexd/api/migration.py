@@ -13,7 +13,6 @@ from flexd.api.planning import VerificationReport
 from flexd.core import units
 
 if TYPE_CHECKING:
-    from flexd.control.daemon.journal_frames import JournalledMigration
     from flexd.control.daemon.migration_record import MigrationRecord
     from flexd.operations.executions import Execution, Executions
     from flexd.operations.history import ActionRecord, HistorySnapshot
@@ -208,8 +207,6 @@ class MigrationDetail(MigrationEntry):
 
     transitions: tuple[TransitionReport, ...] = ()
     """In order; of very many the first and the newest are kept."""
-    verified: str | None = None
-    """Measured effect of its plan on the step time, with the verdict; null if it was not measured."""
 
 
 class ActionEntry(Model):
@@ -314,19 +311,9 @@ def ended_report(record: MigrationRecord) -> MigrationReport:
         bytes=0,
         chunks=record.chunks_pushed,
         bytes_applied=record.copied_bytes,
-        started_unix_seconds=record.created_unix_seconds,
+        started_unix_seconds=record.created_unix_seconds or None,
         effect=None,
     )
-
-
-def interrupted_report(migration: JournalledMigration) -> MigrationReport:
-    """Return a migration of an earlier daemon that the history has lost."""
-    from flexd.operations.history import ENDED_UNSEEN
-
-    return MigrationReport(
-        migration_id=migration.migration_id, plan_id=migration.plan_id, state="FAILED",
-        base_version=migration.base_version, problem=ENDED_UNSEEN,
-    )  # fmt: skip
 
 
 def migration_entry(record: MigrationRecord) -> MigrationEntry:
@@ -334,8 +321,8 @@ def migration_entry(record: MigrationRecord) -> MigrationEntry:
     return MigrationEntry.from_object(record, **_entry_fields(record))
 
 
-def migration_detail(record: MigrationRecord, verified: str | None = None) -> MigrationDetail:
-    """Return a migration of the history with its transitions and the measured effect of its plan."""
+def migration_detail(record: MigrationRecord) -> MigrationDetail:
+    """Return a migration of the history with its transitions."""
     shown = tuple(
         TransitionReport.from_object(
             each,
@@ -345,7 +332,7 @@ def migration_detail(record: MigrationRecord, verified: str | None = None) -> Mi
         )
         for each in record.transitions
     )
-    return MigrationDetail.from_object(record, **_entry_fields(record), transitions=shown, verified=verified)
+    return MigrationDetail.from_object(record, **_entry_fields(record), transitions=shown)
 
 
 def action_entry(record: ActionRecord) -> ActionEntry:

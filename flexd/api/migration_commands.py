@@ -9,13 +9,11 @@ from dataclasses import replace
 
 from flexd.api.execution import AbortOutcome, AbortPreview, AbortResult, rollback_preview
 from flexd.api.migration import (
-    MAX_LISTED,
     MigrationDetail,
     MigrationList,
     MigrationStateName,
     action_entry,
     ended_report,
-    interrupted_report,
     migration_detail,
     migration_entry,
     migration_report,
@@ -83,7 +81,7 @@ class MigrationCommands:
             raise ApiError(
                 f"no migration {migration_id!r} is kept", status=404, remedy="flexd get history shows those that are"
             )
-        return migration_detail(self._as_of_now(found), self._verified(migration_id))
+        return migration_detail(self._as_of_now(found))
 
     def _as_of_now(self, record: MigrationRecord) -> MigrationRecord:
         """Return a record of the history with the effect and the verification that are still being measured."""
@@ -94,15 +92,6 @@ class MigrationCommands:
         if verdict is not None and verdict.migration_id == record.migration_id:
             record = replace(record, verdict=verdict)
         return record
-
-    def _verified(self, migration_id: str) -> str | None:
-        """Return the measured effect of the migration's plan, also if it is still being measured."""
-        verifier = self._auto.verifier
-        newest = None if verifier is None else verifier.newest
-        if newest is not None and newest.migration_id == migration_id:
-            return f"{newest.state}: {newest.words}"
-        actions = self._history.newest_actions(MAX_LISTED)
-        return next((each.detail for each in actions if (each.kind, each.reason) == ("verify", migration_id)), None)
 
     def abort(self, *, rollback: bool, reason: str, wait_seconds: float, who: str) -> AbortResult:
         """Stop the running migration at its next chunk; with ``rollback`` restore the placement it started from.
@@ -139,13 +128,11 @@ class MigrationCommands:
         if self._stopping.is_set():
             raise ApiError("the daemon is shutting down", status=503)
         if rollback and not self._executions.migrating and self._recovery.interrupted is not None:
-            interrupted, recorded, rollback_plan = self._recovery.preview()
-            stopped = interrupted_report(interrupted) if recorded is None else ended_report(recorded)
+            stopped, rollback_plan = self._recovery.preview()
             return AbortPreview(
-                migration=stopped,
-                rows_pushed=0 if recorded is None else recorded.rows_pushed,
+                migration=ended_report(stopped), rows_pushed=stopped.rows_pushed,
                 rollback=rollback_preview(rollback_plan),
-            )
+            )  # fmt: skip
         preview = self._executions.preview_abort(rollback, self._coordinator.live())
         return AbortPreview(
             migration=migration_report(preview.stopped),
@@ -165,15 +152,15 @@ class MigrationCommands:
         self._auto.record_manual_plan(executed=True)
         back = done.rollback.migration
         self._wait(back, deadline)
-        stopped = interrupted_report(done.interrupted) if done.recorded is None else ended_report(done.recorded)
         now = back.record
         return AbortResult(
             outcome=_rollback_outcome(back, wait_seconds > 0),
-            migration=stopped,
+            migration=ended_report(done.stopped),
             rollback=migration_report(done.rollback),
             placement_version=self._coordinator.placement().version,
-            message=f"migration {stopped.migration_id} had ended with the daemon; its rollback to placement version "
-            f"{done.interrupted.rollback_version} is {now.state.value}, {now.rows_applied} of {now.rows} rows applied",
+            message=f"migration {done.stopped.migration_id} had ended with the daemon; its rollback to placement "
+            f"version {done.interrupted.rollback_version} is {now.state.value}, {now.rows_applied} of {now.rows} rows "
+            "applied",
         )
 
     def _wait(self, migration: Migration, deadline: float) -> None:

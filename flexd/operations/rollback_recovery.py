@@ -23,7 +23,7 @@ from flexd.operations.executions import (
     no_migration_running,
     rollback_trigger,
 )
-from flexd.operations.history import MigrationHistory
+from flexd.operations.history import ENDED_UNSEEN, MigrationHistory
 from flexd.operations.triggers import DAEMON_ACTOR
 
 logger = logging.getLogger("flexd")
@@ -38,12 +38,12 @@ class RecoveredRollback:
 
     Attributes:
         interrupted: the earlier daemon's migration as the journal has it; itself a rollback if this one resumes it.
-        recorded: the same migration as the history has it; None if the history has lost it.
+        stopped: the same migration as the history has it, or as far as the journal tells if the history has lost it.
         rollback: the rollback that this daemon has started.
     """
 
     interrupted: JournalledMigration
-    recorded: MigrationRecord | None
+    stopped: MigrationRecord
     rollback: Execution
 
 
@@ -104,23 +104,23 @@ class RollbackRecovery:
             ControlError: the coordinator is stopping.
         """
         interrupted, base, live = self._target()
-        recorded = self._recorded(interrupted.migration_id)
+        stopped = self._stopped(interrupted)
         if not self._was_requested(interrupted):
             self._decisions.update(rollback=(interrupted.migration_id,))
         started = self._executions.start_rollback(
             self._unused_id(interrupted), interrupted.plan_id, lambda: base, live.generation,
             rollback_trigger(interrupted.migration_id, reason, who), live,
         )  # fmt: skip
-        return RecoveredRollback(interrupted, recorded, started)
+        return RecoveredRollback(interrupted, stopped, started)
 
-    def preview(self) -> tuple[JournalledMigration, MigrationRecord | None, RollbackPlan]:
-        """Return the rollback that ``start`` would begin now. Changes nothing.
+    def preview(self) -> tuple[MigrationRecord, RollbackPlan]:
+        """Return the interrupted migration and the rollback that ``start`` would begin now. Changes nothing.
 
         Raises:
             ApiError: as in ``start``.
         """
         interrupted, base, live = self._target()
-        return interrupted, self._recorded(interrupted.migration_id), self._executions.rollback_plan(base, live)
+        return self._stopped(interrupted), self._executions.rollback_plan(base, live)
 
     def _target(self) -> tuple[JournalledMigration, Placement, LiveTopology]:
         interrupted, live = self.interrupted, self._coordinator.live()
@@ -137,6 +137,12 @@ class RollbackRecovery:
                 status=409,
                 remedy="flexd replan makes a plan from what the ranks have now",
             ) from error
+
+    def _stopped(self, interrupted: JournalledMigration) -> MigrationRecord:
+        return self._recorded(interrupted.migration_id) or MigrationRecord(
+            interrupted.migration_id, interrupted.plan_id, state=MigrationState.FAILED, problem=ENDED_UNSEEN,
+            base_version=interrupted.base_version,
+        )  # fmt: skip
 
     def _was_requested(self, interrupted: JournalledMigration) -> bool:
         """Return whether a user requested the rollback of this migration."""
