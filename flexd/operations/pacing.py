@@ -152,29 +152,6 @@ class PaceController:
             self.state, self.reason = PaceState.RUNNING, "tries again at the floor"
 
 
-class StepWindow:
-    """The newest step times of one kind.
-
-    Args:
-        reports: number of reports kept.
-    """
-
-    def __init__(self, reports: int) -> None:
-        self._pairs: deque[tuple[float, int]] = deque(maxlen=reports)
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def add(self, seconds_per_step: float, steps: int) -> None:
-        self._pairs.append((seconds_per_step, steps))
-
-    def clear(self) -> None:
-        self._pairs.clear()
-
-    def times(self) -> StepQuantiles | None:
-        return StepQuantiles.of(self._pairs)
-
-
 @dataclass(frozen=True)
 class PacingSnapshot:
     """The throttle and its controller at one moment.
@@ -216,6 +193,9 @@ class MigrationPacing:
     Args:
         channel: the coordinator.
         clock: monotonic seconds.
+
+    Attributes:
+        adaptive: whether the pace follows step times.
     """
 
     def __init__(
@@ -230,9 +210,9 @@ class MigrationPacing:
         self._channel = channel
         self._clock = clock
         self._lock = threading.Lock()
-        self._adaptive = settings.throttle.adaptive
-        self._baseline = StepWindow(BASELINE_REPORTS)
-        self._recent = StepWindow(BASELINE_REPORTS)
+        self.adaptive = settings.throttle.adaptive
+        self._baseline = deque[tuple[float, int]](maxlen=BASELINE_REPORTS)
+        self._recent = deque[tuple[float, int]](maxlen=BASELINE_REPORTS)
         self._recent_applied = False
         self._generation = 0
         self._judged: StepQuantiles | None = None
@@ -252,17 +232,17 @@ class MigrationPacing:
             moving = self._channel.outstanding_chunks > 0
             seconds = report.step_seconds / report.steps
             if report.apply_seconds > 0 or moving:
-                self._recent.add(seconds, report.steps)
+                self._recent.append((seconds, report.steps))
                 self._recent_applied |= report.apply_seconds > 0
             else:
-                self._baseline.add(seconds, report.steps)
-            if self._adaptive:
+                self._baseline.append((seconds, report.steps))
+            if self.adaptive:
                 self._decide()
 
     def _decide(self) -> None:
         before, enough = self._controller.reason, max(MIN_REPORTS, 2 * self._world_size())
         if len(self._recent) >= enough and self._recent_applied:
-            baseline, recent = self._baseline.times(), self._recent.times()
+            baseline, recent = StepQuantiles.of(self._baseline), StepQuantiles.of(self._recent)
             if baseline is not None and recent is not None and baseline.reports >= enough:
                 self._controller.judge(recent, baseline, self._clock())
                 if self._controller.state is PaceState.PAUSED:
@@ -281,11 +261,11 @@ class MigrationPacing:
         return 1 if live is None else live.layout.world_size
 
     def _set_pace(self) -> None:
-        if not self._adaptive:
-            self._throttle.set_pace(PaceLimit())
+        if not self.adaptive:
+            self._throttle.pace = PaceLimit()
             return
         running = self._controller.state is PaceState.RUNNING
-        self._throttle.set_pace(PaceLimit(self._controller.bytes_per_step, paused=not running))
+        self._throttle.pace = PaceLimit(self._controller.bytes_per_step, paused=not running)
 
     def set_generation(self, generation: int) -> None:
         """Start over for another topology generation, whose steps take another time."""
@@ -304,9 +284,9 @@ class MigrationPacing:
         """Use other limits from the next chunk on, also of a running migration."""
         with self._lock:
             self._throttle.set_limits(limits)
-            if adaptive and not self._adaptive:
+            if adaptive and not self.adaptive:
                 self._controller.reset()
-            self._adaptive = adaptive
+            self.adaptive = adaptive
             self._controller.set_bounds(*self._bounds())
             self._set_pace()
 
@@ -315,7 +295,7 @@ class MigrationPacing:
         before, self._settings = self._settings.throttle, settings
         throttle = settings.throttle
         if throttle == before:
-            self.set_limits(self.limits, self._adaptive)
+            self.set_limits(self.limits, self.adaptive)
         else:
             self.set_limits(ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second), throttle.adaptive)
 
@@ -323,21 +303,17 @@ class MigrationPacing:
     def limits(self) -> ThrottleLimits:
         return self._throttle.limits
 
-    @property
-    def adaptive(self) -> bool:
-        return self._adaptive
-
     def snapshot(self) -> PacingSnapshot:
         with self._lock:
             controller = self._controller
             return PacingSnapshot(
                 limits=self._throttle.limits,
-                adaptive=self._adaptive,
+                adaptive=self.adaptive,
                 bytes_per_step=self._throttle.bytes_per_step,
-                state=controller.state if self._adaptive else None,
-                why=controller.reason if self._adaptive else "",
+                state=controller.state if self.adaptive else None,
+                why=controller.reason if self.adaptive else "",
                 throttle=self._throttle.snapshot(),
-                baseline=self._baseline.times(),
+                baseline=StepQuantiles.of(self._baseline),
                 recent=self._judged,
                 slowed=controller.slowed,
                 sped=controller.sped,

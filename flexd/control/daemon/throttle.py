@@ -94,13 +94,17 @@ class Throttle:
 
     Args:
         clock: monotonic seconds.
+
+    Attributes:
+        limits: change them by ``set_limits``.
+        pace: applies from the next chunk on.
     """
 
     def __init__(self, limits: ThrottleLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._limits = limits or ThrottleLimits()
-        self._pace = PaceLimit()
+        self.limits = limits or ThrottleLimits()
+        self.pace = PaceLimit()
         self._filled_at = clock()
         self._tokens = self._burst
         self._released_bytes = 0
@@ -110,30 +114,18 @@ class Throttle:
         self._looked_at = self._filled_at
 
     @property
-    def limits(self) -> ThrottleLimits:
-        return self._limits
-
-    @property
-    def pace(self) -> PaceLimit:
-        return self._pace
-
-    @property
     def bytes_per_step(self) -> int | None:
         """The limit in effect: the lower of limit and pace."""
-        known = [limit for limit in (self._limits.bytes_per_step, self._pace.bytes_per_step) if limit is not None]
+        known = [limit for limit in (self.limits.bytes_per_step, self.pace.bytes_per_step) if limit is not None]
         return min(known, default=None)
 
     def set_limits(self, limits: ThrottleLimits) -> None:
         """Apply from the next chunk on. Tokens are kept, up to the capacity of the new bucket."""
         with self._lock:
             self._refill()
-            before = self._limits.bytes_per_second
-            self._limits = limits
+            before = self.limits.bytes_per_second
+            self.limits = limits
             self._tokens = self._burst if before is None else min(self._tokens, self._burst)
-
-    def set_pace(self, pace: PaceLimit) -> None:
-        """Apply from the next chunk on."""
-        self._pace = pace
 
     def release(self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, *, settled: bool = True) -> int:
         """Return how many of a chunk's first rows are released now; 0: none yet.
@@ -167,9 +159,9 @@ class Throttle:
         self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, settled: bool
     ) -> tuple[int, int, ThrottleReason | None]:
         """Return (rows to release, their bytes, the limit that they wait for)."""
-        if self._pace.paused:
+        if self.pace.paused:
             return 0, 0, ThrottleReason.PAUSE
-        step, second = self.bytes_per_step, self._limits.bytes_per_second
+        step, second = self.bytes_per_step, self.limits.bytes_per_second
         ends = np.cumsum(row_bytes)
         rows = len(row_bytes)
         caps = [cap for cap in (step, None if second is None else int(self._burst)) if cap is not None]
@@ -186,12 +178,12 @@ class Throttle:
 
     @property
     def _burst(self) -> float:
-        rate = self._limits.bytes_per_second
+        rate = self.limits.bytes_per_second
         return 0.0 if rate is None else max(1.0, rate * BURST_SECONDS)
 
     def _refill(self) -> None:
         now = self._clock()
-        rate = self._limits.bytes_per_second
+        rate = self.limits.bytes_per_second
         if rate is None:
             self._tokens = 0.0
         else:

@@ -65,11 +65,11 @@ def test_a_step_limit_waits_for_chunks_of_an_earlier_daemon() -> None:
 
 def test_a_pace_can_only_lower_the_limit_and_a_pause_holds_all() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=100))
-    throttle.set_pace(PaceLimit(bytes_per_step=40))
+    throttle.pace = PaceLimit(bytes_per_step=40)
     assert throttle.bytes_per_step == 40
-    throttle.set_pace(PaceLimit(bytes_per_step=4000))
+    throttle.pace = PaceLimit(bytes_per_step=4000)
     assert throttle.bytes_per_step == 100
-    throttle.set_pace(PaceLimit(bytes_per_step=40, paused=True))
+    throttle.pace = PaceLimit(bytes_per_step=40, paused=True)
     assert throttle.release(rows(0), 0) == 0
     assert throttle.snapshot().waits_for is ThrottleReason.PAUSE
 
