@@ -53,10 +53,7 @@ class TableSketchStatus(Model):
     """Accesses kept to tell where they come from."""
     affinity: FiniteOrNone = None
     """Excess over chance of two accesses of a row coming from one node: 0 none, 1 if every row belongs to one node. An
-    unbiased estimate: sampling noise (``affinity_error``) can make it negative. Null before a profile, or if no row was
-    sampled twice."""
-    affinity_error: FiniteOrNone = None
-    """Standard error of the affinity."""
+    unbiased estimate: sampling noise can make it negative. Null before a profile, or if no row was sampled twice."""
 
 
 class ProfileStatus(Model):
@@ -153,7 +150,6 @@ def _table(choice: TableChoice, sources: TableSources | None) -> TableSketchStat
         error_probability=choice.failure_probability,
         width=1 << choice.log2_width if choice.kind == "count_min" else 0,
         affinity=None if sources is None else sources.affinity,
-        affinity_error=None if sources is None else sources.affinity_error,
     )
 
 

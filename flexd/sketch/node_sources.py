@@ -15,8 +15,6 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
-_JACKKNIFE_GROUPS = 20
-_JACKKNIFE_CELLS = 1_000_000
 _LEAST_AFFINITY = 1e-4
 _LEAST_PRIOR_ACCESSES = 1e-2
 
@@ -31,7 +29,6 @@ class TableSources:
     Attributes:
         node_share: float64[nodes], share of each node in the sampled accesses (the table's node mix); zeros if there
             are none.
-        sampled_accesses: number of sampled accesses from ranks of the layout.
         hot_position: int64[e], index into ``hot_rows``, ascending.
         hot_node: int32[e], node of each entry.
         hot_accesses: float32[e], sampled accesses of that row from that node.
@@ -39,18 +36,15 @@ class TableSources:
         affinity: probability that two accesses of the same row come from the same node (the row being that of a random
             access), above what the node mix alone gives, on a scale of 0 (rows come from any node) to 1 (every row
             belongs to one node). Unbiased: where it is near 0, or few rows were sampled twice, the estimate can be
-            below 0, by about ``affinity_error``. 0 with one node, NaN if no row was sampled twice.
-        affinity_error: standard error of ``affinity`` (delete-a-group jackknife), NaN if unknown.
+            below 0. 0 with one node, NaN if no row was sampled twice.
     """
 
     node_share: Float64Array
-    sampled_accesses: int
     hot_position: Int64Array
     hot_node: Int32Array
     hot_accesses: Float32Array
     prior_accesses: float
     affinity: float
-    affinity_error: float
 
     @property
     def nodes(self) -> int:
@@ -100,17 +94,15 @@ def read_sources(rows: Int64Array, ranks: Int32Array, hot_rows: Int64Array, layo
     position = _positions(seen, hot_rows)[pair_row]
     listed = np.flatnonzero(position >= 0)
     listed = listed[np.argsort(position[listed], kind="stable")]
-    affinity, error = _affinity(pair_of.reshape(-1), accesses, pair_row, pair_node, nodes)
+    affinity = _affinity(accesses, pair_row, pair_node, nodes)
     prior = 1 / max(affinity, _LEAST_AFFINITY) - 1 if math.isfinite(affinity) else 1 / _LEAST_AFFINITY - 1
     return TableSources(
         node_share=mix / max(1.0, mix.sum()),
-        sampled_accesses=len(rows),
         hot_position=position[listed],
         hot_node=pair_node[listed],
         hot_accesses=accesses[listed].astype(np.float32),
         prior_accesses=max(prior, _LEAST_PRIOR_ACCESSES),
         affinity=affinity,
-        affinity_error=error,
     )
 
 
@@ -125,55 +117,23 @@ def _positions(seen: Int64Array, hot_rows: Int64Array) -> Int64Array:
     return position
 
 
-def _affinity(
-    pair_of: Int64Array, accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array, nodes: int
-) -> tuple[float, float]:
-    """Return (affinity, standard error) of sampled accesses.
-
-    Args:
-        pair_of: int64[n], index of the (row, node) pair of each access.
-        accesses: float64[p], accesses of each pair; pairs ascend by row.
-        pair_row, pair_node: [p], row and node of each pair.
-    """
+def _affinity(accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array, nodes: int) -> float:
+    """Return the affinity of float64[p] sampled accesses of each (row, node) pair; pairs ascend by row."""
     if nodes == 1:
-        return 0.0, 0.0
-    if not len(pair_of):
-        return math.nan, math.nan
-    whole = float(_affinities(accesses[None, :], pair_row, pair_node)[0])
-    if not math.isfinite(whole) or len(pair_of) < 2 * _JACKKNIFE_GROUPS:
-        return whole, math.nan
-    # Delete-a-group jackknife (Wolter, Introduction to Variance Estimation, 2nd ed., section 4.2). Groups are random,
-    # because in groups by time the accesses of one message would be left out together.
-    group = np.random.Generator(np.random.PCG64(0)).integers(0, _JACKKNIFE_GROUPS, len(pair_of))
-    without: list[Float64Array] = []
-    at_once = max(1, _JACKKNIFE_CELLS // len(accesses))
-    for first in range(0, _JACKKNIFE_GROUPS, at_once):
-        groups = min(at_once, _JACKKNIFE_GROUPS - first)
-        mine = (group >= first) & (group < first + groups)
-        cells = (group[mine] - first) * len(accesses) + pair_of[mine]
-        left_out = np.bincount(cells, minlength=groups * len(accesses)).reshape(groups, len(accesses))
-        without.append(_affinities(accesses - left_out, pair_row, pair_node))
-    spread = np.concatenate(without)
-    variance = (_JACKKNIFE_GROUPS - 1) / _JACKKNIFE_GROUPS * float(((spread - spread.mean()) ** 2).sum())
-    return whole, math.sqrt(variance)
-
-
-def _affinities(accesses: Float64Array, pair_row: Int64Array, pair_node: Int32Array) -> Float64Array:
-    """float64[g, p] accesses of each pair in each of g samples -> float64[g] affinity."""
+        return 0.0
+    if not len(accesses):
+        return math.nan
     first_of_row = np.flatnonzero(np.diff(pair_row, prepend=-1))
-    of_row = np.add.reduceat(accesses, first_of_row, axis=1)
-    same = np.add.reduceat(accesses * (accesses - 1), first_of_row, axis=1)
+    of_row = np.add.reduceat(accesses, first_of_row)
+    same = np.add.reduceat(accesses * (accesses - 1), first_of_row)
     twice = of_row >= 2
+    sampled_pairs = float(of_row[twice].sum())
+    if not sampled_pairs:
+        return math.nan
     # One of a row's n accesses, and another of them: same-node pairs / (n - 1), each access counting once.
-    agreeing = np.where(twice, same / np.where(twice, of_row - 1, 1), 0.0).sum(axis=1)
-    sampled_pairs = np.where(twice, of_row, 0.0).sum(axis=1)
-    by_node = np.argsort(pair_node, kind="stable")
-    first_of_node = np.flatnonzero(np.diff(pair_node[by_node], prepend=-1))
-    of_node = np.add.reduceat(accesses[:, by_node], first_of_node, axis=1)
-    total = of_node.sum(axis=1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        by_chance = (of_node * (of_node - 1)).sum(axis=1) / (total * (total - 1))
-        affinity: Float64Array = (agreeing / sampled_pairs - by_chance) / (1 - by_chance)
-    # All accesses come from one node: there is nothing to follow.
-    affinity[(by_chance >= 1) & (sampled_pairs > 0)] = 0.0
-    return affinity
+    agreeing = float((same[twice] / (of_row[twice] - 1)).sum()) / sampled_pairs
+    of_node = np.bincount(pair_node, accesses)
+    total = float(of_node.sum())
+    by_chance = float((of_node * (of_node - 1)).sum()) / (total * (total - 1))
+    # At 1 all accesses come from one node: there is nothing to follow.
+    return (agreeing - by_chance) / (1 - by_chance) if by_chance < 1 else 0.0

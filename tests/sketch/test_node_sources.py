@@ -35,17 +35,15 @@ def _sets(sketches: SketchSet, row: np.ndarray, rank: np.ndarray, parts: int = 4
 
 
 @pytest.mark.parametrize("local_share", [0.0, 0.5, 1.0])
-def test_affinity_is_unbiased_and_its_standard_error_is_right(local_share: float) -> None:
+def test_affinity_is_unbiased(local_share: float) -> None:
     """Two accesses of a row agree with probability (s + (1-s)/N)^2 + (N-1) ((1-s)/N)^2, which is s^2 above chance."""
     figures = []
     for seed in range(30):
         row, rank = _accesses(4_000, 3_000, local_share, seed)
         figures.append(read_sources(row, rank, np.arange(100), LAYOUT))
     affinity = np.array([figure.affinity for figure in figures])
-    errors = np.array([figure.affinity_error for figure in figures])
     assert affinity.mean() == pytest.approx(local_share**2, abs=4 * affinity.std(ddof=1) / np.sqrt(30) + 2e-3)
     if local_share < 1:
-        assert np.mean(errors) == pytest.approx(affinity.std(ddof=1), rel=0.6)
         assert affinity.std() > 0
     else:
         assert affinity == pytest.approx(np.ones(30))
@@ -64,7 +62,6 @@ def test_shares_of_a_row_follow_its_accesses_and_fall_back_on_the_mix() -> None:
     assert share[1] == pytest.approx(expected + 0.7 * (np.arange(4) == 3), abs=0.03), "row 3 is of node 3"
     assert share[2] == pytest.approx(sources.node_share), "a row never sampled has the table's mix"
     assert (np.diff(sources.hot_position) >= 0).all()
-    assert sources.sampled_accesses == 60_000
     assert sources.node_share == pytest.approx(np.bincount(rank // 2, minlength=4) / 60_000)
 
 
@@ -74,16 +71,15 @@ def test_sources_are_read_under_another_layout_than_they_were_sampled() -> None:
     assert (four.nodes, two.nodes) == (4, 2)
     assert two.share(np.arange(5))[:, 0] == pytest.approx(four.share(np.arange(5))[:, :2].sum(axis=1), abs=0.01)
     fewer = read_sources(row, rank, np.arange(5), RankLayout(2, 2))
-    assert fewer.sampled_accesses == (rank < 4).sum()
+    assert fewer.node_share == pytest.approx(np.bincount(rank[rank < 4] // 2, minlength=2) / (rank < 4).sum())
     one = read_sources(row, rank, np.arange(5), RankLayout(1, 8))
-    assert (one.affinity, one.affinity_error) == (0.0, 0.0)
+    assert one.affinity == 0.0
     assert np.array_equal(one.share(np.arange(5)), np.ones((5, 1), dtype=np.float32))
 
 
 def test_sources_of_few_or_no_accesses() -> None:
     nothing = read_sources(np.empty(0, np.int64), np.empty(0, np.int32), np.arange(3), LAYOUT)
     assert np.isnan(nothing.affinity)
-    assert nothing.sampled_accesses == 0
     assert nothing.share(np.arange(3)).shape == (3, 4)
     assert np.isfinite(nothing.share(np.arange(3))).all()
     once = read_sources(np.arange(50), np.zeros(50, np.int32), np.arange(3), LAYOUT)
@@ -106,13 +102,9 @@ def test_a_profile_has_the_source_nodes_of_its_hot_rows(memory: int, logarithmic
     for sketches in (whole, restored):
         (table,) = sketches.profile(layout=LAYOUT).tables
         assert table.sources is not None
-        assert table.sources.affinity == pytest.approx(0.64, abs=5 * table.sources.affinity_error)
-        assert table.sources.affinity_error < 0.05
+        assert table.sources.affinity == pytest.approx(0.64, abs=0.1)
         share = table.sources.share(np.arange(20))
         assert (share.argmax(axis=1) == table.hot_rows[:20] % 4).mean() >= 0.8
         # Few sampled accesses a row are drawn towards the mix.
         assert 0.7 < share.max(axis=1).mean() < 0.9
     assert whole.profile().tables[0].sources is None
-    dense = whole.profile(layout=LAYOUT).tables[0]
-    assert dense.source_node_share is not None
-    assert dense.source_node_share.shape == (len(dense.hot_rows), 4)

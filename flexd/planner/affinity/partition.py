@@ -223,7 +223,7 @@ class RowCosts:
     """What rows cost, by row of a window.
 
     Attributes:
-        weight: float32 [rows], bytes of a row that crosses, over ``WireBytes.row``.
+        weight: float32 [rows], bytes of a row that crosses, over ``SampledWindow.row_bytes``.
         min_gain: float32 [rows], weighted touches a batch that a move must win.
         stored_bytes: float32 [rows], memory of a row with its optimizer state.
     """

@@ -11,7 +11,6 @@ from flexd.core.home_rules import SPREAD
 from flexd.core.keyspace import KeySpace
 from flexd.planner.affinity.partition import RowCosts
 from flexd.planner.affinity.sample_rows import SampleRows
-from flexd.planner.affinity.traffic import WireBytes
 from flexd.sketch.coaccess import CoAccess
 
 Int64Array = npt.NDArray[np.int64]
@@ -32,7 +31,7 @@ class SampledWindow:
             that were trained at the same time, so a batch here is spread over more time than one of the job.
         batch_samples: samples of a global batch.
         accesses_per_sample: mean look-ups of a sample, over all tables.
-        wire, costs: bytes of a row that crosses, and by row what it weighs and what a move costs.
+        row_bytes, costs: bytes of a row that crosses, and by row what it weighs and what a move costs.
     """
 
     rows: SampleRows
@@ -40,7 +39,7 @@ class SampledWindow:
     batch: Int64Array
     batch_samples: int
     accesses_per_sample: float
-    wire: WireBytes
+    row_bytes: float
     costs: RowCosts
 
     @property
@@ -55,7 +54,7 @@ class SampledWindow:
         used = np.unique(rows.rows)
         return SampledWindow(
             rows.compact(), self.user[chosen], self.batch[chosen] - first, self.batch_samples,
-            self.accesses_per_sample, self.wire, self.costs.of(used.astype(np.int64)),
+            self.accesses_per_sample, self.row_bytes, self.costs.of(used.astype(np.int64)),
         )  # fmt: skip
 
 
@@ -91,13 +90,13 @@ def sampled_window(
     begin = int(np.searchsorted(sample, left))
     count = coaccess.samples - left
     rows = SampleRows.of(sample[begin:] - left, keys[begin:], count)
-    wire, costs = row_costs(keyspace, rows.keys, horizon_steps)
+    row_bytes, costs = row_costs(keyspace, rows.keys, horizon_steps)
     return SampledWindow(
-        rows, coaccess.user[left:], np.arange(count) // batch_samples, batch_samples, mean, wire, costs
+        rows, coaccess.user[left:], np.arange(count) // batch_samples, batch_samples, mean, row_bytes, costs
     )
 
 
-def row_costs(keyspace: KeySpace, keys: Int64Array, horizon_steps: float) -> tuple[WireBytes, RowCosts]:
+def row_costs(keyspace: KeySpace, keys: Int64Array, horizon_steps: float) -> tuple[float, RowCosts]:
     """Return the bytes of a row that crosses in a step (values, gradient, ids), and what rows cost by key.
 
     A moved row travels once with its optimizer state, and must save as many bytes within the horizon.
@@ -106,7 +105,7 @@ def row_costs(keyspace: KeySpace, keys: Int64Array, horizon_steps: float) -> tup
     stored = np.array([spec.row_bytes + spec.state_bytes for spec in keyspace.tables], dtype=np.float64)
     largest = float(crossing.max())
     table = keyspace.table_of(keys)
-    return WireBytes(row=largest), RowCosts(
+    return largest, RowCosts(
         (crossing / largest)[table].astype(np.float32),
         (stored / (largest * horizon_steps))[table].astype(np.float32),
         stored[table].astype(np.float32),

@@ -96,7 +96,7 @@ class AffinityPlan:
         if self.traffic is None or not self.traffic.batches:
             return float("nan"), float("nan")
         sent = self.traffic
-        chain = sent.chain_rows * sent.wire.row / sent.batches
+        chain = sent.chain_rows * sent.row_bytes / sent.batches
         return chain, chain * sent.loader_ratio
 
 
@@ -245,12 +245,12 @@ def _range_of(newest: SampledWindow, homes: NodeHomes, layout: RankLayout) -> _J
     each = []
     for number in range(newest.batches):
         one = newest.of_batches(number, number + 1)
-        each.append(traffic(one.rows, one.batch, homes, layout, newest.wire, one.costs.weight))
+        each.append(traffic(one.rows, one.batch, homes, layout, newest.row_bytes, one.costs.weight))
     total = AffinityTraffic(
         batches=len(each),
         chain_rows=sum(one.chain_rows for one in each),
         loader_rows=sum(one.loader_rows for one in each),
-        wire=newest.wire,
+        row_bytes=newest.row_bytes,
     )
     return _range(total.loader_ratio, np.array([one.loader_ratio for one in each if one.chain_rows])), total
 

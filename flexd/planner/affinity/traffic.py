@@ -20,17 +20,6 @@ MIN_SAVING = 0.02
 
 
 @dataclass(frozen=True)
-class WireBytes:
-    """Bytes that cross between nodes.
-
-    Attributes:
-        row: of a row that crosses in a step: its values, its gradient, its id each way.
-    """
-
-    row: float
-
-
-@dataclass(frozen=True)
 class AffinityTraffic:
     """Rows between nodes of the same global batches.
 
@@ -38,13 +27,13 @@ class AffinityTraffic:
         batches: global batches.
         chain_rows: rows that cross with homes by rule, samples trained where they are read.
         loader_rows: with homes and dealing by affinity, the global batch dealt by the loader.
-        wire: the bytes counted.
+        row_bytes: that cross for a row in a step: its values, its gradient, its id each way.
     """
 
     batches: int
     chain_rows: float
     loader_rows: float
-    wire: WireBytes
+    row_bytes: float
 
     @property
     def loader_ratio(self) -> float:
@@ -86,7 +75,7 @@ def traffic(
     batch: Int64Array,
     homes: NodeHomes,
     layout: RankLayout,
-    wire: WireBytes,
+    row_bytes: float,
     weight: Float32Array | None = None,
 ) -> AffinityTraffic:
     """Return what crosses between nodes in these batches, counted; rows by their weights.
@@ -106,7 +95,7 @@ def traffic(
         batches=len(np.unique(batch)),
         chain_rows=crossing_rows(samples, batch, read_in, by_rule, nodes, weight),
         loader_rows=crossing_rows(samples, batch, by_loader, home, nodes, weight),
-        wire=wire,
+        row_bytes=row_bytes,
     )
 
 

@@ -7,10 +7,10 @@ import numpy as np
 from flexd.core.layout import RankLayout
 from flexd.planner.affinity.partition import learn_homes
 from flexd.planner.affinity.sample_rows import SampleRows
-from flexd.planner.affinity.traffic import WireBytes, crossing_rows, rule_nodes
+from flexd.planner.affinity.traffic import crossing_rows, rule_nodes
 from flexd.planner.affinity.user_nodes import assign_users
 
-LAYOUT, WIRE = RankLayout(2, 2), WireBytes(row=520.0)
+LAYOUT = RankLayout(2, 2)
 
 
 def drawn(groups: int, rows: int, samples: int = 2560, length: int = 8) -> tuple[SampleRows, np.ndarray, np.ndarray]:
