@@ -292,7 +292,7 @@ def migration_report(execution: Execution) -> MigrationReport:
     planned = replace(record, rows=record.rows or (0 if plan is None else len(plan.delta)))
     return ended_report(planned).model_copy(
         update={
-            "steps": tuple(MigrationStep.from_object(step) for step in record.steps),
+            "steps": tuple(MigrationStep(name=name, completion=share) for name, share in record.steps),
             "eta_seconds": migration.eta_seconds(),
             "bytes": record.bytes_to_copy or (0 if plan is None else plan.migration_bytes),
         }

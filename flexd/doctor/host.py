@@ -83,19 +83,16 @@ def clock(_: Config) -> Iterator[Finding]:
 
 
 def secrets(config: Config) -> Iterator[Finding]:
-    """Check that the secret files are readable, and private."""
-    files = {
-        "control.secret_file": config.control.secret_file,
-    }
-    given = {key: path for key, path in files.items() if path is not None}
-    if not given:
+    """Check that the secret file is readable, and private."""
+    path, key = config.control.secret_file, "control.secret_file"
+    if path is None:
         yield ok("secrets", "none configured: only ranks on this machine, or with certificates, can connect")
-    for key, path in given.items():
-        keys = read_keys(path, key)
-        if path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-            yield warning("secrets", f"{key}: {path} can be read or changed by others", f"chmod 0640 {path}")
-        else:
-            yield ok("secrets", f"{key}: {len(keys)} {'key' if len(keys) == 1 else 'keys'}")
+        return
+    keys = read_keys(path, key)
+    if path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+        yield warning("secrets", f"{key}: {path} can be read or changed by others", f"chmod 0640 {path}")
+    else:
+        yield ok("secrets", f"{key}: {units.plural(len(keys), 'key')}")
 
 
 def certificates(config: Config) -> Iterator[Finding]:

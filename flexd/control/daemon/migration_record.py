@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from flexd.control.daemon.migration_states import MigrationState, Transition
-
-
-class MigrationStep(NamedTuple):
-    """A named part of a migration; ``completion`` is 0 to 1. Parts overlap: chunks travel one behind the other."""
-
-    name: str
-    completion: float
 
 
 @dataclass(frozen=True)
@@ -158,17 +150,19 @@ class MigrationRecord:
         return min(1.0, self.rows_applied / self.rows) if self.rows else 0.0
 
     @property
-    def steps(self) -> tuple[MigrationStep, ...]:
-        """``wait`` (for the ranks, and for the migration before), then ``push``, ``agree`` and ``apply`` of its rows.
+    def steps(self) -> tuple[tuple[str, float], ...]:
+        """Named parts and their completion, 0 to 1; chunks travel one behind the other, so parts overlap.
+
+        ``wait`` (for the ranks, and for the migration before), then ``push``, ``agree`` and ``apply`` of its rows.
 
         An abort adds ``stop``, which is complete when all pushed rows are applied.
         """
         whole = self.rows or self.rows_pushed
-        steps = [MigrationStep("wait", 1.0 if self.started_unix_seconds else 0.0)]
+        steps = [("wait", 1.0 if self.started_unix_seconds else 0.0)]
         for name, rows in (("push", self.rows_pushed), ("agree", self.rows_agreed), ("apply", self.rows_applied)):
             done = self.state is MigrationState.COMMITTED
-            steps.append(MigrationStep(name, 1.0 if done else min(1.0, rows / whole) if whole else 0.0))
+            steps.append((name, 1.0 if done else min(1.0, rows / whole) if whole else 0.0))
         if self.state in (MigrationState.ABORTING, MigrationState.ABORTED):
             done = self.state is MigrationState.ABORTED
-            steps.append(MigrationStep("stop", 1.0 if done else self.rows_applied / max(1, self.rows_pushed)))
+            steps.append(("stop", 1.0 if done else self.rows_applied / max(1, self.rows_pushed)))
         return tuple(steps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from flexd.control.daemon.migration import ChunkedDelta, Migration
-from flexd.control.daemon.migration_record import MigrationStep
 from flexd.control.daemon.migration_states import TransitionEvent
 from flexd.core.placement import Placement
 from tests.support.ranks_in_threads import target
@@ -20,7 +19,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     chunks = ChunkedDelta(target(1, 50).delta_to(Placement.empty()).chunks(10), rows=50, bytes_to_copy=3200)
     migration = Migration("p", lambda _: chunks, clock=lambda: now[0])
     assert migration.eta_seconds() is None
-    assert [step.completion for step in migration.record.steps] == [0.0, 0.0, 0.0, 0.0]
+    assert [share for _, share in migration.record.steps] == [0.0, 0.0, 0.0, 0.0]
     migration.fire(TransitionEvent.START)
     migration.begin(Placement.empty(7))
     progress = migration.record
@@ -32,7 +31,7 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     now[0] += 2.0
     assert migration.eta_seconds() == pytest.approx(16.0), "time without progress lowers the rate"
     migration.count(chunks_pushed=1, rows_pushed=20)
-    assert {step.name: step.completion for step in migration.record.steps} == {
+    assert dict(migration.record.steps) == {
         "wait": 1.0,
         "push": 0.6,
         "agree": 0.2,
@@ -47,4 +46,4 @@ def test_progress_has_steps_and_the_time_left_at_the_measured_rate() -> None:
     assert migration.eta_seconds() == pytest.approx(20 * 31 / 20, rel=0.1)
     migration.fire(TransitionEvent.ABORT)
     assert migration.eta_seconds() is None
-    assert migration.record.steps[-1] == MigrationStep("stop", pytest.approx(30 / 50))
+    assert migration.record.steps[-1] == ("stop", pytest.approx(30 / 50))
