@@ -9,7 +9,7 @@ from flexd.embedding.checkpoint import checkpoint
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import SGD, Adam, RowOptimizer, RowWiseAdagrad
-from tests.support.collection_jobs import ROWS, loss_of, some, train_step
+from tests.support.collection_jobs import ROWS, some, train_step
 
 OPTIMIZERS: dict[str, RowOptimizer] = {
     "sgd": SGD(0.1),
@@ -45,7 +45,3 @@ def as_numpy(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
 def whole(collection: EmbeddingCollection) -> dict[str, np.ndarray]:
     """Return all tables and state as bytes."""
     return as_numpy(checkpoint.whole_state_dict(collection))
-
-
-def loss(collection: EmbeddingCollection, step: int) -> float:
-    return float(loss_of(collection(share(step, collection.rank, collection.layout.world_size))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
@@ -16,7 +15,7 @@ from flexd.core.keyspace import DimGroup
 from flexd.core.layout import RankLayout
 from flexd.embedding import devices
 from flexd.embedding.store.directory import max_listed_rows
-from flexd.embedding.store.memory import RankMemory, iterate_tensors, rank_memory
+from flexd.embedding.store.memory import RankMemory, rank_memory
 from flexd.embedding.store.store import make_stores
 from tools.bench.mirror_ranks import mirrored
 from tools.bench.sections.dispatch import Case, batch, keyspace_of, placement, tables_of
@@ -54,18 +53,6 @@ def test_a_storage_of_waiting_passes_is_counted_once() -> None:
     other = torch.zeros(7, dtype=torch.int32)
     memory = memory_of(RankLayout(2, 2), pending=[values, {"view": values[:3], "other": (other, None, "text")}])
     assert memory.pending_bytes == 800 + 28
-
-
-@dataclass
-class Nested:
-    first: torch.Tensor
-    rest: object
-
-
-def test_tensors_are_found_in_sequences_mappings_and_dataclasses() -> None:
-    tensors = [torch.zeros(size) for size in (1, 2, 3, 4)]
-    held = [tensors[0], {"a": (tensors[1],)}, Nested(tensors[2], [None, 3, "text", Nested(tensors[3], ())])]
-    assert [tensor.numel() for tensor in iterate_tensors(held)] == [1, 2, 3, 4]
 
 
 @settings(max_examples=100, deadline=None)
