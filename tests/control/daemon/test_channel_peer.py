@@ -56,6 +56,18 @@ def test_an_oversized_frame_closes_its_peer(length: int, message: int, reason: s
         expect_closed(daemon, peer, reason)
 
 
+@pytest.mark.parametrize("at", [0, 4, 8, 12, -20, -1])
+def test_a_flipped_bit_closes_its_peer(at: int) -> None:
+    with echo_daemon() as daemon, honest_peer(daemon):
+        peer = RawPeer(daemon.server.port)
+        frame = bytearray(peer.frame(b"a message", b"and its body" * 5))
+        frame[at] ^= 1 if at else 0xFF
+        peer.send(bytes(frame))
+        assert is_closed(peer.sock)
+        until(lambda: len(daemon.closed()) == 1, DEADLINE_SECONDS)
+        assert daemon.closed()[0].reason in {"forged", "oversized", "malformed"}
+
+
 @pytest.mark.parametrize("order", [[1, 0], [0, 0], [0, 2, 1], [2]])
 def test_frames_moved_repeated_or_left_out_close_their_peer(order: list[int]) -> None:
     with echo_daemon() as daemon, honest_peer(daemon):
