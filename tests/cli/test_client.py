@@ -14,17 +14,8 @@ from flexd.cli import client as client_module
 from flexd.cli.client import DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonTimeoutError, DaemonUnreachableError, ExitCode
 from flexd.config.server import ServerConfig
-from flexd.core.errors import PlanError
 from flexd.server.http import DaemonServer
 from flexd.server.metrics import Metrics
-
-
-def test_a_refusal_shows_the_daemons_own_message_and_remedy(flexd_command, url, daemon):
-    daemon.error = PlanError("only 3 accesses", remedy="wait for more")
-    done = flexd_command("plan", "--url", url)
-    assert done.returncode == ExitCode.REFUSED
-    assert done.stdout == ""
-    assert done.stderr == "error: only 3 accesses\nremedy: wait for more\n"
 
 
 def test_an_unreachable_daemon_is_named_with_a_remedy(flexd_process, tmp_path):
