@@ -21,7 +21,7 @@ from flexd.core import units
 from flexd.core.secrets import read_keys
 from flexd.doctor.finding import Finding, fault, ok, skipped, warning
 
-NEEDED = ("numpy", "pydantic", "pyyaml", "numba", "pyarrow", "datasketches", "fastapi", "uvicorn", "scipy")
+NEEDED = ("numpy", "pydantic", "pyyaml", "numba", "pyarrow", "fastapi", "uvicorn", "scipy")
 _CONNECT_SECONDS = 2.0
 _TIMEX_BYTES = 512
 """Larger than ``struct timex`` on any Linux; with modes = 0 the kernel only fills it in."""
