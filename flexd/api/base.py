@@ -58,7 +58,7 @@ class Show:
         hidden: not shown: ``-o json`` has it.
         always: shown although it has its default.
         detail: a fact, no column of a table.
-        brief: of a resource only its facts.
+        brief: of a resource only its facts, without details.
     """
 
     title: str = ""

@@ -71,17 +71,17 @@ class Status(Model):
     """What steps have shown of the curves that price plans."""
     last_plan: Annotated[PlanReport | None, Show(brief=True)] = None
     """The newest plan that was made."""
-    migration: MigrationReport | None = None
+    migration: Annotated[MigrationReport | None, Show(brief=True)] = None
     """The migration in flight, or the newest one."""
-    migrations: MigrationCounts = MigrationCounts()
+    migrations: Annotated[MigrationCounts, Show(brief=True)] = MigrationCounts()
     """All migrations since the daemon started."""
     planning: PlanningStatus = PlanningStatus()
     """When the daemon plans by itself, and what holds it back."""
-    throttle: ThrottleStatus = ThrottleStatus()
+    throttle: Annotated[ThrottleStatus, Show(brief=True)] = ThrottleStatus()
     """The limits on migrations."""
     decisions: Annotated[DecisionsStatus, HIDDEN] = DecisionsStatus()
     """The file of the operators' decisions."""
-    snapshot: SnapshotStatus = SnapshotStatus()
+    snapshot: Annotated[SnapshotStatus, Show(brief=True)] = SnapshotStatus()
     """Durable state."""
     state: StateStatus = StateStatus()
     """The saved state as this start found and left it."""

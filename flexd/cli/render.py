@@ -42,20 +42,24 @@ def present(value: BaseModel, output: OutputFormat, *, rows: int | None = None) 
     emit(value, blocks_of(value, rows=rows), output)
 
 
-def blocks_of(value: BaseModel, title: str = "", *, rows: int | None = None) -> list[Block]:
+def blocks_of(value: BaseModel, title: str = "", *, rows: int | None = None, brief: bool = False) -> list[Block]:
     """Return a resource as blocks.
 
     Args:
         rows: rows of a table, at most; None shows all.
+        brief: only the facts of the resource itself, without its details.
     """
     facts: list[tuple[str, str]] = []
     below: list[Block] = []
     for name, item, show in _shown(value):
+        if brief and show.detail:
+            continue
         under = f"{title} {show.title or _heading(name)}".strip()
         if isinstance(item, BaseModel):
-            below += blocks_of(item, under, rows=rows)[: 1 if show.brief else None]
+            below += blocks_of(item, under, rows=rows, brief=show.brief)
         elif entries := entries_of(item):
-            one = len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
+            # A list that was asked for is a table, also with one entry.
+            one = title and len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
             below += blocks_of(entries[0][1], under) if one else [table_of(under, entries, rows)]
         elif name == "words" and isinstance(item, tuple):
             below.append(Sentences(under, item))
@@ -64,7 +68,7 @@ def blocks_of(value: BaseModel, title: str = "", *, rows: int | None = None) -> 
         else:
             facts.append((show.title or _heading(name), text_of(name, item, show)))
     wrong = frozenset(name for name, text in facts if _WRONG.search(name) or (name, text) == ("ready", "no"))
-    return [*([Facts(title, tuple(facts), wrong)] if facts else []), *below]
+    return [*([Facts(title, tuple(facts), wrong)] if facts else []), *(() if brief else below)]
 
 
 def table_of(title: str, entries: Sequence[tuple[str, BaseModel]], rows: int | None = None) -> Table:

@@ -39,7 +39,14 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize(("scenario", "tolerance", "kernels"), ALL, ids=str)
+def name_of(value: Scenario | float | Job | None) -> str:
+    """Return a name that is the same in every process."""
+    if isinstance(value, Scenario):
+        return f"{value.nodes}x{value.local_ranks}-{value.optimizer}-{value.exchange}-{value.dtype}-{value.seed}"
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize(("scenario", "tolerance", "kernels"), ALL, ids=name_of)
 def test_training_equals_one_process(ranks: Ranks, scenario: Scenario, tolerance: float, kernels: Job | None) -> None:
     """The formula of each optimizer, and what ``test_any_training`` does not draw.
 
