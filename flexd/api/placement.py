@@ -64,7 +64,7 @@ def placement_status(placement: Placement, keyspace: KeySpace, digest_mismatches
     total_rows = keyspace.total_rows
     return PlacementStatus(
         version=placement.version,
-        rows={**rows_above_home(placement), "HOME": total_rows - len(placement.copies)},
+        rows={"HOME": total_rows - len(placement.copies), **rows_above_home(placement)},
         moved_rows=len(placement.moved),
         digest=f"{placement.digest():016x}",
         digest_mismatches=digest_mismatches,

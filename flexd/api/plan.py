@@ -186,25 +186,25 @@ class PlanReport(Model):
 
     plan_id: str
     """Id of the plan."""
-    parent_id: str = ""
+    parent_id: Annotated[str, DETAIL] = ""
     """The plan that the live placement came from."""
     reason: str = ""
     """Reason of its trigger."""
-    trigger: TriggerName | None = None
+    trigger: Annotated[TriggerName | None, DETAIL] = None
     """Kind of its trigger; null where only the plan is known."""
-    who: str = ""
+    who: Annotated[str, DETAIL] = ""
     """The person or program that requested it; ``flexd`` for the daemon itself."""
     gates: tuple[GateReport, ...] = ()
     """Gates of its profile; empty where only the plan is known."""
-    created_unix_seconds: FiniteOrNone = None
+    created_unix_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """When it was made."""
     topology_generation: Annotated[int, HIDDEN] = 0
     """The live ranks it was made for."""
     profile_generation: Annotated[int, HIDDEN] = 0
     """The profile it was made from."""
-    cluster: str = ""
+    cluster: Annotated[str, DETAIL] = ""
     """The cluster description that priced it."""
-    replica_slots: tuple[int, ...] = ()
+    replica_slots: Annotated[tuple[int, ...], DETAIL] = ()
     """Replica slots of each rank, for each dim-group."""
     rows_before: RowsByTier = Field(default_factory=dict)
     """Rows above HOME in the live placement."""
@@ -216,11 +216,11 @@ class PlanReport(Model):
     """Rows that lose copies."""
     migration_bytes: int = 0
     """Row values and optimizer state that the migration copies."""
-    migration_seconds: FiniteOrNone = None
+    migration_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """Predicted time of the migration, by bandwidth alone."""
-    objective_seconds: FiniteOrNone = None
+    objective_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """The planner's objective: exposed time, with row bounds and the migration over the horizon."""
-    lower_bound_seconds: FiniteOrNone = None
+    lower_bound_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """No plan within the replica slots has a smaller objective."""
     gap: FiniteOrNone = None
     """Largest share that the plan may miss of what any plan could save in the mean over the ranks: 0 is proven best, 1
@@ -229,13 +229,13 @@ class PlanReport(Model):
     """Predicted saving of a step against the live placement, exposed seconds in the mean over the ranks."""
     moved_rows: int = 0
     """Rows that live in another node than that of their home rank."""
-    moves_save_seconds: FiniteOrNone = None
+    moves_save_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """The part of the saving that comes from rows which move to other nodes or back."""
-    saved_busiest_seconds: FiniteOrNone = None
+    saved_busiest_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """The same saving if every collective takes as long as its busiest rank."""
     saved_share: FiniteOrNone = None
     """The saving as a share of the measured step; null if that is not known."""
-    step_seconds: FiniteOrNone = None
+    step_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """Measured wall time of a step; null if it is not known."""
     before: CostReport = CostReport()
     """The live placement under the profile as it is now."""
