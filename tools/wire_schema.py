@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -111,8 +112,9 @@ def _models(base: Any) -> dict[str, Fields]:
 
 
 def _written(cls: Any, field: str) -> str:
-    """Return the annotation of a field as it is written, which names its limits."""
-    return str(next(found[field] for found in map(inspect.get_annotations, cls.__mro__) if field in found))
+    """Return the annotation of a field as it is written, which names its limits; how it is shown does not travel."""
+    written = str(next(found[field] for found in map(inspect.get_annotations, cls.__mro__) if field in found))
+    return re.sub(r"^Annotated\[(.*), (?:DETAIL|HIDDEN|ALWAYS|Show\(.*\))\]$", r"\1", written)
 
 
 def _subclasses(base: Any) -> Iterator[Any]:

@@ -37,17 +37,20 @@ _UNITS: tuple[tuple[str, Callable[[Any], str]], ...] = (
 )
 
 
-def present(value: BaseModel, output: OutputFormat, *, rows: int | None = None) -> None:
-    """Print a resource in the requested format; ``rows`` as for ``blocks_of``."""
-    emit(value, blocks_of(value, rows=rows), output)
+def present(value: BaseModel, output: OutputFormat, *, rows: int | None = None, tables: bool = False) -> None:
+    """Print a resource in the requested format; ``rows`` and ``tables`` as for ``blocks_of``."""
+    emit(value, blocks_of(value, rows=rows, tables=tables), output)
 
 
-def blocks_of(value: BaseModel, title: str = "", *, rows: int | None = None, brief: bool = False) -> list[Block]:
+def blocks_of(
+    value: BaseModel, title: str = "", *, rows: int | None = None, brief: bool = False, tables: bool = False
+) -> list[Block]:
     """Return a resource as blocks.
 
     Args:
         rows: rows of a table, at most; None shows all.
         brief: only the facts of the resource itself, without its details.
+        tables: a list of one entry is a table too, and not its facts.
     """
     facts: list[tuple[str, str]] = []
     below: list[Block] = []
@@ -58,8 +61,7 @@ def blocks_of(value: BaseModel, title: str = "", *, rows: int | None = None, bri
         if isinstance(item, BaseModel):
             below += blocks_of(item, under, rows=rows, brief=show.brief)
         elif entries := entries_of(item):
-            # A list that was asked for is a table, also with one entry.
-            one = title and len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
+            one = not tables and len(entries) == 1 and len(list(_shown(entries[0][1]))) > MOST_COLUMNS
             below += blocks_of(entries[0][1], under) if one else [table_of(under, entries, rows)]
         elif name == "words" and isinstance(item, tuple):
             below.append(Sentences(under, item))

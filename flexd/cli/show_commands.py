@@ -86,7 +86,7 @@ def get(
     for name in fields:
         if route.request is None or name not in route.request.model_fields:
             raise ConfigError(f"flexd get {kind} takes no {name}", remedy="leave it out")
-    present(connect(url, socket).send(route, **fields), output)
+    present(connect(url, socket).send(route, **fields), output, tables=True)
 
 
 def describe(

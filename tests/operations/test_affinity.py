@@ -21,6 +21,7 @@ from flexd.core.layout import RankLayout, nodes_of_moved
 from flexd.core.supervision import Supervisor
 from flexd.operations.affinity import AffinityMonitor
 from flexd.operations.verification import plan_kind
+from flexd.planner.drift import placement_communication
 from flexd.sketch.coaccess import CoAccess
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
@@ -112,7 +113,13 @@ def test_rows_move_where_they_may_stay_there_and_come_home(tmp_path: Path, capsy
 
     made = harness.planning
     assert made.last_profile is not None
-    priced = [made._price(made.last_profile, each, RankLayout(2, 2)).total for each in (live, live.copies)]
+    keyspace, job = harness.config.keyspace(), made._job
+    priced = [
+        placement_communication(
+            made.last_profile, keyspace, RankLayout(2, 2), made.cluster, each, job.shape, job.exchange
+        ).total
+        for each in (live, live.copies)
+    ]
     assert priced[0] == priced[1], "drift knows copies alone"
 
     off = {"moved_slots_share": 0, "min_saving": {"seconds": 1.0, "share": 0.9}}
