@@ -43,9 +43,9 @@ class TableSketchStatus(Model):
     """Probability that one row's estimate exceeds the bound; 0 for the other kinds."""
     relative_error: FiniteOrNone = None
     """Relative standard error of one row's estimate by logarithmic counters; 0 for the other kinds."""
-    counter_bits: int = 0
+    counter_bits: Annotated[int, DETAIL] = 0
     """Bits of each row's logarithmic counter; 0 for the other kinds."""
-    width: int = 0
+    width: Annotated[int, DETAIL] = 0
     """Counters in each of a count-min's rows of counters; 0 for the other kinds."""
     hot_rows: Annotated[int, DETAIL] = 0
     """Rows that can be listed one by one."""

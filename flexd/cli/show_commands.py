@@ -86,6 +86,8 @@ def get(
     for name in fields:
         if route.request is None or name not in route.request.model_fields:
             raise ConfigError(f"flexd get {kind} takes no {name}", remedy="leave it out")
+    if kind == "rows" and table is None:
+        raise ConfigError("flexd get rows needs the name of a table", remedy="flexd get tables lists them")
     present(connect(url, socket).send(route, **fields), output, tables=True)
 
 

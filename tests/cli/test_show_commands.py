@@ -42,12 +42,17 @@ def test_lists_and_details_reach_the_daemon(flexd_command, url, daemon):
 
 
 @pytest.mark.parametrize(
-    "command",
-    ["get tables --order luck", "get tables -n 1001", "get rows", "get ranks --offset -1", "get ranks --order name",
-     "get history --state lost", "get plans -n 3", "get luck", "describe table items"],
+    ("command", "reason"),
+    [
+        ("get tables --order luck", "order"), ("get tables -n 1001", "--limit"),
+        ("get rows", "needs the name of a table"), ("get ranks --offset -1", "offset"),
+        ("get ranks --order name", "get ranks takes no order"), ("get history --state lost", "state"),
+        ("get plans -n 3", "get plans takes no limit"), ("get luck", "luck"), ("describe table items", "table"),
+    ],
 )  # fmt: skip
-def test_wrong_usage_does_not_reach_the_daemon(flexd_command, url, daemon, command):
-    assert flexd_command(*command.split(), "--url", url).returncode == ExitCode.USAGE
+def test_wrong_usage_does_not_reach_the_daemon(flexd_command, url, daemon, command, reason):
+    done = flexd_command(*command.split(), "--url", url)
+    assert (done.returncode, reason in done.stderr) == (ExitCode.USAGE, True), done.stderr
     assert daemon.calls == []
 
 
