@@ -7,11 +7,12 @@ import json
 
 import pytest
 
-from flexd.api.migration import MigrationReport
+from flexd.api.migration import MigrationEntry, MigrationList, MigrationReport
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import Status
 from flexd.api.stream import OffsetRangeStatus, StreamStatus
 from flexd.api.table import SketchStatus, TableSketchStatus
+from flexd.cli.blocks import Facts, Table
 from flexd.cli.exit_codes import ExitCode
 from flexd.cli.render import blocks_of
 from flexd.cli.show_commands import STATUS_ROWS, split_target
@@ -54,6 +55,16 @@ def test_wrong_usage_does_not_reach_the_daemon(flexd_command, url, daemon, comma
     done = flexd_command(*command.split(), "--url", url)
     assert (done.returncode, reason in done.stderr) == (ExitCode.USAGE, True), done.stderr
     assert daemon.calls == []
+
+
+def test_a_list_of_one_is_a_table_and_one_entry_among_facts_is_facts():
+    entry = MigrationEntry(
+        migration_id="m1", plan_id="p1", state="COMMITTED", rows=27, rows_applied=27, trigger="manual", who="ada",
+        reason="campaign", bytes=6_912, seconds=1.5,
+    )  # fmt: skip
+    listed = MigrationList(migrations=(entry,))
+    assert [type(block) for block in blocks_of(listed, tables=True)] == [Table]
+    assert [type(block) for block in blocks_of(listed)] == [Facts]
 
 
 def test_what_is_not_there_is_a_refusal(flexd_command, url, daemon):
