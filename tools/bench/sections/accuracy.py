@@ -181,7 +181,7 @@ def checks_of(case: str, figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def section(options: Namespace) -> Outcome:
-    rows, accesses = (500_000, 4_000_000) if options.quick else (10_000_000, 40_000_000)
+    rows, accesses = (2_000_000, 8_000_000) if options.quick else (10_000_000, 40_000_000)
     warm_up()
     figures: dict[str, dict[str, Any]] = {}
     checks: list[dict[str, Any]] = []
