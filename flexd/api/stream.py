@@ -14,19 +14,6 @@ if TYPE_CHECKING:
     from flexd.ingest.stats import IngestStats
 
 
-class OffsetRangeStatus(Model):
-    """A range of offsets of a partition."""
-
-    partition: str
-    """Partition, as in the stream's positions."""
-    first_offset: int
-    """First offset of the range."""
-    last_offset: int
-    """Last offset of the range; one less than the first if it is unknown how many messages were lost."""
-    reason: str
-    """Why its messages were lost or are skipped."""
-
-
 class StreamStatus(Model):
     """The access stream now; counters run since the daemon started."""
 
@@ -58,10 +45,6 @@ class StreamStatus(Model):
     """Messages that existed and the source could not deliver, by reason."""
     positions_lost: dict[str, int] = Field(default_factory=dict)
     """Positions that the log no longer had, by reason."""
-    lost_ranges: list[OffsetRangeStatus] = Field(default_factory=list)
-    """The newest ranges of lost messages, oldest first."""
-    skipped_offsets: list[OffsetRangeStatus] = Field(default_factory=list)
-    """Offsets that are skipped because the daemon died there twice."""
     dead_letters: int = 0
     """Samples of rejected messages kept."""
     dead_letter_failures: int = 0
@@ -139,23 +122,5 @@ def stream_status(config: Config, stats: IngestStats) -> StreamStatus:
         rejected_messages=with_zeros(MESSAGE_REASONS, stats.rejected_messages),
         messages_lost=with_zeros(LOSS_REASONS, stats.messages_lost),
         positions_lost=with_zeros(POSITION_REASONS, stats.positions_lost),
-        lost_ranges=[
-            OffsetRangeStatus(
-                partition=lost.partition,
-                first_offset=lost.first_offset,
-                last_offset=lost.last_offset,
-                reason=lost.reason,
-            )
-            for lost in stats.lost_ranges
-        ],
-        skipped_offsets=[
-            OffsetRangeStatus(
-                partition=skipped.partition,
-                first_offset=skipped.first,
-                last_offset=skipped.last,
-                reason="poison_offset",
-            )
-            for skipped in stats.skipped_offsets
-        ],
         newest_event_unix_seconds=stats.newest_event_seconds,
     )

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.daemon.state_admin import StateReport
     from flexd.sketch.table_restore import TableOutcome
-    from flexd.stream.offsets_in_work import PoisonOffset
 
 app = typer.Typer(
     help="Show or reset the saved state of a daemon.\n\n"
@@ -95,7 +94,6 @@ def _document(report: StateReport) -> dict[str, Any]:
         "restored_from": None if report.preview.path is None else report.preview.path.name,
         "tables": [dataclasses.asdict(outcome) for outcome in report.preview.outcomes],
         "snapshots": [dataclasses.asdict(saved) for saved in report.snapshots],
-        "deadly_offsets": [dataclasses.asdict(offset) for offset in report.deadly_offsets],
     }
 
 
@@ -119,20 +117,7 @@ def _blocks(report: StateReport) -> list[Block]:
     if report.preview.outcomes:
         rows = tuple(_outcome(outcome) for outcome in report.preview.outcomes)
         blocks.append(Table("tables", ("table", "outcome", "accesses", "detail"), rows, frozenset(("accesses",))))
-    if report.deadly_offsets:
-        rows = tuple(_deadly(offset) for offset in report.deadly_offsets)
-        columns = ("partition", "first", "last", "deaths", "last death", "next start")
-        blocks.append(Table("offsets at which the daemon died", columns, rows, frozenset(("first", "last", "deaths"))))
     return blocks
-
-
-def _deadly(offset: PoisonOffset) -> tuple[str, ...]:
-    from flexd.stream.offsets_in_work import DEATHS_UNTIL_SKIPPED
-
-    action = "skips them" if offset.deaths >= DEATHS_UNTIL_SKIPPED else "reads them once more"
-    return (
-        offset.partition, str(offset.first), str(offset.last), str(offset.deaths), units.when(offset.died_at), action,
-    )  # fmt: skip
 
 
 def _outcome(outcome: TableOutcome) -> tuple[str, ...]:

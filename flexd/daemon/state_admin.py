@@ -5,7 +5,6 @@ A reset takes the lock of the directory, so a running daemon is never disturbed.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from flexd.ingest.restore import RestorePreview, SnapshotMeta, preview
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.offsets_in_work import RECORD_NAME, PoisonOffset, read_record
 
 LOCK_WAIT_SECONDS = 3.0
 """A daemon that waits for its state (``state.on_unusable: wait``) has the lock for a moment whenever files change."""
@@ -50,14 +48,12 @@ class StateReport:
 
     Attributes:
         problems: why a start would be refused, beside the snapshots.
-        deadly_offsets: at which the daemon died; skipped from ``DEATHS_UNTIL_SKIPPED`` deaths on.
     """
 
     directory: Path
     snapshots: tuple[SavedSnapshot, ...]
     preview: RestorePreview
     problems: tuple[str, ...]
-    deadly_offsets: tuple[PoisonOffset, ...] = ()
 
     @property
     def starts(self) -> bool:
@@ -90,16 +86,11 @@ def report(config: Config) -> StateReport:
         check_owner(directory, config.job)
     except SnapshotError as error:
         problems.append(error.message)
-    deadly: tuple[PoisonOffset, ...] = ()
-    # Of a newer flexd it is among the problems; a damaged one is set aside by the next start.
-    with contextlib.suppress(SnapshotError):
-        deadly = read_record(directory / RECORD_NAME)
     return StateReport(
         directory,
         tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
         preview(store, config.keyspace().tables, factory.sketch_settings(config)),
         tuple(problems),
-        deadly,
     )
 
 

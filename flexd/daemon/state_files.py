@@ -21,7 +21,6 @@ from flexd.core.durable import UNUSABLE, replace_file, sync_directory
 from flexd.core.errors import SnapshotError, StateLockedError, StateVersionError, UnusableStateError
 from flexd.ingest.restore import UNUSABLE_REMEDY
 from flexd.operations import state_file
-from flexd.stream import offsets_in_work
 
 FILE_NAME = "lock"
 _POLL_SECONDS = 0.05
@@ -152,7 +151,6 @@ FILES = (
     StateFile("placement/placement.journal", journal.check_version),
     StateFile(state_file.NAME, state_file.check_version, state_file.SIDE_FILES),
     StateFile(tables_file.NAME, tables_file.check_version),
-    StateFile(offsets_in_work.RECORD_NAME, offsets_in_work.check_version),
 )
 
 

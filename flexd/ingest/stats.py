@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from flexd.core import tap_counts
 from flexd.stream.codecs import codec
-from flexd.stream.losses import LostRange
-from flexd.stream.offsets_in_work import PoisonOffset
 from flexd.stream.types import REFUSAL_REASONS
 
 MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *tap_counts.REASONS, *REFUSAL_REASONS, "internal_error"}))
@@ -33,8 +31,6 @@ class IngestStats:
         read_share: share of the stream that is read; counters of messages and accesses are of what is read.
         messages_lost: messages known to have existed that the source could not deliver, by reason of ``LOSS_REASONS``.
         positions_lost: positions that the log no longer had, by reason of ``POSITION_REASONS``.
-        lost_ranges: the newest ranges of lost messages, oldest first.
-        skipped_offsets: offsets that are skipped because the daemon died there.
         newest_event_seconds: NaN before the first access.
         least_skew_seconds, most_skew_seconds: event time minus arrival of the messages of the last ten seconds; NaN
             without any.
@@ -63,8 +59,6 @@ class IngestStats:
     read_share: float = 1.0
     messages_lost: Mapping[str, int] = field(default_factory=dict)
     positions_lost: Mapping[str, int] = field(default_factory=dict)
-    lost_ranges: tuple[LostRange, ...] = ()
-    skipped_offsets: tuple[PoisonOffset, ...] = ()
     newest_event_seconds: float = math.nan
     least_skew_seconds: float = math.nan
     most_skew_seconds: float = math.nan

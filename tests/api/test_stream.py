@@ -10,24 +10,17 @@ from flexd.api.daemon import snapshot_status
 from flexd.api.stream import stream_status
 from flexd.ingest.stats import IngestStats
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.losses import LostRange
-from flexd.stream.offsets_in_work import PoisonOffset
 from tests.support.components import CONFIG
 
 
 def test_counters_are_shown_as_they_are() -> None:
     stats = IngestStats(
         messages=3, accesses=20, bytes=99, messages_lost={"corrupt": 2}, newest_event_seconds=1.5, problem="gone",
-        lost_ranges=(LostRange("t/0", 5, 6, "corrupt"),), skipped_offsets=(PoisonOffset("t/1", 7, 9, False, 2, 0.0),),
     )  # fmt: skip
     shown = stream_status(CONFIG, stats)
     assert (shown.source, shown.messages, shown.accesses, shown.bytes) == ("tap", 3, 20, 99)
     assert shown.messages_lost == {"corrupt": 2, "not_kept": 0, "retention": 0, "truncated": 0}
     assert shown.positions_lost == {"out_of_range": 0, "retention": 0, "truncated": 0}
-    assert [item.model_dump() for item in shown.lost_ranges + shown.skipped_offsets] == [
-        {"partition": "t/0", "first_offset": 5, "last_offset": 6, "reason": "corrupt"},
-        {"partition": "t/1", "first_offset": 7, "last_offset": 9, "reason": "poison_offset"},
-    ]
     assert (shown.newest_event_unix_seconds, shown.problem) == (1.5, "gone")
 
 

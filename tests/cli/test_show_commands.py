@@ -10,7 +10,7 @@ import pytest
 from flexd.api.migration import MigrationEntry, MigrationList, MigrationReport
 from flexd.api.rank import TopologyStatus
 from flexd.api.status import Status
-from flexd.api.stream import OffsetRangeStatus, StreamStatus
+from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus, TableSketchStatus
 from flexd.cli.blocks import Facts, Table
 from flexd.cli.exit_codes import ExitCode
@@ -93,7 +93,6 @@ def test_the_status_shows_what_is_wrong():
         stream=StreamStatus(
             source="kafka", lag_messages=12_345, rejected_messages={"corrupt": 2, "empty": 0},
             messages_lost={"retention": 4_000, "corrupt": 0},
-            lost_ranges=[OffsetRangeStatus(partition="t/0", first_offset=10, last_offset=4_009, reason="retention")],
             problem="broker unreachable",
         ),
         sketch=SketchStatus(

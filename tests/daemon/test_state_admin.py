@@ -22,7 +22,6 @@ from flexd.daemon.state_files import StateLock, check_files
 from flexd.ingest.restore import RestoredState, restore
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
-from flexd.stream.offsets_in_work import RECORD_NAME, OffsetsInWork
 from tests.support.repository import ROOT, child_environment
 
 TABLES = [{"name": "users", "rows": 500, "dim": 8}, {"name": "items", "rows": 20_000, "dim": 8}]
@@ -105,24 +104,14 @@ def test_a_running_daemon_is_not_disturbed(config: Config, monkeypatch: pytest.M
 
 
 def test_a_copy_of_the_directory_is_a_backup(config: Config, tmp_path: Path) -> None:
-    """With the offsets at which the daemon died, which are not read again."""
-    for partition, times in (("clicks/0", 2), ("clicks/1", 1)):
-        for _ in range(times):
-            OffsetsInWork(config.state.dir).begin(partition, 5, 9)
-    OffsetsInWork(config.state.dir).close()
     shutil.copytree(config.state.dir, tmp_path / "backup")
     before = started(config)
     state_admin.reset(config, keep_positions=False)
     shutil.rmtree(config.state.dir)
     shutil.copytree(tmp_path / "backup", config.state.dir)
-    again, shown = started(config), state_admin.report(config)
+    again = started(config)
     assert again.positions == before.positions
     assert again.sketches.samples_by_table() == before.sketches.samples_by_table() == (COUNTED,) * 2
-    assert [(each.partition, each.first, each.last, each.deaths) for each in shown.deadly_offsets] == [
-        ("clicks/0", 5, 9, 2), ("clicks/1", 5, 9, 1),
-    ]  # fmt: skip
-    (config.state.dir / RECORD_NAME).write_text("[")
-    assert state_admin.report(config).deadly_offsets == ()
 
 
 @pytest.mark.parametrize(

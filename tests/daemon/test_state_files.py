@@ -17,7 +17,6 @@ from flexd.core.errors import StateVersionError, UnusableStateError
 from flexd.daemon.state_files import FILES, check_files, mark_unusable
 from flexd.operations.decisions import DecisionFile
 from flexd.operations.state_file import StateFile
-from flexd.stream.offsets_in_work import OffsetsInWork
 
 BY_NAME = {file.name: file for file in FILES}
 
@@ -48,7 +47,6 @@ def _newer_json(path: Path) -> None:
 OPENERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "placement/placement.journal": (_newer_journal, lambda state: PlacementJournal(state / "placement")),
     "state.sqlite": (_newer_database, lambda state: DecisionFile(StateFile(state / "state.sqlite"))),
-    "poison-offsets.json": (_newer_json, OffsetsInWork),
     "tables-of-ranks.json": (_newer_json, load_tables),
 }  # fmt: skip
 

@@ -127,7 +127,7 @@ def test_contract(stream):
         assert first.positions() == saved
     assert first.commit(saved) is None
     assert first.problem is None
-    assert first.losses().messages() == {}
+    assert first.losses().messages == {}
 
     # An older position repeats the same messages, and only those after it.
     halfway = {name: sorted(part)[len(part) // 2] for name, part in parts.items()}

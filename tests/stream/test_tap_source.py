@@ -64,7 +64,7 @@ def test_counts_are_delivered_once_however_often_they_arrive():
 def test_counts_that_no_rank_keeps_are_reported_as_lost():
     source = opened({A: 2})
     assert source.deliver(A, 5, b"x")
-    assert sum(source.losses().messages().values()) == 3
+    assert sum(source.losses().messages.values()) == 3
     source.poll(1.0)
     assert source.positions() == {A: 6}
 

@@ -138,7 +138,6 @@ class PartitionReader:
                     messages.append(Message(self._name, offset, payload))
                 else:
                     self.losses.add(self._name, offset, offset + 1, "corrupt")
-                    self._report_corrupt(self._position + at)
                 self.next_offset = offset + 1
             self._segment_end = offset + 1
             self._reached = self._reached or self._segment_end >= self.next_offset
@@ -159,14 +158,9 @@ class PartitionReader:
         self._search_from, found = segments.find_record(self._fd, start, self.next_offset)
         if found is None:
             return False
-        self._report_corrupt(self._position)
         self._position = found
         self._search_from = None
         return True
-
-    def _report_corrupt(self, position: int) -> None:
-        path = segments.segment_path(self._directory, self._base)
-        _log.warning("corrupt record skipped: %s at byte %d, before offset %d", path, position, self.next_offset)
 
     def _advance(self) -> bool:
         """Move to the next segment at the end of this one. Return False if there is nothing more to read yet."""
@@ -205,7 +199,6 @@ class PartitionReader:
         """Move to a segment beyond the next offset: one in between was deleted, or this one has a corrupt end."""
         if self._base in bases:
             self.losses.add(self._name, self.next_offset, base, "corrupt")
-            self._report_corrupt(self._position)
             self.next_offset = base
         else:
             self._lose_position(f"the log now starts at {bases[0]}", bases)
@@ -224,7 +217,7 @@ class PartitionReader:
         self._reached = True
         target = bases[0] if self._on_position_lost == "earliest" else self._end_offset(bases[-1])
         reason = "retention" if bases[0] > self.next_offset else "truncated"
-        self.losses.add_position(self._name, self.next_offset, reason)
+        self.losses.add_position(reason)
         self.losses.add(self._name, self.next_offset, target, reason)
         _log.warning("%s; continuing at the %s message, %d", lost, self._on_position_lost, target)
         self.next_offset = target

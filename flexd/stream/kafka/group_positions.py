@@ -129,7 +129,7 @@ class GroupPositions:
         with self._lock:
             for key in keys:
                 position = self._next.pop(key, 0)
-                self.losses.add_position(key, position, reason)
+                self.losses.add_position(reason)
                 self._lost_at[key] = position
                 if ends is not None and self._policy == "latest":
                     # "end", resolved after every rebalance, would move past messages produced meanwhile.

@@ -109,7 +109,7 @@ def test_a_payload_is_sent_again_only_if_the_daemon_dies_before_its_snapshot(dae
         assert second.counted == [(ranks.partition(1), 0, b"in no snapshot")]
         second.snapshot()
         until(lambda: one.free)
-        assert second.source.losses().messages() == {}
+        assert second.source.losses().messages == {}
         second.kill()
 
 

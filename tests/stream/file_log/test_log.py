@@ -42,7 +42,7 @@ def test_round_trip(tmp_path_factory, payloads, segment_bytes, flush_bytes, poll
     assert source.lag() == (len(payloads) if len(segment_files(path)) == 1 else source.lag())
     assert read_all(source) == list(enumerate(payloads))
     assert source.lag() == 0
-    assert (source.losses().messages(), source.losses().positions()) == ({}, {})
+    assert (source.losses().messages, source.losses().positions) == ({}, {})
     assert source.problem is None
     source.close()
 
@@ -58,7 +58,7 @@ def test_an_incomplete_record_of_a_dead_writer_loses_nothing(tmp_path, kept):
     assert read_all(source) == [(0, b"zero")]
     write(tmp_path, [b"one", b"two"])
     assert read_all(source) == [(1, b"one"), (2, b"two")]
-    assert source.losses().messages() == {}
+    assert source.losses().messages == {}
     assert source.problem is None
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_repeated(tmp_path, monke
     assert refused > 0
     source = source_of(tmp_path)
     assert read_all(source) == list(enumerate(taken))
-    assert source.losses().messages() == {}
+    assert source.losses().messages == {}
 
 
 WRITER = """
@@ -145,4 +145,4 @@ def test_killed_writers_leave_a_readable_log(tmp_path):
     assert len(got) > 100
     assert [offset for offset, _ in got] == list(range(len(got)))
     assert all(payload == b"%d " % offset * 9 for offset, payload in got)
-    assert (source.losses().messages(), source.losses().positions()) == ({}, {})
+    assert (source.losses().messages, source.losses().positions) == ({}, {})

@@ -28,7 +28,7 @@ def test_an_incomplete_record_arrives_once_complete(tmp_path):
     with path.open("ab") as file:
         file.write(record[-1:])
     assert read_all(source) == [(1, b"second message")]
-    assert source.losses().messages() == {}
+    assert source.losses().messages == {}
 
 
 def test_a_record_completed_just_before_the_segment_rolls_is_read(tmp_path, monkeypatch):
@@ -48,7 +48,7 @@ def test_a_record_completed_just_before_the_segment_rolls_is_read(tmp_path, monk
 
     monkeypatch.setattr(segments, "base_offsets", roll_then_list)
     assert read_all(source) == [(1, b"one"), (2, b"two")]
-    assert source.losses().messages() == {}
+    assert source.losses().messages == {}
 
 
 @pytest.mark.parametrize("last", [5, 8])
@@ -83,7 +83,7 @@ def test_corruption_is_skipped_and_counted(tmp_path_factory, data):
     assert [offset for offset, _ in got] == sorted({offset for offset, _ in got})
     for offset, payload in got[:-1]:
         assert payload == everything[offset]
-    assert sum(source.losses().messages().values()) == end + 1 - len(got)
+    assert sum(source.losses().messages.values()) == end + 1 - len(got)
     assert len(got) >= len(payloads) + 1 - 3
 
 
@@ -97,7 +97,7 @@ def test_corruption_in_the_segment_being_written(tmp_path):
         file.seek(segments.record_bytes(9) + 4)
         file.write(b"\xff\xff\xff\x7f")
     assert read_all(source) == [(0, b"message 0"), (2, b"message 2")]
-    assert sum(source.losses().messages().values()) == 1
+    assert sum(source.losses().messages.values()) == 1
     with path.open("r+b") as file:
         file.seek(0, os.SEEK_END)
         end = file.tell()
@@ -110,7 +110,7 @@ def test_corruption_in_the_segment_being_written(tmp_path):
     sink.send(b"message 4")
     assert read_all(source) == [(4, b"message 4")]
     assert source.problem is None
-    assert sum(source.losses().messages().values()) == 2
+    assert sum(source.losses().messages.values()) == 2
     sink.close()
 
 
@@ -129,12 +129,12 @@ def test_a_slow_reader_notices_that_the_oldest_segments_are_gone(tmp_path):
     assert first > 20
     # The segment that a reader has open stays readable to its end: record 1 is in it.
     assert [offset for offset, _ in read_all(slow)] == [1, *range(first, 40)]
-    assert (sum(slow.losses().messages().values()), sum(slow.losses().positions().values())) == (first - 2, 1)
+    assert (sum(slow.losses().messages.values()), sum(slow.losses().positions.values())) == (first - 2, 1)
     assert len(strict.poll(0.0)) == 1
     with pytest.raises(PositionLostError, match="snapshot"):
         strict.poll(0.0)
     assert [offset for offset, _ in read_all(latest)] == [1]
-    assert sum(latest.losses().messages().values()) == 38
+    assert sum(latest.losses().messages.values()) == 38
     sink.send(b"new")
     assert read_all(latest) == [(40, b"new")]
     sink.close()
@@ -150,5 +150,5 @@ def test_a_position_beyond_the_end_is_noticed(tmp_path, policy):
             source.poll(0.0)
         return
     assert [offset for offset, _ in read_all(source)] == ([0, 1, 2] if policy == "earliest" else [])
-    assert sum(source.losses().positions().values()) == 1
+    assert sum(source.losses().positions.values()) == 1
     assert source.positions() == {"p": 3}
