@@ -22,13 +22,13 @@ from flexd.operations.effects import effect_of
 if TYPE_CHECKING:
     from flexd.config.model import Config
     from flexd.control.daemon.coordinator import Coordinator
+    from flexd.control.daemon.throttle import Throttle
     from flexd.core.keyspace import KeySpace
     from flexd.ingest import Ingestor
     from flexd.operations.autoplan import AutoPlanner
     from flexd.operations.drift import DriftMonitor
     from flexd.operations.executions import Execution
     from flexd.operations.history import MigrationHistory
-    from flexd.operations.pacing import MigrationPacing
     from flexd.operations.planning import Planning
     from flexd.operations.training_monitor import SlowMemoryMonitor, TrainingMonitor
     from flexd.sketch.snapshot import SnapshotStore
@@ -53,7 +53,7 @@ class Components:
     training: TrainingMonitor
     drift: DriftMonitor
     auto: AutoPlanner
-    pacing: MigrationPacing
+    throttle: Throttle
     history: MigrationHistory
     snapshots: SnapshotStore
     slow_memory: SlowMemoryMonitor
@@ -93,7 +93,7 @@ class Components:
                 "migration": None if execution is None else self._migration(execution),
                 "migrations": migration_counts(planning.executions, control.illegal_transitions, self.history.snapshot),
                 "planning": planning_status(planning, self.auto),
-                "throttle": throttle_status(self.pacing.snapshot()),
+                "throttle": throttle_status(self.throttle),
                 "snapshot": snapshot_status(ingest, self.snapshots),
                 "state": state_status(self.ingestor),
             }

@@ -6,15 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 from flexd.api.daemon import DecisionsStatus, PauseState, ReloadReport
+from flexd.api.throttle import ThrottleStatus, throttle_status
 from flexd.config.links import ControlConfig
 from flexd.control.daemon.coordinator import Coordinator
+from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import FlexdError
 from flexd.operations.decisions import DecisionFile, Pause, ThrottleOverride
 from flexd.operations.history import ActionKind, ActionRecord, MigrationHistory
-from flexd.operations.pacing import MigrationPacing, merge_limits
 from flexd.operations.triggers import DAEMON_ACTOR
 
 logger = logging.getLogger("flexd")
@@ -37,24 +39,24 @@ class OperatorCommands:
         decisions: DecisionFile,
         history: MigrationHistory,
         coordinator: Coordinator,
-        pacing: MigrationPacing,
+        throttle: Throttle,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._control = control
         self._decisions = decisions
         self._history = history
         self._coordinator = coordinator
-        self._pacing = pacing
+        self._throttle = throttle
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._retry_at = 0.0
-        pause, throttle = decisions.current.pause, decisions.current.throttle
+        pause, chosen = decisions.current.pause, decisions.current.throttle
         if pause is not None:
             logger.info("paused since before the start, by %s: %s", pause.who or ANONYMOUS, pause.reason)
             coordinator.pause()
-        if throttle is not None and throttle.matches_config(control.throttle):
-            logger.info("throttle as chosen before the start: %s", throttle.words)
-            pacing.set_limits(throttle.limits, throttle.adaptive)
+        if chosen is not None and chosen.matches_config(control.throttle):
+            logger.info("throttle as chosen before the start: %s", chosen.words)
+            throttle.set_limits(chosen.limits)
         self._drop_superseded_throttle()
 
     @property
@@ -105,33 +107,32 @@ class OperatorCommands:
             self._record("resume", who, reason, f"after {max(0.0, seconds):.0f} s of: {pause.reason}")
         return PauseState(paused=False, changed=pause is not None)
 
+    def throttle(self) -> ThrottleStatus:
+        """Return the limits on migrations and their state."""
+        return throttle_status(self._throttle)
+
     def set_throttle(
-        self,
-        bytes_per_step: int | None,
-        bytes_per_second: int | None,
-        adaptive: bool | None,
-        reason: str = "",
-        who: str = "",
-    ) -> None:
-        """Change the throttle from the next chunk on: None keeps a setting, 0 lifts a limit. Survives a restart."""
-        if bytes_per_step is None and bytes_per_second is None and adaptive is None:
-            return
+        self, bytes_per_step: int | None, bytes_per_second: int | None, reason: str = "", who: str = ""
+    ) -> ThrottleStatus:
+        """Change limits from the next chunk on: None keeps one, 0 lifts it. The change survives a restart."""
+        given = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
+        changed = {name: limit or None for name, limit in given.items() if limit is not None}
+        if not changed:
+            return self.throttle()
         with self._lock:
-            limits = merge_limits(self._pacing.limits, bytes_per_step, bytes_per_second)
-            adapts = self._pacing.adaptive if adaptive is None else adaptive
-            self._pacing.set_limits(limits, adapts)
-            chosen = ThrottleOverride(
-                bytes_per_step=limits.bytes_per_step, bytes_per_second=limits.bytes_per_second, adaptive=adapts,
-                configured=self._control.throttle.model_dump_json(),
-            )  # fmt: skip
+            limits = replace(self._throttle.limits, **changed)
+            self._throttle.set_limits(limits)
+            chosen = ThrottleOverride(**vars(limits), configured=self._control.throttle.model_dump_json())
             self._decisions.update(throttle=chosen)
         self._record("throttle", who, reason, chosen.words)
+        return self.throttle()
 
     def apply_config(self, control: ControlConfig) -> None:
         """Apply a new configuration. Its throttle, if it has changed, replaces the chosen one."""
         with self._lock:
-            self._control = control
-            self._pacing.apply_config(control)
+            before, self._control = self._control.throttle, control
+            if control.throttle != before:
+                self._throttle.set_limits(ThrottleLimits(**control.throttle.model_dump()))
             self._drop_superseded_throttle()
 
     def record_reload(self, who: str, reason: str, outcome: ReloadReport | FlexdError) -> None:

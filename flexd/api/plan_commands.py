@@ -12,14 +12,12 @@ from flexd.api.migration import migration_report
 from flexd.api.operator_commands import OperatorCommands
 from flexd.api.plan import PlanReport, UserNodePage, proposal_report, user_node_page
 from flexd.api.planning import ProposalList, proposal_list
-from flexd.api.throttle import ThrottleStatus, throttle_status
 from flexd.control.daemon.coordinator import Coordinator
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.core.errors import ApiError
 from flexd.core.keyspace import KeySpace
 from flexd.operations.autoplan import AutoPlanner
 from flexd.operations.executions import Execution
-from flexd.operations.pacing import MigrationPacing
 from flexd.operations.planning import Planning
 from flexd.operations.proposals import Proposal
 from flexd.operations.triggers import Trigger, TriggerKind
@@ -37,7 +35,7 @@ class PlanCommands:
 
     Args:
         stopping: set when the daemon ends: no wait outlives it.
-        operator: the pause and the throttle.
+        operator: the pause.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class PlanCommands:
         keyspace: KeySpace,
         planning: Planning,
         auto: AutoPlanner,
-        pacing: MigrationPacing,
         coordinator: Coordinator,
         stopping: threading.Event,
         operator: OperatorCommands,
@@ -53,7 +50,6 @@ class PlanCommands:
         self._keyspace = keyspace
         self._planning = planning
         self._auto = auto
-        self._pacing = pacing
         self._coordinator = coordinator
         self._stopping = stopping
         self._operator = operator
@@ -131,23 +127,6 @@ class PlanCommands:
         self._check_running()
         proposal, execution = self._planning.apply(plan_id, _manual_trigger(reason, who), force=force)
         return self._report(proposal, execution, wait_seconds)
-
-    def throttle(self) -> ThrottleStatus:
-        """Return the limits on migrations and their state."""
-        return throttle_status(self._pacing.snapshot())
-
-    def set_throttle(
-        self,
-        bytes_per_step: int | None,
-        bytes_per_second: int | None,
-        adaptive: bool | None,
-        *,
-        reason: str = "",
-        who: str = "",
-    ) -> ThrottleStatus:
-        """Change the throttle, as ``OperatorCommands.set_throttle``."""
-        self._operator.set_throttle(bytes_per_step, bytes_per_second, adaptive, reason, who)
-        return self.throttle()
 
     def _check_running(self) -> None:
         if self._stopping.is_set():

@@ -146,10 +146,10 @@ USERS = Route(
     "The node in which the samples of each user are best trained, ascending by user id.", UsersRequest, slow=True,
 )  # fmt: skip
 THROTTLE = Route(
-    "GET", "/v1/throttle", ThrottleStatus, "planning.throttle", "The limits on migrations and their state."
+    "GET", "/v1/throttle", ThrottleStatus, "operator.throttle", "The limits on migrations and their state."
 )
 SET_THROTTLE = Route(
-    "POST", "/v1/throttle", ThrottleStatus, "planning.set_throttle",
+    "POST", "/v1/throttle", ThrottleStatus, "operator.set_throttle",
     "Changes the throttle from the next chunk on, until ``control.throttle`` changes in the configuration. A setting "
     "that is left out stays, 0 lifts a limit.", ThrottleRequest,
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -134,7 +134,6 @@ def _stop(
 def throttle(
     bytes_per_step: BytesOption = None,
     bytes_per_second: BytesOption = None,
-    adaptive: Annotated[Literal["on", "off"] | None, typer.Option(help="Slow down when steps become slower.")] = None,
     reason: ReasonOption = BY_HAND,
     yes: YesOption = False,
     url: UrlOption = None,
@@ -148,13 +147,10 @@ def throttle(
 
     Example: flexd throttle
 
-    Example: flexd throttle --bytes-per-step 262144 --adaptive on --yes
+    Example: flexd throttle --bytes-per-step 262144 --yes
     """
     client = connect(url, socket)
-    fields: dict[str, Any] = {
-        "bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second,
-        "adaptive": None if adaptive is None else adaptive == "on",
-    }  # fmt: skip
+    fields: dict[str, Any] = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
     if not any(value is not None for value in fields.values()):
         present(client.send(routes.THROTTLE), output)
         return

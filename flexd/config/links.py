@@ -20,8 +20,6 @@ class ThrottleConfig(Section):
     bytes_per_second: Annotated[Int, Field(ge=1)] | None = None
     """Row values and optimizer state that may be copied per second in the long run, on every rank; a burst may use up
     one second's bytes."""
-    adaptive: bool = False
-    """Slow down, and pause, when the ranks' steps become slower than they are without a migration."""
 
 
 class ControlTlsConfig(Section):

@@ -43,7 +43,6 @@ from flexd.operations.effects import EffectRecorder
 from flexd.operations.executions import Executions
 from flexd.operations.history import MigrationHistory
 from flexd.operations.live_prices import LivePrices
-from flexd.operations.pacing import MigrationPacing
 from flexd.operations.planning import Planning
 from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_file import NAME, StateFile
@@ -129,9 +128,7 @@ class Daemon(DaemonLoop):
             start_empty=start_empty,
         )
         tap = source if isinstance(source, TapSource) else None
-        throttle = Throttle(
-            ThrottleLimits(config.control.throttle.bytes_per_step, config.control.throttle.bytes_per_second)
-        )
+        throttle = Throttle(ThrottleLimits(**config.control.throttle.model_dump()))
         self._small_state = StateFile(state / NAME)
         self._history = MigrationHistory(self._small_state, KEEP_MIGRATIONS, supervisor=supervisor)
         self._effects = EffectRecorder(self._training.step_times, self._history.record_effect)
@@ -139,9 +136,8 @@ class Daemon(DaemonLoop):
             control, keyspace, self._journal, self._take_report, self._on_event, tap, throttle,
             on_migration=self._record_migration, supervisor=supervisor,
         )  # fmt: skip
-        self._pacing = MigrationPacing(config.control, throttle, self._coordinator)
         decisions = DecisionFile(self._small_state)
-        self.operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, self._pacing)
+        self.operator = OperatorCommands(config.control, decisions, self._history, self._coordinator, throttle)
         moves = self._history.newest_moves(1)
         executions = self._executions = Executions(
             config.control, keyspace, self._coordinator, moves[0].plan_id if moves else ""
@@ -164,13 +160,13 @@ class Daemon(DaemonLoop):
         )
         self.inspect = Components(
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
-            self._auto, self._pacing, self._history, self._snapshots, self._slow_memory,
+            self._auto, throttle, self._history, self._snapshots, self._slow_memory,
         )  # fmt: skip
         self._server = None if self._takes_tables else DaemonServer(self, Metrics(self), config.server, supervisor)
         self._stopping = threading.Event()
         self._ticked_at = time.monotonic()
         self.planning = PlanCommands(
-            keyspace, self._planning, self._auto, self._pacing, self._coordinator, self._stopping, self.operator
+            keyspace, self._planning, self._auto, self._coordinator, self._stopping, self.operator
         )
         self.attempts = AttemptCommands(self._coordinator, self.operator)
         self.migrations = MigrationCommands(
@@ -262,7 +258,6 @@ class Daemon(DaemonLoop):
             return
         self._slow_memory.add(report)
         self._prices.add(rank, report)
-        self._pacing.add(report)
         self._verifier.add(rank, report)
 
     def _record_migration(self, event: MigrationEvent) -> None:
@@ -275,8 +270,6 @@ class Daemon(DaemonLoop):
         if name == "epoch_live":
             self._effects.end_generation()
             self._training.new_generation()
-            live = self._coordinator.live()
-            self._pacing.set_generation(0 if live is None else live.generation)
         elif name in ("migration_committed", "tap_urgent"):
             self._ingestor.request_snapshot()
 

@@ -94,7 +94,6 @@ class ThrottleOverride(_Stored):
 
     bytes_per_step: _Bytes | None = None
     bytes_per_second: _Bytes | None = None
-    adaptive: bool = False
     configured: _Words = ""
 
     @property
@@ -104,10 +103,7 @@ class ThrottleOverride(_Stored):
     @property
     def words(self) -> str:
         """The limits in words, for log lines and the history."""
-        return (
-            f"bytes a step {self.bytes_per_step or 'no limit'}, bytes a second {self.bytes_per_second or 'no limit'}, "
-            f"adaptive {'on' if self.adaptive else 'off'}"
-        )
+        return f"bytes a step {self.bytes_per_step or 'no limit'}, bytes a second {self.bytes_per_second or 'no limit'}"
 
     def matches_config(self, throttle: ThrottleConfig) -> bool:
         """Return whether the limits were chosen under this configuration."""

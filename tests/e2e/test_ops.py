@@ -98,8 +98,6 @@ MAY_BE_EMPTY = {
     ("flexd-stream", "Accesses rejected"): "no good message has a bad access",
     ("flexd-control", "Refused messages and chunks"): "nothing was refused; chunks are counted from the start",
     ("flexd-control", "Chunks held back"): "no chunk waits without a limit",
-    ("flexd-control", "Adaptive controller"): "it is off, so it decides nothing",
-    ("flexd-control", "Step time measured by the throttle"): "only the adaptive controller judges steps",
     ("flexd-overview", "Slow memory: misses and wait"): "all rows are fast",
     ("flexd-overview", "Slow memory: bytes"): "all rows are fast",
 }

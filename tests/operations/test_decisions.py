@@ -16,15 +16,13 @@ from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import ConfigError, SnapshotError
 from flexd.operations.decisions import DecisionFile, Decisions, Pause, ThrottleOverride
 from flexd.operations.history import ActionRecord
-from flexd.operations.pacing import MigrationPacing
 from flexd.operations.state_file import NAME, StateFile
-from tests.support.fake_channel import FakeChannel
 from tests.support.flexd_processes import RunningDaemon, flexd
 
 CONFIGURED = ThrottleConfig(bytes_per_second=9_000)
 DECIDED = Decisions(
     pause=Pause(reason="night", who="ann", unix_seconds=5.0),
-    throttle=ThrottleOverride(bytes_per_step=7, adaptive=True, configured=CONFIGURED.model_dump_json()),
+    throttle=ThrottleOverride(bytes_per_step=7, configured=CONFIGURED.model_dump_json()),
     rollback=("p2", "p3"),
 )
 
@@ -34,8 +32,7 @@ class Start:
 
     def __init__(self, directory: Path, throttle: ThrottleConfig = CONFIGURED) -> None:
         control = ControlConfig(throttle=throttle)
-        limits = ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second)
-        self.pacing = MigrationPacing(control, Throttle(limits), FakeChannel(1))
+        self.throttle = Throttle(ThrottleLimits(throttle.bytes_per_step, throttle.bytes_per_second))
         self.held = False
         self.now = 100.0
         self.actions: list[ActionRecord] = []
@@ -45,7 +42,7 @@ class Start:
         history: Any = SimpleNamespace(record_action=self.actions.append)
         self.state = StateFile(directory / NAME)
         self.file = DecisionFile(self.state)
-        self.commands = OperatorCommands(control, self.file, history, self.channel, self.pacing, lambda: self.now)
+        self.commands = OperatorCommands(control, self.file, history, self.channel, self.throttle, lambda: self.now)
 
     def _hold(self, held: bool) -> None:
         self.held = held
@@ -59,8 +56,8 @@ def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
     it.now = 130.0
     it.commands.resume("morning", "bob")
     it.commands.resume("again", "bob")
-    it.commands.set_throttle(None, None, None, "only looking", "bob")
-    it.commands.set_throttle(None, 0, None, "quiet now", "")
+    it.commands.set_throttle(None, None, "only looking", "bob")
+    it.commands.set_throttle(None, 0, "quiet now", "")
     it.commands.record_reload("SIGHUP", "", ReloadReport(file="f", applied=("log.level",), pending=("job",)))
     it.commands.record_reload("ann", "try", ConfigError("log.level: 'loud'" + "x" * 5_000))
     it.commands.record_override("ann", "campaign", "p1", ("samples", "lag"))
@@ -71,7 +68,7 @@ def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
     ]  # fmt: skip
     details = [each.detail for each in it.actions]
     assert details[1] == "after 30 s of: night"
-    assert details[2] == "bytes a step no limit, bytes a second no limit, adaptive off"
+    assert details[2] == "bytes a step no limit, bytes a second no limit"
     assert details[3] == "applied log.level; needs a restart: job"
     assert details[4].startswith("rejected: log.level: 'loud'")
     assert len(details[4]) == 2_000
@@ -79,22 +76,22 @@ def test_every_action_is_recorded_with_user_and_reason(tmp_path: Path) -> None:
 
 
 def test_a_later_change_of_the_configured_throttle_replaces_the_override(tmp_path: Path) -> None:
-    Start(tmp_path).commands.set_throttle(4_096, None, None)
+    Start(tmp_path).commands.set_throttle(4_096, None)
     changed = ThrottleConfig(bytes_per_second=500)
     other = Start(tmp_path, changed)
-    assert other.pacing.limits == ThrottleLimits(None, 500)
+    assert other.throttle.limits == ThrottleLimits(None, 500)
     assert other.file.current.throttle is None
-    assert Start(tmp_path).pacing.limits == ThrottleLimits(None, 9_000), "the override is removed for good"
+    assert Start(tmp_path).throttle.limits == ThrottleLimits(None, 9_000), "the override is removed for good"
 
 
 def test_a_reload_keeps_the_chosen_throttle_unless_it_changes_the_configured_one(tmp_path: Path) -> None:
     it = Start(tmp_path)
-    it.commands.set_throttle(4_096, None, None)
+    it.commands.set_throttle(4_096, None)
     it.commands.apply_config(ControlConfig(throttle=CONFIGURED, chunk_bytes=2**18))
-    assert it.pacing.limits == ThrottleLimits(4_096, 9_000)
+    assert it.throttle.limits == ThrottleLimits(4_096, 9_000)
     assert it.file.current.throttle is not None
     it.commands.apply_config(ControlConfig(throttle=ThrottleConfig(bytes_per_step=77)))
-    assert it.pacing.limits == ThrottleLimits(77, None)
+    assert it.throttle.limits == ThrottleLimits(77, None)
     assert it.file.current.throttle is None
 
 
@@ -104,7 +101,7 @@ def test_decisions_hold_at_the_next_start(tmp_path: Path) -> None:
     file.close()
     it = Start(tmp_path)
     assert it.file.current == DECIDED
-    assert (it.held, it.pacing.limits) == (True, ThrottleLimits(7, None))
+    assert (it.held, it.throttle.limits) == (True, ThrottleLimits(7, None))
 
 
 @pytest.mark.parametrize(
@@ -121,14 +118,14 @@ def test_decisions_that_cannot_be_used_are_not_in_force(tmp_path: Path, document
     file.write([("UPDATE decisions SET document = ?", (document,))])
     file.close()
     it = Start(tmp_path)
-    assert (it.held, it.pacing.limits) == (False, ThrottleLimits(None, 9_000))
+    assert (it.held, it.throttle.limits) == (False, ThrottleLimits(None, 9_000))
     it.commands.pause("night")
     assert Start(tmp_path).held is True
 
 
 def test_a_full_disk_delays_no_command_and_the_write_is_repeated(tmp_path: Path) -> None:
     it = Start(tmp_path)
-    it.commands.set_throttle(4_096, None, None)
+    it.commands.set_throttle(4_096, None)
     write = it.state.write
 
     def full(statements: object) -> None:

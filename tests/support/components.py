@@ -64,8 +64,8 @@ def components(
     return Components(
         CONFIG, KEYSPACE, CountedAccesses(), coordinator, planning, training or TrainingMonitor(),
         SimpleNamespace(newest=None),
-        auto=None, pacing=None, history=SimpleNamespace(newest_moves=lambda limit: plans[::-1][:limit]), snapshots=None,
-        slow_memory=SlowMemoryMonitor(len(KEYSPACE.tables)),
+        auto=None, throttle=None, history=SimpleNamespace(newest_moves=lambda limit: plans[::-1][:limit]),
+        snapshots=None, slow_memory=SlowMemoryMonitor(len(KEYSPACE.tables)),
     )  # fmt: skip
 
 

@@ -70,6 +70,11 @@ class FakeDaemon:
         return self.kept
 
     @property
+    def operator(self) -> FakePlanning:
+        """The throttle."""
+        return self.planning
+
+    @property
     def migrations(self) -> FakeMigrations:
         return FakeMigrations(self._enter, lambda: self.outcome)
 

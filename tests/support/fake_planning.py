@@ -58,18 +58,10 @@ class FakePlanning:
         return self._throttle
 
     def set_throttle(
-        self,
-        bytes_per_step: int | None,
-        bytes_per_second: int | None,
-        adaptive: bool | None,
-        *,
-        reason: str = "",
-        who: str = "",
+        self, bytes_per_step: int | None, bytes_per_second: int | None, *, reason: str = "", who: str = ""
     ) -> ThrottleStatus:
-        self._entered("set_throttle", bytes_per_step, bytes_per_second, adaptive, reason, who)
-        asked = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second, "adaptive": adaptive}
-        changes = {
-            name: value if name == "adaptive" else value or None for name, value in asked.items() if value is not None
-        }
+        self._entered("set_throttle", bytes_per_step, bytes_per_second, reason, who)
+        asked = {"bytes_per_step": bytes_per_step, "bytes_per_second": bytes_per_second}
+        changes = {name: value or None for name, value in asked.items() if value is not None}
         self._throttle = self._throttle.model_copy(update=changes)
         return self._throttle

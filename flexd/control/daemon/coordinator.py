@@ -184,11 +184,6 @@ class Coordinator:
         """Return an earlier placement. Raises SnapshotError if the journal does not reach back to it."""
         return self._journal.placement_at(version)
 
-    @property
-    def outstanding_chunks(self) -> int:
-        """Number of chunks pushed and not yet applied by every rank."""
-        return self._pusher.outstanding_chunks
-
     def pause(self) -> None:
         """Push no further chunk until ``resume``; pushed chunks are applied."""
         self._pusher.paused = True

@@ -35,7 +35,6 @@ class ThrottleReason(Enum):
 
     STEP = "bytes_per_step"
     SECOND = "bytes_per_second"
-    PAUSE = "adaptive_pause"
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,6 @@ class ThrottleLimits:
 
 
 @dataclass(frozen=True)
-class PaceLimit:
-    """The adaptive controller's limit; it can only lower what ``ThrottleLimits`` allow.
-
-    Attributes:
-        bytes_per_step: None adds no limit.
-        paused: whether nothing is released.
-    """
-
-    bytes_per_step: int | None = None
-    paused: bool = False
-
-
-@dataclass(frozen=True)
 class ThrottleSnapshot:
     """Counters since the start, and the present state.
 
@@ -90,21 +76,19 @@ class ThrottleSnapshot:
 
 
 class Throttle:
-    """Thread-safe. The pusher calls ``release`` for every chunk; limits and pace may change at any time.
+    """Thread-safe. The pusher calls ``release`` for every chunk; limits may change at any time.
 
     Args:
         clock: monotonic seconds.
 
     Attributes:
         limits: change them by ``set_limits``.
-        pace: applies from the next chunk on.
     """
 
     def __init__(self, limits: ThrottleLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self.limits = limits or ThrottleLimits()
-        self.pace = PaceLimit()
         self._filled_at = clock()
         self._tokens = self._burst
         self._released_bytes = 0
@@ -112,12 +96,6 @@ class Throttle:
         self._seconds: dict[ThrottleReason, float] = dict.fromkeys(ThrottleReason, 0.0)
         self._waits_for: ThrottleReason | None = None
         self._looked_at = self._filled_at
-
-    @property
-    def bytes_per_step(self) -> int | None:
-        """The limit in effect: the lower of limit and pace."""
-        known = [limit for limit in (self.limits.bytes_per_step, self.pace.bytes_per_step) if limit is not None]
-        return min(known, default=None)
 
     def set_limits(self, limits: ThrottleLimits) -> None:
         """Apply from the next chunk on. Tokens are kept, up to the capacity of the new bucket."""
@@ -159,9 +137,7 @@ class Throttle:
         self, row_bytes: npt.NDArray[np.int64], outstanding_bytes: int, settled: bool
     ) -> tuple[int, int, ThrottleReason | None]:
         """Return (rows to release, their bytes, the limit that they wait for)."""
-        if self.pace.paused:
-            return 0, 0, ThrottleReason.PAUSE
-        step, second = self.bytes_per_step, self.limits.bytes_per_second
+        step, second = self.limits.bytes_per_step, self.limits.bytes_per_second
         ends = np.cumsum(row_bytes)
         rows = len(row_bytes)
         caps = [cap for cap in (step, None if second is None else int(self._burst)) if cap is not None]

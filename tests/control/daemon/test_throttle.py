@@ -14,7 +14,7 @@ from flexd.control.daemon.journal import PlacementJournal, Segment
 from flexd.control.daemon.migration import Migration
 from flexd.control.daemon.migration_states import MigrationState
 from flexd.control.daemon.pusher import ChunkPusher
-from flexd.control.daemon.throttle import BURST_SECONDS, PaceLimit, Throttle, ThrottleLimits, ThrottleReason
+from flexd.control.daemon.throttle import BURST_SECONDS, Throttle, ThrottleLimits, ThrottleReason
 from flexd.core.errors import ControlError
 from flexd.core.placement import Delta, Placement
 from tests.support.ranks_in_threads import target
@@ -61,17 +61,6 @@ def test_a_step_limit_waits_for_chunks_of_an_earlier_daemon() -> None:
     assert throttle.release(rows(10), 0, settled=False) == 0
     assert throttle.release(rows(10), 0, settled=True) == 1
     assert Throttle(ThrottleLimits(bytes_per_second=1000)).release(rows(10), 0, settled=False) == 1
-
-
-def test_a_pace_can_only_lower_the_limit_and_a_pause_holds_all() -> None:
-    throttle = Throttle(ThrottleLimits(bytes_per_step=100))
-    throttle.pace = PaceLimit(bytes_per_step=40)
-    assert throttle.bytes_per_step == 40
-    throttle.pace = PaceLimit(bytes_per_step=4000)
-    assert throttle.bytes_per_step == 100
-    throttle.pace = PaceLimit(bytes_per_step=40, paused=True)
-    assert throttle.release(rows(0), 0) == 0
-    assert throttle.snapshot().waits_for is ThrottleReason.PAUSE
 
 
 @pytest.mark.parametrize("limits", [{"bytes_per_step": 0}, {"bytes_per_second": 0}, {"bytes_per_second": -5}])
