@@ -1,4 +1,4 @@
-"""Build a client in a thread with a deadline and retry until it succeeds: constructors of clients can hang."""
+"""Build a client in a thread and retry until it succeeds: a constructor may block for long."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
 from flexd.core.backoff import Backoff
@@ -17,17 +18,17 @@ Client = TypeVar("Client")
 
 
 class Connector(Generic[Client]):
-    """Own at most one client. Belongs to one thread; ``problem`` may be read from any.
+    """Own at most one client. Belongs to one thread; ``client`` and ``problem`` may be read from any.
 
-    An attempt that exceeds its deadline is abandoned: its thread may hang for ever, and disposes of the client if one
-    is built after all. At most ``max_hung`` such threads exist; beyond that no attempt starts until one ends.
+    One attempt runs at a time. A client that is built after ``close`` is disposed of.
 
     Args:
         name: of the peer, for messages.
-        make: build the client; may block without bound.
+        make: build the client; may block.
         dispose: close a client; may block.
-        timeout_seconds: deadline of one attempt.
+        timeout_seconds: time after which an attempt without a result is a problem.
         fatal: exceptions of ``make`` that no retry can fix.
+        backoff_seconds: shortest and longest wait after a failed attempt.
     """
 
     def __init__(
@@ -38,28 +39,19 @@ class Connector(Generic[Client]):
         *,
         timeout_seconds: float,
         fatal: tuple[type[BaseException], ...] = (ValueError, TypeError),
-        first_backoff_seconds: float = 0.25,
-        max_backoff_seconds: float = 10.0,
-        max_hung: int = 4,
+        backoff_seconds: tuple[float, float] = (0.25, 10.0),
     ) -> None:
         self._name = name
         self._make = make
         self._dispose = dispose
         self._timeout_seconds = timeout_seconds
         self._fatal = fatal
-        self._backoff = Backoff(first_backoff_seconds, max_backoff_seconds)
-        self._max_hung = max_hung
-        self._client: Client | None = None
-        self._attempt: _Attempt[Client] | None = None
-        self._hung: list[_Attempt[Client]] = []
-        self._next_attempt = 0.0
+        self._backoff = Backoff(*backoff_seconds)
+        self._attempt: Future[Client] | None = None
+        self._next_attempt = self._late_at = 0.0
         self._closed = False
+        self.client: Client | None = None
         self.problem: str | None = None
-
-    @property
-    def client(self) -> Client | None:
-        """The client if it is connected; does not wait or connect."""
-        return self._client
 
     def get(self, timeout_seconds: float) -> Client | None:
         """Return the client, or None if it is not connected within the deadline (``problem`` has the reason).
@@ -67,127 +59,65 @@ class Connector(Generic[Client]):
         Raises:
             StreamError: the arguments of the client are wrong, or the connector is closed.
         """
-        if self._client is not None:
-            return self._client
         if self._closed:
             raise StreamError(f"{self._name}: closed")
         deadline = time.monotonic() + timeout_seconds
-        while True:
+        while self.client is None:
             if self._attempt is None:
-                wait = min(self._next_attempt, deadline) - time.monotonic()
-                if wait > 0:
-                    time.sleep(wait)
-                if time.monotonic() < self._next_attempt or not self._begin():
-                    return None
-            if self._finish(deadline) or time.monotonic() >= deadline:
-                return self._client
+                time.sleep(max(0.0, min(self._next_attempt, deadline) - time.monotonic()))
+                if time.monotonic() < self._next_attempt:
+                    break
+                self._attempt = Future()
+                self._late_at = time.monotonic() + self._timeout_seconds
+                threading.Thread(target=self._run, args=(self._attempt,), name="flexd-connect", daemon=True).start()
+            wait([self._attempt], max(0.0, deadline - time.monotonic()))
+            if self._attempt.done():
+                self._end(self._attempt)
+            elif time.monotonic() >= self._late_at:
+                self.problem = f"{self._name}: no answer within {self._timeout_seconds:g} s"
+            else:
+                self.problem = self.problem or f"{self._name}: connecting"
+            if time.monotonic() >= deadline:
+                break
+        return self.client
 
     def close(self, timeout_seconds: float) -> None:
         """Dispose of the client, waiting no longer than the deadline."""
         self._closed = True
-        client, self._client = self._client, None
-        if self._attempt is not None:
-            if self._attempt.abandon():
-                client = self._attempt.client
-            self._attempt = None
-        if client is None:
-            return
-        self._dispose_in_thread(client).join(timeout_seconds)
+        self.discard().join(timeout_seconds)
 
-    def discard(self) -> None:
-        """Drop the client without waiting: a thread disposes of it, and the next ``get`` builds another."""
-        client, self._client = self._client, None
-        if client is not None:
-            self._dispose_in_thread(client)
+    def discard(self) -> threading.Thread:
+        """Drop the client and the running attempt: a thread, which is returned, disposes of them."""
+        client, self.client = self.client, None
+        attempt, self._attempt = self._attempt, None
 
-    def _begin(self) -> bool:
-        self._hung = [attempt for attempt in self._hung if not attempt.done.is_set()]
-        if len(self._hung) >= self._max_hung:
-            self.problem = (
-                f"{self._name}: {len(self._hung)} connection attempts hang; the peer accepts but never answers"
-            )
-            self._delay()
-            return False
-        self._attempt = _Attempt(self._make, self._dispose_safely)
-        return True
+        def dispose() -> None:
+            try:
+                if client is not None:
+                    self._dispose(client)
+                if attempt is not None:
+                    self._dispose(attempt.result())
+            except Exception as error:
+                _log.info("%s: closing the client failed: %s", self._name, error)
 
-    def _finish(self, deadline: float) -> bool:
-        """Wait for the running attempt. Return whether it ended, in success or failure."""
-        attempt = self._attempt
-        if attempt is None:
-            return True
-        limit = attempt.started + self._timeout_seconds
-        attempt.done.wait(max(0.0, min(deadline, limit) - time.monotonic()))
-        if not attempt.done.is_set():
-            if time.monotonic() < limit:
-                self.problem = self.problem or f"{self._name}: connecting"
-                return False
-            if not attempt.abandon():
-                self._hung.append(attempt)
-                self._attempt = None
-                self.problem = f"{self._name}: no answer within {self._timeout_seconds:g} s"
-                self._delay()
-                return False
-        self._attempt = None
-        if attempt.error is None:
-            self._client = attempt.client
-            self.problem = None
-            self._backoff.reset()
-            return True
-        if isinstance(attempt.error, self._fatal):
-            raise StreamError(
-                f"{self._name}: {attempt.error}", remedy="check the address and the client options"
-            ) from attempt.error
-        self.problem = f"{self._name}: {type(attempt.error).__name__}: {attempt.error}"
-        self._delay()
-        return False
-
-    def _delay(self) -> None:
-        self._next_attempt = time.monotonic() + self._backoff.seconds()
-
-    def _dispose_in_thread(self, client: Client) -> threading.Thread:
-        thread = threading.Thread(target=self._dispose_safely, args=(client,), name="flexd-disconnect", daemon=True)
+        thread = threading.Thread(target=dispose, name="flexd-disconnect", daemon=True)
         thread.start()
         return thread
 
-    def _dispose_safely(self, client: Client) -> None:
+    def _run(self, attempt: Future[Client]) -> None:
         try:
-            self._dispose(client)
-        except Exception as error:
-            _log.info("%s: closing the client failed: %s", self._name, error)
+            attempt.set_result(self._make())
+        except BaseException as error:
+            attempt.set_exception(error)
 
-
-class _Attempt(Generic[Client]):
-    """One run of ``make`` in its own thread."""
-
-    def __init__(self, make: Callable[[], Client], dispose: Callable[[Client], None]) -> None:
-        self.started = time.monotonic()
-        self.done = threading.Event()
-        self.client: Client | None = None
-        self.error: Exception | None = None
-        self._make = make
-        self._dispose = dispose
-        self._lock = threading.Lock()
-        self._abandoned = False
-        threading.Thread(target=self._run, name="flexd-connect", daemon=True).start()
-
-    def abandon(self) -> bool:
-        """Dispose of a client that is built later. Return True if the attempt had ended before: its client is kept."""
-        with self._lock:
-            if self.done.is_set():
-                return True
-            self._abandoned = True
-            return False
-
-    def _run(self) -> None:
-        client: Client | None = None
-        try:
-            client = self._make()
-        except Exception as error:
-            self.error = error
-        with self._lock:
-            self.client = client
-            self.done.set()
-            unwanted = client if self._abandoned else None
-        if unwanted is not None:
-            self._dispose(unwanted)
+    def _end(self, attempt: Future[Client]) -> None:
+        self._attempt = None
+        error = attempt.exception()
+        if error is None:
+            self.client, self.problem = attempt.result(), None
+            self._backoff.reset()
+            return
+        if isinstance(error, self._fatal):
+            raise StreamError(f"{self._name}: {error}", remedy="check the address and the client options") from error
+        self.problem = f"{self._name}: {type(error).__name__}: {error}"
+        self._next_attempt = time.monotonic() + self._backoff.seconds()

@@ -20,6 +20,7 @@ from kafka.errors import (
     RecordListTooLargeError,
 )
 
+from flexd.core.backoff import Backoff
 from flexd.core.errors import StreamError
 from flexd.stream.kafka.connector import Connector
 from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
@@ -31,8 +32,8 @@ _MESSAGE_ERRORS = (
     InvalidRecordError, InvalidTimestampError, MessageSizeTooLargeError, PolicyViolationError, RecordListTooLargeError,
 )  # fmt: skip
 """Errors that concern one message, not the producer."""
-_FIRST_REPLACE_SECONDS = 1.0
-_MAX_REPLACE_SECONDS = 60.0
+_REPLACE_SECONDS = (1.0, 60.0)
+"""Shortest and longest time without a delivery after which a failing producer is replaced."""
 
 
 class KafkaSink:
@@ -96,7 +97,8 @@ class KafkaSink:
         self._failed = 0
         self.producers_replaced = 0
         self._failing_since: float | None = None
-        self._replace_after_seconds = _FIRST_REPLACE_SECONDS
+        self._replacements = Backoff(*_REPLACE_SECONDS)
+        self._replace_after_seconds = self._replacements.seconds()
         self._dead_error: KafkaError | None = None
 
     @property
@@ -127,7 +129,7 @@ class KafkaSink:
         with self._acknowledged:
             if self._unacknowledged_bytes == 0:
                 return
-        producer = self._connector.get(0.0)
+        producer = self._connector.client
         if producer is None:
             raise StreamError(f"{self._name}: not connected", remedy="check the broker")
         try:
@@ -150,7 +152,7 @@ class KafkaSink:
                 return
             self.producers_replaced += 1
             self._failing_since = None
-            self._replace_after_seconds = min(2 * self._replace_after_seconds, _MAX_REPLACE_SECONDS)
+            self._replace_after_seconds = self._replacements.seconds()
         _log.warning(
             "%s: replacing the producer, which delivers no more: %s: %s", self._name, type(error).__name__, error
         )
@@ -162,7 +164,8 @@ class KafkaSink:
         with self._acknowledged:
             if number == self.producers_replaced:
                 self._failing_since, self._dead_error = None, None
-                self._replace_after_seconds = _FIRST_REPLACE_SECONDS
+                self._replacements.reset()
+                self._replace_after_seconds = self._replacements.seconds()
             self._release(payload_bytes)
 
     def _on_failed(self, payload_bytes: int, number: int, error: BaseException) -> None:

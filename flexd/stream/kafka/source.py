@@ -23,7 +23,6 @@ from kafka.structs import OffsetAndMetadata, TopicPartition
 
 from flexd.core.errors import PositionLostError
 from flexd.stream.kafka.bounded_fetcher import bounded_consumer, check_client
-from flexd.stream.kafka.broker_probe import ANSWER_SECONDS, SILENT_SECONDS, BrokerProbe
 from flexd.stream.kafka.connector import Connector
 from flexd.stream.kafka.group_positions import GroupPositions
 from flexd.stream.kafka.options import FATAL_ERRORS, ClientOption, checked_options
@@ -35,6 +34,11 @@ from flexd.stream.types import Message, OnPositionLost, Positions, RefusedMessag
 _log = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 5.0
+SILENT_SECONDS = 2.0
+"""Time without messages after which a source sends a request, to tell a quiet topic from a dead broker."""
+ANSWER_SECONDS = 3.0
+"""Deadline of the answer. A broker answers the requests of a connection in order, so it comes after that of the fetch
+before it, which the broker holds back for half a second when nothing is new."""
 
 
 class KafkaSource:
@@ -49,7 +53,8 @@ class KafkaSource:
     high-water mark is below the position (a broker that lost its log). ``on_position_lost`` applies then. A topic that
     was created anew and has grown beyond the old position cannot be told from the old one.
 
-    While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds.
+    While the broker cannot be reached, ``poll`` returns nothing, and ``problem`` is set after about five seconds. A
+    poll of a silent topic may take ``ANSWER_SECONDS`` longer than its deadline.
 
     Batches are read within bounds (``BatchLimits``); what exceeds them is returned as ``RefusedMessages`` in its place.
 
@@ -115,17 +120,15 @@ class KafkaSource:
         self._connector: Connector[KafkaConsumer] = Connector(
             self._name,
             self._connect,
-            self._disconnect,
+            _disconnect,
             timeout_seconds=connect_timeout_seconds,
             fatal=FATAL_ERRORS,
         )
         self._positions = GroupPositions(self._name, on_position_lost)
-        self._probe: BrokerProbe = BrokerProbe((KafkaError, OSError))
         self._stale_highwater: dict[str, int | None] = {}
-        self._last_answer = time.monotonic()
+        self._last_answer = self._probed_at = time.monotonic()
         self._problem: str | None = None
         self._commit_problem: str | None = None
-        self._closed = False
 
     @property
     def problem(self) -> str | None:
@@ -170,7 +173,7 @@ class KafkaSource:
         return messages
 
     def restore(self, positions: Mapping[str, int]) -> None:
-        consumer = self._connector.get(0.0)
+        consumer = self._connector.client
         self._positions.restore(positions)
         if consumer is not None:
             self._seek(consumer, consumer.assignment())
@@ -180,7 +183,7 @@ class KafkaSource:
 
     def lag(self) -> int:
         """Sum over the partitions that are read, by the high-water marks of the last fetches."""
-        consumer = None if self._closed else self._connector.get(0.0)
+        consumer = self._connector.client
         if consumer is None:
             return 0
         total = 0
@@ -191,7 +194,7 @@ class KafkaSource:
         return total
 
     def commit(self, positions: Mapping[str, int]) -> str | None:
-        consumer = self._connector.get(0.0)
+        consumer = self._connector.client
         if consumer is None:
             return self._connector.problem
         offsets = {
@@ -209,14 +212,7 @@ class KafkaSource:
         return self._commit_problem
 
     def close(self) -> None:
-        self._closed = True
         self._connector.close(_CLOSE_SECONDS)
-
-    def _disconnect(self, consumer: KafkaConsumer) -> None:
-        # A probe that uses a closed client would never end. A client that connected too late is disposed of here too,
-        # while the source uses another: the probe must still work afterwards.
-        self._probe.join()
-        consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
 
     def _connect(self) -> KafkaConsumer:
         consumer = bounded_consumer(self._options, self._limits, self._work)
@@ -321,28 +317,23 @@ class KafkaSource:
         self._seek(consumer, lost)
 
     def _probe_if_silent(self, consumer: KafkaConsumer) -> None:
-        """Probe the broker after a silent while: the client hides that a broker is unreachable."""
-        result = self._probe.poll()
-        if result is not None and result.started > self._last_answer:
-            if result.error is None:
-                self._problem = None
-                self._last_answer = time.monotonic()
-            else:
-                self._problem = f"{self._name}: broker does not answer ({_reason(result.error)})"
-        if time.monotonic() - self._last_answer < SILENT_SECONDS:
+        """Send a request to the broker after a silent while: the client hides that a broker is unreachable."""
+        if time.monotonic() - max(self._last_answer, self._probed_at) < SILENT_SECONDS:
             return
         assignment = sorted(consumer.assignment())
-        if assignment:
-            # Runs on the client's own thread, as a poll does: another thread may wait for it.
-            self._probe.start(
-                lambda deadline: consumer.beginning_offsets(
-                    assignment[:1], timeout_ms=max(1, int((deadline - time.monotonic()) * 1000))
-                )
-            )
-        else:
+        if not assignment:
             self._problem = (
                 f"{self._name}: no partition assigned (topic missing, group joining, or more members than partitions)"
             )
+            return
+        try:
+            consumer.beginning_offsets(assignment[:1], timeout_ms=int(1000 * ANSWER_SECONDS))
+            self._problem, self._last_answer = None, time.monotonic()
+        except (KafkaError, OSError) as error:
+            timed_out = isinstance(error, KafkaTimeoutError)
+            reason = f"nothing within {ANSWER_SECONDS:g} s" if timed_out else type(error).__name__
+            self._problem = f"{self._name}: broker does not answer ({reason})"
+        self._probed_at = time.monotonic()
 
 
 class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
@@ -359,12 +350,12 @@ class _Rebalance(AsyncConsumerRebalanceListener):  # type: ignore[misc]
         self._source._seek(self._consumer, self._source._choose(self._consumer, assigned))
 
 
+def _disconnect(consumer: KafkaConsumer) -> None:
+    consumer.close(autocommit=False, timeout_ms=int(_CLOSE_SECONDS * 500))
+
+
 def _last_offset(item: Item) -> int:
     return item.offset if isinstance(item, Message) else item.last_offset
-
-
-def _reason(error: Exception) -> str:
-    return f"nothing within {ANSWER_SECONDS:g} s" if isinstance(error, KafkaTimeoutError) else type(error).__name__
 
 
 def _highwater(consumer: KafkaConsumer, partition: TopicPartition) -> int | None:

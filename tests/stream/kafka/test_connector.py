@@ -1,4 +1,4 @@
-"""The connector: hanging attempts are abandoned, bounded in number, and their clients disposed of."""
+"""The connector: outages are retried, and a client that nobody waits for any more is disposed of."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Peer:
         return number
 
     def connector(self, **options) -> Connector[int]:
-        defaults = {"timeout_seconds": 20.0, "first_backoff_seconds": 0.01, "max_backoff_seconds": 0.02}
+        defaults = {"timeout_seconds": 20.0, "backoff_seconds": (0.01, 0.02)}
         return Connector("peer", self.make, self.disposed.append, **{**defaults, **options})
 
 
@@ -54,23 +54,17 @@ def test_wrong_arguments_are_not_retried():
     assert peer.made == 1
 
 
-def test_hanging_attempts_are_bounded_and_disposed_of():
+def test_an_attempt_that_hangs_is_a_problem_until_it_ends():
     peer = Peer()
     peer.gate.clear()
-    connector = peer.connector(max_hung=3, timeout_seconds=0.05)
-
-    def gave_up() -> bool:
-        assert connector.get(0.05) is None
-        return "hang" in (connector.problem or "")
-
-    until(gave_up)
-    assert peer.made == 3
+    connector = peer.connector(timeout_seconds=0.05)
+    assert connector.get(0.0) is None
+    assert "connecting" in connector.problem
+    assert connector.get(0.1) is None
+    assert "no answer within 0.05 s" in connector.problem
     peer.gate.set()
-    until(lambda: len(peer.disposed) == 3)
-    assert sorted(peer.disposed) == [1, 2, 3]
-    until(lambda: connector.get(1.0) is not None)
-    assert connector.get(0.0) not in peer.disposed
-    connector.close(5.0)
+    assert connector.get(5.0) == 1
+    assert (peer.made, connector.problem) == (1, None)
 
 
 def test_closing_during_an_attempt_disposes_of_its_client():

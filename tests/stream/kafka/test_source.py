@@ -144,7 +144,7 @@ class ScriptedConsumer:
 def scripted(*script: list[int] | Exception, policy: str = "earliest") -> tuple[KafkaSource, ScriptedConsumer]:
     source = KafkaSource("nowhere:1", "t", "g", on_position_lost=policy)
     consumer = ScriptedConsumer(*script)
-    source._connector._client = consumer
+    source._connector.client = consumer
     return source, consumer
 
 
@@ -199,14 +199,14 @@ def test_a_rebalance_repeats_and_loses_nothing(tansu):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        poll_until(first, lambda _: len(first._connector.get(0.0).assignment()) == 1)
+        poll_until(first, lambda _: len(first._connector.client.assignment()) == 1)
         first.commit(first.positions())
     finally:
         stop.set()
         thread.join(20)
     second.close()
     handed_over = second.positions()
-    poll_until(first, lambda _: len(first._connector.get(0.0).assignment()) == 2)
+    poll_until(first, lambda _: len(first._connector.client.assignment()) == 2)
     produce(tansu, topic, 10, 6)
     rest = poll_until(first, lambda more: len(more) + len(from_second) >= 6)
     first.close()

@@ -1,21 +1,17 @@
-"""The broker probe: a quiet topic is not a dead broker, and a dead broker is noticed, however short a poll is."""
+"""A quiet topic is not a dead broker, and a dead broker is noticed, however short a poll is."""
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
 
-from flexd.stream.kafka import broker_probe
 from flexd.stream.kafka import source as kafka_source
-from flexd.stream.kafka.broker_probe import BrokerProbe
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from tests.support.reading import poll_until
-from tests.support.until import until
 
 pytestmark = pytest.mark.slow
 
@@ -42,19 +38,16 @@ def read_one(source: KafkaSource) -> list[bytes]:
 def test_a_quiet_topic_of_a_slow_broker_is_no_problem(slow_broker, monkeypatch):
     """The broker holds a fetch back for half a second and delays each response, longer than a poll lasts."""
     monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.1)
     address, topic, options = slow_broker.bootstrap_servers, slow_broker.create_topic(4), {"api_version": "2.3"}
     send(address, topic, [b"first"], options)
     source = source_at(address, topic, options)
     try:
         assert read_one(source) == [b"first"]
         assert source.problem is None
-        answered, deadline = {source._last_answer}, time.monotonic() + 60.0
-        while len(answered) < 4:
-            assert time.monotonic() < deadline, "three probes are answered"
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
             assert source.poll(POLL_SECONDS) == []
             assert source.problem is None
-            answered.add(source._last_answer)
         send(address, topic, [b"second"], options)
         assert read_one(source) == [b"second"]
     finally:
@@ -68,49 +61,14 @@ def test_a_stopped_broker_is_noticed_and_the_source_can_be_closed(own_tansu, mon
     assert read_one(source) == [b"first"]
     assert source.problem is None
     monkeypatch.setattr(kafka_source, "SILENT_SECONDS", 0.2)
-    monkeypatch.setattr(broker_probe, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(kafka_source, "ANSWER_SECONDS", 1.0)
     monkeypatch.setattr(kafka_source, "_CLOSE_SECONDS", 2.0)
     os.kill(own_tansu.pid, signal.SIGSTOP)
     try:
         poll_until(source, lambda _: source.problem is not None, poll_seconds=POLL_SECONDS)
         assert "broker does not answer" in source.problem
-        # The source is closed while the next probe waits for its answer.
-        poll_until(source, lambda _: source._probe._thread is not None, poll_seconds=POLL_SECONDS)
         began = time.monotonic()
         source.close()
         assert time.monotonic() - began < 10.0
     finally:
         os.kill(own_tansu.pid, signal.SIGCONT)
-
-
-class ExpectedError(Exception):
-    pass
-
-
-def result_of(probe: BrokerProbe):
-    return until(probe.poll, 10.0)
-
-
-def test_probes_run_one_at_a_time_and_spaced(monkeypatch):
-    probe, answer, seconds_left = BrokerProbe((ExpectedError,)), threading.Event(), []
-
-    def request(deadline: float) -> str:
-        seconds_left.append(deadline - time.monotonic())
-        answer.wait(10.0)
-        return "here"
-
-    assert probe.poll() is None
-    probe.start(request)
-    probe.start(request)
-    assert probe.poll() is None
-    answer.set()
-    assert result_of(probe).error is None
-    assert probe.poll() is None, "a result is returned once"
-    probe.start(request)
-    assert probe.poll() is None
-    assert len(seconds_left) == 1, "the next probe is not due yet"
-    assert 0 < seconds_left[0] <= broker_probe.ANSWER_SECONDS
-    monkeypatch.setattr(broker_probe, "SPACING_SECONDS", 0.0)
-    probe.start(request)
-    assert result_of(probe).error is None
-    assert len(seconds_left) == 2
