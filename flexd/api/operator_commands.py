@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
 
 from flexd.api.daemon import DecisionsStatus, PauseState, ReloadReport
 from flexd.api.throttle import ThrottleStatus, throttle_status
@@ -153,10 +152,6 @@ class OperatorCommands:
     def record_withheld(self, who: str, reason: str) -> None:
         """Record that a plan was withheld because it saves too little."""
         self._record("withhold", who, reason)
-
-    def record_attempt(self, kind: Literal["prefer", "forget"], who: str, reason: str, attempt: str) -> None:
-        """Record a command about an attempt of the job."""
-        self._record(kind, who, reason, f"attempt {attempt}")
 
     def _record(self, kind: ActionKind, who: str, reason: str, detail: str = "") -> None:
         """Write a command to the log and the history."""

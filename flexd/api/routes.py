@@ -22,7 +22,7 @@ from flexd.api.explanation import ExplainRequest, Explanation
 from flexd.api.migration import MigrationDetail, MigrationList, MigrationsRequest
 from flexd.api.plan import PlanReport, UserNodePage, UsersRequest
 from flexd.api.planning import ProposalList
-from flexd.api.rank import AttemptList, AttemptRequest, AttemptResult, RankPage
+from flexd.api.rank import RankPage
 from flexd.api.status import Status
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.throttle import ThrottleRequest, ThrottleStatus
@@ -170,20 +170,6 @@ ABORT = Route(
     "POST", "/v1/abort", AbortResult, "migrations.abort",
     "Stops the running migration at its next chunk; with ``rollback`` restores the placement it started from.",
     AbortRequest, slow=True,
-)  # fmt: skip
-ATTEMPTS = Route(
-    "GET", "/v1/attempts", AttemptList, "attempts.attempts",
-    "The attempt that holds the job, those that wait for it, and those that ended.",
-)  # fmt: skip
-PREFER = Route(
-    "POST", "/v1/attempts/prefer", AttemptResult, "attempts.prefer",
-    "Gives the job to this attempt, although the ranks of the present one are alive.",
-    AttemptRequest, missing="No such attempt is known.",
-)  # fmt: skip
-FORGET = Route(
-    "POST", "/v1/attempts/forget", AttemptResult, "attempts.forget",
-    "Drops what is known of an attempt. One whose ranks hold the job is refused with 409.",
-    AttemptRequest, missing="No such attempt is known.",
 )  # fmt: skip
 PAUSE = Route(
     "POST", "/v1/pause", PauseState, "operator.pause",

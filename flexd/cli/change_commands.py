@@ -25,7 +25,6 @@ WaitOption = Annotated[bool, typer.Option("--wait", help="Wait until every rank 
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="S", min=0, max=3600, help="Longest wait, in seconds.")
 ]
-AttemptArgument = Annotated[str, typer.Argument(metavar="ATTEMPT", help="Name in flexd get attempts.")]
 BytesOption = Annotated[int | None, typer.Option(min=0, max=2**50, metavar="N", help="0 lifts the limit.")]
 PREVIEWED = 4
 """Blocks of an effect that are shown before the question, the first ones; ``--dry-run`` shows all."""
@@ -211,44 +210,6 @@ def reload(
     client = connect(url, socket)
     preview = lambda: client.send(routes.PREVIEW_RELOAD)  # noqa: E731
     _change(client, routes.RELOAD, "Reload?", yes, output, preview, dry_run, reason=reason)
-
-
-def prefer(
-    attempt: AttemptArgument,
-    reason: ReasonOption = BY_HAND,
-    yes: YesOption = False,
-    url: UrlOption = None,
-    socket: SocketOption = None,
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
-    """Give the job to an attempt, although the ranks of the present one are alive.
-
-    The ranks of the other attempt train on with the placement that they have and get no further migrations. The
-    job is kept for the preferred attempt until it ends, or until none of its ranks was heard for 60 seconds.
-
-    Example: flexd prefer debug --yes
-    """
-    question = f"The attempt that holds the job gets no further migrations. Give the job to {attempt}?"
-    _change(connect(url, socket), routes.PREFER, question, yes, output, attempt=attempt, reason=reason)
-
-
-def forget(
-    attempt: AttemptArgument,
-    reason: ReasonOption = BY_HAND,
-    yes: YesOption = False,
-    url: UrlOption = None,
-    socket: SocketOption = None,
-    output: OutputOption = OutputFormat.TABLE,
-) -> None:
-    """Drop what the daemon knows of an attempt that has ended or waits.
-
-    An attempt whose ranks are alive and hold the job is refused. One that waits registers again by itself. After a
-    restart of the daemon it ends the wait for the attempt that held the job before.
-
-    Example: flexd forget prod-0-99fe --yes
-    """
-    question = f"Forget attempt {attempt}?"
-    _change(connect(url, socket), routes.FORGET, question, yes, output, attempt=attempt, reason=reason)
 
 
 def _change(

@@ -42,7 +42,6 @@ for command in (
     show_commands.status, show_commands.get, show_commands.describe, show_commands.plan, show_commands.explain,
     change_commands.replan, change_commands.apply, change_commands.abort, change_commands.rollback,
     change_commands.throttle, change_commands.pause, change_commands.resume, change_commands.reload,
-    change_commands.prefer, change_commands.forget,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(affinity_command.affinity, name="affinity")

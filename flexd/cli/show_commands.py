@@ -24,7 +24,6 @@ LISTS: dict[str, routes.Route[Any]] = {
     "ranks": routes.RANKS,
     "plans": routes.PROPOSALS,
     "history": routes.MIGRATIONS,
-    "attempts": routes.ATTEMPTS,
     "config": routes.CONFIG,
 }
 DETAILS: dict[str, routes.Route[Any]] = {"plan": routes.PROPOSAL, "migration": routes.MIGRATION}
@@ -53,7 +52,7 @@ def status(url: UrlOption = None, socket: SocketOption = None, output: OutputOpt
 
 def get(
     kind: Annotated[
-        Literal["tables", "rows", "ranks", "plans", "history", "attempts", "config"],
+        Literal["tables", "rows", "ranks", "plans", "history", "config"],
         typer.Argument(help="The list to show."),
     ],
     table: Annotated[str | None, typer.Argument(metavar="[TABLE]", help="Name of the table of rows.")] = None,
@@ -69,7 +68,7 @@ def get(
     socket: SocketOption = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
-    """List tables, hot rows of a table, ranks, kept plans, the history, attempts of the job, or the configuration.
+    """List tables, hot rows of a table, ranks, kept plans, the history, or the configuration.
 
     The history has migrations and other actions of all daemons of the job: pause, resume, throttle, reload and
     overridden gates.

@@ -16,7 +16,6 @@ from flexd.api.daemon import ReloadReport, threads_status
 from flexd.api.migration_commands import MigrationCommands
 from flexd.api.operator_commands import OperatorCommands
 from flexd.api.plan_commands import PlanCommands
-from flexd.api.rank import AttemptCommands
 from flexd.api.status import Status, base_status
 from flexd.config.model import Config
 from flexd.control.daemon.coordinator import Coordinator
@@ -168,7 +167,6 @@ class Daemon(DaemonLoop):
         self.planning = PlanCommands(
             keyspace, self._planning, self._auto, self._coordinator, self._stopping, self.operator
         )
-        self.attempts = AttemptCommands(self._coordinator, self.operator)
         self.migrations = MigrationCommands(
             self._planning.executions, self._history, self._coordinator, self._auto, self._stopping, late, decisions,
             self._effects,

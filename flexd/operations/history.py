@@ -27,7 +27,7 @@ FRESH_SECONDS = 1.0
 ENDED_UNSEEN = "the daemon ended while it was unfinished"
 MAX_DETAIL_CHARACTERS = 2_000
 
-ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "withhold", "prefer", "forget", "verify"]
+ActionKind = Literal["pause", "resume", "throttle", "reload", "override", "withhold", "verify"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ class ActionRecord:
 
     Attributes:
         kind: an ``ActionKind``; ``override`` is a plan executed although gates were closed,
-            ``withhold`` the first of the plans that save less than ``planner.min_saving``, ``prefer`` and ``forget``
-            are about an attempt of the job.
+            ``withhold`` the first of the plans that save less than ``planner.min_saving``.
         who: the user.
         reason: the user's reason.
         detail: the outcome, truncated to ``MAX_DETAIL_CHARACTERS``.

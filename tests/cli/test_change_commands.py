@@ -29,8 +29,6 @@ CALLS: dict[str, list[tuple[object, ...]]] = {
     "resume": [("resume", BY_HAND, ANN)],
     "reload": [("reload", BY_HAND, ANN)],
     "reload --dry-run": [("preview_reload",)],
-    "prefer debug --reason stuck": [("prefer", "debug", "stuck", ANN)],
-    "forget prod-0-99fe": [("forget", "prod-0-99fe", BY_HAND, ANN)],
 }  # fmt: skip
 """By command: the calls of the daemon. A dry run changes nothing."""
 
@@ -50,8 +48,6 @@ def test_a_lifted_limit_is_gone_and_a_wrong_one_is_refused(flexd_command, url, d
 
 
 def test_a_refusal_is_exit_code_four_with_the_reason(flexd_command, url, daemon):
-    held = flexd_command("forget", "prod-0-ab12", "--url", url)
-    assert (held.returncode, "its ranks are alive" in held.stderr) == (ExitCode.REFUSED, True)
     assert flexd_command("apply", "p1", "--url", url).returncode == ExitCode.REFUSED
     daemon.error = ApiError("no migration is running", status=409, remedy="flexd get history")
     done = flexd_command("abort", "--url", url)

@@ -101,7 +101,6 @@ COMMANDS = (
     "reload --dry-run",
     "pause --reason night",
     "resume",
-    "get attempts",
 )
 MOMENTS = ("status-healthy", "status-slow-memory")
 MAX_ERROR = 1e-9

@@ -16,7 +16,6 @@ from flexd.api.migration import MigrationReport
 from flexd.api.plan import PlanReport, ReplicationReport
 from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
-from tests.support.fake_attempts import FakeAttempts
 from tests.support.fake_inspection import FakeInspection
 from tests.support.fake_migrations import FakeMigrations
 from tests.support.fake_planning import FakePlanning
@@ -77,10 +76,6 @@ class FakeDaemon:
     @property
     def migrations(self) -> FakeMigrations:
         return FakeMigrations(self._enter, lambda: self.outcome)
-
-    @property
-    def attempts(self) -> FakeAttempts:
-        return FakeAttempts(self._enter)
 
     def status(self) -> Status:
         self._enter("status")

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 
-from flexd.control.daemon.attempts import Attempt
 from flexd.control.daemon.channel_server import ChannelServer
 from flexd.control.daemon.channel_types import ChannelCounters, ChannelOptions
 from flexd.control.daemon.coordinator_types import ControlOptions, ControlStatus, LiveTopology
@@ -28,7 +27,7 @@ from flexd.control.daemon.throttle import Throttle
 from flexd.control.protocol.credentials import ChannelCredentials
 from flexd.control.protocol.messages import DaemonNotice
 from flexd.control.protocol.network import CHANNEL_ERRORS, first_line, new_token
-from flexd.core.errors import ApiError, ControlError, TopologyError
+from flexd.core.errors import ControlError
 from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import KeySpace
 from flexd.core.placement import Placement
@@ -198,37 +197,6 @@ class Coordinator:
         """Why pushing has been paused by itself: ranks repeatedly reported another placement; empty if it was not."""
         return self._epochs.distrust
 
-    def attempts(self) -> tuple[Attempt, ...]:
-        """Return the attempts of the job: the one that holds it, those that wait, those that ended lately."""
-        return self._epochs.members.attempts(time.monotonic())
-
-    def prefer_attempt(self, attempt: str) -> bool:
-        """Give the job to another attempt, although the ranks of the present one are alive; False if it has it.
-
-        Raises:
-            ApiError: there is no such attempt (404).
-        """
-        try:
-            changed = self._epochs.members.prefer(attempt, time.monotonic())
-        except KeyError:
-            raise _unknown_attempt(attempt) from None
-        if changed:
-            self._events.emit("attempt_preferred", attempt=attempt)
-        return changed
-
-    def forget_attempt(self, attempt: str) -> None:
-        """Drop what is known of an attempt.
-
-        Raises:
-            ApiError: there is no such attempt (404), or it holds the job and its ranks are alive (409).
-        """
-        try:
-            self._epochs.members.forget(attempt)
-        except KeyError:
-            raise _unknown_attempt(attempt) from None
-        except TopologyError as error:
-            raise ApiError(error.message, status=409, remedy=error.remedy) from error
-
     def status(self) -> ControlStatus:
         return self._epochs.status()
 
@@ -296,7 +264,3 @@ class Coordinator:
 
     def _dispatch_migration_events(self) -> None:
         dispatch(self._pusher.drain_events(), self._events, self._on_migration)
-
-
-def _unknown_attempt(attempt: str) -> ApiError:
-    return ApiError(f"no attempt {attempt!r}", status=404, remedy="flexd get attempts shows those that are known")

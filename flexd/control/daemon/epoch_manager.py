@@ -76,7 +76,7 @@ class EpochManager:
     Attributes:
         live: the registered ranks; None until all ranks of an attempt have registered.
         agreed: the placement that all ranks have agreed on.
-        members: the registered ranks, and the attempts of the job; thread-safe.
+        members: the registered ranks, and the attempt that holds the job; thread-safe.
         present: the ranks that are registered now.
         refused: the ranks that were refused lately, newest first.
         reason: why nothing is pushed; empty while the ranks are ready.
@@ -179,7 +179,7 @@ class EpochManager:
             reason="" if ready else self.reason,
             illegal_transitions=self.pusher.illegal_transitions,
             missing_ranks=() if ready else missing,
-            attempts_waiting=self.members.waiting(time.monotonic()),
+            attempts_waiting=self.members.waiting(),
             refused_ranks=self.refused,
         )
 
@@ -207,7 +207,7 @@ class EpochManager:
             hosted.channels.close(hello.nonce, "silent")
             self._events.emit("rank_lost", attempt=hello.attempt, rank=hello.rank)
         hosted.channels.send_heartbeats(now)
-        topology = self.members.complete(now)
+        topology = self.members.complete()
         self.present, self.refused = self.members.present(), self.members.refused()
         epoch = self.epoch
         if epoch is not None and (topology is None or topology.nonces != epoch.topology.nonces):

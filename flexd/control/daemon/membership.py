@@ -1,4 +1,12 @@
-"""The set of rank processes, collected from their hellos. No network, and no clock but for the times in lists."""
+"""The set of rank processes, collected from their hellos, and the attempt that holds the job. No network.
+
+::
+
+    (unknown) --all ranks registered, none holds--> HOLDS --no rank heard for silent_seconds--> (unknown)
+        `--another holds--> refused; its ranks register again
+
+No attempt is excluded for good: one whose ranks are heard again gets the job once no other holds it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import NamedTuple
 
-from flexd.control.daemon.attempts import MAX_NAME_CHARACTERS, Attempt, Attempts, AttemptState
 from flexd.control.daemon.table_proposals import TableProposals
 from flexd.control.protocol.messages import Hello
 from flexd.control.protocol.table_lists import table_differences
@@ -18,13 +26,16 @@ from flexd.core.errors import ReplayedMessageError, TopologyError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 
+MAX_NAME_CHARACTERS = 200
 MAX_RANKS = 65_536
 MAX_ATTEMPTS = 8
 """Attempts whose hellos are kept; beyond that, the attempt whose newest message is oldest is dropped."""
 MAX_REFUSALS = 64
-"""Refused ranks that are listed in the status."""
+"""Refused ranks that are listed in the status, and attempts that are counted as waiting."""
 MAX_SESSIONS = 4 * MAX_RANKS
 """Rank processes whose newest hello is stored, so that a recorded hello is refused after its process has ended."""
+_NAMED_HOSTS = 3
+"""Hosts of the attempt that holds the job in the refusal of another."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ class RefusedRank(NamedTuple):
 
 
 class Membership:
-    """Collects hellos until an attempt is complete; it then holds the job (see ``attempts``). Thread-safe.
+    """Collects hellos until an attempt is complete; it then holds the job while one of its ranks is heard. Thread-safe.
 
     Args:
         job, keyspace: every rank must have the same.
@@ -125,7 +136,14 @@ class Membership:
         self.tables = TableProposals(silent_seconds)
         self._takes_tables = takes_tables
         self._lock = threading.RLock()
-        self._register = Attempts(job, silent_seconds, wall_clock)
+        self._wall_clock = wall_clock
+        self._holder: str | None = None
+        """The attempt that holds the job."""
+        self._held_since = 0.0
+        self._expected_until: float | None = None
+        """Set while the holder is the one of an earlier daemon and none of its ranks has registered."""
+        self._waiting: dict[str, float] = {}
+        """Attempts that were refused because another holds the job, with the time of each newest hello."""
         self.refusal_is_known = False
         self._job = job
         self._keyspace = keyspace
@@ -163,7 +181,7 @@ class Membership:
                     f"another process is rank {hello.rank} of attempt {hello.attempt!r}",
                     remedy="give every launch of the job its own attempt id",
                 )
-            self._register.check(hello, now)
+            self._check_holder(hello, now)
         except TopologyError as error:
             self._record_refusal(hello, error.message, now)
             raise
@@ -201,16 +219,21 @@ class Membership:
     def excuse_silence(self, seconds: float) -> None:
         """Do not count ``seconds``, during which the daemon itself did not receive, as silence of any rank."""
         with self._lock:
-            self._register.excuse_silence(seconds)
+            if self._expected_until is not None:
+                self._expected_until += seconds
+            self._waiting = {name: heard_at + seconds for name, heard_at in self._waiting.items()}
             for members in self._attempts.values():
                 for member in members.values():
                     member.heard_at += seconds
 
     def expire(self, now: float) -> list[Hello]:
-        """Remove the silent ranks and return their hellos; drop refusals of the same age, and attempts that ended."""
+        """Remove the silent ranks and return their hellos; drop refusals as old. A holder without ranks ends."""
         with self._lock:
             expired = self._expire(now)
-            self._register.expire(self._registered(), now)
+            expected = self._expected_until is not None and now <= self._expected_until
+            if self._holder not in self._attempts and not expected:
+                self._holder = self._expected_until = None
+            self._waiting = {name: heard for name, heard in self._waiting.items() if now - heard <= self._silent}
             return expired
 
     def _expire(self, now: float) -> list[Hello]:
@@ -230,69 +253,34 @@ class Membership:
                 del self._attempts[hello.attempt]
         return expired
 
-    def complete(self, now: float = 0.0) -> Topology | None:
+    def complete(self) -> Topology | None:
         """Return the attempt that holds the job if its ranks are all registered. If none holds it, the newest attempt
         whose ranks are all registered gets it, and the others must register again.
         """
         with self._lock:
-            holder = self._register.holder
+            holder = self._holder
             names = list(reversed(self._attempts)) if holder is None else [holder] * (holder in self._attempts)
             for name in names:
                 members = self._attempts[name]
                 connected = all(member.connected for member in members.values())
                 if connected and len(members) == next(iter(members.values())).hello.world_size:
-                    hellos = tuple(members[rank].hello for rank in sorted(members))
-                    self._register.hold(hellos, now)
+                    if holder is None:
+                        self._holder, self._held_since = name, self._wall_clock()
+                        self._waiting.pop(name, None)
                     self._attempts = {name: members}
-                    return Topology(hellos)
+                    return Topology(tuple(members[rank].hello for rank in sorted(members)))
             return None
 
     def expect(self, attempt: str, now: float) -> None:
         """Keep the job for an attempt that held it under an earlier daemon, until its ranks had time to come back."""
         with self._lock:
-            self._register.expect(attempt[:MAX_NAME_CHARACTERS], now)
+            self._holder, self._held_since = attempt, self._wall_clock()
+            self._expected_until = now + self._silent
 
-    def attempts(self, now: float) -> tuple[Attempt, ...]:
-        """Return the attempts: the holder, those that wait, those that ended."""
+    def waiting(self) -> int:
+        """Return the number of attempts that were refused lately because another one holds the job."""
         with self._lock:
-            return self._register.listed(self._registered(), now)
-
-    def waiting(self, now: float) -> int:
-        """Return the number of attempts that are refused because another one holds the job."""
-        listed = self.attempts(now)
-        held = any(attempt.state is AttemptState.HOLDS for attempt in listed)
-        return sum(attempt.state is AttemptState.WAITING for attempt in listed) if held else 0
-
-    def prefer(self, attempt: str, now: float) -> bool:
-        """End the attempt that holds the job and keep the job for another; False if nothing changes.
-
-        Raises:
-            KeyError: there is no such attempt.
-        """
-        with self._lock:
-            changed = self._register.prefer(attempt, now)
-            self._attempts = {name: members for name, members in self._attempts.items() if name == attempt}
-            return changed
-
-    def forget(self, attempt: str) -> None:
-        """Drop what is known of an attempt.
-
-        Raises:
-            KeyError: there is no such attempt.
-            TopologyError: it holds the job, and its ranks are alive.
-        """
-        with self._lock:
-            if attempt == self._register.holder and self._registered():
-                raise TopologyError(
-                    f"attempt {attempt!r} holds job {self._job!r}, and {self._registered()} of its ranks are alive",
-                    remedy="end its processes, or give the job to another attempt: flexd prefer NAME",
-                )
-            self._register.forget(attempt)
-            self._attempts.pop(attempt, None)
-
-    def _registered(self) -> int:
-        """Return the number of registered ranks of the attempt that holds the job."""
-        return len(self._attempts.get(self._register.holder or "", {}))
+            return len(self._waiting) if self._holder is not None else 0
 
     def present(self) -> RankPresence:
         """Return the presence of the ranks of the attempt that holds the job, or else of the newest one."""
@@ -325,6 +313,9 @@ class Membership:
         fault = ""
         if hello.job != self._job:
             fault = f"the daemon serves job {self._job!r}, not {hello.job!r}"
+        elif not 0 < len(hello.attempt) <= MAX_NAME_CHARACTERS:
+            fault = f"an attempt's name of {len(hello.attempt)} characters (1 to {MAX_NAME_CHARACTERS})"
+            remedy = "pass flexd.connect(..., attempt=...) a shorter name, or none"
         elif hello.table_digest != self._keyspace.digest:
             tables = self.tables.tables_of(hello.table_digest)
             differences = table_differences(tables, self._keyspace.tables) if tables else ""
@@ -334,7 +325,7 @@ class Membership:
             if self._takes_tables:
                 fault = fault.replace("the daemon's configuration", "the daemon's state")
                 remedy = "nothing, if the job has new tables: the daemon takes them once all ranks have registered"
-                self._register.check(hello, now)  # refused if another attempt holds the job
+                self._check_holder(hello, now)
                 self.tables.record_hello(hello, now)
         elif len(hello.replica_slots) != len(self._keyspace.groups):
             fault = f"{len(hello.replica_slots)} replica slot counts for {len(self._keyspace.groups)} dim-groups"
@@ -347,9 +338,6 @@ class Membership:
             remedy = f"train with at most {self._max_ranks} ranks"
         elif hello.trainer is not None and (of_trainer := hello.trainer.fault(len(self._keyspace.tables))):
             fault, remedy = of_trainer, "run the same version of flexd on all ranks"
-        elif not 0 < len(hello.attempt) <= MAX_NAME_CHARACTERS:
-            fault = f"an attempt's name of {len(hello.attempt)} characters (1 to {MAX_NAME_CHARACTERS})"
-            remedy = "pass flexd.connect(..., attempt=...) a shorter name, or none"
         else:
             peer = next((member.hello for member in self._attempts.get(hello.attempt, {}).values()), hello)
             if (peer.nodes, peer.local_ranks) != (hello.nodes, hello.local_ranks):
@@ -359,3 +347,36 @@ class Membership:
                 )
         if fault:
             raise TopologyError(fault, remedy=remedy)
+
+    def _check_holder(self, hello: Hello, now: float) -> None:
+        """Raise TopologyError if another attempt holds the job."""
+        holder = self._holder
+        if holder is None or hello.attempt == holder:
+            self._expected_until = None
+            return
+        self._waiting.pop(hello.attempt, None)
+        self._waiting[hello.attempt] = now
+        if len(self._waiting) > MAX_REFUSALS:
+            del self._waiting[next(iter(self._waiting))]
+        fault = f"attempt {holder!r} holds job {self._job!r}: {self._words(holder)}"
+        if self._expected_until is not None:
+            left = max(0.0, self._expected_until - now)
+            fault = (
+                f"attempt {holder!r} held job {self._job!r} when the daemon started; its ranks have {left:.0f} s to "
+                "come back"
+            )
+        raise TopologyError(
+            fault,
+            remedy=f"it gets the job once no rank of the other has been heard for {self._silent:g} s: end the "
+            "processes of the other if they hang; give a trial run a job name of its own",
+        )
+
+    def _words(self, attempt: str) -> str:
+        """Return size, start and hosts of an attempt in words."""
+        members = self._attempts.get(attempt, {})
+        hosts = sorted({member.hello.address[:100] for member in members.values()} - {""})
+        size = max((member.hello.world_size for member in members.values()), default=0)
+        more = len(hosts) - _NAMED_HOSTS
+        named = ", ".join(hosts[:_NAMED_HOSTS]) + (f" and {more} more" if more > 0 else "")
+        since = f"{datetime.fromtimestamp(self._held_since, UTC):%Y-%m-%dT%H:%M:%SZ}"
+        return f"{size} rank{'s' * (size != 1)}, since {since}{f', on {named}' if named else ''}"
