@@ -115,8 +115,6 @@ class PhaseCost(Model):
 
     bytes: FiniteOrNone = None
     """Sent by one rank in one step."""
-    busiest_rank_bytes: FiniteOrNone = None
-    """Bytes sent or received by the busiest rank."""
     seconds: FiniteOrNone = None
     """Predicted time, hidden or not."""
 
@@ -126,10 +124,6 @@ class CostReport(Model):
 
     exposed_seconds: FiniteOrNone = None
     """Communication that compute does not hide, in the mean over the ranks. Plans are compared by it."""
-    peak_exposed_seconds: FiniteOrNone = None
-    """Exposed time if every collective takes as long as its busiest rank."""
-    imbalance: FiniteOrNone = None
-    """Busiest rank over mean, at least 1."""
     total_seconds: FiniteOrNone = None
     """Time of all communication, hidden or not."""
     forward_seconds: FiniteOrNone = None
@@ -140,8 +134,6 @@ class CostReport(Model):
     """Time of replica synchronisation."""
     ids_sent: FiniteOrNone = None
     """Row ids that one rank requests."""
-    buffer_bytes: FiniteOrNone = None
-    """Memory of the fullest rank for the step: rows, gradients, messages."""
     bytes: Annotated[dict[LinkName, LinkBytes], DETAIL] = Field(default_factory=dict)
     """Bytes by class of link."""
     phases: Annotated[dict[str, dict[LinkName, PhaseCost]], HIDDEN] = Field(default_factory=dict)
@@ -164,21 +156,6 @@ class ExchangeReport(Model):
     """The cheapest by the model; the next start of the job may use it."""
     recommended_exposed_seconds: FiniteOrNone = None
     """Exposed time of a step with the recommended exchange."""
-
-
-class MemoryReport(Model):
-    """Memory of the rank that needs most, with the plan in place."""
-
-    total_bytes: FiniteOrNone = None
-    """Sum of the other fields."""
-    home_bytes: FiniteOrNone = None
-    """Home rows with optimizer state."""
-    replica_bytes: FiniteOrNone = None
-    """Replica slots with optimizer state, used or not."""
-    directory_bytes: FiniteOrNone = None
-    """The list of replicated rows."""
-    buffer_bytes: dict[str, FiniteOrNone] = Field(default_factory=dict)
-    """During a step, expected: ``rows``, ``gradients``, ``exchange``, ``sync``."""
 
 
 class PlanReport(Model):
@@ -231,8 +208,6 @@ class PlanReport(Model):
     """Rows that live in another node than that of their home rank."""
     moves_save_seconds: Annotated[FiniteOrNone, DETAIL] = None
     """The part of the saving that comes from rows which move to other nodes or back."""
-    saved_busiest_seconds: Annotated[FiniteOrNone, DETAIL] = None
-    """The same saving if every collective takes as long as its busiest rank."""
     saved_share: FiniteOrNone = None
     """The saving as a share of the measured step; null if that is not known."""
     step_seconds: Annotated[FiniteOrNone, DETAIL] = None
@@ -241,8 +216,6 @@ class PlanReport(Model):
     """The live placement under the profile as it is now."""
     after: CostReport = CostReport()
     """The plan under the same profile."""
-    memory: MemoryReport = MemoryReport()
-    """Memory of the plan on a rank."""
     exchange: ExchangeReport = ExchangeReport()
     """The planned and the recommended exchange."""
     affinity: AffinityReport | None = None

@@ -16,7 +16,6 @@ from flexd.core.placement import Delta, Placement
 from flexd.planner.delta import moved_bytes, plan_delta, rows_by_tier
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.gains import canonical_tiers, migration_seconds
-from flexd.planner.model.rank_memory import RankMemory, placement_memory
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
@@ -64,7 +63,6 @@ class Plan:
         replica_slots: per dim-group, of the rank that has fewest.
         exchange: that the job runs, under which the plan is priced.
         budgets: slots of ranks and tables, as the plan keeps to them.
-        memory: of each rank with the target placement.
         home_seconds: objective of the placement with every row at HOME that is not pinned elsewhere.
         live_fits: whether the live placement keeps to slots, budgets, pins and excluded tables. If not, the plan is
             needed whatever it saves.
@@ -92,7 +90,6 @@ class Plan:
     replica_slots: tuple[int, ...]
     exchange: Exchange
     budgets: SlotBudgets
-    memory: RankMemory
     home_seconds: float
     live_fits: bool
     step_seconds: float | None = None
@@ -102,11 +99,6 @@ class Plan:
     def saved_seconds(self) -> float:
         """Exposed seconds that a step would take less than at the live placement, in the mean over the ranks."""
         return self.before.exposed_seconds - self.after.exposed_seconds + self.moves_save_seconds
-
-    @property
-    def saved_busiest_seconds(self) -> float:
-        """The same if every collective takes as long as its busiest rank."""
-        return self.before.peak_exposed_seconds - self.after.peak_exposed_seconds
 
     @property
     def saved_share(self) -> float | None:
@@ -158,12 +150,10 @@ class Plan:
             "lower_bound_seconds": self.lower_bound_seconds,
             "gap": self.gap,
             "saved_seconds": self.saved_seconds,
-            "saved_busiest_seconds": self.saved_busiest_seconds,
             "saved_share": self.saved_share,
             "step_seconds": self.step_seconds,
             "before": self.before.to_dict(),
             "after": self.after.to_dict(),
-            "memory": self.memory.to_dict(),
             "exchange": {
                 "planned": self.exchange.value,
                 "recommended": self.recommended_exchange.value,
@@ -264,7 +254,6 @@ def make_plan(
         replica_slots=fewest_slots,
         exchange=exchange,
         budgets=budgets,
-        memory=placement_memory(keyspace, layout, slots, target, choice.cost.buffer_bytes),
         home_seconds=choice.home.exposed_seconds,
         live_fits=_fits(live, limits, keyspace, layout, budgets),
         step_seconds=step_seconds,

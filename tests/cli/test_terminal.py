@@ -30,26 +30,11 @@ FULL_PLAN = PlanReport.model_validate(
         "lower_bound_seconds": 0.008365,
         "gap": 0.0107,
         "saved_seconds": 0.000368,
-        "saved_busiest_seconds": 0.000372,
         "saved_share": 0.0046,
         "step_seconds": 0.08,
-        "memory": {
-            "total_bytes": 843500000.0,
-            "home_bytes": 20480000.0,
-            "replica_bytes": 16390000.0,
-            "directory_bytes": 16000.0,
-            "buffer_bytes": {
-                "rows": 201000000.0,
-                "gradients": 201000000.0,
-                "exchange": 382800000.0,
-                "sync": 21840000.0,
-            },
-        },
         "before": {
             "exposed_seconds": 0.008735,
-            "peak_exposed_seconds": 0.008739,
             "total_seconds": 0.008735,
-            "buffer_bytes": 817600000.0,
             "bytes": {
                 "intra_node": {"all_to_all": 301400000.0, "sync": 158900.0},
                 "inter_node": {"all_to_all": 113900000.0, "sync": 61220.0},
@@ -83,9 +68,7 @@ FULL_PLAN = PlanReport.model_validate(
         },
         "after": {
             "exposed_seconds": 0.008365,
-            "peak_exposed_seconds": 0.008367,
             "total_seconds": 0.008365,
-            "buffer_bytes": 806600000.0,
             "bytes": {
                 "intra_node": {"all_to_all": 301500000.0, "sync": 0.0},
                 "inter_node": {"all_to_all": 81210000.0, "sync": 32760000.0},
@@ -120,9 +103,7 @@ FULL_PLAN = PlanReport.model_validate(
         "baselines": {
             "row_wise": {
                 "exposed_seconds": 0.3971,
-                "peak_exposed_seconds": 1.495,
                 "total_seconds": 0.3971,
-                "buffer_bytes": 25790000000.0,
                 "bytes": {
                     "intra_node": {"all_to_all": 1536000000.0, "sync": 0.0},
                     "inter_node": {"all_to_all": 6145000000.0, "sync": 0.0},
@@ -130,9 +111,7 @@ FULL_PLAN = PlanReport.model_validate(
             },
             "row_wise_dedup": {
                 "exposed_seconds": 0.0196,
-                "peak_exposed_seconds": 0.0196,
                 "total_seconds": 0.0196,
-                "buffer_bytes": 779000000.0,
                 "bytes": {
                     "intra_node": {"all_to_all": 75380000.0, "sync": 0.0},
                     "inter_node": {"all_to_all": 301500000.0, "sync": 0.0},
@@ -140,9 +119,7 @@ FULL_PLAN = PlanReport.model_validate(
             },
             "two_hop": {
                 "exposed_seconds": 0.008703,
-                "peak_exposed_seconds": 0.008704,
                 "total_seconds": 0.008703,
-                "buffer_bytes": 817500000.0,
                 "bytes": {
                     "intra_node": {"all_to_all": 301500000.0, "sync": 0.0},
                     "inter_node": {"all_to_all": 114000000.0, "sync": 0.0},

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
-from operator import add
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,7 @@ import numpy.typing as npt
 
 from flexd.core.errors import PlanError
 from flexd.core.layout import RankLayout, Tier
-from flexd.planner.model.balance import RankBytes, rank_bytes, sums_by_home
 from flexd.planner.model.prices import exposed_seconds, exposed_share, latencies, prices, slower_link_only
-from flexd.planner.model.rank_memory import step_buffers
 from flexd.planner.model.row_bytes import (
     EXCHANGE_PHASES,
     ID_BYTES,
@@ -36,7 +33,7 @@ UInt8Array = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class CostBreakdown:
-    """Per rank and optimizer step: the mean over the ranks, and the busiest rank (``peak``), which a step waits for.
+    """Cost per rank and optimizer step, in the mean over the ranks.
 
     Attributes:
         rows: float64[3], rows by tier (those the profile knows of).
@@ -44,9 +41,6 @@ class CostBreakdown:
         transfer_seconds: float64[3, 6, 3], those bytes at the bandwidth of their collective.
         latency_seconds: float64[6, 3], fixed cost of the collectives, by (phase, link).
         exposed_share: float64[6], by phase, share that cannot run beside compute.
-        peak_bytes, peak_transfer_seconds: float64[3, 6, 3], the same of the rank that sends or receives most in each
-            phase and on each link (not the same rank everywhere).
-        buffer_bytes: float64[buffer, world], memory of each rank during a pass (``rank_memory.Buffer``).
         summed_at_home: copies are summed at their homes, because the gradients of all dim-groups travel narrower than
             they are added.
         cover_seconds: compute beside which the rest can run.
@@ -57,9 +51,6 @@ class CostBreakdown:
     transfer_seconds: Float64Array
     latency_seconds: Float64Array
     exposed_share: Float64Array
-    peak_bytes: Float64Array
-    peak_transfer_seconds: Float64Array
-    buffer_bytes: Float64Array
     summed_at_home: bool = False
     cover_seconds: float = math.inf
 
@@ -76,20 +67,8 @@ class CostBreakdown:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time that a step waits if all ranks are equally busy. The optimiser minimises it."""
+        """Time that a step waits. The optimiser minimises it."""
         return exposed_seconds(self.exposed_share, self.cover_seconds, self.phase_seconds.sum(axis=1))
-
-    @property
-    def peak_exposed_seconds(self) -> float:
-        """Time that a step waits: every collective takes as long as its busiest rank."""
-        seconds = self.peak_transfer_seconds.sum(axis=0) + self.latency_seconds
-        return exposed_seconds(self.exposed_share, self.cover_seconds, seconds.sum(axis=1))
-
-    @property
-    def imbalance(self) -> float:
-        """Busiest rank over mean, of the exposed time: at least 1."""
-        mean = self.exposed_seconds
-        return self.peak_exposed_seconds / mean if mean > 0 else 1.0
 
     @property
     def forward_seconds(self) -> float:
@@ -127,14 +106,11 @@ class CostBreakdown:
         links = {"intra_node": TrafficLink.INTRA_NODE, "inter_node": TrafficLink.INTER_NODE}
         return {
             "exposed_seconds": self.exposed_seconds,
-            "peak_exposed_seconds": self.peak_exposed_seconds,
-            "imbalance": self.imbalance,
             "total_seconds": self.total_seconds,
             "forward_seconds": self.forward_seconds,
             "backward_seconds": self.backward_seconds,
             "sync_seconds": self.sync_seconds,
             "ids_sent": self.ids_sent,
-            "buffer_bytes": float(self.buffer_bytes.sum(axis=0).max()),
             "bytes": {
                 name: {"all_to_all": self.all_to_all_bytes(link), "sync": self.sync_bytes(link)}
                 for name, link in links.items()
@@ -143,7 +119,6 @@ class CostBreakdown:
                 phase.name.lower(): {
                     name: {
                         "bytes": float(self.bytes[:, phase, link].sum()),
-                        "busiest_rank_bytes": float(self.peak_bytes[:, phase, link].sum()),
                         "seconds": float(self.phase_seconds[phase, link]),
                     }
                     for name, link in links.items()
@@ -164,11 +139,6 @@ class LoadSums:
     def listed(self) -> Float64Array:
         """float64[statistics, h]."""
         return self.load.listed_statistics(self.layout)
-
-    @cached_property
-    def home_rank(self) -> Int64Array:
-        """int64[h]."""
-        return self.layout.home_rank(self.load.keys)
 
     @cached_property
     def _listed_sum(self) -> Float64Array:
@@ -232,58 +202,23 @@ def joint_cost(
         raise PlanError("no dim-group to price", remedy="give the loads of all dim-groups")
     layout = sums[0].layout
     nothing = np.zeros(len(Tier))
-    by_tier, sent, of_ranks = [], [], []
+    by_tier, sent = np.zeros((len(Tier), STATISTICS)), np.zeros((len(Tier), len(Phase), len(TrafficLink)))
     for i, group in enumerate(sums):
-        even = group.even(nothing if unlisted is None else unlisted[i])
+        of_group = group.by_tier(tiers[i], group.even(nothing if unlisted is None else unlisted[i]))
         factors = byte_factors(layout, group.load.wire_bytes, exchange, at_home=group.load.sums_at_home)
-        by_tier.append(group.by_tier(tiers[i], even))
-        sent.append(np.einsum("tpls,ts->tpl", factors, by_tier[-1]))
-        wanted = [int(statistic) for statistic in np.flatnonzero(factors.any(axis=(0, 1, 2)))]
-        by_home = sums_by_home(group.listed, tiers[i], group.home_rank, even, layout, wanted)
-        of_ranks.append(rank_bytes(by_home, factors, layout, exchange))
-    rows, ranks = reduce(add, by_tier), reduce(add, of_ranks)
-    return cost_of_ranks(ranks, sums, cluster, exchange, rows, reduce(add, sent))
-
-
-def cost_of_ranks(
-    ranks: RankBytes,
-    sums: Sequence[LoadSums],
-    cluster: Cluster,
-    exchange: Exchange,
-    by_tier: Float64Array | None = None,
-    sent: Float64Array | None = None,
-) -> CostBreakdown:
-    """Return the cost of the bytes of each rank.
-
-    Args:
-        sums: the loads that the bytes are computed from.
-        by_tier: float64[tier, statistic] over all rows; default: all at HOME.
-        sent: float64[tier, phase, link] mean over the ranks; default: of ``ranks``.
-    """
-    micro_batches = sums[0].load.micro_batches
-    if by_tier is None:
-        by_tier = np.zeros((len(Tier), STATISTICS))
-        by_tier[Tier.HOME] = reduce(add, (group.total() for group in sums))
-    mean = ranks.sent.mean(axis=3) if sent is None else sent
-    peak = np.maximum(ranks.busiest(), 0.0)
-    seconds = mean * prices(mean, cluster, micro_batches, exchange)
-    peak_seconds = peak * prices(peak, cluster, micro_batches, exchange)
-    if exchange is not Exchange.CHAIN:
-        seconds, peak_seconds = (slower_link_only(part) for part in (seconds, peak_seconds))
-    synced = {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}
+        by_tier += of_group
+        sent += np.einsum("tpls,ts->tpl", factors, of_group)
+    seconds = sent * prices(sent, cluster, sums[0].load.micro_batches, exchange)
     return CostBreakdown(
         rows=by_tier[:, ROWS],
-        bytes=mean,
-        transfer_seconds=seconds,
-        latency_seconds=step_latencies(sums, cluster, exchange, synced),
+        bytes=sent,
+        transfer_seconds=seconds if exchange is Exchange.CHAIN else slower_link_only(seconds),
+        latency_seconds=step_latencies(
+            sums, cluster, exchange, {int(tier) for tier in np.flatnonzero(by_tier[:, SYNCED] > 0)}
+        ),
         exposed_share=exposed_share(cluster),
         cover_seconds=cluster.exposed.cover_seconds,
-        peak_bytes=peak,
-        peak_transfer_seconds=peak_seconds,
         summed_at_home=all(group.load.sums_at_home for group in sums),
-        buffer_bytes=step_buffers(
-            ranks, [group.load for group in sums], [group.total() for group in sums], exchange, sums[0].layout
-        ),
     )
 
 

@@ -22,7 +22,6 @@ from flexd.embedding.jagged import Jagged
 from flexd.embedding.row_optimizers import RowWiseAdagrad
 from flexd.embedding.store.memory import iterate_tensors
 from flexd.embedding.store.store import GroupStore
-from flexd.planner.model.rank_memory import placement_memory
 from tests.support.rank_pool import RankPool
 
 TABLES = [
@@ -204,13 +203,6 @@ def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[i
     results = ranks(layout.world_size).run(follow_chunks, layout, chunks, SLOTS, cap, seed)
     whole = Placement.of(np.array(list(expected), np.int64), np.array(list(expected.values()), np.uint8))
     free = np.array(SLOTS)[:, None] - used_slots(layout, expected)
-    stated = placement_memory(
-        KEYSPACE,
-        layout,
-        [np.full(layout.world_size, slots) for slots in SLOTS],
-        whole,
-        np.zeros((4, layout.world_size)),
-    )
     for rank, result in enumerate(results):
         local = layout.local_rank_of(rank)
         listed = {
@@ -234,14 +226,8 @@ def test_any_chunks_lead_to_the_placement_of_a_dict(ranks: Ranks, shape: tuple[i
             assert result[name], name
         assert result["steps"] == results[0]["steps"]
         assert result["waiting"] == 0
-        assert result["memory"].home_bytes == stated.home[rank]
-        assert result["memory"].replica_bytes == stated.replicas[rank]
         if layout.nodes > 1:
-            blocks = 2 * 2 * (layout.world_size + 17) * 64 * 9
-            assert 18 * sum(tier < MOVED for tier in listed.values()) <= stated.directory[rank]
             assert 8 * len(listed) <= result["memory"].directory_bytes
-            of_moved = 64 * 12 + 40 * sum(tier >= MOVED for tier in expected.values())
-            assert result["memory"].directory_bytes <= stated.directory[rank] + 2 * blocks + of_moved
 
 
 GOOD = [chunk({0: 2, 1: 2, 3: 1, 70: 2}), chunk({1: 1, 4: 2}, {1: 2}), chunk({4: 0, 6: 1}, {4: 2})]

@@ -1,4 +1,4 @@
-"""Micro-batches, frozen and pooled tables, the wire dtype and the busiest rank, against drawn id sets."""
+"""Micro-batches, frozen and pooled tables and the wire dtype, against drawn id sets."""
 
 from __future__ import annotations
 
@@ -65,10 +65,8 @@ def mean_of(cost: CostBreakdown, phase: Phase, where: TrafficLink) -> float:
 
 
 @pytest.mark.parametrize(("micro_batches", "merged"), [(1, False), (4, False), (4, True)])
-def test_micro_batches_and_the_busiest_rank(micro_batches: int, merged: bool) -> None:
+def test_micro_batches(micro_batches: int, merged: bool) -> None:
     accesses = np.random.default_rng(1).permutation(zipf(ROWS, 1.1, 300.0))
-    # Two very hot rows of one home make the load uneven on purpose.
-    accesses[[6, 12]] = 30.0
     tiers = np.where(KEYS % 5 == 0, Tier.NODE, np.where(KEYS % 7 == 0, Tier.DEVICE, Tier.HOME)).astype(np.uint8)
     sent = count(tiers, accesses, micro_batches, merged, 5)
     cost = group_cost(shaped(accesses, micro_batches=micro_batches, merged_backward=merged), tiers, LAYOUT, cluster())
@@ -83,10 +81,6 @@ def test_micro_batches_and_the_busiest_rank(micro_batches: int, merged: bool) ->
         device = phase in (Phase.BACKWARD_ROWS, Phase.SYNC_ROWS)
         expected = mean_of(cost, phase, where) - (float(cost.bytes[Tier.DEVICE, phase, where]) if device else 0.0)
         assert expected == pytest.approx(sent[name].mean() * size, rel=0.04), name
-    rows = sent["rows_inter"] * ROW_BYTES
-    assert cost.peak_bytes[:, Phase.FORWARD_ROWS, inter].sum() == pytest.approx(rows.max(), rel=0.06)
-    assert cost.peak_bytes[Tier.NODE, Phase.SYNC_ROWS, inter] == pytest.approx(sent["sync"].max() * ROW_BYTES, rel=0.04)
-    assert cost.peak_exposed_seconds > cost.exposed_seconds
 
 
 def test_frozen_rows_send_nothing_back() -> None:

@@ -56,9 +56,7 @@ def plan_of(
 def row_of(name: str, cost: CostBreakdown) -> Figures:
     return {
         "strategy": name,
-        "milliseconds": cost.peak_exposed_seconds * 1e3,
-        "mean_milliseconds": cost.exposed_seconds * 1e3,
-        "balance": cost.imbalance,
+        "milliseconds": cost.exposed_seconds * 1e3,
         "inter_node_all_to_all_megabytes": cost.all_to_all_bytes(TrafficLink.INTER_NODE) / 1e6,
         "inter_node_sync_megabytes": cost.sync_bytes(TrafficLink.INTER_NODE) / 1e6,
         "intra_node_megabytes": float(cost.bytes[..., TrafficLink.INTRA_NODE].sum()) / 1e6,
@@ -79,7 +77,6 @@ def strategies(tables: list[ListedTable], preset: str, skew: float) -> Figures:
         "gap": plan.gap,
         "rows": {"NODE": plan.after.rows[1], "DEVICE": plan.after.rows[2]},
         "volume_bound_megabytes": float(chain.sum()) / 1e6,
-        "memory_gigabytes": float(plan.memory.total.max()) / 1e9,
         "strategies": rows,
     }
 
