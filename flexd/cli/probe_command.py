@@ -46,24 +46,12 @@ def probe(
     budget_seconds: Annotated[
         float, typer.Option("--budget-seconds", help="About how long to measure; large sizes are left out beyond it.")
     ] = 60.0,
-    sub_groups: Annotated[
-        bool,
-        typer.Option(
-            "--sub-groups", help="Measure groups of 2, 4, 8, ... ranks too, for prices of layouts other than the job's."
-        ),
-    ] = False,
     timeout_seconds: Annotated[float, typer.Option("--timeout-seconds", help="Longest wait for another rank.")] = 60.0,
     backend: Annotated[
         Backend, typer.Option("--backend", help="auto: nccl where every local rank has a GPU, else gloo.")
     ] = Backend.AUTO,
     local_ranks: Annotated[
         int | None, typer.Option("--local-ranks", help="Ranks in each node. Default: LOCAL_WORLD_SIZE of torchrun.")
-    ] = None,
-    missing_from: Annotated[
-        str | None,
-        typer.Option(
-            "--missing-from", metavar="FILE|PRESET", help="Figures of a link this job does not have (one node)."
-        ),
     ] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
@@ -74,18 +62,12 @@ def probe(
 
     Example: torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml
     """
-    from flexd.topology.files import load_cluster, load_preset, preset_names, write_cluster
+    from flexd.topology.files import write_cluster
     from flexd.topology.probe import ProbeOptions
 
-    options = ProbeOptions(
-        min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds * (1 - _STEPS_SHARE),
-        sub_groups=sub_groups,
-    )  # fmt: skip
+    options = ProbeOptions(min_bytes=min_bytes, max_bytes=max_bytes, budget_seconds=budget_seconds * (1 - _STEPS_SHARE))
     if not 0 < timeout_seconds <= 3600:
         raise ConfigError(f"--timeout-seconds {timeout_seconds}", remedy="give seconds above 0, at most 3600")
-    base: Cluster | None = None
-    if missing_from is not None:
-        base = load_preset(missing_from) if missing_from in preset_names() else load_cluster(Path(missing_from))
     _check_job()
     if os.environ["RANK"] == "0":
         check_file("--out", out)
@@ -93,8 +75,7 @@ def probe(
     report, costs = _run(options, step_seconds, timeout_seconds, backend, local_ranks)
     if os.environ["RANK"] != "0":
         return
-    cluster = report.cluster(name, missing_from=base)
-    cluster = replace(cluster, step_costs=costs)
+    cluster = replace(report.cluster(name), step_costs=costs)
     write_cluster(cluster, out)
     emit(_document(cluster, report, out), _blocks(cluster, report, out), output)
 
@@ -173,7 +154,7 @@ def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any
             {
                 "link": link,
                 "collective": collective,
-                "ranks": curve.ranks,
+                "ranks": ranks,
                 "latency_seconds": curve.latency_seconds,
                 "points": [list(point) for point in curve.points],
                 "sizes": [
@@ -189,31 +170,32 @@ def _document(cluster: Cluster, report: ProbeReport, out: Path) -> dict[str, Any
                     )
                 ],
             }
-            for link, collective, curve, times in _measured(cluster, report)
+            for link, collective, ranks, curve, times in _measured(cluster, report)
         ],
     }
 
 
-def _measured(cluster: Cluster, report: ProbeReport) -> Iterator[tuple[str, str, CollectiveCurve, CollectiveTimes]]:
-    """Yield (link, collective, curve, times) of every measured group: nodes and rails, all ranks, those inside."""
+def _measured(
+    cluster: Cluster, report: ProbeReport
+) -> Iterator[tuple[str, str, int, CollectiveCurve, CollectiveTimes]]:
+    """Yield (link, collective, ranks of a group, curve, times) of every measured group: nodes, rails, all ranks."""
+    layout = report.layout
     for (link, collective), times in report.times.items():
-        yield link.value, collective.value, cluster.curve(link, collective), times
+        ranks = layout.local_ranks if link == "intra_node" else layout.nodes
+        yield link.value, collective.value, ranks, cluster.curve(link, collective), times
     if report.world is not None and cluster.world is not None:
-        yield "world", "all_to_all", cluster.world.all_to_all, report.world
-    for (link, collective, size), times in report.sub_groups.items():
-        curve = next(group for group in cluster.curve(link, collective).groups if group.ranks == size)
-        yield link.value, collective.value, curve, times
+        yield "world", "all_to_all", layout.world_size, cluster.world.all_to_all, report.world
 
 
 def _blocks(cluster: Cluster, report: ProbeReport, out: Path) -> list[Block]:
     rows = []
-    for link, collective, curve, times in _measured(cluster, report):
+    for link, collective, ranks, curve, times in _measured(cluster, report):
         largest = float(times.message_bytes[-1])
         rows.append(
             (
                 link,
                 collective,
-                str(curve.ranks),
+                str(ranks),
                 units.seconds(curve.latency_seconds),
                 units.size(largest),
                 units.seconds(float(times.medians[-1])),

@@ -41,23 +41,14 @@ class CollectiveCurve:
         latency_seconds: time of an empty message.
         points: (message bytes, bytes per second) by increasing size; between two points the bandwidth is a power of the
             size (a straight line on log-log axes), beyond the ends it is constant.
-        ranks: size of the groups that it was measured over; 0 if not known: the same for every size.
-        groups: the curves of groups of other sizes, by increasing size.
-
-    Raises:
-        TopologyError: a value is NaN, zero or negative, sizes do not increase, or a larger message would be faster.
     """
 
     latency_seconds: float
     points: tuple[tuple[float, float], ...]
-    ranks: int = 0
-    groups: tuple[CollectiveCurve, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.check("curve")
 
     def check(self, where: str) -> None:
-        """Raise TopologyError that names ``where`` and the invalid key."""
+        """Raise TopologyError that names ``where`` and the invalid key: a value is NaN, zero or negative, sizes do not
+        increase, or a larger message would be faster."""
         if not (math.isfinite(self.latency_seconds) and self.latency_seconds >= 0):
             raise TopologyError(
                 f"{where}.latency_seconds: {self.latency_seconds!r}", remedy="give a number of seconds, at least 0"
@@ -77,19 +68,6 @@ class CollectiveCurve:
                     f"{where}.points[{i}]: {size:g} bytes would take less time than {self.points[i - 1][0]:g}",
                     remedy="measure this size again",
                 )
-        self._check_groups(where)
-
-    def _check_groups(self, where: str) -> None:
-        if self.ranks < 0 or self.ranks == 1 or (self.groups and not self.ranks):
-            raise TopologyError(f"{where}.ranks: {self.ranks}", remedy="give the ranks of a group, at least 2")
-        before = 0
-        for group in self.groups:
-            if group.ranks in (0, self.ranks) or group.ranks <= before or group.groups:
-                raise TopologyError(
-                    f"{where}.groups: {group.ranks}", remedy="give group sizes from 2 on that increase and differ"
-                )
-            group.check(f"{where}.groups.{group.ranks}")
-            before = group.ranks
 
     @property
     def is_affine(self) -> bool:
@@ -109,47 +87,14 @@ class CollectiveCurve:
         """Return the time of one collective in which each rank sends ``message_bytes`` over the link."""
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
 
-    def of_group(self, ranks: int) -> CollectiveCurve:
-        """Return the curve of a group of this size, without those of others.
-
-        Between two measured sizes times are interpolated over the logarithm of the size; beyond them the nearest
-        counts.
-        """
-        if not self.groups:
-            return self
-        known = sorted((*self.groups, replace(self, groups=())), key=lambda curve: curve.ranks)
-        above = next((at for at, curve in enumerate(known) if curve.ranks >= ranks), len(known) - 1)
-        if above == 0 or known[above].ranks <= ranks:
-            return known[above]
-        return _between(known[above - 1], known[above], ranks)
-
-    def without_latency(self) -> CollectiveCurve:
-        return self.divide_latency(math.inf)
-
     def divide_latency(self, factor: float) -> CollectiveCurve:
-        """Return the same curve with the latency divided by ``factor``, for groups of every size."""
-        groups = tuple(group.divide_latency(factor) for group in self.groups)
-        return replace(self, latency_seconds=self.latency_seconds / factor, groups=groups)
+        """Return the same curve with the latency divided by ``factor``."""
+        return replace(self, latency_seconds=self.latency_seconds / factor)
 
     def scale_seconds(self, factor: float) -> CollectiveCurve:
-        """Return the same curve with all seconds multiplied, for groups of every size."""
+        """Return the same curve with all seconds multiplied."""
         points = tuple((size, bandwidth / factor) for size, bandwidth in self.points)
-        groups = tuple(group.scale_seconds(factor) for group in self.groups)
-        return replace(self, latency_seconds=self.latency_seconds * factor, points=points, groups=groups)
-
-
-def _between(small: CollectiveCurve, large: CollectiveCurve, ranks: int) -> CollectiveCurve:
-    weight = math.log(ranks / small.ranks) / math.log(large.ranks / small.ranks)
-    sizes = sorted({size for curve in (small, large) for size, _ in curve.points})
-    points: list[tuple[float, float]] = []
-    least = 0.0
-    for size in sizes:
-        moving = (1 - weight) * size * small.seconds_per_byte(size) + weight * size * large.seconds_per_byte(size)
-        # Rounding must not make a larger message faster.
-        least = max(moving, least * (1 + 1e-12))
-        points.append((size, size / least))
-    latency = (1 - weight) * small.latency_seconds + weight * large.latency_seconds
-    return CollectiveCurve(latency, tuple(points), ranks)
+        return CollectiveCurve(self.latency_seconds * factor, points)
 
 
 @dataclass(frozen=True)
@@ -310,18 +255,11 @@ class Cluster:
         return all(curve.is_affine for curve in (*curves, *([self.world.all_to_all] if self.world else [])))
 
     def of_layout(self, nodes: int, local_ranks: int) -> Cluster:
-        """Return the cluster as a job of this layout uses it: the curves of its group sizes only."""
-
-        def of_ranks(link: LinkModel, ranks: int) -> LinkModel:
-            return link.with_curves(lambda curve: curve.of_group(ranks))
-
+        """Return the cluster as a job of this layout uses it: without the all-to-all over another one's ranks."""
         world = self.world
-        if world is not None and (world.nodes, world.local_ranks) != (nodes, local_ranks):
-            world = None
-        return replace(
-            self, intra_node=of_ranks(self.intra_node, local_ranks), inter_node=of_ranks(self.inter_node, nodes),
-            world=world,
-        )  # fmt: skip
+        if world is None or (world.nodes, world.local_ranks) == (nodes, local_ranks):
+            return self
+        return replace(self, world=None)
 
     def with_curves(self, change: Callable[[Link, CollectiveCurve], CollectiveCurve]) -> Cluster:
         """Return the same cluster with every curve changed; that of the world counts as one between nodes."""
@@ -336,16 +274,7 @@ class Cluster:
         """Return the same cluster with the seconds of all collectives of links multiplied; those of all ranks take the
         factor between nodes."""
 
-        def of_link(link: Link) -> LinkModel:
-            factor = factors.get(link, 1.0)
-            scaled = {c: self.curve(link, c).scale_seconds(factor) for c in Collective}
-            return LinkModel(self.link(link).wire_bytes_per_second, **{c.value: scaled[c] for c in Collective})
-
-        over_all = self.world
-        if over_all is not None:
-            factor = factors.get(Link.INTER_NODE, 1.0)
-            over_all = replace(over_all, all_to_all=over_all.all_to_all.scale_seconds(factor))
-        return replace(self, intra_node=of_link(Link.INTRA_NODE), inter_node=of_link(Link.INTER_NODE), world=over_all)
+        return self.with_curves(lambda link, curve: curve.scale_seconds(factors.get(link, 1.0)))
 
     def with_exposed(self, exposed: Exposed, name: str = "") -> Cluster:
         """Return the same cluster with other exposed shares, and another name if one is given."""
@@ -358,4 +287,4 @@ class Cluster:
         They are fixed costs of a step, small beside the time of the bytes in a large job, and would dominate in a
         rehearsal with thousandths of the bytes.
         """
-        return replace(self.with_curves(lambda link, curve: curve.without_latency()), step_costs=None)
+        return replace(self.with_curves(lambda link, curve: curve.divide_latency(math.inf)), step_costs=None)

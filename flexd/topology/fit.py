@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flexd.core.errors import TopologyError
 from flexd.topology.cluster import CollectiveCurve
 
 Float64Array = npt.NDArray[np.float64]
@@ -29,23 +28,10 @@ class CollectiveTimes:
     Attributes:
         message_bytes: float64[k], bytes that a rank sends over the link, ascending.
         seconds: k arrays float64[r], of one collective in each repetition; r may differ from size to size.
-
-    Raises:
-        TopologyError: no size was measured, sizes do not increase, or a time is not above 0.
     """
 
     message_bytes: Float64Array
     seconds: tuple[Float64Array, ...]
-
-    def __post_init__(self) -> None:
-        sizes = self.message_bytes
-        if not len(sizes) or len(sizes) != len(self.seconds) or not all(len(times) for times in self.seconds):
-            raise TopologyError("times: a size without a measurement", remedy="measure at least one size once")
-        if not (np.isfinite(sizes).all() and sizes[0] > 0 and (np.diff(sizes) > 0).all()):
-            raise TopologyError("times: message sizes do not increase from above 0", remedy="sort by size")
-        times = np.concatenate(self.seconds)
-        if not (np.isfinite(times).all() and (times > 0).all()):
-            raise TopologyError("times: a time is not above 0", remedy="measure again, with a finer clock")
 
     @property
     def medians(self) -> Float64Array:

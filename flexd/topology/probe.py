@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 
 import numpy as np
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from flexd.core.errors import TopologyError
 from flexd.core.layout import RankLayout
-from flexd.topology.cluster import Cluster, Collective, CollectiveCurve, Link, LinkModel, WorldModel
+from flexd.topology.cluster import Cluster, Collective, Link, LinkModel, WorldModel
 from flexd.topology.fit import CollectiveTimes, fit_curve
-from flexd.topology.timing import ProbeGroups, collective_bytes, make_collective
+from flexd.topology.timing import ProbeGroups, make_collective
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -38,8 +38,6 @@ class ProbeOptions:
         max_bytes: largest message.
         growth: factor from one size to the next.
         budget_seconds: approximate time of the whole probe; large sizes that do not fit it are skipped.
-        sub_groups: measure groups of 2, 4, 8, ... ranks of a node and of a rail too, in half of the time; for prices of
-            other layouts than that of this job.
 
     Raises:
         TopologyError: a value is out of range.
@@ -49,7 +47,6 @@ class ProbeOptions:
     max_bytes: int = 64 * 2**20
     growth: float = 4.0
     budget_seconds: float = 60.0
-    sub_groups: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_bytes <= self.max_bytes <= 2**34:
@@ -80,8 +77,7 @@ class ProbeReport:
         started_unix_seconds: start, by rank 0's clock.
         seconds: duration of the measurement.
         conditions: backend, world and sizes, in words.
-        layout: of the job; None if not known.
-        sub_groups: times by (link, collective, group size) of the groups inside nodes and rails.
+        layout: of the job.
         world: times of the all-to-all over all ranks, by the bytes that a rank sends to other nodes; None if it is that
             of a node or of a rail.
     """
@@ -90,36 +86,18 @@ class ProbeReport:
     started_unix_seconds: float
     seconds: float
     conditions: str
-    layout: RankLayout | None = None
-    sub_groups: dict[tuple[Link, Collective, int], CollectiveTimes] = field(default_factory=dict)
-    world: CollectiveTimes | None = None
+    layout: RankLayout
+    world: CollectiveTimes | None
 
-    def curves(self) -> dict[tuple[Link, Collective], CollectiveCurve]:
-        """Return the curves of nodes and rails, with those of the groups inside them."""
-        return {key: self._curve(*key, times) for key, times in self.times.items()}
-
-    def _curve(self, link: Link, collective: Collective, times: CollectiveTimes) -> CollectiveCurve:
-        if self.layout is None:
-            return fit_curve(times)
-        ranks = self.layout.local_ranks if link is Link.INTRA_NODE else self.layout.nodes
-        groups = tuple(
-            replace(fit_curve(measured), ranks=size)
-            for (of_link, of_collective, size), measured in sorted(self.sub_groups.items(), key=lambda item: item[0][2])
-            if (of_link, of_collective) == (link, collective)
-        )
-        return replace(fit_curve(times), ranks=ranks, groups=groups)
-
-    def cluster(self, name: str = "probed", *, missing_from: Cluster | None = None) -> Cluster:
+    def cluster(self, name: str = "probed") -> Cluster:
         """Return the cluster for pricing plans; its ``source`` states the conditions of the measurement.
 
         The wire is the largest bandwidth that a collective reached at its largest size, a lower bound (buffers on the
-        way can make smaller sizes look faster than the wire). Nothing is hidden until ranks report what is.
-
-        Args:
-            missing_from: source of the figures of a class of links that this job does not have (one node, or one rank a
-                node). Default: the other link's figures; no plan of this layout uses them.
+        way can make smaller sizes look faster than the wire). Nothing is hidden until ranks report what is. For a class
+        of links that this job does not have (one node, or one rank a node) the other link's figures stand in; no plan
+        of this layout uses them.
         """
-        curves = self.curves()
+        curves = {key: fit_curve(times) for key, times in self.times.items()}
         notes = ["wires: estimated as the most that a collective reached at its largest size"]
         links: dict[Link, LinkModel] = {}
         for link in Link:
@@ -128,11 +106,9 @@ class ProbeReport:
             reached = max(curves[link, c].points[-1][1] for c in Collective)
             links[link] = LinkModel(reached, **{c.value: curves[link, c] for c in Collective})
         for link, other in ((Link.INTRA_NODE, Link.INTER_NODE), (Link.INTER_NODE, Link.INTRA_NODE)):
-            if link in links:
-                continue
-            links[link] = links[other] if missing_from is None else missing_from.link(link)
-            where = f"figures of {other} stand in" if missing_from is None else f"taken from {missing_from.name!r}"
-            notes.append(f"{link}: not measured, the job has no such link; {where}")
+            if link not in links:
+                links[link] = links[other]
+                notes.append(f"{link}: not measured, the job has no such link; figures of {other} stand in")
         notes.append("exposed shares: 1, nothing hidden (no measurement)")
         when = datetime.fromtimestamp(self.started_unix_seconds, UTC).isoformat(timespec="seconds")
         spread = ", ".join(
@@ -143,12 +119,8 @@ class ProbeReport:
             f"largest distance of the quartiles over the median: {spread}. {'; '.join(notes)}."
         )
         world = None
-        if self.world is not None and self.layout is not None:
-            world = WorldModel(
-                self.layout.nodes,
-                self.layout.local_ranks,
-                replace(fit_curve(self.world), ranks=self.layout.world_size),
-            )
+        if self.world is not None:
+            world = WorldModel(self.layout.nodes, self.layout.local_ranks, fit_curve(self.world))
         return Cluster(name, source, links[Link.INTRA_NODE], links[Link.INTER_NODE], world=world)
 
 
@@ -185,55 +157,27 @@ def probe(
     started_unix_seconds = groups.from_rank0(time.time())
     started = clock()
 
-    def share(budget_seconds: float, wanted: int) -> float:
+    def measured(group: dist.ProcessGroup, collective: Collective, shares: int) -> CollectiveTimes:
+        """Measure in one of so many equal shares of the time that is left."""
         spent = float(groups.max_over_ranks(np.array([clock() - started]))[0])
-        return max(budget_seconds - spent, 0.0) / wanted
+        budget_seconds = max(options.budget_seconds - spent, 0.0) / shares
+        return _measure_one(groups, group, collective, options.sizes, budget_seconds, clock)
 
-    sizes = {link: _sub_group_sizes(groups.ranks_on(link)) if options.sub_groups else [] for link in links}
-    of_groups = [(link, size) for link in links for size in sizes[link]]
-    budget = options.budget_seconds * (0.5 if of_groups else 1.0)
     wanted = [(link, collective) for link in links for collective in Collective]
     has_world = len(links) == len(Link)
     times: dict[tuple[Link, Collective], CollectiveTimes] = {}
     for index, (link, collective) in enumerate(wanted):
-        seconds = share(budget, len(wanted) + has_world - index)
-        times[link, collective] = _measure_one(groups, _whole(groups, link), collective, options.sizes, seconds, clock)
+        group = groups.group_of(link)
+        if group is None:
+            raise TopologyError(f"probe: rank {groups.rank} has no {link} peers", remedy="use ProbeGroups.create")
+        times[link, collective] = measured(group, collective, len(wanted) + has_world - index)
     world = None
     if has_world:
-        whole = _Members(groups.world, groups.layout.world_size)
-        world = _measure_one(groups, whole, Collective.ALL_TO_ALL, options.sizes, share(budget, 1), clock)
+        world = measured(groups.world, Collective.ALL_TO_ALL, 1)
         world = CollectiveTimes(world.message_bytes * _share_between_nodes(groups.layout), world.seconds)
-    inside: dict[tuple[Link, Collective, int], CollectiveTimes] = {}
-    for link, size in of_groups:
-        members = _Members(groups.sub_group(link, size), size)
-        for collective in Collective:
-            seconds = share(options.budget_seconds, len(of_groups) * len(Collective) - len(inside))
-            inside[link, collective, size] = _measure_one(groups, members, collective, options.sizes, seconds, clock)
-        if members.group is not None:
-            dist.destroy_process_group(members.group)
     seconds = float(groups.max_over_ranks(np.array([clock() - started]))[0])
     conditions = _conditions(groups, options, times)
-    return ProbeReport(times, started_unix_seconds, seconds, conditions, groups.layout, inside, world)
-
-
-@dataclass(frozen=True)
-class _Members:
-    """A group that is measured. A rank without one takes part in the agreement on times and sizes only."""
-
-    group: dist.ProcessGroup | None
-    ranks: int
-
-
-def _whole(groups: ProbeGroups, link: Link) -> _Members:
-    group = groups.group_of(link)
-    if group is None:
-        raise TopologyError(f"probe: rank {groups.rank} has no {link} peers", remedy="use ProbeGroups.create")
-    return _Members(group, groups.ranks_on(link))
-
-
-def _sub_group_sizes(ranks: int) -> list[int]:
-    """Return the powers of 2 below a group's size."""
-    return [2**power for power in range(1, ranks.bit_length()) if 2**power < ranks]
+    return ProbeReport(times, started_unix_seconds, seconds, conditions, groups.layout, world)
 
 
 def _share_between_nodes(layout: RankLayout) -> float:
@@ -243,7 +187,7 @@ def _share_between_nodes(layout: RankLayout) -> float:
 
 def _measure_one(
     groups: ProbeGroups,
-    members: _Members,
+    group: dist.ProcessGroup,
     collective: Collective,
     sizes: Sequence[int],
     budget_seconds: float,
@@ -259,9 +203,7 @@ def _measure_one(
             expected = float(np.median(seconds[-1])) * size / sent_bytes[-1]
             if (WARM_UPS + MIN_REPEATS) * expected > left:
                 break
-        sent, work = collective_bytes(collective, size, members.ranks)[1], _nothing
-        if members.group is not None:
-            sent, work = make_collective(collective, size, members.group, groups.device)
+        sent, work = make_collective(collective, size, group, groups.device)
         if sent_bytes and sent <= sent_bytes[-1]:
             continue  # rounded up to the same size
         began = clock()
@@ -277,10 +219,6 @@ def _measure_one(
         seconds.append(groups.max_over_ranks(samples))
         sent_bytes.append(sent)
     return CollectiveTimes(np.array(sent_bytes), tuple(seconds))
-
-
-def _nothing() -> None:
-    return
 
 
 def _conditions(

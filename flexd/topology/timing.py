@@ -87,32 +87,6 @@ class ProbeGroups:
         """Return the group whose members communicate over this class of links only."""
         return self.node if link is Link.INTRA_NODE else self.rail
 
-    def ranks_on(self, link: Link) -> int:
-        """Return the size of ``group_of``."""
-        return self.layout.local_ranks if link is Link.INTRA_NODE else self.layout.nodes
-
-    def sub_group(self, link: Link, size: int) -> dist.ProcessGroup | None:
-        """Collective. Make groups of ``size`` neighbours on this class of links; None for a rank left over.
-
-        The caller destroys the group.
-        """
-        layout = self.layout
-        intra = link is Link.INTRA_NODE
-        everyone = [layout.node_ranks(node) for node in range(layout.nodes)]
-        if not intra:
-            everyone = [layout.rail_ranks(local) for local in range(layout.local_ranks)]
-        parts = [ranks[at : at + size] for ranks in everyone for at in range(0, len(ranks) - size + 1, size)]
-        mine: dist.ProcessGroup | None = None
-        try:
-            # Every rank makes every group. Members alone could, under a name that is the same each time, at which the
-            # addresses of a destroyed group would be found.
-            for ranks in parts:
-                group = dist.new_group(ranks, timeout=self.timeout)
-                mine = group if self.rank in ranks else mine
-        except RuntimeError as error:
-            raise _failed(f"rank {self.rank}: no groups of {size} ranks", error) from error
-        return mine
-
     def check_equal(self, what: str, values: list[float]) -> None:
         """Collective. Raise TopologyError on every rank if ranks passed different numbers."""
         mine = torch.tensor(values, dtype=torch.float64, device=self.device)

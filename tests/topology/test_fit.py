@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexd.core.errors import TopologyError
 from flexd.topology.cluster import CollectiveCurve
 from flexd.topology.fit import CollectiveTimes, fit_curve
 
@@ -82,20 +81,3 @@ def test_any_positive_times_give_a_valid_curve(seconds: list[float]) -> None:
     assert 0 <= fitted.latency_seconds <= min(seconds) * (1 + 1e-6)
     grid = [fitted.seconds(size) for size in np.geomspace(1, 2**30, 100)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(grid))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "seconds"),
-    [
-        ([], []),
-        ([1.0], [[]]),
-        ([1.0, 2.0], [[1.0]]),
-        ([2.0, 1.0], [[1.0], [1.0]]),
-        ([0.0], [[1.0]]),
-        ([1.0], [[0.0]]),
-        ([1.0], [[float("nan")]]),
-    ],
-)
-def test_invalid_times_are_refused(sizes: list[float], seconds: list[list[float]]) -> None:
-    with pytest.raises(TopologyError, match="times:"):
-        CollectiveTimes(np.array(sizes), tuple(np.array(part) for part in seconds))
