@@ -10,7 +10,6 @@ from flexd.core.errors import (
     FlexdError,
     StateLockedError,
     StateVersionError,
-    StreamError,
     TopologyError,
     UnusableStateError,
 )  # fmt: skip
@@ -40,7 +39,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.FAILED: "an error without a code of its own, or a question answered with no",
     ExitCode.USAGE: "wrong usage or configuration",
     ExitCode.UNREACHABLE: "no daemon at the address",
-    ExitCode.REFUSED: "the daemon, broker or file log refused, or the migration failed",
+    ExitCode.REFUSED: "the daemon refused, or the migration failed",
     ExitCode.TIMED_OUT: "a deadline passed",
     ExitCode.STATE_LOCKED: "another daemon uses the state directory",
     ExitCode.FOUND: "doctor found a fault",
@@ -63,17 +62,12 @@ class DaemonTimeoutError(ApiError):
     """The daemon did not respond to a request within the deadline."""
 
 
-class NotDeliveredError(StreamError):
-    """The broker or the file log did not accept a message."""
-
-
 _CODES: tuple[tuple[type[FlexdError], ExitCode], ...] = (
     (ConfigError, ExitCode.USAGE),
     (TopologyError, ExitCode.USAGE),
     (DaemonUnreachableError, ExitCode.UNREACHABLE),
     (DaemonRefusedError, ExitCode.REFUSED),
     (DaemonTimeoutError, ExitCode.TIMED_OUT),
-    (NotDeliveredError, ExitCode.REFUSED),
     (StateLockedError, ExitCode.STATE_LOCKED),
     (UnusableStateError, ExitCode.STATE_UNUSABLE),
     (StateVersionError, ExitCode.STATE_UNUSABLE),

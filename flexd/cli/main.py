@@ -16,7 +16,6 @@ from flexd.cli import (
     demo_command,
     doctor_command,
     probe_command,
-    produce_command,
     shard_command,
     show_commands,
     simulate_command,
@@ -52,7 +51,6 @@ app.command("advise")(advise_command.advise)
 app.command("shard")(shard_command.shard)
 app.command("probe")(probe_command.probe)
 app.command("doctor")(doctor_command.doctor)
-app.command("produce")(produce_command.produce)
 
 
 def main() -> None:

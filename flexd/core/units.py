@@ -27,15 +27,6 @@ def size(value: float | None) -> str:
     return f"{value:.0f} B"
 
 
-def rate(value: float | None, what: str) -> str:
-    if value is None:
-        return UNKNOWN
-    for unit, scale in ((" G", 1e9), (" M", 1e6), (" k", 1e3)):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g}{unit} {what}/s"
-    return f"{value:.3g} {what}/s"
-
-
 def seconds(value: float | None) -> str:
     """Format a short time, such as that of one step or one plan."""
     if value is None:

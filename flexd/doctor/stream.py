@@ -85,7 +85,7 @@ def stream(config: Config, timeout_seconds: float) -> Iterator[Finding]:
 def messages(config: Config, sample: Sample) -> Iterator[Finding]:
     """Check that tables, rows and times of the sampled messages fit the configuration."""
     if not sample.payloads:
-        yield warning("messages", f"{sample.name} has no messages", "start a publisher, or flexd produce")
+        yield warning("messages", f"{sample.name} has no messages", "start a publisher")
         return
     from flexd.stream.codecs.codec import decode
 

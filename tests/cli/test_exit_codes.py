@@ -12,7 +12,6 @@ from flexd.cli.exit_codes import (
     DaemonTimeoutError,
     DaemonUnreachableError,
     ExitCode,
-    NotDeliveredError,
     exit_code_of,
     exit_code_of_outcome,
 )
@@ -35,7 +34,6 @@ from tests.support.repository import ROOT
         (TopologyError("x"), 2),
         (DaemonUnreachableError("x"), 3),
         (DaemonRefusedError("x"), 4),
-        (NotDeliveredError("x"), 4),
         (DaemonTimeoutError("x"), 5),
         (StateLockedError("x"), 6),
         (UnusableStateError("x"), 9),

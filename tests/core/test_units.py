@@ -22,7 +22,6 @@ from flexd.core import units
         (units.age(90_000), "1 d 1 h"),
         (units.share(0.5), "50.00%"),
         (units.share(0.99999), "99.9990%"),
-        (units.rate(None, "x"), "-"),
     ],
 )
 def test_figures_are_formatted(shown, expected):

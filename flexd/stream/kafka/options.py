@@ -27,14 +27,6 @@ _RESERVED = frozenset(
 _SECURITY_PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL")
 
 
-def producer_options(client_options: Mapping[str, ClientOption]) -> dict[str, ClientOption]:
-    """Drop the options that only a consumer has, since a producer refuses them; security and network options remain."""
-    from kafka import KafkaConsumer, KafkaProducer
-
-    only_consumers = KafkaConsumer.DEFAULT_CONFIG.keys() - KafkaProducer.DEFAULT_CONFIG.keys()
-    return {name: value for name, value in client_options.items() if name not in only_consumers}
-
-
 def checked_options(client_options: Mapping[str, ClientOption] | None) -> dict[str, Any]:
     """Check the options and convert them to the types that the client expects.
 
