@@ -50,26 +50,9 @@ def demo(
         bool,
         typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
     ] = False,
-    pooled: Annotated[
-        bool,
-        typer.Option(
-            "--pooled", help="Pool each table's rows of a sample; home rule and answer of each table are planned."
-        ),
-    ] = False,
     replica_budget: Annotated[
         float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.")
     ] = DemoOptions.replica_budget,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Plot step times, inter-node bytes and the plans."),
-    ] = None,
-    kill_daemon_at: Annotated[
-        int | None, typer.Option("--kill-daemon-at", metavar="STEP", help="SIGKILL the daemon at this step.")
-    ] = None,
-    restart_daemon_after: Annotated[
-        int | None,
-        typer.Option("--restart-daemon-after", metavar="STEPS", help="Restart it this many steps after the kill."),
-    ] = None,
     dtype: Annotated[DType, typer.Option("--dtype", help="Type of the rows.")] = DType(DemoOptions.dtype),
     batch_size: Annotated[
         int | None,
@@ -88,7 +71,7 @@ def demo(
     Daemon, stream and training ranks are real processes; the model predicts the next
     item. Prints the step time of several exchanges over an emulated link, and inter-node bytes.
 
-    Example: flexd demo --steps 200 --plot demo.png
+    Example: flexd demo --steps 200
     """
     options = DemoOptions(
         trace=trace,
@@ -99,12 +82,8 @@ def demo(
         micro_batches=micro_batches,
         kafka=kafka,
         tap=tap,
-        pooled=pooled,
         replica_budget=replica_budget,
         output=output.value,
-        plot=plot,
-        kill_daemon_at=kill_daemon_at,
-        restart_daemon_after=restart_daemon_after,
         dtype=dtype.value,
         batch_size=batch_size,
         samples=samples,

@@ -1,21 +1,9 @@
-"""The models of the demo: a next-item model over sequences of rows, and one over sums of bags with planned tables."""
+"""The next-item model of the demo, over sequences of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import numpy as np
 import torch
 from torch import nn
-
-import flexd
-from flexd.core.keyspace import KeySpace, TableSpec
-from flexd.core.layout import RankLayout
-from flexd.planner.tables.sharding import TableStatistics, plan_rules
-from flexd.planner.tables.table_list import ListedTable
-from flexd.simulate.exact_profile import exact_profile
-from flexd.stream.batches import Batch, Batches
-from flexd.topology.cluster import Cluster
 
 
 class NextItem(nn.Module):
@@ -55,97 +43,3 @@ def right_aligned(
     element = torch.where(mask, ends.unsqueeze(1) - 1 - back.unsqueeze(0), 0)
     sequences = rows[order][element] * mask.unsqueeze(2)
     return sequences, mask
-
-
-CLASSES = 64
-"""Rows fall into so many classes; the model predicts that of a sample's newest event."""
-PROFILE_STEPS = 20
-"""Steps, spread evenly over the run, in which the look-ups are counted before the start."""
-MEMORY_BYTES = 40e9
-"""Of a rank: no table of a demo is near it."""
-
-
-class PooledClassifier(nn.Module):
-    """Predicts the class of a sample's newest event from the sums of all tables' bags."""
-
-    def __init__(self, dim: int, tables: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(dim * tables)
-        self.layers = nn.Sequential(nn.Linear(dim * tables, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, CLASSES))
-
-    def forward(self, pooled: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[batch, tables * dim] sums and int64 [batch] classes -> scalar loss."""
-        return nn.functional.cross_entropy(self.layers(self.norm(pooled)), labels)
-
-
-def bags_of(batch: Batch, names: tuple[str, ...]) -> tuple[dict[str, flexd.Jagged], torch.Tensor]:
-    """Return of each table the bags of all events but a sample's newest, and int64 [samples] classes of the newest."""
-    sizes = np.array([len(ids) for ids in batch.ids])
-    ends = np.cumsum(sizes)
-    newest = batch.order[np.cumsum(batch.sequence_lengths) - 1]
-    table = np.searchsorted(ends, newest, side="right")
-    labels = (np.concatenate(batch.ids)[newest] + table) % CLASSES
-    kept = np.ones(ends[-1], bool)
-    kept[newest] = False
-    features = {}
-    for at, name in enumerate(names):
-        ids = batch.ids[at][kept[ends[at] - sizes[at] : ends[at]]]
-        features[name] = flexd.Jagged(torch.from_numpy(ids), torch.from_numpy(batch.lengths[at] - (table == at)))
-    return features, torch.from_numpy(labels)
-
-
-def pooled_loss(
-    model: nn.Module, pooled: Mapping[str, torch.Tensor], names: tuple[str, ...], labels: torch.Tensor
-) -> torch.Tensor:
-    """Return the loss for [batch, dim] sums by table."""
-    loss: torch.Tensor = model(torch.cat([pooled[name] for name in names], dim=1), labels)
-    return loss
-
-
-def choose_rules(
-    batches: Batches, layout: RankLayout, cluster: Cluster, dim: int, dtype: str
-) -> dict[str, tuple[str, str]]:
-    """Return (home rule, answer) of each table, as ``flexd shard --for flexd`` plans them from the trace's look-ups."""
-    trace = batches.trace
-    names = trace.table_names
-    rows = [int(count) for count in trace.table_rows]
-    keyspace = KeySpace(
-        [TableSpec(name, count, dim, dtype, "rowwise_adagrad") for name, count in zip(names, rows, strict=True)]
-    )
-    steps = np.unique(np.linspace(0, batches.steps - 1, PROFILE_STEPS).astype(int)).tolist()
-    looked_up = np.zeros(len(names))
-    passes = []
-    for step in steps:
-        of_ranks = []
-        for rank in range(layout.world_size):
-            features, _ = bags_of(batches.batch(step, rank), names)
-            ids = [features[name].values.numpy() for name in names]
-            looked_up += [len(of_table) for of_table in ids]
-            of_ranks.append(np.concatenate([keyspace.keys(at, of_table) for at, of_table in enumerate(ids)]))
-        passes.append(of_ranks)
-    per_sample = looked_up / (len(steps) * layout.world_size * batches.batch_size)
-    listed = [
-        ListedTable(name, count, dim, float(lookups), 1.0, batches.batch_size, dtype=dtype)
-        for name, count, lookups in zip(names, rows, per_sample, strict=True)
-    ]
-    statistics = TableStatistics(profile=exact_profile(passes, keyspace, layout), dtype=dtype)
-    plan = plan_rules(listed, layout, cluster, MEMORY_BYTES, statistics)
-    return {name: (rule, answer or "rows") for name, (rule, answer) in zip(names, plan.chosen, strict=True)}
-
-
-def reduce_scatter_bytes(ids: int, batch_size: int, tables: int, row_bytes: int, layout: RankLayout) -> float:
-    """Return the bytes of a pass that TorchRec's row-wise sharding sends between nodes, over the whole job.
-
-    Ids (8 bytes each, not deduplicated) travel to homes spread evenly; sums come by reduce-scatter and gradients go by
-    all-gather over all ranks, each a ring with one way out of each node, the least that they can send.
-
-    Args:
-        ids: looked up by all ranks.
-        batch_size: bags of a rank and table.
-        row_bytes: of one vector.
-    """
-    if layout.nodes == 1:
-        return 0.0
-    far = (layout.nodes - 1) / layout.nodes
-    ring = layout.nodes * (layout.world_size - 1) * batch_size * tables * row_bytes
-    return 8 * ids * far + 2 * ring

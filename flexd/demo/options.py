@@ -30,11 +30,7 @@ class DemoOptions:
     kafka: str | None = None
     tap: bool = False
     replica_budget: float = 0.05
-    pooled: bool = False
     output: str = "table"
-    plot: Path | None = None
-    kill_daemon_at: int | None = None
-    restart_daemon_after: int | None = None
     dtype: str = "float64"
     batch_size: int | None = None
     samples: SampleKind = SampleKind.SEQUENCES
@@ -62,18 +58,6 @@ class DemoOptions:
             raise ConfigError(
                 "--tap with --kafka", remedy="ranks that count their look-ups need no broker: give one of the two"
             )
-        if self.pooled and self.plot is not None:
-            raise ConfigError("--plot with --pooled", remedy="the plot is of the sequence model: give one of the two")
-        if self.kill_daemon_at is not None and not 0 < self.kill_daemon_at < self.steps:
-            raise ConfigError(f"--kill-daemon-at {self.kill_daemon_at}", remedy=f"a step below --steps {self.steps}")
-        if self.restart_daemon_after is not None and self.kill_daemon_at is None:
-            raise ConfigError("--restart-daemon-after without --kill-daemon-at", remedy="give both")
-        if self.kill_daemon_at is not None and self.restart_daemon_after is not None:
-            left = self.steps - self.kill_daemon_at
-            if not 0 <= self.restart_daemon_after < left:
-                raise ConfigError(
-                    f"--restart-daemon-after {self.restart_daemon_after}", remedy=f"0 or more, below the {left} left"
-                )
 
     @property
     def world_size(self) -> int:

@@ -123,7 +123,7 @@ class DaemonProcess:
         """Exit code; None while it runs; negative: ended by this signal."""
         return None if self._process is None else self._process.poll()
 
-    def start(self, timeout_seconds: float = 180.0, *, wait: bool = True) -> None:
+    def start(self, timeout_seconds: float = 180.0) -> None:
         """Start and wait until healthy. The first start of an installation compiles the counting kernels.
 
         Raises:
@@ -139,7 +139,7 @@ class DaemonProcess:
                 env=_environment(),
             )
         deadline = time.monotonic() + timeout_seconds
-        while wait:
+        while True:
             ended = self._process.poll() is not None
             if ended or time.monotonic() > deadline:
                 self.kill()

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flexd
 from flexd.demo.link import EmulatedLink, limit_collectives, rank_bytes_per_second
-from flexd.demo.models import NextItem, PooledClassifier, bags_of, pooled_loss, right_aligned
+from flexd.demo.models import NextItem, right_aligned
 from flexd.stream.batches import Batch, Batches
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import load_trace
@@ -59,8 +59,6 @@ class Published:
 
     def batch(self, features: Mapping[str, flexd.Jagged], seconds: float) -> None:
         for name, jagged in features.items():
-            if not jagged.values.numel():  # a table that no bag of this batch reads
-                continue
             self._publisher.publish(name, jagged.values, jagged.lengths, event_time_seconds=seconds, step=self._step)
         self._step += 1
 
@@ -117,23 +115,16 @@ class Strategy(StrEnum):
     ROW_WISE = "row_wise"
     CHAIN = "chain"
     RUN_AHEAD = "run_ahead"
-    ALL_ROWS = "all_rows"
-    ALL_SUMS = "all_sums"
     PLANS = "plans"
 
 
 PEERS = (Strategy.ROW_WISE, Strategy.CHAIN, Strategy.RUN_AHEAD)
 """Trained one after the other on the same batches where the link is emulated."""
-POOLED_PEERS = (Strategy.ALL_ROWS, Strategy.ALL_SUMS)
-"""Trained so in a pooled run, with any link: all tables spread over all ranks, and one answer for all."""
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Settings that the runner gives every rank, as JSON. ``link_mbit``: of a node in each direction; 0: no limit.
-
-    ``rules``: (home rule, answer) of each table in a pooled run beside a daemon.
-    """
+    """Settings that the runner gives every rank, as JSON. ``link_mbit``: of a node in each direction; 0: no limit."""
 
     trace: str
     job: str
@@ -161,8 +152,6 @@ class RunSetup:
     micro_batches: int = 1
     link_mbit: float = 0.0
     strategy: str = Strategy.PLANS.value
-    pooled: bool = False
-    rules: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -177,7 +166,7 @@ class RunSetup:
 
     def batches(self) -> Batches:
         return Batches(
-            load_trace(Path(self.trace), by_sample=self.pooled),
+            load_trace(Path(self.trace)),
             world_size=self.world_size,
             batch_size=self.batch_size,
             steps=self.steps,
@@ -189,25 +178,13 @@ class RunSetup:
 
     def tables(self, batches: Batches) -> list[flexd.EmbeddingTable]:
         trace = batches.trace
-        if self.pooled:
-            answer = "sums" if self.strategy == Strategy.ALL_SUMS else "rows"
-            rules = self.rules if self.strategy == Strategy.PLANS else {}
-            return [
-                flexd.EmbeddingBagTable(
-                    name, int(rows), self.dim, dtype=self.dtype, init_scale=self.dim**-0.5,
-                    homes=rules.get(name, ("all", answer))[0], answer=rules.get(name, ("all", answer))[1],
-                )
-                for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
-            ]  # fmt: skip
         return [
             flexd.EmbeddingTable(name, int(rows), self.dim, dtype=self.dtype, init_scale=self.dim**-0.5)
             for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
         ]
 
-    def dense(self, tables: int) -> torch.nn.Module:
+    def dense(self) -> torch.nn.Module:
         torch.manual_seed(self.seed)
-        if self.pooled:
-            return PooledClassifier(self.dim, tables).to(getattr(torch, self.dtype))
         return NextItem(self.dim, self.history).to(getattr(torch, self.dtype))
 
 
@@ -233,8 +210,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     batches = setup.batches()
     names = batches.trace.table_names
     planned = setup.strategy == Strategy.PLANS
-    kind = flexd.EmbeddingBagCollection if setup.pooled else flexd.EmbeddingCollection
-    collection = kind(
+    collection = flexd.EmbeddingCollection(
         setup.tables(batches),
         optimizer=flexd.RowWiseAdagrad(lr=setup.learning_rate, eps=ADAGRAD_EPS),
         layout=flexd.RankLayout(setup.nodes, setup.local_ranks),
@@ -248,7 +224,7 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     if setup.link_mbit and setup.nodes > 1:
         link = EmulatedLink(rank_bytes_per_second(setup.link_mbit, setup.local_ranks))
         limit_collectives(link)
-    dense = setup.dense(len(names))
+    dense = setup.dense()
     model: torch.nn.Module = DistributedDataParallel(dense) if setup.world_size > 1 else dense
     dense_optimizer = torch.optim.SGD(dense.parameters(), lr=setup.dense_learning_rate)
     accesses = connection = None
@@ -274,14 +250,11 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         dense_optimizer.zero_grad()
         losses = []
         for _ in range(setup.micro_batches):
-            batch, features, labels = next(loaded)
+            batch, features = next(loaded)
             if accesses is not None:
                 accesses.batch(features, batch.seconds)
             out = collection(features)
-            if labels is None:
-                loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
-            else:
-                loss = pooled_loss(model, out, names, labels)
+            loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
             (loss / setup.micro_batches).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.item())
         dense_optimizer.step()
@@ -319,17 +292,14 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     }
 
 
-_Loaded = tuple[Batch, dict[str, flexd.Jagged], torch.Tensor | None]
+_Loaded = tuple[Batch, dict[str, flexd.Jagged]]
 
 
 def _loaded(setup: RunSetup, batches: Batches, rank: int) -> Iterator[_Loaded]:
     for step in range(setup.steps):
         for micro_batch in range(setup.micro_batches):
             batch = batches.batch(step, rank, micro_batch)
-            if setup.pooled:
-                yield batch, *bags_of(batch, batches.trace.table_names)
-            else:
-                yield batch, features_of(batch, batches.trace.table_names), None
+            yield batch, features_of(batch, batches.trace.table_names)
 
 
 def _unlimited(link: EmulatedLink | None) -> Any:

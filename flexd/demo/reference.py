@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch import nn
 
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
-from flexd.demo.models import bags_of, pooled_loss, reduce_scatter_bytes
-from flexd.demo.rank import ADAGRAD_EPS, RunSetup, Strategy, features_of, loss_of
+from flexd.demo.rank import ADAGRAD_EPS, RunSetup, features_of, loss_of
 from flexd.embedding.collection import EmbeddingCollection
 from flexd.simulate.step_keys import StepKeys, TouchCounter
 from flexd.stream.batches import Batch, Batches
@@ -54,8 +52,7 @@ class PlainTraining:
     def __init__(self, setup: RunSetup, batches: Batches) -> None:
         self._setup = setup
         self._batches = batches
-        # Home rules of the job are none for one process, and change no initial value.
-        specs = replace(setup, strategy=Strategy.ROW_WISE.value).tables(batches)
+        specs = setup.tables(batches)
         start = EmbeddingCollection(specs, layout=RankLayout(1, 1), seed=setup.seed)
         self.keyspace = start.keyspace
         self.names = batches.trace.table_names
@@ -63,7 +60,7 @@ class PlainTraining:
             spec.name: nn.Embedding(spec.rows, spec.dim, _weight=start.initial_table(spec.name)) for spec in specs
         }
         self._sums = {spec.name: torch.zeros(spec.rows, 1, dtype=self.tables[spec.name].weight.dtype) for spec in specs}
-        self.dense = setup.dense(len(specs))
+        self.dense = setup.dense()
         self._dense_optimizer = torch.optim.SGD(self.dense.parameters(), lr=setup.dense_learning_rate)
 
     def step(self, step: int) -> list[float]:
@@ -74,7 +71,7 @@ class PlainTraining:
             of_rank = []
             for micro_batch in range(setup.micro_batches):
                 batch = self._batches.batch(step, rank, micro_batch)
-                loss = self._pooled_loss(batch) if setup.pooled else self._sequence_loss(batch)
+                loss = self._loss(batch)
                 (loss / setup.world_size / setup.micro_batches).backward()  # type: ignore[no-untyped-call]
                 of_rank.append(loss.item())
             losses.append(sum(of_rank) / setup.micro_batches)
@@ -89,28 +86,10 @@ class PlainTraining:
                 table.weight.grad = None
         return losses
 
-    def _sequence_loss(self, batch: Batch) -> torch.Tensor:
+    def _loss(self, batch: Batch) -> torch.Tensor:
         features = features_of(batch, self.names)
         rows = [self.tables[name](features[name].values) for name in self.names if name in features]
         return loss_of(self.dense, batch, rows, self._setup.history)
-
-    def _pooled_loss(self, batch: Batch) -> torch.Tensor:
-        features, labels = bags_of(batch, self.names)
-        pooled = {
-            name: nn.functional.embedding_bag(
-                one.values, self.tables[name].weight, one.offsets, mode="sum", include_last_offset=True
-            )
-            for name, one in features.items()
-        }
-        return pooled_loss(self.dense, pooled, self.names, labels)
-
-
-def looked_up(setup: RunSetup, batch: Batch, names: tuple[str, ...]) -> Batch:
-    """Return the batch with the ids that are looked up: a pooled run does not look up what it predicts."""
-    if not setup.pooled:
-        return batch
-    features, _ = bags_of(batch, names)
-    return replace(batch, ids=tuple(features[name].values.numpy() for name in names))
 
 
 def run(setup: RunSetup) -> dict[str, Any]:
@@ -118,29 +97,21 @@ def run(setup: RunSetup) -> dict[str, Any]:
     training = PlainTraining(setup, batches)
     layout = RankLayout(setup.nodes, setup.local_ranks)
     baseline = RowWiseBaseline(training.keyspace, layout)
-    losses, row_wise, row_wise_dedup, reduce_scatter, touches = [], [], [], [], TouchCounter(layout)
-    row_bytes = training.keyspace.tables[0].row_bytes
+    losses, row_wise, row_wise_dedup, touches = [], [], [], TouchCounter(layout)
     for step in range(setup.steps):
         losses.append(training.step(step))
-        counted, scattered = [0, 0], 0.0
+        counted = [0, 0]
         for micro_batch in range(setup.micro_batches):
-            shards = [
-                (looked_up(setup, batches.batch(step, rank, micro_batch), training.names), rank)
-                for rank in range(setup.world_size)
-            ]
-            ids = sum(len(of_table) for batch, _ in shards for of_table in batch.ids)
-            scattered += reduce_scatter_bytes(ids, setup.batch_size, len(training.names), row_bytes, layout)
+            shards = [(batches.batch(step, rank, micro_batch), rank) for rank in range(setup.world_size)]
             touches.see(StepKeys.of([baseline.keys_of(batch) for batch, _ in shards], layout))
             for dedup in (False, True):
                 counted[dedup] += sum(baseline.bytes_of(batch, rank, dedup=dedup) for batch, rank in shards)
         row_wise.append(counted[False])
         row_wise_dedup.append(counted[True])
-        reduce_scatter.append(scattered)
     return {
         "loss": np.array(losses),
         "row_wise": np.array(row_wise),
         "row_wise_dedup": np.array(row_wise_dedup),
-        **({"reduce_scatter": np.array(reduce_scatter)} if setup.pooled else {}),
         "samples": np.array(batches.describe()),
         **{f"touches/{name}": np.array(value) for name, value in touches.figures().items() if value is not None},
         **{f"table/{name}": table.weight.detach().numpy() for name, table in training.tables.items()},

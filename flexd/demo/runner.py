@@ -19,18 +19,14 @@ from rich.console import Console
 
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
-from flexd.core.layout import RankLayout
 from flexd.demo.link import link_cluster
-from flexd.demo.models import choose_rules
 from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
-from flexd.demo.plot import plot_run
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
-from flexd.demo.rank import PEERS, POOLED_PEERS, RunSetup, Strategy
+from flexd.demo.rank import PEERS, RunSetup, Strategy
 from flexd.demo.screen import LiveView, print_summary
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
-from flexd.stream.sample_kinds import SampleLengths
 from flexd.stream.trace import Trace, built_in_trace, load_trace
 from flexd.topology.files import PRODUCTION_RANK_BYTES, load_preset, scale_model, write_cluster
 
@@ -60,13 +56,16 @@ class Demo:
         self.trace_file = options.trace or directory / "synthetic.npz"
         if options.trace is None:
             _write_trace(built_in_trace(options.seed), self.trace_file)
-        trace = load_trace(self.trace_file, by_sample=options.pooled)
-        # A bag has the length that the trace gives it.
-        lengths = SampleLengths.REAL if options.pooled else options.lengths
         batches = Batches(
-            trace, world_size=options.world_size, batch_size=options.batch_size, steps=options.steps, history=HISTORY,
-            kind=options.samples, lengths=lengths, micro_batches=options.micro_batches,
-        )  # fmt: skip
+            load_trace(self.trace_file),
+            world_size=options.world_size,
+            batch_size=options.batch_size,
+            steps=options.steps,
+            history=HISTORY,
+            kind=options.samples,
+            lengths=options.lengths,
+            micro_batches=options.micro_batches,
+        )
         if batches.batch_size < LEAST_BATCH_SIZE:
             raise ConfigError(
                 f"{self.trace_file.name} has samples for {options.steps} steps of {batches.batch_size} a rank",
@@ -82,7 +81,7 @@ class Demo:
             batch_size=batches.batch_size,
             history=HISTORY,
             samples=options.samples.value,
-            lengths=lengths.value,
+            lengths=options.lengths.value,
             dim=DIM,
             dtype=options.dtype,
             learning_rate=0.05,
@@ -100,12 +99,6 @@ class Demo:
             micro_batches=options.micro_batches,
             link_mbit=options.link_mbit if options.has_link else 0.0,
         )
-        if options.pooled:
-            # Choices are priced by bytes: with no emulated link, at the rate of the default one.
-            cluster = link_cluster(options.link_mbit or DemoOptions.link_mbit, options.local_ranks)
-            layout = RankLayout(options.nodes, options.local_ranks)
-            rules = choose_rules(batches, layout, cluster, DIM, options.dtype)
-            self.setup = replace(self.setup, pooled=True, rules=rules)
         self.setup_file = directory / "setup.json"
         self.setup.save(self.setup_file)
         self.state = directory / "state"
@@ -133,7 +126,6 @@ class Demo:
             "tables": [
                 {
                     "name": name, "rows": int(rows), "dim": DIM, "dtype": setup.dtype, "optimizer": "rowwise_adagrad",
-                    **({"homes": setup.rules[name][0]} if setup.pooled else {}),
                 }
                 for name, rows in zip(trace.table_names, trace.table_rows, strict=True)
             ],
@@ -149,9 +141,7 @@ class Demo:
                 # The prices leave latencies out or scale them down, so that there are plans to see.
                 "min_saving": {"seconds": 0.0, "share": 0.0},
                 # The first plan waits for a tenth of the run, so that there is a `before` to compare with.
-                "min_samples": setup.steps * setup.micro_batches * setup.batch_size * setup.world_size * HISTORY // 10
-                if not setup.pooled
-                else max(1, batches.events.used // 20),
+                "min_samples": setup.steps * setup.micro_batches * setup.batch_size * setup.world_size * HISTORY // 10,
             },
             "control": {"listen_port": control_port, "timeout_seconds": 15.0},
             "server": {"port": http_port},
@@ -167,11 +157,7 @@ class Demo:
             from flexd.stream.kafka.topic_admin import ensure_topic
 
             ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
-        restart_at = None
-        if options.kill_daemon_at is not None and options.restart_daemon_after is not None:
-            restart_at = options.kill_daemon_at + options.restart_daemon_after
-        killed = restarted = False
-        peers: tuple[Strategy, ...] = POOLED_PEERS if setup.pooled else PEERS if setup.link_mbit else ()
+        peers = PEERS if setup.link_mbit else ()
         deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(peers))
         with LiveView(setup.steps, enabled=options.output == "table") as view:
             self.daemon.start()
@@ -181,14 +167,6 @@ class Demo:
                     if time.monotonic() > deadline:
                         raise FlexdError("the training ranks did not end in time", remedy=f"see {self._directory}")
                     step = ranks.step()
-                    if options.kill_daemon_at is not None and not killed and step >= options.kill_daemon_at:
-                        self.daemon.kill()
-                        killed = True
-                        view.print(f"daemon killed at step {step}")
-                    if restart_at is not None and not restarted and killed and step >= restart_at:
-                        self.daemon.start(wait=False)
-                        restarted = True
-                        view.print(f"daemon restarted at step {step}")
                     status = self.daemon.status() if self.daemon.alive else None
                     view.update(step, [records[-1] for records in ranks.records if records], status)
                     time.sleep(0.1)
@@ -227,8 +205,6 @@ def run_demo(options: DemoOptions) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     try:
         record = Demo(options, directory).run()
-        if options.plot is not None:
-            plot_run(record, options.plot)
     except BaseException:
         print(f"the run's files are in {directory}", file=sys.stderr)
         raise

@@ -15,16 +15,11 @@ TIMED = {
     "row_wise": "row-wise, no dedup (sharded modules today)",
     "chain": "two-hop chain",
     "run_ahead": "two-hop chain, run-ahead (flexd.prefetch)",
-    "all_rows": "all tables by rows",
-    "all_sums": "all tables by sums",
     "plans": "two-hop chain, the daemon's copies",
 }
 STRATEGIES = {
     "row_wise": "row-wise, no dedup (sharded modules today)",
     "row_wise_dedup": "row-wise, dedup",
-    "reduce_scatter": "row-wise, reduce-scatter (pooled, as TorchRec)",
-    "all_rows": "all tables by rows (two-hop chain)",
-    "all_sums": "all tables by sums (two-hop chain)",
     "before": "flexd before the first plan (two-hop chain)",
     "after": "flexd after the last plan",
 }
@@ -97,14 +92,11 @@ def _step_times(summary: dict[str, Any]) -> Table:
         title=f"ms a step over the last tenth; emulated link of {summary['link_mbit']:g} Mbit/s a node and direction",
         title_justify="left",
     )
-    base = "row_wise" if "row_wise" in times else "all_rows"
-    for heading in ("strategy", "median", "quartiles", "of row-wise" if base == "row_wise" else "of all by rows"):
+    for heading in ("strategy", "median", "quartiles", "of row-wise"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for name, text in TIMED.items():
-        if name not in times:
-            continue
         step = times[name]
-        share = step["p50"] / times[base]["p50"]
+        share = step["p50"] / times["row_wise"]["p50"]
         table.add_row(text, f"{step['p50']:.1f}", f"{step['p25']:.1f} .. {step['p75']:.1f}", f"{share:.2f}")
     return table
 
@@ -126,16 +118,10 @@ def print_summary(summary: dict[str, Any], console: Console) -> None:
         table.add_column(kind.replace("_", "-"), justify="right")
     table.add_column("of row-wise", justify="right")
     for name, text in STRATEGIES.items():
-        if name not in traffic:
-            continue
         parts = traffic[name]
         share = parts["total"] / traffic["row_wise"]["total"]
         table.add_row(text, *(megabytes(parts[kind]) for kind in KINDS), f"{share:.2f}")
     console.print(table)
-    if "table_rules" in summary:
-        rules = ", ".join(f"{name}: {r['answer']}, homes {r['homes']}" for name, r in summary["table_rules"].items())
-        console.print(f"planned before the start: {rules}")
-        console.print(f"bytes over those of the best alternative: {summary['bytes_of_best_alternative']:.2f}")
     shares = "  ".join(f"{tier} {share:.1%}" for tier, share in summary["tier_access_share"].items())
     pause = summary["step_pause_ms"]
     facts = Table.grid(padding=(0, 2))

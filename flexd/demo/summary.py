@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class RunRecord:
 
     def step_seconds(self) -> dict[str, Array]:
         """Return the wall time of each step by strategy, the mean over the ranks; empty without an emulated link."""
-        if not self.peers or not self.setup.link_mbit:
+        if not self.peers:
             return {}
         runs = {**self.peers, Strategy.PLANS.value: self.ranks}
         return {name: np.mean([rank["seconds"] for rank in ranks], axis=0) for name, ranks in runs.items()}
@@ -79,12 +79,6 @@ class RunRecord:
         """Return the plans of which rows have reached every rank."""
         return tuple(plan for plan in self.plans if plan.rows_applied)
 
-    def plan_steps(self) -> list[int]:
-        """The steps at which each plan's first chunk was applied."""
-        version = self.ranks[0]["version"]
-        starts = [plan.base_version + 1 for plan in self.plans_applied()]
-        return [int(np.argmax(version >= start)) for start in starts if len(version) and version[-1] >= start]
-
 
 def inter_node_bytes(record: RunRecord, steps: slice) -> dict[str, float]:
     """Return the bytes a step that the whole job sent between nodes, by kind."""
@@ -98,20 +92,6 @@ def inter_node_bytes(record: RunRecord, steps: slice) -> dict[str, float]:
 def _row_wise(counted: Array, steps: slice) -> dict[str, float]:
     mean = float(counted[steps].mean())
     return {"all_to_all": mean, "sync": 0.0, "migration": 0.0, "total": mean}
-
-
-def _pooled(record: RunRecord, steps: slice) -> dict[str, Any]:
-    """Return the bytes of the alternatives of a pooled run by name; empty for a sequence model."""
-    if not record.setup.pooled:
-        return {}
-    peers = {name: inter_node_bytes(replace(record, ranks=ranks), steps) for name, ranks in record.peers.items()}
-    return {**peers, "reduce_scatter": _row_wise(record.reference["reduce_scatter"], steps)}
-
-
-def of_best(traffic: dict[str, dict[str, float]]) -> float:
-    """Return flexd's bytes after the last plan over those of the best alternative; 1 if nothing leaves a node."""
-    others = [parts["total"] for name, parts in traffic.items() if name not in ("before", "after")]
-    return traffic["after"]["total"] / min(others) if min(others) else 1.0
 
 
 def _difference(record: RunRecord, prefixes: tuple[str, ...]) -> float:
@@ -161,7 +141,6 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     traffic = {
         "row_wise": _row_wise(record.reference["row_wise"], after),
         "row_wise_dedup": _row_wise(record.reference["row_wise_dedup"], after),
-        **_pooled(record, after),
         "before": inter_node_bytes(record, before),
         "after": inter_node_bytes(record, after),
     }
@@ -194,16 +173,6 @@ def summarise(record: RunRecord) -> dict[str, Any]:
         "migrated_rows": sum(plan.rows_applied for plan in record.plans),
         "last_plan": {"plan_id": record.plans[-1].plan_id, "why": record.plans[-1].why} if record.plans else None,
         "placement_version": int(record.ranks[0]["version"][-1]),
-        **(
-            {
-                "table_rules": {
-                    name: {"homes": homes, "answer": answer} for name, (homes, answer) in setup.rules.items()
-                },
-                "bytes_of_best_alternative": of_best(traffic),
-            }
-            if setup.pooled
-            else {}
-        ),
         "inter_node_bytes_per_step": traffic,
         "compared_steps": {"before": [before.start, before.stop], "after": [after.start, after.stop]},
         "tier_access_share": {tier: count / max(1, sum(accesses.values())) for tier, count in accesses.items()},

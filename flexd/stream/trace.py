@@ -17,7 +17,7 @@ Int64Array = npt.NDArray[np.int64]
 
 _STYLES = 10
 _REQUIRED = ("row", "ts", "table_rows", "table_names")
-_KINDS = {"row": "iu", "ts": "iuf", "table": "iu", "user": "iu", "sample": "iu", "table_rows": "iu", "table_names": "U"}
+_KINDS = {"row": "iu", "ts": "iuf", "table": "iu", "user": "iu", "table_rows": "iu", "table_names": "U"}
 """Allowed numpy dtype kinds of each array."""
 
 
@@ -45,11 +45,8 @@ class Trace:
         return len(self.row)
 
 
-def load_trace(path: Path, *, by_sample: bool = False) -> Trace:
+def load_trace(path: Path) -> Trace:
     """Read an ``.npz`` with arrays row, ts, table_rows, table_names, and optionally table (default 0) and user.
-
-    Args:
-        by_sample: take array ``sample`` for ``user`` in a trace of bags, which has no users.
 
     Raises:
         StreamError: the file cannot be read, lacks an array, has an array of a wrong type or length, has rows outside
@@ -69,8 +66,6 @@ def load_trace(path: Path, *, by_sample: bool = False) -> Trace:
     row, table_rows = arrays["row"].astype(np.int64), arrays["table_rows"].astype(np.int64)
     table = arrays["table"].astype(np.int64) if "table" in arrays else np.zeros(len(row), dtype=np.int64)
     user = arrays["user"].astype(np.int64) if "user" in arrays else None
-    if user is None and by_sample and "sample" in arrays:
-        user = arrays["sample"].astype(np.int64)
     seconds = arrays["ts"].astype(np.float64)
     names = tuple(str(name) for name in arrays["table_names"])
     columns = [table, seconds, *([] if user is None else [user])]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from flexd.core.errors import ConfigError
@@ -25,12 +23,6 @@ from flexd.demo.options import DemoOptions
         ({"replica_budget": 1.1}, "--replica-budget 1.1"),
         ({"replica_budget": float("nan")}, "--replica-budget nan"),
         ({"dtype": "float16"}, "--dtype float16"),
-        ({"kill_daemon_at": 0}, "--kill-daemon-at 0"),
-        ({"pooled": True, "plot": Path("run.png")}, "--plot with --pooled"),
-        ({"steps": 50, "kill_daemon_at": 50}, "--kill-daemon-at 50"),
-        ({"restart_daemon_after": 5}, "--restart-daemon-after"),
-        ({"steps": 50, "kill_daemon_at": 40, "restart_daemon_after": 10}, "--restart-daemon-after 10"),
-        ({"steps": 50, "kill_daemon_at": 40, "restart_daemon_after": -1}, "--restart-daemon-after -1"),
     ],
 )
 def test_options_that_no_run_can_have(options: dict[str, object], named: str) -> None:

@@ -1,19 +1,16 @@
-"""The summary's figures on a record made by hand, and the plot."""
+"""The summary's figures on a record made by hand."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from flexd.control.daemon.migration_record import MigrationRecord
-from flexd.core.errors import ConfigError
-from flexd.demo.plot import plot_run
 from flexd.demo.rank import TRAFFIC, RunSetup
 from flexd.demo.runner import _broken_invariants
 from flexd.demo.screen import print_summary
@@ -91,7 +88,6 @@ def test_the_figures_of_a_run() -> None:
     assert summary["step_pause_ms"]["p50"] == pytest.approx(10.0)
     assert summary["step_pause_ms"]["apply_p99"] == pytest.approx(4.0)
     assert summary["stream_accesses_dropped"] == 6
-    assert record.plan_steps() == [10, 20]
     assert _broken_invariants(record, summary) == []
     json.dumps(summary, allow_nan=False)
 
@@ -145,20 +141,3 @@ def test_every_broken_promise_is_seen(broken: str) -> None:
     else:
         second["loss"][39] = np.nan if broken.endswith("nan") else 7.0
     assert len(_broken_invariants(record, summarise(record))) == 1
-
-
-@pytest.mark.parametrize("with_times", [False, True])
-def test_the_plot_is_a_picture(tmp_path: Path, with_times: bool) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "run.png"
-    plot_run(_with_peers(_record()) if with_times else _record(), path)
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(content) > 10_000
-
-
-@pytest.mark.parametrize("name", ["missing/run.png", "run.nonsense"])
-def test_a_plot_that_cannot_be_written_is_an_error(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match="--plot"):
-        plot_run(_record(), tmp_path / name)

@@ -1,4 +1,4 @@
-"""``flexd demo`` as users run it: with a daemon that lives, and with one that is killed and started again."""
+"""``flexd demo`` as users run it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.support.flexd_processes import demo, run
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
 STEPS, BATCH, RANKS, SEQUENCE = 280, 48, 4, 33
-KILL_AT, RESTART_AFTER = 90, 10
 # Written out here, so that a field which is renamed in the code is noticed.
 SHAPE: dict[str, Any] = {
     "ranks": int, "steps": int, "plans": int, "migrated_rows": int, "placement_version": int,
@@ -49,13 +48,7 @@ def _run(directory: Path, *options: object) -> Run:
 @pytest.fixture(scope="module")
 def lived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("lived")
-    return _run(directory, "--plot", directory / "run.png")
-
-
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    directory = tmp_path_factory.mktemp("killed")
-    return _run(directory, "--kill-daemon-at", KILL_AT, "--restart-daemon-after", RESTART_AFTER)
+    return _run(directory)
 
 
 def _check_shape(value: Any, shape: Any, path: str) -> None:
@@ -109,10 +102,7 @@ def test_the_critical_path_carries_less(lived: Run) -> None:
 
 @pytest.mark.long
 def test_every_exchange_trains_the_same_over_the_emulated_link(tmp_path: Path) -> None:
-    found = demo(
-        "--steps", 60, "--batch-size", 16, "--micro-batches", 2, "--link-mbit", 400, "--out", tmp_path,
-        "--plot", tmp_path / "run.png",
-    )  # fmt: skip
+    found = demo("--steps", 60, "--batch-size", 16, "--micro-batches", 2, "--link-mbit", 400, "--out", tmp_path)
     strategies = ("row_wise", "chain", "run_ahead", "plans")
     assert set(found["step_ms"]["strategies"]) == set(strategies)
     assert found["micro_batches"] == 2
@@ -124,44 +114,6 @@ def test_every_exchange_trains_the_same_over_the_emulated_link(tmp_path: Path) -
         with np.load(tmp_path / "row_wise" / f"rank-{rank}.npz") as file:
             sent.append(file["all_to_all_inter_bytes"].mean())
     assert sum(sent) > 1.5 * found["inter_node_bytes_per_step"]["before"]["all_to_all"]
-    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.long
-def test_a_pooled_run_learns_the_same_and_sends_no_more_than_its_best_alternative(tmp_path: Path) -> None:
-    rng = np.random.default_rng(5)
-    lengths = rng.integers(2, 12, 12_000)
-    table = rng.integers(0, 2, lengths.sum())
-    trace = tmp_path / "bags.npz"
-    np.savez(
-        trace, sample=np.repeat(np.arange(len(lengths)), lengths), table=table,
-        row=np.where(table == 0, np.minimum(rng.zipf(1.3, len(table)), 300) - 1, rng.integers(0, 20_000, len(table))),
-        ts=np.arange(len(table)), table_rows=[300, 20_000], table_names=["tag", "participant"],
-    )  # fmt: skip
-    found = demo("--trace", trace, "--pooled", "--steps", 60, "--batch-size", 32, "--out", tmp_path / "run")
-    differences = found["difference_to_single_process"]
-    assert set(differences) == {"tables", "dense", "losses", "losses_all_rows", "losses_all_sums"}
-    assert max(differences.values()) <= 1e-9
-    assert set(found["table_rules"]) == {"tag", "participant"}
-    traffic = found["inter_node_bytes_per_step"]
-    assert {"row_wise", "reduce_scatter", "all_rows", "all_sums", "after"} <= set(traffic)
-    assert found["bytes_of_best_alternative"] <= 1.02
-
-
-@pytest.mark.long
-def test_a_killed_daemon_changes_neither_losses_nor_tables(lived: Run, killed: Run) -> None:
-    for number in range(RANKS):
-        with_daemon, without = lived.rank(number), killed.rank(number)
-        assert len(without["loss"]) == STEPS, "training ran to the end"
-        assert np.abs(with_daemon["loss"] - without["loss"]).max() <= 1e-9
-    with_daemon, without = lived.rank(0), killed.rank(0)
-    assert not np.array_equal(with_daemon["version"], without["version"]), "the two runs moved rows at other times"
-    for name in without:
-        if name.startswith(("table/", "dense/")):
-            assert np.abs(with_daemon[name] - without[name]).max() <= 1e-9
-    assert killed.summary["replicas_bit_equal"] is True
-    assert killed.summary["placement_versions_equal"] is True
-    assert killed.summary["max_abs_difference_to_single_process"] <= 1e-9
 
 
 @pytest.mark.long

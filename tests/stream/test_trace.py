@@ -38,19 +38,6 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert trace.table_rows.tolist() == [3, 5]
 
 
-def test_samples_stand_for_users_where_they_are_asked_for_and_there_are_none(tmp_path: Path) -> None:
-    bags = _saved(tmp_path, user=None, sample=np.array([7, 7, 8, 9]))
-    assert load_trace(bags).user is None
-    by_sample = load_trace(bags, by_sample=True).user
-    assert by_sample is not None
-    assert by_sample.tolist() == [7, 7, 8, 9]
-    users = load_trace(_saved(tmp_path, sample=np.array([7, 7, 8, 9])), by_sample=True).user
-    assert users is not None
-    assert users.tolist() == [3, 3, 4, 3]
-    with pytest.raises(StreamError, match="array sample"):
-        load_trace(_saved(tmp_path, user=None, sample=np.array([0.5, 1, 1, 2])))
-
-
 @pytest.mark.parametrize(
     "changes",
     [
