@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Report the order of the source tree: its size, import cycles, missing tests, docstring summaries and denied names.
+"""Report the order of the source tree: its size, import cycles, docstring summaries and denied names.
 
 "size" counts statements (nodes of the syntax tree), words, keys, metrics, commands, and the files of flexd that
 ``import flexd`` and one training step of a plain collection load.
@@ -16,7 +16,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Any
 
 CODE, TEXT = ("flexd", "tests", "tools", "examples"), ("configs", "deploy", "helm", "examples")
 TEXT_SUFFIXES = {".yaml", ".yml", ".json", ".tpl", ".md", ".txt", ".conf", ".toml", ".html"}
-TESTED_LINES = 60  # a module with at least as many has a test file of its name
 # Words of an identifier (`offsets_set_aside` has `set_aside`) in code, in strings that are one, and in configuration.
 DENIED = {
     "in_charge", "news_teller", "epoch_keeper", "migration_about", "way_back", "abort_outlook", "late_rollbacks",
@@ -197,17 +195,9 @@ def report(root: Path) -> dict[str, Any]:
     trees = {str(path.relative_to(root)): ast.parse(text) for path, text in texts.items()}
     nodes = {path: walk(tree) for path, tree in trees.items()}
     lines = {str(path.relative_to(root)): len(text.splitlines()) for path, text in texts.items()}
-    folders: Counter[str] = Counter()
-    files: Counter[str] = Counter()
-    for path in lines:
-        for folder in {path.split("/")[0], "/".join(path.split("/")[:-1][:2])}:
-            folders[folder] += lines[path]
-            files[folder] += 1
     flexd = [path for path in trees if path.startswith("flexd/")]
     names = {path: path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in flexd}
     graph = {n: imports(trees[path], n, path.endswith("__init__.py"), set(names.values())) for path, n in names.items()}
-    tested = {Path(path).stem.removeprefix("test_") for path in trees if Path(path).stem.startswith("test_")}
-    tests = [path for path in flexd if lines[path] >= TESTED_LINES and Path(path).stem not in tested]
     docs = [
         (f"{path}:{node.lineno}", node.value.value.strip().split("\n")[0])
         for path in trees for node in nodes[path]
@@ -224,10 +214,7 @@ def report(root: Path) -> dict[str, Any]:
             "commands": commands.result(),
             "files of flexd that a training step loads": loaded.result(),
         },
-        "folders": {folder: {"files": files[folder], "lines": folders[folder]} for folder in sorted(folders)},
-        "largest": {path: lines[path] for path in sorted(lines, key=lines.__getitem__, reverse=True)[:15]},
         "cycles": cycles(graph),
-        "untested": [path for path in tests if not path.endswith("__init__.py")],
         "summaries": [f"{where}: {summary}" for where, summary in docs if BAD_SUMMARY.match(summary)],
         "denied": sorted(code) + list(denied_in_text(root)),
     }
@@ -242,10 +229,8 @@ def main() -> int:
     if options.json:
         print(json.dumps(house, indent=1))
     else:
-        sizes = [f"{size['files']:5} files {size['lines']:7} lines  {name}" for name, size in house["folders"].items()]
         print(*(f"{'-' if n is None else n:>7}  {name}" for name, n in house["size"].items()), "", sep="\n")
-        print(*sizes, "\nlargest files", *(f"{n:6}  {path}" for path, n in house["largest"].items()), sep="\n")
-        for title in ("cycles", "untested", "summaries", "denied"):
+        for title in ("cycles", "summaries", "denied"):
             print(f"\n{title}: {len(house[title])}", *house[title], sep="\n  ")
     return 1 if house["cycles"] or house["denied"] else 0
 

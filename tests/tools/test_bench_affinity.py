@@ -18,13 +18,3 @@ def test_pieces_of_users_do_not_overlap_and_are_in_order_of_their_last_event(tmp
     assert all(len(np.unique(user[each])) == 1 for each in rows)
     assert len(np.unique(np.concatenate(rows))) == 9 * 32
     assert (np.diff([each.max() for each in rows]) > 0).all()
-
-
-def test_bags_are_samples_and_tables_apart(tmp_path: Path) -> None:
-    np.savez(
-        tmp_path / "bags.npz",
-        sample=np.array([3, 3, 7]), table=np.array([0, 1, 1]), row=np.array([2, 2, 0]), table_rows=np.array([5, 4]),
-    )  # fmt: skip
-    samples = trace_samples(tmp_path / "bags.npz")
-    assert samples.keys.tolist() == [2, 5, 7]
-    assert samples.lengths.tolist() == [2, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tools.bench.sections.frames import Steps, missed_by_frames, missed_by_static
+from tools.bench.sections.frames import Steps, missed_by_frames
 
 KEYS = np.array([7, 7, 9, 5, 5, 9, 7, 8, 9, 9, 5, 7] * 20)
 
@@ -40,14 +40,8 @@ def test_misses_are_those_of_a_search(frames: int) -> None:
     weights = 1.0 / np.arange(1, 61)
     keys = np.random.default_rng(1).choice(60, 900, p=weights / weights.sum())
     steps, single = Steps.of(keys, 5), Steps.of(keys, 1)  # in single rows no two have the same last use
-    lru, seconds = missed_by_frames(single, frames, 0.0, 0)
+    lru = missed_by_frames(single, frames, 0.0, 0)
     assert lru == pytest.approx(missed_by_search(single, frames, ahead=False))
-    belady, _ = missed_by_frames(steps, frames, 20.0, len(steps) + 1)
+    belady = missed_by_frames(steps, frames, 20.0, len(steps) + 1)
     assert belady == pytest.approx(missed_by_search(steps, frames, ahead=True))
-    assert belady <= missed_by_frames(steps, frames, 20.0, 2)[0] <= missed_by_frames(steps, frames, 20.0, 0)[0]
-    assert seconds > 0
-
-
-def test_static_misses_what_was_not_frequent_in_the_first_quarter() -> None:
-    steps = Steps.of(np.array([1, 1, 2, 1, 2, 3, 1, 4, 2, 3, 3, 4]), 3)
-    assert missed_by_static(steps, 2) == 4 / 8
+    assert belady <= missed_by_frames(steps, frames, 20.0, 2) <= missed_by_frames(steps, frames, 20.0, 0)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tools.bench.cases.verify import has_settled, interval
-from tools.bench.workloads import Setting, batches_of, keys_of
 
 
 def status(plans: dict[str, int], verification: str | None = None, migration: str | None = None) -> dict[str, Any]:
@@ -47,9 +46,3 @@ def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
         covered = np.mean([low <= 1.0 <= high for low, high in found])
         assert 0.94 <= covered <= 0.995, (count, covered)
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
-
-
-def test_seeds_draw_other_batches_of_the_same_popularity() -> None:
-    first, second = (Setting(rows=400, samples=64, length=10, batches=4, seed=seed) for seed in (0, 1))
-    assert (first.share() == second.share()).all()
-    assert (keys_of(first, batches_of(first, 0)[0]) != keys_of(second, batches_of(second, 0)[0])).any()

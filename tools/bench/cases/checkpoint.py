@@ -3,8 +3,7 @@
 One rank trains one table with row-wise Adagrad on Zipf-popular ids. ``flexd.CheckpointSeries`` saves all rows, then
 what changed after some numbers of steps; ``flexd.save_checkpoint`` saves all of it through
 ``torch.distributed.checkpoint`` in the same run. Each checkpoint is loaded into another collection. Memory is the most
-that a save added to what the process held (``VmHWM``; nothing where the system does not tell). Steps are timed in turn
-with and without a series, in processor time: run beside other work that figure says little, the bytes are the same.
+that a save added to what the process held (``VmHWM``; nothing where the system does not tell).
 
 Checked: what was loaded equals what was saved, bit for bit, and a changed row takes at most 5 % more bytes than its
 values and state.
@@ -12,7 +11,6 @@ values and state.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
@@ -31,7 +29,6 @@ from tools.bench.harness import Outcome, at_most, check, peak_resident_bytes, re
 
 INTERVALS, QUICK_INTERVALS = (10, 100, 1_000), (10, 50)
 MOST_OVERHEAD = 1.05
-TURNS = 5
 _SCATTER = 2_654_435_761
 """Odd, so that popular rows are anywhere in the table."""
 
@@ -63,17 +60,12 @@ class Trainer:
         self._setting = setting
         self._sampler, self._random = ZipfSampler(setting.rows, setting.zipf), np.random.default_rng(0)
 
-    def train(self, steps: int) -> list[float]:
-        """Return seconds of processor time in which each step updated its rows."""
-        seconds = []
+    def train(self, steps: int) -> None:
         for _ in range(steps):
             drawn = self._sampler.sample(self._setting.ids, self._random) * _SCATTER % self._setting.rows
             ids = flexd.Jagged(torch.from_numpy(drawn), torch.tensor([len(drawn)]))
             self.collection({"items": ids})["items"].values.square().sum().backward()
-            began = time.process_time()
             self.collection.optimizer.step()
-            seconds.append(time.process_time() - began)
-        return seconds
 
 
 def measured(save: Callable[[], Any], path: Path) -> tuple[Any, dict[str, float]]:
@@ -122,16 +114,9 @@ def run(setting: Setting, path: Path) -> dict[str, Any]:
             flexd.load_checkpoint(other, path / "whole")
         loads[name] = {"seconds": time.perf_counter() - began, "differing": differing(collection, other)}
         other.close()
-    update: dict[str, list[float]] = {"noted": [], "plain": []}
-    for turn in range(TURNS):  # in turn, because the machine may be busy
-        update["noted"] += trainer.train(10)
-        series.close()
-        update["plain"] += trainer.train(10)
-        series = flexd.CheckpointSeries(collection, path / f"again{turn}")
     series.close()
     collection.close()
-    medians = {name: statistics.median(seconds) for name, seconds in update.items()}
-    return {"saves": saves, "loads": loads, "update_seconds": medians}
+    return {"saves": saves, "loads": loads}
 
 
 def checks_of(setting: Setting, figures: dict[str, Any]) -> list[dict[str, Any]]:

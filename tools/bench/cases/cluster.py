@@ -11,8 +11,6 @@ steps.
 The bound is that of exact synchronous training on the same batches: each node fetches and pushes each row it touches
 and does not home once a step (rows only, no ids, no headers).
 
-wire: bytes of gloo's collectives on the wire over those that flexd counts (``sections.wire``).
-
 Needs root, ip, tc and setpriv; says so and ends well without. Without TorchRec (``make torchrec``) its rows are
 missing. ``--quick`` trains an eighth of the batch for two steps: bytes and losses alone are checked.
 """
@@ -31,7 +29,7 @@ from tools.bench import strategies
 from tools.bench.cluster import ClusterError
 from tools.bench.harness import Outcome, at_least, at_most, of_runs
 from tools.bench.ranks import training_ranks
-from tools.bench.sections import cluster_plot, wire
+from tools.bench.sections import cluster_plot
 from tools.bench.strategies import SPREAD_OF, STEP_SECONDS, Bench, Effort
 from tools.bench.workloads import Setting, bounds
 
@@ -142,4 +140,4 @@ def run(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {"strategies": run, "wire": wire.section}
+SECTIONS = {"strategies": run}

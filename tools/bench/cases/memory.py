@@ -14,7 +14,7 @@ of "flexd, run-ahead" without one; with run-ahead the rows of the next batch com
 1 memory cgroup; says so and goes on without. Checks: at Zipf 1.05 without a dense part at least 20 times faster than
 the memory map; with a dense part run-ahead at most 1.10 of all fast.
 
-misses, traces: which rows fast memory should hold (``sections.frames``). billion: a table of 10^9 rows
+misses: which rows fast memory should hold (``sections.frames``). billion: a table of 10^9 rows
 (``sections.billion_rows``). recshard: many tables, beside RecShard's split (``sections.recshard``).
 """
 
@@ -48,12 +48,10 @@ TARGETS_AT = "1.05"
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--zipf", type=float, nargs="+", default=[0.9, 1.05, 1.2], help="not 1; --quick: 1.05")
-    parser.add_argument("--trace", type=Path, action="append", default=[], metavar="FILE.npz", help="of traces")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY")
     parser.add_argument("--limit-mib", type=int, default=1536, help="of a process of ways")
     parser.add_argument("--warm-seconds", type=float, default=4.0, help="before each measurement of ways")
     parser.add_argument("--seconds", type=float, default=6.0, help="measured of each way and exponent, and of billion")
-    parser.add_argument("--batch", type=int, default=16_384, help="accesses of a step of a trace")
     parser.add_argument("--tables", type=Path, metavar="FILE.csv", help="TorchRec's published list, for recshard")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
 
@@ -143,7 +141,6 @@ def ways_section(options: Namespace) -> Outcome:
 SECTIONS = {
     "ways": ways_section,
     "misses": frames.misses_section,
-    "traces": frames.traces_section,
     "billion": billion_rows.section,
     "recshard": recshard.section,
 }

@@ -15,12 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexd.config.planner import PlannerConfig
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.operations.drift import MAX_DUTY_CYCLE
-from flexd.planner.drift import placement_communication
 from flexd.planner.model.cost import CostBreakdown
 from flexd.planner.model.row_bytes import Phase, TrafficLink
 from flexd.planner.model.training_shape import TrainingShape
@@ -85,9 +82,7 @@ def whole_list(tables: list[ListedTable], preset: str) -> Figures:
     """The plan of every table of the list."""
     listed = [SEQUENCE_ROWS_LISTED if table.bags == 0 else 200 for table in tables]
     profile, keyspace, shape = problem_of(tables, LAYOUT.world_size, 1.05, listed)
-    started = time.process_time()
     plan, seconds = plan_of(profile, keyspace, LAYOUT, preset, shape)
-    processor_seconds = time.process_time() - started
     return {
         "tables": len(tables),
         "dim_groups": len(keyspace.groups),
@@ -95,22 +90,7 @@ def whole_list(tables: list[ListedTable], preset: str) -> Figures:
         "rows_above_home": len(plan.target),
         "plan_seconds": seconds,
         "gap": plan.gap,
-        **daemon_share(profile, keyspace, preset, plan, processor_seconds),
     }
-
-
-def daemon_share(profile: Profile, keyspace: KeySpace, preset: str, plan: Plan, plan_seconds: float) -> Figures:
-    """Share of a core that planning takes at the default settings: a plan an interval, and evaluations of drift, each
-    of which makes a plan and prices it and the live placement, total and by table.
-    Seconds are processor time."""
-    settings, cluster = PlannerConfig(), load_preset(preset)
-    started = time.process_time()
-    for placement in (plan.target, Placement.empty()):
-        placement_communication(profile, keyspace, LAYOUT, cluster, placement)
-    evaluation = plan_seconds + time.process_time() - started
-    wait = max(settings.drift_interval_seconds, evaluation / MAX_DUTY_CYCLE)
-    share = plan_seconds / settings.interval_seconds + evaluation / (wait + evaluation)
-    return {"drift_evaluation_seconds": evaluation, "share_of_a_core": share}
 
 
 def many_tables(preset: str, counts: Sequence[int]) -> list[Figures]:
@@ -144,7 +124,6 @@ def checks_of(figures: Figures) -> list[Figures]:
     per_table = [entry["plan_seconds"] / entry["tables"] for entry in many]
 
     slowest, gap = max(p["plan_seconds"] for p in plans), max(p["gap"] for p in [*plans, *many])
-    of_core = most_listed["share_of_a_core"]
     by_skew_copy, list_copies = copies > 0, most_listed["rows_above_home"] > 0
     many_copy = all(entry["rows_above_home"] > 0 for entry in many)
     all_copy = by_skew_copy and list_copies and many_copy
@@ -154,10 +133,6 @@ def checks_of(figures: Figures) -> list[Figures]:
         check("rows with copies, fewest", copies, "> 0", by_skew_copy),
         check("gap to the lower bound as a share of the saving, worst", gap, "< 0.001", all_copy and gap < 1e-3),
         check("flexd over the best other strategy, time", max(ahead), "< 1", by_skew_copy and max(ahead) < 1),
-        check(
-            "planning and drift, share of a core at the default intervals", of_core, "< 0.01",
-            list_copies and of_core < 0.01,
-        ),
         check("10^9 rows: plan seconds", largest, "< 10", many_copy and largest < 10),
         check(
             "10^9 rows: seconds per table, most tables over fewest", per_table[-1] / per_table[0], "< 1.5",

@@ -1,14 +1,14 @@
-"""A training step: beside its peers on real ranks, what it launches, and its parts on one rank.
+"""A training step: beside its peers on real ranks, and what it launches.
 
 peers: flexd with and without a tap, TorchRec's row-wise sharded EmbeddingCollection (FBGEMM's fused kernel; ``make
 torchrec``) and ``nn.Embedding`` on each rank alone, in turns on the same ranks and batches over loopback; beside them
 the time of the fewest bytes of a step at the rate of a copy on the device, and flexd's step by phase. dispatch:
-launches and host waits (``sections.dispatch``). directory: of listed rows
-(``sections.directory``). updates: updates by each optimizer beside torch's and FBGEMM's (``sections.updates``).
+launches and host waits (``sections.dispatch``).
 """
 
 from __future__ import annotations
 
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +23,9 @@ from flexd.core.layout import RankLayout
 from tools.bench.harness import Outcome, at_most, in_turns
 from tools.bench.peers import torchrec_collection
 from tools.bench.ranks import on_ranks
-from tools.bench.sections import directory, dispatch, updates
-from tools.bench.sections.directory import device_seconds, zipf_ids
+from tools.bench.sections import dispatch
 
-DIM, WARM_UP = 64, 6
+DIM, WARM_UP, SKEW = 64, 6, 1.05
 ROWS, IDS = {"cpu": 200_000, "cuda": 5_000_000}, {"cpu": 25_600, "cuda": 204_800}
 TARGET = 1.3
 Step = Callable[[torch.Tensor], None]
@@ -35,6 +34,24 @@ Step = Callable[[torch.Tensor], None]
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of peers; of cuda at most the GPUs")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of all but dispatch")
+
+
+def device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, all kernels that it launches included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def zipf_ids(rows: int, count: int, device: torch.device, seed: list[int]) -> torch.Tensor:
+    share = np.arange(1, rows + 1) ** -SKEW
+    rng = np.random.default_rng(seed)
+    at = np.searchsorted(np.cumsum(share / share.sum()), rng.random(count)).clip(max=rows - 1)
+    return torch.from_numpy(np.random.default_rng(1).permutation(rows)[at]).to(device)
 
 
 def flexd_steps(table: flexd.EmbeddingTable, lengths: torch.Tensor) -> tuple[Any, dict[str, Step]]:
@@ -144,6 +161,4 @@ def peers(options: Namespace) -> Outcome:
     return Outcome(figures, checks)
 
 
-SECTIONS = {
-    "peers": peers, "dispatch": dispatch.section, "directory": directory.section, "updates": updates.section,
-}  # fmt: skip
+SECTIONS = {"peers": peers, "dispatch": dispatch.section}

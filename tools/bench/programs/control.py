@@ -1,9 +1,8 @@
-"""The rank processes of ``cases.control``: four that train, or many agents and inboxes without training."""
+"""The rank processes of ``cases.control``: many agents and inboxes without training."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +20,6 @@ from flexd.control.protocol.report import RankIdentity, StepReport
 from flexd.core.homes import Homes
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
-from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
-from flexd.embedding.connect import connect
-from flexd.embedding.jagged import Jagged
 
 JOB, ATTEMPT = "bench", "a1"
 LAYOUT = RankLayout(2, 2)
@@ -42,41 +38,6 @@ class Footprint:
     def of_this_process() -> Footprint:
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         return Footprint(rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")))
-
-
-def training_rank(rank: int, pipe: Connection, store_port: int, control_port: int) -> None:
-    """Trains until stopped; answers "look" with (footprint, replica slots in use)."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = TCPStore("127.0.0.1", store_port, LAYOUT.world_size, is_master=rank == 0, timeout=timedelta(seconds=60))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=LAYOUT.world_size)
-    collection = EmbeddingCollection(
-        [EmbeddingTable("item", ITEMS, DIM)], layout=LAYOUT, replica_slots=[SLOTS], max_migration_bytes_per_step=2**20
-    )
-    connection = connect(collection, f"127.0.0.1:{control_port}", job=JOB, attempt=ATTEMPT, timeout_seconds=60.0)
-    rng = np.random.default_rng(rank)
-    asked = threading.Event()
-    stopping = threading.Event()
-
-    def listen() -> None:
-        while pipe.recv() == "look":
-            asked.set()
-        stopping.set()
-
-    threading.Thread(target=listen, daemon=True).start()
-    while True:
-        ids = torch.from_numpy(rng.integers(0, ITEMS, 64))
-        collection({"item": Jagged(ids, torch.tensor([64]))})["item"].values.sum().backward()
-        collection.optimizer.step()
-        if asked.is_set():
-            asked.clear()
-            pipe.send((Footprint.of_this_process(), SLOTS - collection.engine.stores[0].free_slots))
-        stop = torch.tensor([int(stopping.is_set())])
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        if stop:
-            break
-    connection.close(5.0)
-    dist.barrier()
 
 
 def simulated_ranks(

@@ -10,12 +10,7 @@ with the code paths of an accelerator. A dispatch mode counts the operators of f
 * collectives;
 * processor ms: the processor time of the step on this machine without that of the mirrors (median; ``gc.freeze`` first:
   the garbage collector does not visit what exists before the steps). It includes the arithmetic on CPU tensors that a
-  device would do, and the forward pass of a function of all features that stands in for a model: "of it model";
-* host ms: the same without that function, in a step with one id a feature, rows of 4 to 16 numbers and two copies a
-  table: what is left is the work of the host, which launches kernels for equally many features, tables and peers. "its
-  launches" are fewer by those of columns that have no rows;
-* us a launch: processor time of a minimal operator (8 numbers), taken before each of these steps: how fast this machine
-  is at that moment. Milliseconds of two machines, or of two hours, compare only by it.
+  device would do.
 
 ``--quick`` leaves out 128 nodes.
 """
@@ -46,6 +41,7 @@ from tools.bench.harness import Outcome, at_most
 from tools.bench.mirror_ranks import mirrored
 
 MAX_LAUNCHES, MAX_WAITS = 400, 16
+DIMS = (16, 32, 64, 128)
 MILLISECONDS = {100: 12.0, 1935: 25.0}
 """Processor time a step at the most, by number of tables."""
 
@@ -70,13 +66,6 @@ class Case:
     pooled: bool = False
     exchange: str = "chain"
     sums: float = 0.0
-    dims: tuple[int, ...] = (16, 32, 64, 128)
-
-    @property
-    def of_host(self) -> Case:
-        """The same job with hardly any arithmetic."""
-        copies = 1e-9 if self.copies else 0.0
-        return replace(self, ids=1, copies=copies, dims=tuple(range(4, 4 * len(self.dims) + 1, 4)))
 
 
 CASES = [
@@ -159,7 +148,7 @@ def tables_of(case: Case) -> list[flexd.EmbeddingTable]:
     if case.tables == 1:
         return [flexd.EmbeddingTable("t0", 200_000, 64)]
     make = flexd.EmbeddingBagTable if case.pooled else flexd.EmbeddingTable
-    tables = [make(f"t{i}", int(n), case.dims[i % len(case.dims)]) for i, n in enumerate(rows)]
+    tables = [make(f"t{i}", int(n), DIMS[i % len(DIMS)]) for i, n in enumerate(rows)]
     by_sums = range(round(case.sums * case.tables))
     return [replace(table, answer="sums") if i in by_sums else table for i, table in enumerate(tables)]
 
@@ -204,15 +193,11 @@ def measure(case: Case, steps: int) -> dict[str, float]:
             engine = collection.engine
             engine.migrator.apply([engine.migrator.prepare(placement(case, keyspace), None)])
         batches = [batch(case, seed) for seed in range(2)]
-        of_model = [0.0]
 
         def step(number: int) -> None:
             rows = collection(batches[number % 2])
             values = [part if isinstance(part, torch.Tensor) else part.values for part in rows.values()]
-            started = time.thread_time()
-            loss = _Model.apply(*values)
-            of_model[0] = time.thread_time() - started
-            loss.backward()
+            _Model.apply(*values).backward()
             collection.optimizer.step()
 
         for number in range(2):
@@ -222,48 +207,20 @@ def measure(case: Case, steps: int) -> dict[str, float]:
         with counting, counting.host_reads():
             step(2)
         collectives = len(mirror_ranks.COLLECTIVES)
-        seconds, model_seconds, launch_seconds = [], [], []
+        seconds = []
         gc.collect()
         gc.freeze()
         for number in range(steps):
-            launch_seconds.append(minimal_launch())
             started, of_mirrors = time.thread_time(), mirror_ranks.MIRROR_SECONDS[0]
             step(number)
             of_mirrors = mirror_ranks.MIRROR_SECONDS[0] - of_mirrors
             seconds.append(time.thread_time() - started - of_mirrors)
-            model_seconds.append(of_model[0])
     return {
         "launches": float(counting.launches.total()),
         "host waits": float(counting.waits.total()),
         "uploads": float(counting.uploads.total()),
         "collectives": float(collectives),
         "processor ms": 1e3 * statistics.median(seconds),
-        "of it model": 1e3 * statistics.median(model_seconds),
-        "us a launch": 1e6 * statistics.median(launch_seconds),
-    }
-
-
-def minimal_launch() -> float:
-    """Return the processor seconds of an operator on 8 numbers: the mean of four kinds."""
-    numbers, index = torch.arange(64), torch.arange(8)
-    rows, part = torch.zeros(16, 1), torch.ones(8, 1)
-    rounds = 50
-    started = time.thread_time()
-    for _ in range(rounds):
-        numbers.index_select(0, index)
-        torch.cat([index, index])
-        torch.add(index, index)
-        rows.index_add_(0, index, part)
-    return (time.thread_time() - started) / (4 * rounds)
-
-
-def host_figures(case: Case, steps: int) -> dict[str, float]:
-    """Return the processor milliseconds of the host alone, the launches of that step, and the microseconds of one."""
-    figures = measure(case.of_host, steps)
-    return {
-        "host ms": figures["processor ms"] - figures["of it model"],
-        "its launches": figures["launches"],
-        "us a launch": figures["us a launch"],
     }
 
 
@@ -271,12 +228,10 @@ def section(options: Namespace) -> Outcome:
     torch.set_num_threads(1)
     figures, checks = {}, []
     for case in QUICK if options.quick else CASES:
-        found = measure(case, 3 if options.quick else 7)
-        found |= host_figures(case, 5 if options.quick else 11)
-        figures[case.name] = found
+        figures[case.name] = found = measure(case, 3 if options.quick else 7)
         for name, most in (("launches", MAX_LAUNCHES), ("host waits", MAX_WAITS)):
             checks.append(at_most(f"{case.name}: {name} a step", found[name], most))
         if case.layout.world_size > 1 and case.tables in MILLISECONDS:
-            for name in ("processor ms", "host ms"):
-                checks.append(at_most(f"{case.name}: {name} a step", found[name], MILLISECONDS[case.tables]))
+            name = f"{case.name}: processor ms a step"
+            checks.append(at_most(name, found["processor ms"], MILLISECONDS[case.tables]))
     return Outcome(figures, checks)

@@ -6,7 +6,6 @@ One process, one rank, one thread, Zipf accesses. Steps with and without a tap t
 from __future__ import annotations
 
 import statistics
-import time
 from argparse import Namespace
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ import flexd
 from flexd.core import tap_counts
 from flexd.core.keyspace import TableSpec
 from flexd.embedding.tap.counters import TableCounter, counter_bytes
-from flexd.embedding.tap.sampled_passes import PassSample
 from flexd.stream.codecs.codec import encode_arrow
 from flexd.stream.types import AccessBatch
 from tools.bench.harness import Outcome, check, in_turns, timed
@@ -26,8 +24,6 @@ from tools.bench.harness import Outcome, check, in_turns, timed
 ZIPF = 1.05
 SEQUENCE = 200
 SHIPPED_STEPS = 100
-TOUCH_STEPS = 16
-"""As by default."""
 
 
 def _batches(rows: int, ids: int, count: int) -> list[torch.Tensor]:
@@ -63,34 +59,6 @@ def _step_seconds(rows: int, dim: int, batches: list[torch.Tensor], steps: int) 
     return {kind: statistics.median(seconds) for kind, seconds in found.items()}
 
 
-def _ids_per_second(spec: TableSpec, batches: list[torch.Tensor], repeats: int) -> float:
-    counter = TableCounter(spec, torch.device("cpu"))
-    seconds = []
-    for repeat in range(repeats + 1):
-        started = time.perf_counter()
-        counter.add(batches[repeat % len(batches)])
-        seconds.append(time.perf_counter() - started)
-    return len(batches[0]) / statistics.median(seconds[1:])
-
-
-def _touches(batches: list[torch.Tensor], repeats: int) -> dict[str, float]:
-    """Return the seconds that the training thread and the tap's thread take for one sampled pass, and the bytes that
-    its message grows by; medians."""
-    training, reading, sizes = [], [], []
-    for repeat in range(repeats + 1):
-        sample = PassSample(1, 1, 2**40)
-        started = time.perf_counter()
-        sample.add(repeat, [[batches[repeat % len(batches)]]])
-        kept = time.perf_counter()
-        passes = tuple(sample.drain())
-        training.append(kept - started)
-        reading.append(time.perf_counter() - kept)
-        message = tap_counts.TapCounts(0, 1.0, (), tap_counts.TapPasses(("item",), passes))
-        sizes.append(len(tap_counts.encode(message)))
-    found = {"training_thread": training, "tap_thread": reading, "bytes": sizes}
-    return {name: statistics.median(values[1:]) for name, values in found.items()}
-
-
 def _shipped(spec: TableSpec, batches: list[torch.Tensor], steps: int) -> tuple[int, int]:
     """Return the bytes of one message of the counts of ``steps`` steps, and of all their ids in the stream's format."""
     counter = TableCounter(spec, torch.device("cpu"))
@@ -113,21 +81,12 @@ def section(options: Namespace) -> Outcome:
     overhead = step["tap"] / step["without"] - 1
     # Repeated batches would compress better than a real stream.
     counts, all_ids = _shipped(spec, _batches(rows, ids, SHIPPED_STEPS), SHIPPED_STEPS)
-    touches = _touches(batches, 8)
-    touch_share = (touches["training_thread"] + touches["tap_thread"]) / TOUCH_STEPS / step["without"]
     figures: dict[str, Any] = {
         "rows": rows, "ids_per_step": ids, "overhead_share": overhead,
         "step_ms": {kind: 1e3 * seconds for kind, seconds in step.items()},
-        "sampled_pass": {
-            "training_thread_ms": 1e3 * touches["training_thread"], "tap_thread_ms": 1e3 * touches["tap_thread"],
-            "bytes": touches["bytes"], "touch_steps": TOUCH_STEPS, "share": touch_share,
-            "training_thread_share": touches["training_thread"] / TOUCH_STEPS / step["without"],
-        },
-        "counting_million_ids_per_second": 1e-6 * _ids_per_second(spec, batches, steps),
         "bytes_of_100_steps": {"counts": counts, "ids": all_ids, "ids_to_counts": all_ids / counts},
     }  # fmt: skip
     checks = [
-        check("touches: share of a step", touch_share, "< 0.01", touch_share < 0.01),
         check("tap: share of a step", overhead, "< 0.05", overhead < 0.05),
         check("ids / counts, bytes", all_ids / counts, "> 5", all_ids > 5 * counts),
     ]
