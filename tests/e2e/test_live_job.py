@@ -101,24 +101,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveJob]:
         job.close()
 
 
-def test_a_dry_run_tells_what_would_be_won_and_moves_nothing(job: LiveJob) -> None:
-    before = job.status()
-    plan = job.answer("plan")
-    assert plan["plan_id"] != before["last_plan"]["plan_id"]
-    words = " ".join(plan["replication"]["words"])
-    assert "an all-reduce moves" in words
-    assert "an all-to-all" in words
-    assert "ids: " in words
-    assert "the forward exchange takes" in words
-    assert plan["after"]["exposed_seconds"] <= plan["before"]["exposed_seconds"] * (1 + 1e-9)
-    assert {"row_wise", "row_wise_dedup"} <= set(plan["baselines"])
-    shown = " ".join(job.cli("plan").stdout.split())
-    assert "all-reduce moves" in shown
-    after = job.status()
-    assert after["placement"]["version"] == before["placement"]["version"]
-    assert after["last_plan"]["plan_id"] == before["last_plan"]["plan_id"]
-
-
 def test_replan_waits_until_every_rank_has_it(job: LiveJob) -> None:
     job.steps_on()
     result = job.answer("replan", "--wait", "--timeout", 40, "--reason", "by the test")

@@ -45,14 +45,6 @@ def strike_all(run: ChaosRun, faults: list[tuple[str, Injection]]) -> None:
 
 
 @pytest.mark.long
-def test_a_job_outlives_a_daemon_that_dies_and_stops_inside_a_chunk(tmp_path: Path, server: ProcessServer) -> None:
-    with ChaosRun(tmp_path, SEED + 3, server) as run:
-        strike_all(run, POINTS)
-        assert run.finish() == []
-        assert run.checker.versions_checked > 0
-
-
-@pytest.mark.long
 def test_a_job_outlives_every_kind_of_fault(tmp_path: Path, server: ProcessServer) -> None:
     chance = random.Random(SEED)
     with ChaosRun(tmp_path, SEED, server) as run:
