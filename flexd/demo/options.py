@@ -30,7 +30,6 @@ class DemoOptions:
     kafka: str | None = None
     tap: bool = False
     replica_budget: float = 0.05
-    output: str = "table"
     dtype: str = "float64"
     batch_size: int | None = None
     samples: SampleKind = SampleKind.SEQUENCES

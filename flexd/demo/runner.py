@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shutil
 import sys
@@ -15,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from rich.console import Console
 
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.core.keyspace import DTYPE_BYTES
@@ -24,7 +21,7 @@ from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
 from flexd.demo.rank import PEERS, RunSetup, Strategy
-from flexd.demo.screen import LiveView, print_summary
+from flexd.demo.screen import LiveView
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace
@@ -152,14 +149,14 @@ class Demo:
         return path
 
     def run(self) -> RunRecord:
-        options, setup = self._options, self.setup
+        setup = self.setup
         if setup.kafka:
             from flexd.stream.kafka.topic_admin import ensure_topic
 
             ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
         peers = PEERS if setup.link_mbit else ()
         deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(peers))
-        with LiveView(setup.steps, enabled=options.output == "table") as view:
+        with LiveView(setup.steps) as view:
             self.daemon.start()
             ranks = Ranks(self.setup_file, setup.world_size, self._directory)
             try:
@@ -199,8 +196,8 @@ class Demo:
             ranks.stop()
 
 
-def run_demo(options: DemoOptions) -> int:
-    """Run and print the summary; return the exit code: 0, or 1 if an invariant was broken."""
+def run_demo(options: DemoOptions) -> tuple[dict[str, Any], list[str]]:
+    """Return the summary of a run, and the invariants that it broke in words."""
     directory = options.out_dir or Path(tempfile.mkdtemp(prefix="flexd-demo-"))
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -209,27 +206,10 @@ def run_demo(options: DemoOptions) -> int:
         print(f"the run's files are in {directory}", file=sys.stderr)
         raise
     summary = summarise(record)
-    if options.output == "json":
-        print(json.dumps(_without_nan(summary), indent=2, allow_nan=False))
-    elif options.output == "yaml":
-        print(yaml.safe_dump(summary, sort_keys=False), end="")
-    else:
-        print_summary(summary, Console())
     broken = _broken_invariants(record, summary)
-    for text in broken:
-        print(f"flexd demo: {text}", file=sys.stderr)
     if options.out_dir is None and not broken:
         shutil.rmtree(directory, ignore_errors=True)
-    return 1 if broken else 0
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN, which a diverged run gives and JSON lacks, by None."""
-    if isinstance(value, dict):
-        return {name: _without_nan(inner) for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return summary, broken
 
 
 def _broken_invariants(record: RunRecord, summary: dict[str, Any]) -> list[str]:

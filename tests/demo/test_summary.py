@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from io import StringIO
 
 import numpy as np
 import pytest
-from rich.console import Console
 
+from flexd.cli.blocks import Table
+from flexd.cli.demo_command import summary_blocks
 from flexd.control.daemon.migration_record import MigrationRecord
 from flexd.demo.rank import TRAFFIC, RunSetup
 from flexd.demo.runner import _broken_invariants
-from flexd.demo.screen import print_summary
 from flexd.demo.summary import RunRecord, summarise
 
 STEPS = 40
@@ -113,11 +112,11 @@ def test_step_times_by_strategy_over_the_last_tenth() -> None:
     medians = {name: times["p50"] for name, times in found["step_ms"]["strategies"].items()}
     assert medians == pytest.approx({"row_wise": 80.0, "chain": 40.0, "run_ahead": 10.0, "plans": 30.0})
     assert found["max_abs_difference_to_single_process"] == pytest.approx(1e-12, rel=1e-2)
-    screen = Console(width=150, file=StringIO())
-    print_summary({**found, "touches": TOUCHES, "last_plan": None}, screen)
-    text = screen.file.getvalue()
-    assert text.index("ms a step") < text.index("inter-node MB"), "time leads"
-    assert "0.38" in text
+    _, times, sent, _ = summary_blocks({**found, "touches": TOUCHES, "last_plan": None})
+    assert isinstance(times, Table)
+    assert (times.rows[-1][1], times.rows[-1][-1]) == ("30.0", "0.38")
+    assert isinstance(sent, Table)
+    assert sent.rows[-1][-2:] == ("0.000", "0.12")
 
 
 def test_a_peer_that_learns_something_else_is_seen() -> None:
