@@ -32,6 +32,7 @@ from flexd.cli.replay_options import (
 from flexd.cli.simulate_command import (
     DRAWN_BATCH,
     make_cluster,
+    make_profile_accesses,
     make_trace_accesses,
     show_progress,
 )
@@ -42,7 +43,7 @@ from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
-    from flexd.simulate.accesses import Accesses, RowFormat
+    from flexd.simulate.accesses import Accesses
     from flexd.simulate.advice import Advice, Prediction, Range
     from flexd.sketch.coaccess import CoAccess
 
@@ -147,13 +148,14 @@ def advise(
     row_format = RowFormat(dim, dtype.value, optimizer.value)
     accesses: Accesses
     sampled: CoAccess | None = None
-    if trace is not None:
+    drawn = (batch or DRAWN_BATCH) * history
+    if config is not None:
+        accesses, sampled = _of_config(config, seconds, layout, drawn, steps, seed, micro_batches)
+    elif profile is not None:
+        accesses = make_profile_accesses(profile, layout, row_format, drawn, steps, seed, micro_batches)
+    else:
         accesses = make_trace_accesses(
             trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
-        )
-    else:
-        accesses, sampled = _of_profile(
-            profile, config, seconds, layout, row_format, (batch or DRAWN_BATCH) * history, steps, seed, micro_batches
         )
     found = advise_on(
         accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
@@ -170,31 +172,21 @@ def advise(
     emit(answer, blocks, output)
 
 
-def _of_profile(
-    path: Path | None, config: Path | None, seconds: float, layout: RankLayout, row_format: RowFormat, accesses: int,
-    steps: int, seed: int, micro_batches: int,
-) -> tuple[Accesses, CoAccess | None]:  # fmt: skip
-    """Draw from a saved profile, or from that of the configured stream and tables, of which there are samples too."""
+def _of_config(
+    config: Path, seconds: float, layout: RankLayout, accesses: int, steps: int, seed: int, micro_batches: int
+) -> tuple[Accesses, CoAccess | None]:
+    """Draw from the profile of the configured stream and tables; return its samples too."""
+    from flexd.config.tables_file import load_with_known_tables
+    from flexd.daemon.stream_sample import read_source
     from flexd.simulate.accesses import ProfileAccesses
 
-    if config is None:
-        from flexd.sketch.profile_file import read_profile
-
-        assert path is not None  # noqa: S101
-        name, found, sampled = path.stem, read_profile(path), None
-        tables = [row_format.table(table.table, table.rows) for table in found.tables]
-    else:
-        from flexd.config.tables_file import load_with_known_tables
-        from flexd.daemon.stream_sample import read_source
-
-        loaded = load_with_known_tables(config)
-        read = read_source(loaded, seconds)
-        name, found, sampled = loaded.job, read.profile, read.coaccess
-        tables = list(loaded.keyspace().tables)
+    loaded = load_with_known_tables(config)
+    read = read_source(loaded, seconds)
     drawn = ProfileAccesses(
-        name, found, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed, micro_batches=micro_batches
-    )
-    return drawn, sampled
+        loaded.job, read.profile, list(loaded.keyspace().tables), layout, accesses_per_rank=accesses, steps=steps,
+        seed=seed, micro_batches=micro_batches,
+    )  # fmt: skip
+    return drawn, read.coaccess
 
 
 def document(advice: Advice) -> dict[str, Any]:

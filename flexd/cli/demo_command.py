@@ -16,7 +16,8 @@ from flexd.cli.options import OutputOption
 from flexd.cli.replay_options import LengthsOption, SamplesOption
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
-from flexd.demo.options import DemoOptions
+from flexd.core.errors import ConfigError
+from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 
 KINDS = ("all_to_all", "sync", "migration", "total")
 TIMED = {
@@ -49,17 +50,22 @@ def demo(
             help="Accesses to train on; default: drifting Zipf.",
         ),
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.")] = DemoOptions.nodes,
-    local_ranks: Annotated[int, typer.Option("--local-ranks", help="Ranks in each node.")] = DemoOptions.local_ranks,
+    nodes: Annotated[int, typer.Option("--nodes", help="Emulated nodes.", min=1, max=16)] = DemoOptions.nodes,
+    local_ranks: Annotated[
+        int, typer.Option("--local-ranks", help="Ranks in each node.", min=1, max=16)
+    ] = DemoOptions.local_ranks,
     link_mbit: Annotated[
         float,
         typer.Option(
-            "--link-mbit", help="Emulated link of each node and direction, Mbit/s; 0: none, and no step times of peers."
+            "--link-mbit",
+            help="Emulated link of each node and direction, Mbit/s; 0: none, and no step times of peers.",
+            min=0,
+            max=1e6,
         ),
     ] = DemoOptions.link_mbit,
-    steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = DemoOptions.steps,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=20, max=1_000_000)] = DemoOptions.steps,
     micro_batches: Annotated[
-        int, typer.Option("--micro-batches", help="Forward and backward passes of each step.")
+        int, typer.Option("--micro-batches", help="Forward and backward passes of each step.", min=1, max=64)
     ] = DemoOptions.micro_batches,
     kafka: Annotated[
         str | None,
@@ -70,12 +76,17 @@ def demo(
         typer.Option("--tap", help="Use no log: ranks count their accesses and send the counts."),
     ] = False,
     replica_budget: Annotated[
-        float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.")
+        float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.", min=0, max=1)
     ] = DemoOptions.replica_budget,
     dtype: Annotated[DType, typer.Option("--dtype", help="Type of the rows.")] = DType(DemoOptions.dtype),
     batch_size: Annotated[
         int | None,
-        typer.Option("--batch-size", help="Samples of each rank in a step. [default: 512, or what the trace has]"),
+        typer.Option(
+            "--batch-size",
+            help="Samples of each rank in a step. [default: 512, or what the trace has]",
+            min=LEAST_BATCH_SIZE,
+            max=65_536,
+        ),
     ] = None,
     samples: SamplesOption = DemoOptions.samples,
     lengths: LengthsOption = DemoOptions.lengths,
@@ -92,6 +103,8 @@ def demo(
 
     Example: flexd demo --steps 200
     """
+    if tap and kafka is not None:
+        raise ConfigError("--tap with --kafka", remedy="ranks that count need no broker: give one of them")
     options = DemoOptions(
         trace=trace,
         nodes=nodes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -99,9 +98,6 @@ def simulate(
     horizon_steps: Annotated[
         float, typer.Option("--horizon-steps", help="Steps within which a migration must pay for itself.")
     ] = 300.0,
-    budgets: Annotated[
-        str, typer.Option("--budgets", metavar="F,F,...", help="Further replica fractions to compare.")
-    ] = "",
     seed: SeedOption = 0,
     save_profile: Annotated[
         Path | None,
@@ -117,10 +113,9 @@ def simulate(
     """
     if sum(given is not None for given in (trace, zipf, profile)) > 1:
         raise ConfigError("--trace, --zipf and --profile", remedy="give one of them")
-    fractions = _fractions(budgets)
     check_file("--save-profile", save_profile)
     from flexd.core.layout import RankLayout
-    from flexd.simulate.accesses import RowFormat
+    from flexd.simulate.accesses import RowFormat, ZipfAccesses
     from flexd.simulate.simulation import SimulationSettings, simulate
     from flexd.simulate.summary import COMPARED_SHARE, summarise
 
@@ -130,16 +125,18 @@ def simulate(
         interval_steps=interval_steps,
         half_life_steps=half_life_steps,
         horizon_steps=horizon_steps,
-        budgets=fractions,
         bound_steps=steps // COMPARED_SHARE,
     )
     cluster = make_cluster(preset, topology, scale)
     row_format = RowFormat(dim, dtype.value, optimizer.value)
     drawn = (batch or DRAWN_BATCH) * (history + 1)
     if zipf is not None:
-        accesses: Accesses = _zipf(zipf, layout, row_format, rows, drift, drawn, steps, seed, micro_batches)
+        accesses: Accesses = ZipfAccesses(
+            layout, row_format, table_rows=rows, exponent=zipf, drift_rows=drift, accesses_per_rank=drawn, steps=steps,
+            seed=seed, micro_batches=micro_batches,
+        )  # fmt: skip
     elif profile is not None:
-        accesses = _of_profile(profile, layout, row_format, drawn, steps, seed, micro_batches)
+        accesses = make_profile_accesses(profile, layout, row_format, drawn, steps, seed, micro_batches)
     else:
         accesses = make_trace_accesses(
             trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
@@ -156,16 +153,6 @@ def simulate(
     emit(summary, blocks, output)
 
 
-def _fractions(text: str) -> tuple[float, ...]:
-    try:
-        fractions = tuple(float(part) for part in text.split(",") if part.strip())
-    except ValueError as error:
-        raise ConfigError(f"--budgets {text!r}", remedy="fractions with commas between them: 0.01,0.05") from error
-    if len(fractions) > 20 or not all(math.isfinite(fraction) for fraction in fractions):
-        raise ConfigError(f"--budgets {text!r}", remedy="at most 20 fractions of 0 to 1")
-    return fractions
-
-
 def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
     from flexd.topology.files import load_cluster, load_preset, scale_model
 
@@ -175,26 +162,7 @@ def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Clu
     return scale_model(cluster, scale)
 
 
-def _zipf(
-    exponent: float,
-    layout: RankLayout,
-    row_format: RowFormat,
-    rows: int,
-    drift: float,
-    accesses: int,
-    steps: int,
-    seed: int,
-    micro_batches: int,
-) -> Accesses:
-    from flexd.simulate.accesses import ZipfAccesses
-
-    return ZipfAccesses(
-        layout, row_format, table_rows=rows, exponent=exponent, drift_rows=drift, accesses_per_rank=accesses,
-        steps=steps, seed=seed, micro_batches=micro_batches,
-    )  # fmt: skip
-
-
-def _of_profile(
+def make_profile_accesses(
     path: Path, layout: RankLayout, row_format: RowFormat, accesses: int, steps: int, seed: int, micro_batches: int
 ) -> Accesses:
     from flexd.simulate.accesses import ProfileAccesses
@@ -243,11 +211,8 @@ def show_progress(steps: int) -> Callable[[int], None] | None:
 
 
 def simulate_blocks(summary: dict[str, Any]) -> list[Block]:
-    """Return facts, strategies, the budget sweep if there is one, and the conclusions."""
-    blocks: list[Block] = [_facts(summary), _strategies(summary)]
-    if summary["budget_sweep"]:
-        blocks.append(_sweep(summary))
-    return [*blocks, Sentences("in words", tuple(summary["words"]))]
+    """Return facts, strategies and the conclusions."""
+    return [_facts(summary), _strategies(summary), Sentences("in words", tuple(summary["words"]))]
 
 
 def _facts(summary: dict[str, Any]) -> Facts:
@@ -311,12 +276,3 @@ def _saved(form: Callable[[float], str], saved: dict[str, float] | None, key: st
     if saved is None:
         return units.UNKNOWN
     return form(saved[key]) if saved[key] >= 0 else f"costs {form(-saved[key])} more"
-
-
-def _sweep(summary: dict[str, Any]) -> Table:
-    columns = ("replica slots", "exposed", "saved", "waited-for bytes", "saved bytes", "rows")
-    rows = []
-    for figures in summary["budget_sweep"]:
-        row = _row(figures)
-        rows.append((units.share(figures["replica_fraction"]), *row[1:5], row[9]))
-    return Table("the re-planned placement at other budgets", columns, tuple(rows), frozenset(columns))

@@ -296,7 +296,7 @@ def _extra_memory_bytes(model: _StepModel, option: Option) -> int:
     simulation, total = model.simulation, 0
     groups = simulation.keyspace.groups
     if option.strategy is REPLANNED:
-        slots = simulation.settings.slots(simulation.keyspace, simulation.settings.replica_fraction)
+        slots = simulation.settings.slots(simulation.keyspace)
         for group, count in zip(groups, slots, strict=True):
             spec = simulation.keyspace.tables[group.tables[0]]
             total += count * (spec.row_bytes + spec.state_bytes)

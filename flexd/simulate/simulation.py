@@ -128,7 +128,6 @@ class SimulationSettings:
         half_life_steps: of the sketches; inf counts for ever.
         horizon_steps: within which a migration must pay for itself.
         bound_steps: of the last steps, for each of which the bound on all placements is computed; 0: none.
-        budgets: replica fractions that the re-planned strategy is replayed with besides, for the budget sweep.
         sketch_bytes: memory of the counters.
         chunk_rows, chunk_bytes: of a migration, as ``control`` configures them.
         migration_bytes_per_step: rows and state copied in one step, as the collection caps them.
@@ -142,16 +141,14 @@ class SimulationSettings:
     half_life_steps: float = 20.0
     horizon_steps: float = 300.0
     bound_steps: int = 0
-    budgets: tuple[float, ...] = ()
     sketch_bytes: int = 64 * 2**20
     chunk_rows: int = 4096
     chunk_bytes: int = 4 * 2**20
     migration_bytes_per_step: int = 4 * 2**20
 
     def __post_init__(self) -> None:
-        for name, fractions in (("replica_fraction", (self.replica_fraction,)), ("budgets", self.budgets)):
-            if not all(0 <= fraction <= 1 for fraction in fractions):
-                raise ConfigError(f"{name} {list(fractions)}", remedy="fractions of 0 to 1")
+        if not 0 <= self.replica_fraction <= 1:
+            raise ConfigError(f"replica_fraction {self.replica_fraction}", remedy="a fraction of 0 to 1")
         above_zero = {
             name: getattr(self, name)
             for name in (
@@ -165,9 +162,9 @@ class SimulationSettings:
             if not value > 0:
                 raise ConfigError(f"{name} {value}", remedy="give a number above 0")
 
-    def slots(self, keyspace: KeySpace, fraction: float) -> tuple[int, ...]:
+    def slots(self, keyspace: KeySpace) -> tuple[int, ...]:
         """Per dim-group."""
-        return tuple(int(fraction * group.rows) for group in keyspace.groups)
+        return tuple(int(self.replica_fraction * group.rows) for group in keyspace.groups)
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,6 @@ class StrategyRun:
     """Bytes, seconds and placements of one strategy.
 
     Attributes:
-        replica_fraction: its budget.
         sent: int64 [steps, ranks, parts, 2], bytes each rank sent to others, by ``StepPart`` and link.
         seconds: float64 [steps, parts], of the busiest rank.
         exposed_share: float64 [parts], share that compute does not hide.
@@ -185,7 +181,6 @@ class StrategyRun:
     """
 
     strategy: Strategy
-    replica_fraction: float
     sent: Int64Array
     seconds: Float64Array
     exposed_share: Float64Array
@@ -207,7 +202,7 @@ class StrategyRun:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A finished simulation: runs by name of the strategy, and the re-planned one by budget.
+    """A finished simulation: runs by name of the strategy.
 
     Attributes:
         made_of: how the batches are made, in words.
@@ -226,7 +221,6 @@ class Simulation:
     steps: int
     accesses_per_step: float
     runs: dict[str, StrategyRun]
-    budget_sweep: tuple[StrategyRun, ...]
     bound_seconds: Float64Array
     last_profile: Profile | None
 
@@ -234,11 +228,10 @@ class Simulation:
 class _StrategyRunner:
     """One strategy on its way through the steps."""
 
-    def __init__(self, strategy: Strategy, fraction: float, shared: _Shared) -> None:
+    def __init__(self, strategy: Strategy, shared: _Shared) -> None:
         self.strategy = strategy
-        self._fraction = fraction
         self._shared = shared
-        self._slots = shared.settings.slots(shared.keyspace, fraction)
+        self._slots = shared.settings.slots(shared.keyspace)
         self._placement = Placement.empty()
         self._words = BitWords(shared.keyspace, shared.layout)
         self._pending_chunks: deque[Delta] = deque()
@@ -300,7 +293,7 @@ class _StrategyRunner:
 
     def run(self) -> StrategyRun:
         return StrategyRun(
-            self.strategy, self._fraction, self._sent, self._seconds, self._shared.pricer.exposed_share,
+            self.strategy, self._sent, self._seconds, self._shared.pricer.exposed_share,
             self._replicated, tuple(self._plan_steps), self._migrated,
         )  # fmt: skip
 
@@ -400,17 +393,15 @@ def simulate(
     cluster = cluster.of_layout(layout.nodes, layout.local_ranks)
     shape = TrainingShape(micro_batches=accesses.micro_batches, merged_backward=True)
     shared = _Shared(accesses.keyspace, layout, cluster, settings, steps, shape)
-    runners = [_StrategyRunner(strategy, settings.replica_fraction, shared) for strategy in strategies]
-    sweep = [_StrategyRunner(REPLANNED, fraction, shared) for fraction in settings.budgets]
+    runners = [_StrategyRunner(strategy, shared) for strategy in strategies]
     by_knowledge = {
-        knowledge: [runner for runner in (*runners, *sweep) if runner.strategy.knowledge is knowledge]
-        for knowledge in Knowledge
+        knowledge: [runner for runner in runners if runner.strategy.knowledge is knowledge] for knowledge in Knowledge
     }
     daemon, touches = _SimulatedDaemon(shared), TouchCounter(layout)
     profile: Profile | None = None
     due: list[tuple[_StrategyRunner, Profile]] = []
     bounds: list[float] = []
-    slots = settings.slots(accesses.keyspace, settings.replica_fraction)
+    slots = settings.slots(accesses.keyspace)
 
     def counted(of_steps: range) -> Profile:
         passes = [one for at in of_steps for one in accesses.passes(at)]
@@ -425,7 +416,7 @@ def simulate(
         keys = StepPasses.of(passes, layout)
         for of_pass in keys.each:
             touches.see(of_pass)
-        for runner in (*runners, *sweep):
+        for runner in runners:
             runner.step(step, keys)
         # Plans of the step before arrive while this one runs.
         for runner, made_from in due:
@@ -446,5 +437,5 @@ def simulate(
         accesses.name, accesses.made_of, touches.figures(), accesses.keyspace, layout,
         cluster, settings, steps, daemon.accesses_per_step,
         {runner.strategy.name: runner.run() for runner in runners},
-        tuple(runner.run() for runner in sweep), np.array(bounds), profile,
+        np.array(bounds), profile,
     )  # fmt: skip

@@ -30,10 +30,9 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
     """
     steps = compared_steps(simulation.steps)
     strategies = {name: _figures(run, steps) for name, run in simulation.runs.items()}
-    sweep = [_figures(run, steps) for run in simulation.budget_sweep]
     home = strategies.get(TWO_HOP.name)
     if home is not None:
-        for figures in (*strategies.values(), *sweep):
+        for figures in strategies.values():
             _add_savings(figures, home)
     settings = asdict(simulation.settings)
     settings["half_life_steps"] = (
@@ -53,7 +52,6 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
         "accesses_per_step": simulation.accesses_per_step,
         "settings": settings,
         "strategies": strategies,
-        "budget_sweep": sweep,
     }
     summary["bound"] = None if home is None else _bound(simulation, home)
     summary["drift"] = _drift(strategies)
@@ -74,7 +72,6 @@ def _figures(run: StrategyRun, steps: slice) -> dict[str, Any]:
     return {
         "name": run.strategy.name,
         "title": run.strategy.title,
-        "replica_fraction": run.replica_fraction,
         "exposed_seconds": float(run.exposed_seconds[steps].mean()),
         "seconds": {part.name.lower(): float(seconds[part]) for part in StepPart},
         "bytes": sent,

@@ -19,15 +19,13 @@ from flexd.simulate.accesses import RowFormat, ZipfAccesses
 from flexd.simulate.byte_counter import INTER, StepPart
 from flexd.simulate.exact_profile import exact_profile
 from flexd.simulate.simulation import REPLANNED, TWO_HOP, Simulation, SimulationSettings, simulate
-from flexd.simulate.summary import compared_steps, summarise
+from flexd.simulate.summary import summarise
 from flexd.topology.files import load_preset, scale_model
 
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)
 STEPS = 40
-SETTINGS = SimulationSettings(
-    0.04, interval_steps=4, half_life_steps=6.0, horizon_steps=200.0, budgets=(0.0, 0.01), bound_steps=10
-)
+SETTINGS = SimulationSettings(0.04, interval_steps=4, half_life_steps=6.0, horizon_steps=200.0, bound_steps=10)
 
 
 def drifting(drift: float = 6.0, seed: int = 1, micro_batches: int = 1) -> ZipfAccesses:
@@ -62,14 +60,14 @@ def test_under_drift_re_planning_beats_one_plan_and_trails_the_oracle(simulation
 
 def test_the_oracle_plans_for_the_passes_of_a_step() -> None:
     accesses = drifting(0.0, micro_batches=4)
-    settings = replace(SETTINGS, replica_fraction=0.3, budgets=())
+    settings = replace(SETTINGS, replica_fraction=0.3)
     simulation = simulate(accesses, LAYOUT, CLUSTER, settings)
     window = [ranks for step in range(STEPS - settings.interval_steps, STEPS) for ranks in accesses.passes(step)]
     profile = exact_profile(window, accesses.keyspace, LAYOUT, 4)
     told, untold = (
         len(
             make_plan(
-                profile, accesses.keyspace, LAYOUT, CLUSTER, settings.slots(accesses.keyspace, 0.3), Placement.empty(),
+                profile, accesses.keyspace, LAYOUT, CLUSTER, settings.slots(accesses.keyspace), Placement.empty(),
                 plan_id="", parent_id="", topology_generation=0, horizon_steps=math.inf, now_unix_seconds=0.0,
                 reason="test", shape=shape,
             ).target
@@ -95,18 +93,6 @@ def test_plans_come_late_as_through_the_channel(simulation: Simulation) -> None:
     assert simulation.runs["oracle"].replicated_rows[0] > 0
 
 
-def test_budgets_are_kept_and_more_of_them_saves_more(simulation: Simulation) -> None:
-    nothing, little = simulation.budget_sweep
-    assert not nothing.replicated_rows.any()
-    np.testing.assert_array_equal(nothing.sent, simulation.runs["two_hop"].sent)
-    slots = SETTINGS.slots(simulation.keyspace, 0.01)[0]
-    # A NODE row takes one slot in the other node, so four ranks hold at most four times their slots.
-    assert 0 < little.replicated_rows.max() <= 4 * slots
-    steps = compared_steps(STEPS)
-    exposed = [c.exposed_seconds[steps].mean() for c in (nothing, little, simulation.runs["replanned"])]
-    assert exposed[0] > exposed[1] > exposed[2]
-
-
 def test_a_replay_repeats_itself_bit_by_bit(simulation: Simulation) -> None:
     again = simulate(drifting(), LAYOUT, CLUSTER, SETTINGS)
     assert summarise(again) == summarise(simulation)
@@ -130,7 +116,7 @@ def test_migrations_keep_to_the_cap_of_a_step() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"replica_fraction": -0.1}, {"budgets": (2.0,)}, {"interval_steps": 0}, {"half_life_steps": 0.0},
+        {"replica_fraction": -0.1}, {"interval_steps": 0}, {"half_life_steps": 0.0},
         {"horizon_steps": float("nan")}, {"chunk_rows": 0},
     ],
 )  # fmt: skip

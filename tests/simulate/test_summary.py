@@ -34,7 +34,7 @@ def run_of(strategy: Strategy, ids_bytes: int, exposed: float, rows: int = 5) ->
     seconds[:, StepPart.FORWARD] = exposed * scale
     seconds[:, StepPart.SYNC_ROWS] = 1.0
     share = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
-    return StrategyRun(strategy, 0.05, sent, seconds, share, np.full(STEPS, rows), (4,), np.zeros(STEPS, np.int64))
+    return StrategyRun(strategy, sent, seconds, share, np.full(STEPS, rows), (4,), np.zeros(STEPS, np.int64))
 
 
 def simulated(replanned: tuple[int, float], static: tuple[int, float], rows: int = 5) -> Simulation:
@@ -46,7 +46,7 @@ def simulated(replanned: tuple[int, float], static: tuple[int, float], rows: int
     }
     return Simulation(
         "made up", "drawn", {}, KeySpace([TableSpec("t", 100, 4)]), LAYOUT, load_preset("azure-a100-200g"),
-        SimulationSettings(), STEPS, 10.0, runs, (), np.array([9.0, 0.3, 0.5]), None,
+        SimulationSettings(), STEPS, 10.0, runs, np.array([9.0, 0.3, 0.5]), None,
     )  # fmt: skip
 
 
