@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,8 +22,6 @@ from flexd.cli.replay_options import (
     OptimizerOption,
     PresetOption,
     ReplicaFractionOption,
-    RowDType,
-    RowOptimizer,
     SamplesOption,
     SeedOption,
     TopologyOption,
@@ -46,14 +43,6 @@ if TYPE_CHECKING:
     from flexd.simulate.accesses import Accesses
     from flexd.simulate.advice import Advice, Prediction, Range
     from flexd.sketch.coaccess import CoAccess
-
-
-class Now(StrEnum):
-    """The names of ``flexd.simulate.advice.NOW``."""
-
-    ROW_WISE = "row_wise"
-    DEDUP = "dedup"
-    TWO_HOPS = "two_hops"
 
 
 def advise(
@@ -78,7 +67,9 @@ def advise(
             help="Of the computing: look-up, dedup and update of rows, behind which run-ahead hides nothing.",
         ),
     ] = 0.0,
-    now: Annotated[Now, typer.Option("--now", help="Exchange of that training.")] = Now.ROW_WISE,
+    now: Annotated[
+        Literal["row_wise", "dedup", "two_hops"], typer.Option("--now", help="Exchange of that training.")
+    ] = "row_wise",
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE.npz", exists=True, dir_okay=False, help="Events (docs/demo.md)."),
@@ -119,8 +110,8 @@ def advise(
     lengths: LengthsOption = SampleLengths.FIXED,
     steps: Annotated[int, typer.Option("--steps", help="Training steps to replay.", min=8, max=1_000_000)] = 80,
     dim: DimOption = 64,
-    dtype: DTypeOption = RowDType.FLOAT32,
-    optimizer: OptimizerOption = RowOptimizer.ROWWISE_ADAGRAD,
+    dtype: DTypeOption = "float32",
+    optimizer: OptimizerOption = "rowwise_adagrad",
     replica_fraction: ReplicaFractionOption = 0.05,
     price_error: Annotated[
         float, typer.Option("--price-error", help="Relative error of the cluster's prices; widens the ranges.")
@@ -145,7 +136,7 @@ def advise(
 
     layout = RankLayout(nodes, local_ranks)
     cluster = make_cluster(preset, topology, scale)
-    row_format = RowFormat(dim, dtype.value, optimizer.value)
+    row_format = RowFormat(dim, dtype, optimizer)
     accesses: Accesses
     sampled: CoAccess | None = None
     drawn = (batch or DRAWN_BATCH) * history
@@ -160,7 +151,7 @@ def advise(
     found = advise_on(
         accesses, layout, cluster, SimulationSettings(replica_fraction=replica_fraction), step_seconds=step_ms / 1e3,
         computing_seconds=None if computing_ms is None else computing_ms / 1e3, row_work_seconds=row_work_ms / 1e3,
-        now=NOW[now.value], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
+        now=NOW[now], scale=scale, price_error=price_error, worth=worth, progress=show_progress(steps),
     )  # fmt: skip
     answer, blocks = document(found), advice_blocks(found)
     affinity = affinity_outlook(accesses, layout)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -32,11 +31,6 @@ SENT = {
     "before": "flexd before the first plan (two-hop chain)",
     "after": "flexd after the last plan",
 }
-
-
-class DType(StrEnum):
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
 
 
 def demo(
@@ -78,7 +72,7 @@ def demo(
     replica_budget: Annotated[
         float, typer.Option("--replica-budget", help="Replica slots of a rank, as a share of all rows.", min=0, max=1)
     ] = DemoOptions.replica_budget,
-    dtype: Annotated[DType, typer.Option("--dtype", help="Type of the rows.")] = DType(DemoOptions.dtype),
+    dtype: Annotated[Literal["float64", "float32"], typer.Option("--dtype", help="Type of the rows.")] = "float64",
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -115,7 +109,7 @@ def demo(
         kafka=kafka,
         tap=tap,
         replica_budget=replica_budget,
-        dtype=dtype.value,
+        dtype=dtype,
         batch_size=batch_size,
         samples=samples,
         lengths=lengths,

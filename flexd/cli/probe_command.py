@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,12 +29,6 @@ _MOST_STEP_SECONDS = 60.0
 LAUNCH = "torchrun --nproc-per-node=8 --no-python flexd probe --out cluster.yaml"
 
 
-class Backend(StrEnum):
-    AUTO = "auto"
-    GLOO = "gloo"
-    NCCL = "nccl"
-
-
 def probe(
     out: Annotated[Path, typer.Option("--out", metavar="FILE.yaml", dir_okay=False, help="Topology file to write.")],
     name: Annotated[str, typer.Option("--name", help="Of the cluster in the file.")] = "probed",
@@ -48,8 +41,9 @@ def probe(
     ] = 60.0,
     timeout_seconds: Annotated[float, typer.Option("--timeout-seconds", help="Longest wait for another rank.")] = 60.0,
     backend: Annotated[
-        Backend, typer.Option("--backend", help="auto: nccl where every local rank has a GPU, else gloo.")
-    ] = Backend.AUTO,
+        Literal["auto", "gloo", "nccl"],
+        typer.Option("--backend", help="auto: nccl where every local rank has a GPU, else gloo."),
+    ] = "auto",
     local_ranks: Annotated[
         int | None, typer.Option("--local-ranks", help="Ranks in each node. Default: LOCAL_WORLD_SIZE of torchrun.")
     ] = None,
@@ -89,7 +83,7 @@ def _check_job() -> None:
 
 
 def _run(
-    options: Any, step_seconds: float, timeout_seconds: float, backend: Backend, local_ranks: int | None
+    options: Any, step_seconds: float, timeout_seconds: float, backend: str, local_ranks: int | None
 ) -> tuple[ProbeReport, StepCosts]:
     """Join the process group that torchrun describes, and measure."""
     import torch
@@ -104,22 +98,22 @@ def _run(
 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     wanted = backend
-    if backend is Backend.AUTO:
+    if backend == "auto":
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
-        wanted = Backend.NCCL if gpus >= local_size else Backend.GLOO
-    if wanted is Backend.NCCL and torch.cuda.device_count() <= local_rank:
+        wanted = "nccl" if gpus >= local_size else "gloo"
+    if wanted == "nccl" and torch.cuda.device_count() <= local_rank:
         raise ConfigError(
             f"--backend nccl: local rank {local_rank} has no GPU ({torch.cuda.device_count()} visible)",
             remedy="launch one rank for each GPU, or --backend gloo",
         )
     device = torch.device("cpu")
-    if wanted is Backend.NCCL:
+    if wanted == "nccl":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        dist.init_process_group(wanted.value, timeout=timeout)
+        dist.init_process_group(wanted, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise TopologyError(
             f"probe: no process group: {str(error).splitlines()[0]}",

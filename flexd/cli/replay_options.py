@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 DEFAULT_PRESET = "azure-a100-200g"
-
-
-class RowDType(StrEnum):
-    FLOAT64 = "float64"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
-class RowOptimizer(StrEnum):
-    SGD = "sgd"
-    ROWWISE_ADAGRAD = "rowwise_adagrad"
-    ADAGRAD = "adagrad"
-    ADAM = "adam"
-    ROWWISE_ADAM = "rowwise_adam"
+# As in flexd.core.keyspace, which imports numpy: a client command does not wait for it.
+RowDType = Literal["float64", "float32", "float16", "bfloat16"]
+RowOptimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]
 
 
 SamplesOption = Annotated[

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,8 +18,6 @@ from flexd.cli.replay_options import (
     NodesOption,
     OptimizerOption,
     PresetOption,
-    RowDType,
-    RowOptimizer,
     TopologyOption,
 )
 from flexd.cli.simulate_command import make_cluster
@@ -32,13 +30,6 @@ if TYPE_CHECKING:
     from flexd.planner.tables.sharding import RulePlan, Sharding
     from flexd.planner.tables.solve import TablePlacement
     from flexd.topology.cluster import Cluster
-
-
-class Trainer(StrEnum):
-    """Who trains with the plan."""
-
-    TORCHREC = "torchrec"
-    FLEXD = "flexd"
 
 
 class ShardingKind(StrEnum):
@@ -62,8 +53,9 @@ def shard(
         typer.Argument(metavar="TABLES", help="Table list (.csv, .json), or a Python function, module:function."),
     ],
     trainer: Annotated[
-        Trainer, typer.Option("--for", help="Who trains with it: TorchRec, or flexd by home rules and answers.")
-    ] = Trainer.TORCHREC,
+        Literal["torchrec", "flexd"],
+        typer.Option("--for", help="Who trains with it: TorchRec, or flexd by home rules and answers."),
+    ] = "torchrec",
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -97,8 +89,8 @@ def shard(
     batch: Annotated[
         int, typer.Option("--batch", help="Samples of a rank, of a function's tables without batch_sizes.", min=1)
     ] = 512,
-    dtype: DTypeOption = RowDType.FLOAT32,
-    optimizer: OptimizerOption = RowOptimizer.ROWWISE_ADAGRAD,
+    dtype: DTypeOption = "float32",
+    optimizer: OptimizerOption = "rowwise_adagrad",
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Choose the sharding of every table, for TorchRec or for flexd's trainer.
@@ -108,18 +100,18 @@ def shard(
 
     Example: flexd shard tables.csv --nodes 2 --local-ranks 8 --plan sharding.json
     """
-    file = plan or Path("rules.json" if trainer is Trainer.FLEXD else "sharding.json")
+    file = plan or Path("rules.json" if trainer == "flexd" else "sharding.json")
     check_file("--plan", file)
     from flexd.cli.model_tables import tables_of_source
     from flexd.core.layout import RankLayout
     from flexd.planner.tables.sharding import TableStatistics, listed_seconds, plan_rules, shard_tables
     from flexd.sketch.profile_file import read_profile
 
-    statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype.value, optimizer.value)
+    statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype, optimizer)
     listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
     cluster = make_cluster(preset, topology, 1.0)
     left_out = [kind.value for kind in without or ()]
-    if trainer is Trainer.FLEXD:
+    if trainer == "flexd":
         rules = plan_rules(listed, layout, cluster, memory_gb * 1e9, statistics, without=left_out)
         _write(rules.document(), file, rule_blocks(rules, file, cluster), output)
         return

@@ -23,8 +23,6 @@ from flexd.cli.replay_options import (
     OptimizerOption,
     PresetOption,
     ReplicaFractionOption,
-    RowDType,
-    RowOptimizer,
     SamplesOption,
     SeedOption,
     TopologyOption,
@@ -88,8 +86,8 @@ def simulate(
     lengths: LengthsOption = SampleLengths.FIXED,
     steps: Annotated[int, typer.Option("--steps", help="Training steps.", min=4, max=1_000_000)] = 300,
     dim: DimOption = 64,
-    dtype: DTypeOption = RowDType.FLOAT32,
-    optimizer: OptimizerOption = RowOptimizer.ROWWISE_ADAGRAD,
+    dtype: DTypeOption = "float32",
+    optimizer: OptimizerOption = "rowwise_adagrad",
     interval_steps: Annotated[int, typer.Option("--interval-steps", help="Steps between two plans.", min=1)] = 5,
     half_life_steps: Annotated[
         float,
@@ -128,7 +126,7 @@ def simulate(
         bound_steps=steps // COMPARED_SHARE,
     )
     cluster = make_cluster(preset, topology, scale)
-    row_format = RowFormat(dim, dtype.value, optimizer.value)
+    row_format = RowFormat(dim, dtype, optimizer)
     drawn = (batch or DRAWN_BATCH) * (history + 1)
     if zipf is not None:
         accesses: Accesses = ZipfAccesses(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ from flexd.core.home_rules import SPREAD, HomeRule
 
 Int64Array = npt.NDArray[np.int64]
 
+RowDType = Literal["float64", "float32", "float16", "bfloat16"]
+RowOptimizer = Literal["sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam"]
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _STATE_PER_ELEMENT: dict[str, dict[str, bool]] = {
     "sgd": {},

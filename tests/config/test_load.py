@@ -62,11 +62,11 @@ def test_minimal_file_and_defaults(tmp_path):
         ("tables.0.rows", 0, "tables[0].rows: Input should be greater than or equal to 1 (got 0)"),
         ("tables.0.rows", "1e6", "tables[0].rows: Input should be a valid integer"),
         ("tables.0.rows", True, "tables[0].rows: must be a number, not a truth value (got True)"),
-        ("tables.0.dtype", "int8", "tables[0].dtype: must be one of float64, float32, float16, bfloat16 (got 'int8')"),
+        ("tables.0.dtype", "int8", "tables[0].dtype: Input should be 'float64', 'float32', "),
         (
             "tables.0.optimizer",
             "lamb",
-            "tables[0].optimizer: must be one of sgd, rowwise_adagrad, adagrad, adam, rowwise_adam (got 'lamb')",
+            "tables[0].optimizer: Input should be 'sgd', 'rowwise_adagrad', 'adagrad', ",
         ),
         ("tables.0.rwos", 1, "tables[0].rwos: is not a known key; did you mean 'rows'?"),
         ("plannr", {}, "plannr: is not a known key; did you mean 'planner'?"),
