@@ -8,7 +8,6 @@ from pathlib import Path
 from generated import write_or_check
 from prometheus_client.core import Metric
 
-from flexd.api.families import MAX_LABEL_VALUES
 from flexd.api.placement import by_metric_tier
 from flexd.api.rank import RankPage
 from flexd.api.status import Status
@@ -17,6 +16,7 @@ from flexd.api.training import SlowMemoryStatus
 from flexd.control.daemon.message_receiver import REFUSED_KINDS
 from flexd.control.daemon.migration_states import FINAL_STATES
 from flexd.control.daemon.throttle import ThrottleReason
+from flexd.core.families import MAX_LABEL_VALUES
 from flexd.ingest.stats import MESSAGE_REASONS, ROW_REASONS
 from flexd.operations.planning import PLAN_OUTCOMES
 from flexd.operations.proposals import GATE_NAMES

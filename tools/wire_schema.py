@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import flexd.api
-from flexd.api.base import CommandRequest, Model, build_models
+from flexd.api.base import CommandRequest
 from flexd.control.protocol import frames, handshake, messages, versions
 from flexd.control.protocol.report import PhaseReport, StepReport
 from flexd.control.protocol.wire_json import wire_fields
 from flexd.core import tap_counts
+from flexd.core.model import Model, build_models
 
 FOLDER = Path(__file__).parents[1] / "tests" / "control" / "protocol" / "wire"
 OPTIONAL = " (optional)"

@@ -1,15 +1,11 @@
-"""The base classes and shared types of the API models, errors, and how a command shows a field."""
+"""Requests of the API, shared types of its models, and errors."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from flexd.api.families import Family
 from flexd.core.errors import (
     ApiError,
     ConfigError,
@@ -21,9 +17,7 @@ from flexd.core.errors import (
     StreamError,
     TopologyError,
 )
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
+from flexd.core.model import Model
 
 MAX_REASON_CHARACTERS = 500
 MAX_WHO_CHARACTERS = 200
@@ -35,73 +29,8 @@ TierName = Literal["HOME", "NODE", "DEVICE"]
 TIERS: tuple[TierName, ...] = ("HOME", "NODE", "DEVICE")
 """In the order of ``flexd.core.layout.Tier``."""
 RowsByTier = dict[TierName, int]
-Share = Annotated[float, Field(ge=0, le=1)]
 Reason = Annotated[str, Field(max_length=MAX_REASON_CHARACTERS)]
 Who = Annotated[str, Field(max_length=MAX_WHO_CHARACTERS)]
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
-"""A number that may be unknown: NaN and infinities, which JSON cannot express, become null."""
-
-
-@dataclass(frozen=True)
-class Show:
-    """The way in which the command line shows a field, in its annotation.
-
-    Attributes:
-        title: heading; empty for the name of the field without its unit.
-        unit: formats a value; None follows from the name.
-        hidden: not shown: ``-o json`` has it.
-        always: shown although it has its default.
-        detail: a fact, no column of a table.
-        brief: of a resource only its facts, without details.
-    """
-
-    title: str = ""
-    unit: Callable[[Any], str] | None = None
-    hidden: bool = False
-    always: bool = False
-    detail: bool = False
-    brief: bool = False
-
-
-HIDDEN = Show(hidden=True)
-DETAIL = Show(detail=True)
-ALWAYS = Show(always=True)
-
-
-class Model(BaseModel):
-    """A resource or a part of one.
-
-    Unknown fields are ignored, so that an older command line reads a newer daemon. Validators are built when a model
-    is first used, because a command uses a few of sixty.
-
-    Attributes:
-        FAMILIES: metric families of the model itself.
-    """
-
-    model_config = ConfigDict(defer_build=True, frozen=True, extra="ignore", use_attribute_docstrings=True)
-    FAMILIES: ClassVar[tuple[Family, ...]] = ()
-
-    def metrics(self) -> Iterator[Metric]:
-        """Yield the metric families of the model and of its parts."""
-        yield from (family.of(self) for family in self.FAMILIES)
-        for part in (getattr(self, name) for name in type(self).model_fields):
-            if isinstance(part, Model):
-                yield from part.metrics()
-
-    @classmethod
-    def from_object(cls, source: object, /, **fields: Any) -> Self:
-        """Build the model from the attributes of ``source`` that have its fields' names; ``fields`` take precedence.
-
-        Raises:
-            AttributeError: a field has neither, so that a renamed attribute never becomes a silent default.
-        """
-        return cls(**{name: getattr(source, name) for name in cls.model_fields if name not in fields}, **fields)
 
 
 class RequestBody(BaseModel):
@@ -117,15 +46,6 @@ class CommandRequest(RequestBody):
     """Recorded."""
     who: Who = ""
     """The person or program that sends the request; recorded."""
-
-
-def build_models() -> None:
-    """Build the remaining validators before several threads use them: only newer pydantic does that under a lock."""
-    waiting = Model.__subclasses__()
-    while waiting:
-        model = waiting.pop()
-        model.model_rebuild()
-        waiting += model.__subclasses__()
 
 
 class ProbeResult(Model):

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from flexd.api.base import CommandRequest, FiniteOrNone, Model, Reason
-from flexd.api.families import counter, gauge, with_zeros
+from flexd.api.base import CommandRequest, Reason
 from flexd.core.errors import SnapshotError
+from flexd.core.families import counter, gauge, with_zeros
+from flexd.core.model import FiniteOrNone, Model
 
 if TYPE_CHECKING:
     from flexd.core.supervision import Supervisor

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import CommandRequest, Model, Reason, RequestBody
+from flexd.api.base import CommandRequest, Reason, RequestBody
 from flexd.api.migration import MigrationReport
 from flexd.api.plan import PlanReport
+from flexd.core.model import Model
 
 if TYPE_CHECKING:
     from flexd.operations.executions import RollbackPlan

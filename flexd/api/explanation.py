@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
+from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
 from flexd.api.planning import GateReport, gate_report
+from flexd.core.model import FiniteOrNone, Model
 
 if TYPE_CHECKING:
     from flexd.operations.proposals import Gate

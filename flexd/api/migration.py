@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import DETAIL, FiniteOrNone, Model, RequestBody, Share, Show
-from flexd.api.families import counter, gauge, with_zeros
+from flexd.api.base import RequestBody
 from flexd.api.planning import VerificationReport
 from flexd.core import units
+from flexd.core.families import counter, gauge, with_zeros
+from flexd.core.model import DETAIL, FiniteOrNone, Model, Share, Show
 
 if TYPE_CHECKING:
     from flexd.control.daemon.migration_record import MigrationRecord

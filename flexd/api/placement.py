@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model, RowsByTier
-from flexd.api.families import by_table, counter, gauge, summary
+from flexd.api.base import RowsByTier
+from flexd.core.families import by_table, counter, gauge, summary
+from flexd.core.model import FiniteOrNone, Model
 
 if TYPE_CHECKING:
     from flexd.core.keyspace import KeySpace

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import DETAIL, HIDDEN, FiniteOrNone, Model, RequestBody, RowsByTier
-from flexd.api.families import gauge
+from flexd.api.base import RequestBody, RowsByTier
 from flexd.api.placement import rows_above_home
 from flexd.api.planning import GateReport, TriggerName, gate_report
+from flexd.core.families import gauge
+from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model
 
 if TYPE_CHECKING:
     from flexd.core.placement import Placement

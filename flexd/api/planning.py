@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import DETAIL, FiniteOrNone, Model
-from flexd.api.families import counter, gauge, summary, with_zeros
+from flexd.core.families import counter, gauge, summary, with_zeros
+from flexd.core.model import DETAIL, FiniteOrNone, Model
 
 if TYPE_CHECKING:
     from flexd.operations.autoplan import AutoPlanner

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexd.api.base import FiniteOrNone, Model, Show
-from flexd.api.families import counter, gauge, with_zeros
+from flexd.core.families import counter, gauge, with_zeros
+from flexd.core.model import FiniteOrNone, Model, Show
 
 if TYPE_CHECKING:
     from flexd.control.daemon.channel_types import ChannelCounters

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from flexd.api.base import CommandRequest, Model, ProbeResult, RequestBody
+from flexd.api.base import CommandRequest, ProbeResult, RequestBody
 from flexd.api.daemon import ConfigReport, PauseRequest, PauseState, ReloadReport
 from flexd.api.execution import (
     AbortPreview,
@@ -27,6 +27,7 @@ from flexd.api.status import Status
 from flexd.api.table import HotRowPage, PageRequest, RowsRequest, TablePage, TablesRequest
 from flexd.api.throttle import ThrottleRequest, ThrottleStatus
 from flexd.api.training import Timeline
+from flexd.core.model import Model
 
 Answer = TypeVar("Answer", bound=Model)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from flexd.api.base import ALWAYS, HIDDEN, Model, Show
 from flexd.api.daemon import ConfigStatus, DecisionsStatus, SnapshotStatus, StateStatus, ThreadsStatus
-from flexd.api.families import gauge, info
 from flexd.api.migration import MigrationCounts, MigrationReport
 from flexd.api.placement import DriftStatus, PlacementStatus, PricesStatus
 from flexd.api.plan import PlanReport
@@ -17,6 +15,8 @@ from flexd.api.stream import StreamStatus
 from flexd.api.table import SketchStatus
 from flexd.api.throttle import ThrottleStatus
 from flexd.api.training import SlowMemoryStatus, TrainingStatus
+from flexd.core.families import gauge, info
+from flexd.core.model import ALWAYS, HIDDEN, Model, Show
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

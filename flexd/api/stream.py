@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexd.api.base import ALWAYS, HIDDEN, FiniteOrNone, Model, Show
-from flexd.api.families import counter, gauge, with_zeros
+from flexd.core.families import counter, gauge, with_zeros
+from flexd.core.model import ALWAYS, HIDDEN, FiniteOrNone, Model, Show
 
 if TYPE_CHECKING:
     from flexd.config.model import Config

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from flexd.api.base import DETAIL, HIDDEN, TIERS, FiniteOrNone, Model, RequestBody, RowsByTier, TierName
-from flexd.api.families import by_table, gauge
+from flexd.api.base import TIERS, RequestBody, RowsByTier, TierName
+from flexd.core.families import by_table, gauge
+from flexd.core.model import DETAIL, HIDDEN, FiniteOrNone, Model
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from flexd.api.base import CommandRequest, Model
-from flexd.api.families import counter, gauge
+from flexd.api.base import CommandRequest
+from flexd.core.families import counter, gauge
+from flexd.core.model import Model
 
 if TYPE_CHECKING:
     from flexd.control.daemon.throttle import Throttle

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from flexd.api.base import HIDDEN, FiniteOrNone, Model, RowsByTier
-from flexd.api.families import MAX_LABEL_VALUES, by_table, counter, gauge, summary, with_zeros
+from flexd.api.base import RowsByTier
 from flexd.api.placement import by_metric_tier
+from flexd.core.families import MAX_LABEL_VALUES, by_table, counter, gauge, summary, with_zeros
 from flexd.core.mistakes import MistakeKind
+from flexd.core.model import HIDDEN, FiniteOrNone, Model
 
 if TYPE_CHECKING:
     from flexd.control.daemon.migration_record import MigrationRecord

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from flexd.api import routes
-from flexd.api.base import Model
 from flexd.cli.client import DaemonClient
 from flexd.cli.exit_codes import exit_code_of_outcome
 from flexd.cli.interactive import DryRunOption, YesOption, confirm, must_ask, waiting_shown
 from flexd.cli.options import BY_HAND, OutputOption, ReasonOption, SocketOption, UrlOption, connect, who
 from flexd.cli.render import blocks_of, present
 from flexd.cli.view import OutputFormat, show
+from flexd.core.model import Model
 
 ForceOption = Annotated[
     bool,

@@ -1,6 +1,6 @@
 """Print any resource of the API: its values as facts, its lists as tables, its parts below.
 
-Units follow from the names of fields, as everywhere in flexd; ``flexd.api.base.Show`` on a field says what does not.
+Units follow from the names of fields, as everywhere in flexd; ``flexd.core.model.Show`` on a field says what does not.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flexd.api.base import Show
 from flexd.cli.blocks import Block, Facts, Sentences, Table
 from flexd.cli.view import OutputFormat, emit
 from flexd.core import units
+from flexd.core.model import Show
 
 MOST_LISTED = 16
 """Values of one list that a line shows; ``-o json`` has all."""

@@ -20,9 +20,10 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 import flexd
-from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail, ProbeResult, build_models, error_body, http_status
+from flexd.api.base import REQUEST_HEADER, ErrorBody, ErrorDetail, ProbeResult, error_body, http_status
 from flexd.api.routes import ROUTES, DaemonApi, Route
 from flexd.core.errors import ApiError, FlexdError
+from flexd.core.model import build_models
 from flexd.server.access import requester
 from flexd.server.guard import RequestGuard
 from flexd.server.metrics import Metrics

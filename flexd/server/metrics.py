@@ -9,10 +9,10 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from flexd.api.families import MAX_LABEL_VALUES, counter
 from flexd.api.rank import RankPage
 from flexd.api.routes import RANKS, DaemonApi
 from flexd.core.errors import ApiError
+from flexd.core.families import MAX_LABEL_VALUES, counter
 
 
 class Metrics:

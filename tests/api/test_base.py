@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from flexd.api.base import TIERS, CommandRequest, FiniteOrNone, Model, build_models
+from flexd.api.base import TIERS, CommandRequest
 from flexd.core.layout import Tier
+from flexd.core.model import FiniteOrNone, Model, build_models
 
 
 class Part(Model):

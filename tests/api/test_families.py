@@ -5,10 +5,10 @@ from __future__ import annotations
 import gen_metrics_docs
 from prometheus_client.parser import text_string_to_metric_families
 
-from flexd.api.families import with_zeros
 from flexd.api.stream import stream_status
 from flexd.config.load import parse_config
 from flexd.config.planner import PlannerConfig
+from flexd.core.families import with_zeros
 from flexd.daemon import Daemon
 from flexd.ingest.stats import IngestStats
 from flexd.operations.proposals import GATE_NAMES, SAVING, evaluate_gates

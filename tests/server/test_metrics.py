@@ -10,7 +10,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from flexd.api.daemon import SnapshotStatus
-from flexd.api.families import MAX_LABEL_VALUES
 from flexd.api.migration import MigrationCounts, MigrationReport
 from flexd.api.placement import PlacementStatus
 from flexd.api.plan import CostReport, PlanReport
@@ -20,6 +19,7 @@ from flexd.api.status import Status
 from flexd.api.stream import StreamStatus
 from flexd.api.table import ProfileStatus, SketchStatus, TableSketchStatus
 from flexd.api.training import TrainingStatus
+from flexd.core.families import MAX_LABEL_VALUES
 from flexd.server.metrics import Metrics
 from tests.support.fake_daemon import FakeDaemon
 
