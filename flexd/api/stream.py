@@ -25,9 +25,9 @@ class StreamStatus(Model):
     """Share of the stream's partitions that are read (``stream.source.share``). Messages and accesses here are those
     read; weights of tables and rows are scaled to the whole stream."""
     messages_per_second: FiniteOrNone = None
-    """Recent rate."""
+    """Rate of the last minute."""
     accesses_per_second: FiniteOrNone = None
-    """Recent rate."""
+    """Rate of the last minute."""
     messages: int = 0
     """Messages read and counted."""
     accesses: int = 0

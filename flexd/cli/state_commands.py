@@ -90,7 +90,7 @@ def _document(report: StateReport) -> dict[str, Any]:
     return {
         "directory": str(report.directory),
         "starts": report.starts,
-        "problems": [*report.problems, *report.preview.refused],
+        "problems": [*report.problems, *report.preview.problems],
         "restored_from": None if report.preview.path is None else report.preview.path.name,
         "tables": [dataclasses.asdict(outcome) for outcome in report.preview.outcomes],
         "snapshots": [dataclasses.asdict(saved) for saved in report.snapshots],
@@ -99,7 +99,7 @@ def _document(report: StateReport) -> dict[str, Any]:
 
 def _blocks(report: StateReport) -> list[Block]:
     facts = [("directory", str(report.directory)), ("a start", _verdict(report))]
-    facts += [("problem", problem) for problem in (*report.problems, *report.preview.refused)]
+    facts += [("problem", problem) for problem in (*report.problems, *report.preview.problems)]
     blocks: list[Block] = [
         Facts("", tuple(facts)),
         Table(

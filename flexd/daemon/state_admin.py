@@ -13,7 +13,7 @@ from flexd.core.errors import SketchError, SnapshotError
 from flexd.core.fault_points import fault_point
 from flexd.daemon import factory
 from flexd.daemon.state_files import StateLock, check_owner, mark_unusable, newer_files
-from flexd.ingest.restore import RestorePreview, SnapshotMeta, preview
+from flexd.ingest.restore import RestoredState, SnapshotMeta, find_newest
 from flexd.sketch import snapshot
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
@@ -52,7 +52,7 @@ class StateReport:
 
     directory: Path
     snapshots: tuple[SavedSnapshot, ...]
-    preview: RestorePreview
+    preview: RestoredState
     problems: tuple[str, ...]
 
     @property
@@ -89,7 +89,7 @@ def report(config: Config) -> StateReport:
     return StateReport(
         directory,
         tuple(saved for path in store.paths() if (saved := _describe(path)) is not None),
-        preview(store, config.keyspace().tables, factory.sketch_settings(config)),
+        find_newest(store, config.keyspace().tables, factory.sketch_settings(config)),
         tuple(problems),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flexd.config.model import Config
 from flexd.config.stream import KafkaSource, TapSource
 from flexd.control.protocol.network import new_token
-from flexd.core.errors import ConfigError, StreamError
+from flexd.core.errors import ConfigError, SnapshotError, StreamError
 from flexd.daemon import factory, state_admin
 from flexd.ingest import restore
 from flexd.ingest.ingestor import Ingestor
@@ -64,9 +64,15 @@ def read_source(config: Config, seconds: float, progress: Callable[[IngestStats]
         read = read_sample(config, seconds, progress)
         return CountedSource(read.profile, read.coaccess)
     directory = state_admin.directory_of(config) / "snapshots"
-    counted = restore.read_newest(
-        SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config)
-    )
+    counted = restore.find_newest(
+        SnapshotStore(directory, 1, read_only=True), config.keyspace().tables, factory.sketch_settings(config),
+        past_unusable=True,
+    )  # fmt: skip
+    if counted.path is None:
+        raise SnapshotError(
+            f"{directory}: {'; '.join(counted.problems) or 'there is no snapshot'}",
+            remedy="wait for state.snapshot_interval_seconds, or compare with `flexd state show`",
+        )
     if not counted.sketches.samples:
         raise StreamError(f"{counted.path}: no access was counted yet", remedy="wait until the ranks' taps have sent")
     return CountedSource(counted.sketches.profile(), None)  # a tap sends no samples

@@ -19,7 +19,7 @@ from flexd.core.supervision import Supervisor, UnsafeStateError
 from flexd.ingest.arrival import ArrivalClock
 from flexd.ingest.dead_letters import DeadLetterFile
 from flexd.ingest.message_counter import Decode, MessageCounter, decode_message
-from flexd.ingest.rate import RateMeter, Totals
+from flexd.ingest.rate import RateMeter
 from flexd.ingest.restore import restore
 from flexd.ingest.snapshot_cycle import SnapshotCycle
 from flexd.ingest.stats import ROW_REASONS, IngestStats
@@ -303,7 +303,7 @@ class Ingestor:
 
     def _read_stats(self) -> IngestStats:
         counted, counts = self._counter, self._counter.accesses
-        self._rates.update(time.monotonic(), Totals(counted.messages, counts.accepted))
+        self._rates.update(time.monotonic(), counted.messages, counts.accepted)
         letters, losses = self._dead_letters, self._source.losses()
         return IngestStats(
             messages=counted.messages,

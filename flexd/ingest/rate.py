@@ -2,69 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
 
-WINDOW_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Messages and accesses since the start."""
-
-    messages: int = 0
-    accesses: int = 0
-
-
-@dataclass(frozen=True)
-class _Burst:
-    """Arrivals without a pause of ``WINDOW_SECONDS``.
-
-    Attributes:
-        first: time of the first arrival.
-        since: time of the last arrival before this burst.
-        before: totals before the first arrival.
-    """
-
-    first: float
-    since: float
-    before: Totals
+WINDOW_SECONDS = 60.0
+"""Ranks with a tap send one message each and then nothing until the daemon's next snapshot, half a minute later."""
+_STEP_SECONDS = 1.0
 
 
 class RateMeter:
-    """Measures rates from totals that the caller passes in, with monotonic times.
-
-    A continuous stream is measured over windows of ``WINDOW_SECONDS``. Ranks with a tap send one message each and then
-    nothing until the daemon's next snapshot, up to a minute later: such a burst stands for the time since the burst
-    before it, and its rate holds until the next burst, at most for twice that time.
-    """
+    """Measures rates over the last ``WINDOW_SECONDS`` from totals that the caller passes in, with monotonic times."""
 
     def __init__(self, now: float) -> None:
         self.messages_per_second = self.accesses_per_second = 0.0
-        self._totals = Totals()
-        self._last_arrival = now
-        self._burst: _Burst | None = None
-        self._window = (now, Totals())
+        self._seen: deque[tuple[float, int, int]] = deque([(now, 0, 0)])
 
-    def update(self, now: float, totals: Totals) -> None:
-        """Update both rates; called several times in each window."""
-        if totals != self._totals:
-            if self._burst is None or now - self._last_arrival >= WINDOW_SECONDS:
-                self._burst = _Burst(now, self._last_arrival, self._totals)
-                self._window = (now, totals)
-            self._totals, self._last_arrival = totals, now
-        burst = self._burst
-        if burst is None:
+    def update(self, now: float, messages: int, accesses: int) -> None:
+        """Update both rates if a second has passed."""
+        if now - self._seen[-1][0] < _STEP_SECONDS:
             return
-        if self._last_arrival - burst.first >= WINDOW_SECONDS:
-            since, before = self._window
-            if now - since >= WINDOW_SECONDS:
-                self._set(before, now - since)
-                self._window = (now, totals)
-        elif now - self._last_arrival >= WINDOW_SECONDS:
-            period = max(WINDOW_SECONDS, self._last_arrival - burst.since)
-            held = now - self._last_arrival <= 2 * period
-            self._set(burst.before if held else totals, period)
-
-    def _set(self, before: Totals, seconds: float) -> None:
-        self.messages_per_second = (self._totals.messages - before.messages) / seconds
-        self.accesses_per_second = (self._totals.accesses - before.accesses) / seconds
+        self._seen.append((now, messages, accesses))
+        while self._seen[1][0] <= now - WINDOW_SECONDS:
+            self._seen.popleft()
+        since, messages_then, accesses_then = self._seen[0]
+        self.messages_per_second = (messages - messages_then) / (now - since)
+        self.accesses_per_second = (accesses - accesses_then) / (now - since)

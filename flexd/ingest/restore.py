@@ -40,18 +40,22 @@ class RestoredState:
         positions: of the stream, by partition; None without a snapshot.
         generation: of the last profile.
         extra: the caller's values (``Ingestor``'s ``extra_state``).
-        problems: why a snapshot, or the newest one, is not used.
         path: the restored snapshot; None without one.
         outcomes: the fate of each table; empty without a snapshot.
+        refused: newer snapshots that are not used, newest first.
+        problems: why they are not.
+        starts: False if only a start that may be empty goes on from here.
     """
 
     sketches: SketchSet
     positions: dict[str, int] | None = None
     generation: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
     path: Path | None = None
     outcomes: tuple[TableOutcome, ...] = ()
+    refused: list[Path] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    starts: bool = True
 
     def report(self, problem: str) -> None:
         """Log a problem and keep it for the status."""
@@ -99,34 +103,17 @@ def restore(
         UnusableStateError: there are snapshots, and none can be used; nothing has changed.
         SketchError, ConfigError: impossible sketch settings or tables.
     """
-    state = RestoredState(SketchSet(tables, settings))
     if snapshots is None:
-        return state
-    refused: list[tuple[Path, bool, str]] = []  # (path, whether it is damaged, the problem)
-    for path in snapshots.paths():
-        try:
-            _load(state, path, tables, settings)
-            break
-        except StateVersionError as error:
-            # An older snapshot would do, but nobody has said that what the newer flexd counted may go.
-            refused.append((path, False, f"{path.name}: {error.message}"))
-            if not start_empty:
-                break
-        except UnusableStateError as error:
-            refused.append((path, False, error.message))
-            if not start_empty:
-                break
-        except (SnapshotError, SketchError) as error:
-            refused.append((path, True, f"{path} is not used: {error.message}"))
-    usable = state.path is not None and all(damaged for _, damaged, _ in refused)
-    if refused and not usable and not start_empty:
+        return RestoredState(SketchSet(tables, settings))
+    state = find_newest(snapshots, tables, settings, past_unusable=start_empty)
+    if not state.starts and not start_empty:
         raise UnusableStateError(
-            f"{snapshots.directory}: the saved counters cannot be continued: "
-            + "; ".join(problem for _, _, problem in refused)[:2_000],
+            f"{snapshots.directory}: the saved counters cannot be continued: " + "; ".join(state.problems)[:2_000],
             remedy=UNUSABLE_REMEDY,
         )
+    refused, state.problems = list(zip(state.refused, state.problems, strict=True)), []
     # The newest last: it is the one that stays.
-    for path, _, problem in reversed(refused):
+    for path, problem in reversed(refused):
         state.report(problem)
         try:
             _log.warning("ingest: %s is now %s", path.name, snapshots.mark_unusable(path).name)
@@ -138,87 +125,52 @@ def restore(
     return state
 
 
-def read_newest(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: SketchSettings) -> RestoredState:
-    """Return the state of the newest usable snapshot, beside a daemon that may be running; change nothing.
+def find_newest(
+    snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: SketchSettings, *, past_unusable: bool = False
+) -> RestoredState:
+    """Load the newest usable snapshot, beside a daemon that may be running; change nothing.
+
+    Args:
+        past_unusable: go on to older snapshots behind one that is intact and cannot be used.
 
     Raises:
-        SnapshotError: there is no snapshot, or none can be used, with the reason of each.
+        SnapshotError: the directory cannot be listed.
         SketchError, ConfigError: impossible sketch settings or tables.
     """
     state = RestoredState(SketchSet(tables, settings))
     for path in snapshots.paths():
         try:
             _load(state, path, tables, settings)
+            break
         except (SnapshotError, SketchError) as error:
-            state.problems.append(f"{path.name}: {error.message}")
-        else:
-            return state
-    raise SnapshotError(
-        f"{snapshots.directory}: {'; '.join(state.problems) or 'there is no snapshot'}",
-        remedy="wait for state.snapshot_interval_seconds, or compare with `flexd state show`",
-    )
-
-
-@dataclass(frozen=True)
-class RestorePreview:
-    """The effect that ``restore`` would have.
-
-    Attributes:
-        path: the snapshot that would be continued from; None: none.
-        outcomes: the fate of each table.
-        refused: why newer snapshots would not be used.
-        starts: False if a start would be refused.
-    """
-
-    path: Path | None
-    outcomes: tuple[TableOutcome, ...]
-    refused: tuple[str, ...]
-    starts: bool
-
-
-def preview(snapshots: SnapshotStore, tables: Sequence[TableSpec], settings: SketchSettings) -> RestorePreview:
-    """Return what ``restore`` would do, from the descriptions and checksums of the snapshots; change nothing.
-
-    Raises:
-        SketchError, ConfigError: impossible sketch settings or tables.
-    """
-    SketchSet(tables, settings)
-    refused: list[str] = []
-    for path in snapshots.paths():
-        try:
-            _, outcomes = _outcomes(path, snapshot.read(path)[0], tables, settings)
-        except (StateVersionError, UnusableStateError) as error:
-            refused.append(error.message)
-            return RestorePreview(None, (), tuple(refused), starts=False)
-        except (SnapshotError, SketchError) as error:
-            refused.append(f"{path.name}: {error.message}")
-        else:
-            return RestorePreview(path, outcomes, tuple(refused), starts=True)
-    return RestorePreview(None, (), tuple(refused), starts=not refused)
-
-
-def _outcomes(
-    path: Path, meta: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings
-) -> tuple[SnapshotMeta, tuple[TableOutcome, ...]]:
-    """Raises UnusableStateError if the state is of other tables: those of another job, or of a wrong configuration."""
-    saved = SnapshotMeta.of(meta)
-    outcomes = table_restore.outcomes_of(saved.sketches, tables, settings)
-    removed = [outcome.table for outcome in outcomes if outcome.outcome == "removed"]
-    if removed and len(outcomes) == len(removed) + sum(outcome.outcome == "new" for outcome in outcomes):
-        raise UnusableStateError(
-            f"{path.name}: none of its tables is configured ({', '.join(removed)[:500]})", remedy=UNUSABLE_REMEDY
-        )
-    return saved, outcomes
+            state.refused.append(path)
+            state.problems.append(f"{path} is not used: {error.message}")
+            if isinstance(error, StateVersionError | UnusableStateError):
+                # An older snapshot would do, but nobody has said that what this one counted may go.
+                state.starts = False
+                if not past_unusable:
+                    break
+    state.starts = state.starts and (state.path is not None or not state.refused)
+    return state
 
 
 def _load(state: RestoredState, path: Path, tables: Sequence[TableSpec], settings: SketchSettings) -> None:
-    """Load one snapshot into ``state``: as a whole or not at all."""
+    """Load one snapshot into ``state``: as a whole or not at all.
+
+    Raises:
+        UnusableStateError: it is of other tables: those of another job, or of a wrong configuration.
+    """
     meta, arrays = snapshot.read(path)
-    saved, _ = _outcomes(path, meta, tables, settings)
-    sketches, outcomes = table_restore.restore(saved.sketches, arrays, tables, settings)
-    state.sketches, state.outcomes, state.path = sketches, outcomes, path
-    state.positions, state.generation = saved.positions, saved.generation + GENERATION_RESERVE
-    state.extra = saved.extra
+    saved = SnapshotMeta.of(meta)
+    outcomes = table_restore.outcomes_of(saved.sketches, tables, settings)
+    removed = [outcome.table for outcome in outcomes if outcome.outcome == "removed"]
+    if removed and {outcome.outcome for outcome in outcomes} <= {"removed", "new"}:
+        raise UnusableStateError(
+            f"none of its tables is configured ({', '.join(removed)[:500]})", remedy=UNUSABLE_REMEDY
+        )
+    state.sketches, state.outcomes = table_restore.restore(saved.sketches, arrays, tables, settings)
+    state.path, state.positions, state.extra = path, saved.positions, saved.extra
+    state.generation = saved.generation + GENERATION_RESERVE
 
 
 def _report_outcomes(outcomes: Sequence[TableOutcome]) -> None:

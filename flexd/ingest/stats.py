@@ -26,7 +26,7 @@ class IngestStats:
         rejected_accesses: by reason of ``ROW_REASONS``.
         adjusted_accesses: counted by a special rule, by rule (``future_clamped``: at their arrival instead of their
             own time; ``late``: at their own time).
-        messages_per_second, accesses_per_second: over the last seconds.
+        messages_per_second, accesses_per_second: over the last minute.
         lag_messages: messages in the stream not read yet, as far as the source knows.
         read_share: share of the stream that is read; counters of messages and accesses are of what is read.
         messages_lost: messages known to have existed that the source could not deliver, by reason of ``LOSS_REASONS``.

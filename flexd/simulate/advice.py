@@ -332,9 +332,8 @@ def affinity_outlook(accesses: Accesses, layout: RankLayout) -> AffinityOutlook 
     count = (batches.steps - first) * size
     sampled = CoAccess(
         tuple(spec.name for spec in accesses.keyspace.tables),
-        np.array([spec.rows for spec in accesses.keyspace.tables], dtype=np.int64),
         numbers[starts], tables[starts], np.append(starts, len(rows)), rows, np.arange(count, dtype=np.float64),
-        np.full(count, NO_USER), count, 0,
+        np.full(count, NO_USER),
     )  # fmt: skip
     window = sampled_window(sampled, accesses.keyspace, horizon_steps=HORIZON_STEPS, batch_samples=size)
     return AffinityOutlook.of(plan_affinity(window, layout), count)

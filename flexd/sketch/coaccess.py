@@ -20,7 +20,7 @@ import numpy.typing as npt
 from flexd.core import sample_hash
 from flexd.core.errors import SketchError
 from flexd.sketch import coaccess_kernels as kernels
-from flexd.sketch.coaccess_kernels import HEADER, NO_USER
+from flexd.sketch.coaccess_kernels import HEADER, NO_USER, readonly
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -45,27 +45,21 @@ class CoAccess:
 
     Attributes:
         tables: names, in the order of the key space.
-        table_rows: int64 [tables].
         sample: int64 [parts], number of the sample, from 0 in order of its first event time.
         table: int64 [parts], index into ``tables``.
         offsets: int64 [parts + 1], where the rows of each part begin in ``rows``.
         rows: int64 [n], row ids, as often as the sample looks them up.
         event_time_seconds: float64 [samples].
         user: int64 [samples], ``NO_USER`` where none was given.
-        offered: samples of one table each that were seen, undecayed.
-        too_long: of them those left out because of their length.
     """
 
     tables: tuple[str, ...]
-    table_rows: Int64Array
     sample: Int64Array
     table: Int64Array
     offsets: Int64Array
     rows: Int64Array
     event_time_seconds: Float64Array
     user: Int64Array
-    offered: int
-    too_long: int
 
     @property
     def samples(self) -> int:
@@ -80,7 +74,7 @@ class CoAccessSample:
 
     Args:
         tables: rows of each table, in the order of the key space.
-        memory_bytes: of the sample. While it is trimmed nothing is copied; reading and saving copy what is in use.
+        memory_bytes: of the sample. Trimming, reading and saving copy what is in use.
         half_life_seconds: of a sample's weight; None: all samples count alike.
 
     Raises:
@@ -99,18 +93,11 @@ class CoAccessSample:
         self._limit = math.inf
         self._longest = len(self._words) // LONGEST_SHARE - HEADER
         self._weight_per_second = 0.0 if half_life_seconds is None else math.log(2.0) / half_life_seconds
-        self._counts = np.zeros(2, dtype=np.int64)
-        self.offered = 0
 
     @property
     def nbytes(self) -> int:
         """Memory of the sample, used or not."""
         return self._words.nbytes
-
-    @property
-    def too_long(self) -> int:
-        """Parts left out because of their length."""
-        return int(self._counts[1])
 
     @property
     def limit(self) -> float:
@@ -147,17 +134,16 @@ class CoAccessSample:
         ids = _NONE if sample_ids is None else sample_ids
         users = _NONE if user_ids is None else user_ids
         at = place = 0
-        self.offered += len(lengths)
         while at < len(lengths):
             power = self._limit + event_time_seconds * self._weight_per_second
             largest = math.exp(power) if power < 700 else math.inf
             at, place, self._used = kernels.offer(
-                _readonly(ids), np.uint64(base), _readonly(users), _readonly(lengths), _readonly(rows), table,
+                readonly(ids), np.uint64(base), readonly(users), readonly(lengths), readonly(rows), table,
                 self._table_rows[table], event_time_seconds, largest, self._longest, at, place, self._words,
-                self._used, self._counts,
+                self._used,
             )  # fmt: skip
             if at < len(lengths):
-                self._trim(self._words)
+                self._trim()
 
     def read(self, tables: Sequence[str]) -> CoAccess:
         """Return the samples, in order of event time. A second part of the same sample and table is left out.
@@ -165,22 +151,20 @@ class CoAccessSample:
         Args:
             tables: their names.
         """
-        count = kernels.count_parts(self._words, self._used)
-        places, sizes = kernels.locate_parts(self._words, self._used, count)
+        places, sizes = _parts(self._words[: self._used])
         keys = self._word_pairs(places, np.uint64)
         times = self._word_pairs(places + 2, np.float64)
         users = self._word_pairs(places + 4, np.int64)
         table = self._words[places + 6].astype(np.int64)
         # The first part of a sample and table, and the earliest time of a sample, whatever order messages came in.
-        order = np.lexsort((np.arange(count), table, keys))
-        first = np.ones(count, dtype=np.bool_)
+        order = np.lexsort((np.arange(len(places)), table, keys))
+        first = np.ones(len(places), dtype=np.bool_)
         first[1:] = (keys[order[1:]] != keys[order[:-1]]) | (table[order[1:]] != table[order[:-1]])
         order = order[first]
         distinct, sample = np.unique(keys[order], return_inverse=True)
-        sample = sample.reshape(-1)
         starts = np.flatnonzero(np.diff(sample, prepend=-1))
-        earliest = np.minimum.reduceat(times[order], starts) if count else np.empty(0)
-        owner = np.maximum.reduceat(users[order], starts) if count else np.empty(0, dtype=np.int64)
+        earliest = np.minimum.reduceat(times[order], starts) if len(starts) else np.empty(0)
+        owner = np.maximum.reduceat(users[order], starts) if len(starts) else np.empty(0, dtype=np.int64)
         by_time = np.lexsort((distinct, earliest))
         number = np.empty(len(distinct), dtype=np.int64)
         number[by_time] = np.arange(len(distinct))
@@ -188,86 +172,59 @@ class CoAccessSample:
         sorted_parts = np.argsort(sample, kind="stable")
         order, sample = order[sorted_parts], sample[sorted_parts]
         offsets = np.concatenate([[0], np.cumsum(sizes[order])]).astype(np.int64)
-        rows = np.empty(int(offsets[-1]), dtype=np.int64)
-        kernels.gather_rows(self._words, places[order], sizes[order], rows)
-        return CoAccess(
-            tuple(tables), np.array(self._table_rows, dtype=np.int64), sample, table[order], offsets, rows,
-            earliest[by_time], owner[by_time], self.offered, self.too_long,
-        )  # fmt: skip
+        at = np.repeat(places[order] + HEADER - offsets[:-1], sizes[order]) + np.arange(int(offsets[-1]))
+        rows = self._words[at].astype(np.int64)
+        return CoAccess(tuple(tables), sample, table[order], offsets, rows, earliest[by_time], owner[by_time])
 
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return a copy of everything: (JSON-able values, arrays)."""
-        meta = {"limit": self._limit.hex(), "offered": self.offered, "counts": self._counts.tolist()}
-        return meta, {_ARRAY: self._words[: self._used].copy()}
+        return {"limit": self._limit.hex()}, {_ARRAY: self._words[: self._used].copy()}
 
-    def load(self, meta: dict[str, Any], arrays: Arrays, tables: Sequence[int]) -> None:
-        """Replace everything by what ``state`` returned, of this or another memory or list of tables.
-
-        Args:
-            tables: index here of each of the saved tables, -1 for those that are no more.
+    def load(self, meta: dict[str, Any], arrays: Arrays) -> None:
+        """Replace everything by what ``state`` returned, of the same tables and half-life; all if it fits the memory.
 
         Raises:
             SketchError: it is damaged.
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
-        limit, counts = float.fromhex(meta["limit"]), np.array(meta["counts"], dtype=np.int64)
-        words = arrays[_ARRAY]
-        if words.dtype != np.uint32 or words.ndim != 1 or counts.shape != (2,) or math.isnan(limit):
+        limit, words = float.fromhex(meta["limit"]), arrays[_ARRAY]
+        if words.dtype != np.uint32 or words.ndim != 1 or math.isnan(limit):
             raise SketchError("saved co-access sample is malformed", remedy="use an earlier snapshot")
-        count = kernels.count_parts(words, len(words))
-        if count < 0:
-            raise SketchError("saved co-access sample is damaged", remedy="use an earlier snapshot")
-        places, sizes = kernels.locate_parts(words, len(words), count)
-        saved = words[places + 6].astype(np.int64)
-        index = np.array(tables, dtype=np.int64)
-        if count and int(saved.max()) >= len(index):
+        places, _ = _parts(words)
+        table = words[places + 6]
+        if len(table) and int(table.max()) >= len(self._table_rows):
             raise SketchError("saved co-access sample is of more tables", remedy="use an earlier snapshot")
-        now = index[saved] if count else saved
-        fits = (now >= 0) & (sizes <= self._longest)
-        fits &= self._rows_fit(words, places, sizes, now)
-        words = words.copy()
-        words[places + 6] = np.maximum(now, 0).astype(np.uint32)
-        if not fits.all():
-            words = words[np.repeat(fits, sizes + HEADER)]
-        self._limit, self._counts, self.offered = limit, counts, int(meta["offered"])
-        self._load_words(words)
+        if len(words) <= len(self._words):
+            self._words[: len(words)] = words
+            self._limit, self._used = limit, len(words)
 
-    def _rows_fit(
-        self, words: UInt32Array, places: Int64Array, sizes: Int64Array, tables: Int64Array
-    ) -> npt.NDArray[np.bool_]:
-        if not len(places):
-            return np.ones(0, dtype=np.bool_)
-        rows = np.empty(int(sizes.sum()), dtype=np.int64)
-        kernels.gather_rows(words, places, sizes, rows)
-        most = np.maximum.reduceat(rows, np.cumsum(sizes) - sizes)
-        fits: npt.NDArray[np.bool_] = most < np.array(self._table_rows, dtype=np.int64)[np.maximum(tables, 0)]
-        return fits
+    def _trim(self) -> None:
+        """Remove the parts of the highest priorities, so that ``_KEPT_SHARE`` of the memory is in use at most.
 
-    def _load_words(self, words: UInt32Array) -> None:
-        used, self._limit = kernels.trim(
-            words, len(words), self._weight_per_second, self._limit,
-            len(self._words) if len(words) <= len(self._words) else self._kept_words(),
-        )  # fmt: skip
-        self._words[:used] = words[:used]
-        self._used = used
-
-    def _trim(self, words: UInt32Array) -> None:
-        self._used, self._limit = kernels.trim(
-            words, self._used, self._weight_per_second, self._limit, min(self._kept_words(), self._used - 1)
-        )
-
-    def _kept_words(self) -> int:
-        return int(_KEPT_SHARE * len(self._words))
+        What remains is every part with a priority up to the limit, in its order.
+        """
+        words = self._words[: self._used]
+        places, sizes = _parts(words)
+        priority = kernels.priorities(words, places, self._weight_per_second)
+        order = np.argsort(priority)
+        fitting = np.searchsorted(np.cumsum(sizes[order] + HEADER), _KEPT_SHARE * len(self._words), side="right")
+        # Parts of equal priority are of one sample: all stay or none.
+        self._limit = float(np.nextafter(priority[order[fitting]], -np.inf))
+        kept = words[np.repeat(priority <= self._limit, sizes + HEADER)]
+        self._words[: len(kept)] = kept
+        self._used = len(kept)
 
     def _word_pairs(self, places: Int64Array, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         pairs = np.stack([self._words[places], self._words[places + 1]], axis=1)
         return np.ascontiguousarray(pairs).view(dtype).reshape(-1)
 
 
-def _readonly(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    view = values.view()
-    view.flags.writeable = False
-    return view
+def _parts(words: UInt32Array) -> tuple[Int64Array, Int64Array]:
+    """Return int64 [parts] places in the words, and numbers of rows. Raises SketchError if these are no whole parts."""
+    places, end = kernels.locate_parts(words)
+    if end != len(words):
+        raise SketchError("saved co-access sample is damaged", remedy="use an earlier snapshot")
+    return places, words[places + 7].astype(np.int64)
 
 
 __all__ = ["MIN_BYTES", "NO_USER", "CoAccess", "CoAccessSample"]

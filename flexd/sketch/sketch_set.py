@@ -315,7 +315,7 @@ class SketchSet:
 
         Args:
             kept: index in the state of each table whose counters are loaded, by name; the others stay empty.
-            coaccess: load the sample of rows that occur together, if both have one.
+            coaccess: load the sample of rows that occur together, if both have one, of the same tables.
 
         Raises:
             SketchError: the state does not fit.
@@ -326,10 +326,9 @@ class SketchSet:
             prefix = f"{index}/"
             parts = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
             self._tables[name].load(state["sketches"][index], parts)
-        if coaccess and self.coaccess_sample is not None and "coaccess" in state:
-            tables = [self._tables.get(str(spec["name"])) for spec in state["table_list"]]
-            places = [-1 if table is None else table.index for table in tables]
-            self.coaccess_sample.load(dict(state["coaccess"]), arrays, places)
+        same_tables = state["table_list"] == [dataclasses.asdict(table.spec) for table in self._tables.values()]
+        if coaccess and same_tables and self.coaccess_sample is not None and "coaccess" in state:
+            self.coaccess_sample.load(dict(state["coaccess"]), arrays)
 
     def _table(self, name: str) -> _Table:
         found = self._tables.get(name)

@@ -72,7 +72,7 @@ def test_the_report_says_what_a_start_would_keep(config: Config) -> None:
         path.write_bytes(path.read_bytes()[:-1])
     report = state_admin.report(config)
     assert not report.starts
-    assert "bytes of" in report.preview.refused[0]
+    assert "bytes of" in report.preview.problems[0]
     assert len(list((config.state.dir / "snapshots").iterdir())) == 2, "nothing is changed"
 
 
