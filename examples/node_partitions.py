@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flexd.affinity import NodeMap, NodeMapFile
+from flexd.affinity import NodeMap
 
 
 def partition_of(users: npt.ArrayLike, node_map: NodeMap, local_ranks: int) -> npt.NDArray[np.int64]:
@@ -43,8 +43,8 @@ def main() -> None:
     parser.add_argument("--local-ranks", type=int, default=8)
     parser.add_argument("--users", type=int, nargs="+", required=True)
     options = parser.parse_args()
-    # A producer that runs for long calls NodeMapFile.node_of: it reads the file again when it is replaced.
-    node_map = NodeMapFile(options.nodes).map
+    # A producer that runs for long loads the file again when it is replaced.
+    node_map = NodeMap.load(options.nodes)
     for user, partition in zip(
         options.users, partition_of(options.users, node_map, options.local_ranks).tolist(), strict=True
     ):

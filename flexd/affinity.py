@@ -1,19 +1,19 @@
 """For loaders that read a sample where its rows are, and ship nothing.
 
 sampler = flexd.affinity.NodeSampler(features, collection, batch_size=256)
-node = flexd.affinity.NodeMapFile("nodes.npz").node_of(user_ids)  # the file may be replaced at any time
+node = flexd.affinity.NodeMap.load("nodes.npz").node_of(user_ids)
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flexd.core.node_map import NodeMap, NodeMapFile
+from flexd.core.node_map import NodeMap
 
 if TYPE_CHECKING:
     from flexd.embedding.node_sampler import NodeSampler
 
-__all__ = ["NodeMap", "NodeMapFile", "NodeSampler"]
+__all__ = ["NodeMap", "NodeSampler"]
 
 
 def __getattr__(name: str) -> Any:

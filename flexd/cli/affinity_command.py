@@ -29,9 +29,9 @@ def users(
 ) -> None:
     """Write the node of each user that the daemon has seen, by where rows live.
 
-    The stream must carry user_ids, and a plan must have been made since. The file is for flexd.affinity.NodeMapFile,
-    which reads it again when it is replaced: it is replaced at once, so this may run as often as wanted. Printed is
-    the share of the bytes between nodes that is left with each user's samples in her node.
+    The stream must carry user_ids, and a plan must have been made since. The file is for flexd.affinity.NodeMap
+    and is replaced at once: a reader has the old one or the new one. Printed is the share of the bytes between nodes
+    that is left with each user's samples in her node.
 
     Example: flexd affinity users -o nodes.npz
     """

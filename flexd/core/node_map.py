@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import zipfile
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ import numpy.typing as npt
 from flexd.core.errors import ConfigError
 
 Int64Array = npt.NDArray[np.int64]
-
-_log = logging.getLogger(__name__)
 
 _FORMAT = "flexd node map 1"
 
@@ -101,40 +98,3 @@ class NodeMap:
             raise ConfigError(
                 f"{path} is no node map: {error}", remedy="write one with flexd affinity users"
             ) from error
-
-
-class NodeMapFile:
-    """A node map that is read again whenever its file is replaced. Not thread-safe.
-
-    A file that goes away, or that cannot be read, changes nothing: the map read last stays, and a warning is logged
-    once for each such file.
-
-    Args:
-        path: of ``NodeMap.save``.
-
-    Raises:
-        ConfigError: it cannot be read at first.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        self._stamp = self._file_stamp()
-        self.map = NodeMap.load(path)
-
-    def node_of(self, ids: npt.ArrayLike) -> Int64Array:
-        """Return int64 [n]: nodes of users, as ``NodeMap.node_of``, by the file as it is now."""
-        stamp = self._file_stamp()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            try:
-                self.map = NodeMap.load(self._path)
-            except ConfigError as error:
-                _log.warning("the node map read before stays in use: %s", error)
-        return self.map.node_of(ids)
-
-    def _file_stamp(self) -> tuple[int, int, int]:
-        try:
-            found = self._path.stat()
-        except OSError:
-            return 0, 0, 0
-        return found.st_ino, found.st_mtime_ns, found.st_size

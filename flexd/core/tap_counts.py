@@ -1,8 +1,9 @@
 """The counts that a rank's ``Tap`` ships to the daemon instead of every id: values and wire format.
 
 Wire format: ``MAGIC``, a little-endian uint32 length, a JSON header of that length, then one zlib stream. The stream
-holds every array of the header's tables one after another as LEB128 varints, ascending row ids as differences: counts
-of a skewed table take one to two bytes for each distinct row, where the ids took four or eight for each access.
+holds every array of the header's tables one after another, ascending row ids as differences: first the lowest byte of
+every number, then the next one of each, and so on, as many bytes as the largest needs. Upper bytes are nearly all zero:
+counts of a skewed table take one to two bytes for each distinct row, where the ids took four or eight for each access.
 
 Unknown fields of the header are ignored. Any other change is a new format, which is read one version before it is
 written (``docs/upgrading.md``).
@@ -24,9 +25,9 @@ from flexd.core.errors import CodecError, StreamError
 
 Int64Array = npt.NDArray[np.int64]
 
-FORMAT = 1
+FORMAT = 2
 """The format that ``encode`` writes."""
-OLDEST_FORMAT, NEWEST_FORMAT = 1, 1
+OLDEST_FORMAT, NEWEST_FORMAT = 2, 2
 """The formats that ``decode`` reads."""
 MAGIC = b"FXC%d" % FORMAT
 MAX_VALUES = 2**24
@@ -44,9 +45,7 @@ MAX_EVENT_TIME_SECONDS = 1e11
 REASONS = ("counted_corrupt", "counted_header", "counted_too_large", "counted_values", "bad_event_time")
 """Every value that ``CodecError.reason`` takes here."""
 
-VARINT_BYTES = 9
-"""Bytes of the longest number, of 63 bits."""
-_TOP = np.uint8(0x80)
+_NUMBER_BYTES = 8
 _HEAD = struct.Struct("<4sI")
 _MAX_HEADER_BYTES = 32 * 2**20
 
@@ -140,7 +139,7 @@ def encode(counts: TapCounts) -> bytes:
     values = np.concatenate(arrays) if arrays else np.empty(0, np.int64)
     if len(values) > MAX_VALUES or len(tables) > MAX_TABLES:
         raise StreamError(f"{len(values)} numbers of {len(tables)} tables in a message", remedy="send several")
-    body = to_varints(values)
+    body = to_body(values)
     header: dict[str, Any] = {
         "source_rank": counts.source_rank, "event_time": counts.event_time_seconds, "body_bytes": len(body),
         "tables": tables,
@@ -173,7 +172,8 @@ def decode(payload: bytes | memoryview) -> TapCounts:
     if total > MAX_VALUES:
         _fail("counted_too_large", f"{total} numbers, at most {MAX_VALUES} are read")
     body_bytes = header["body_bytes"]
-    if not total <= body_bytes <= total * VARINT_BYTES:
+    width = body_bytes // max(1, total)
+    if body_bytes != width * total or (total and not 1 <= width <= _NUMBER_BYTES):
         _fail("counted_header", f"{body_bytes} bytes for {total} numbers")
     values = _numbers(_inflate(payload[body_at:], body_bytes), total)
     arrays = iter(np.split(values, np.cumsum(sizes)[:-1]) if sizes else [])
@@ -227,7 +227,7 @@ def _header(payload: bytes | memoryview) -> tuple[Mapping[str, Any], int]:
     if not isinstance(tables, list) or len(tables) > MAX_TABLES or not all(isinstance(entry, dict) for entry in tables):
         _fail("counted_header", f"tables is not a list of at most {MAX_TABLES} objects")
     _whole(header["source_rank"], 0, 2**31 - 1, "source_rank")
-    _whole(header["body_bytes"], 0, MAX_VALUES * VARINT_BYTES, "body_bytes")
+    _whole(header["body_bytes"], 0, MAX_VALUES * _NUMBER_BYTES, "body_bytes")
     seconds = header["event_time"]
     # Written so that NaN fails too.
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_EVENT_TIME_SECONDS:
@@ -320,10 +320,14 @@ def _from_differences(differences: Int64Array, highest: int, name: str) -> Int64
 
 
 def _numbers(body: bytes, count: int) -> Int64Array:
-    try:
-        return from_varints(body, count)
-    except ValueError as error:
-        _fail("counted_corrupt", str(error))
+    """Invert ``to_body``."""
+    columns = np.zeros((count, _NUMBER_BYTES), np.uint8)
+    parts = np.frombuffer(body, np.uint8).reshape(-1, max(1, count))
+    columns[:, : len(parts)] = parts.T[:count]
+    values = columns.view("<i8").reshape(-1).astype(np.int64, copy=False)
+    if count and int(values.min()) < 0:
+        _fail("counted_corrupt", "a number of more than 63 bits")
+    return values
 
 
 def _inflate(data: bytes | memoryview, size: int) -> bytes:
@@ -338,46 +342,12 @@ def _inflate(data: bytes | memoryview, size: int) -> bytes:
     return body
 
 
-def to_varints(values: Int64Array) -> bytes:
-    """Encode int64[n] numbers as LEB128: seven bits a byte, the lowest first, the top bit set on all but the last byte.
-
-    Raises StreamError if a number is negative.
-    """
+def to_body(values: Int64Array) -> bytes:
+    """Return int64[n] numbers byte by byte: the lowest of all, then the next. Raises StreamError: one is negative."""
     if not len(values):
         return b""
     if int(values.min()) < 0:
         raise StreamError("negative numbers in the counts of a tap", remedy="count from zero up")
-    highest = int(values.max())
-    if highest < 128:
-        return values.astype(np.uint8).tobytes()
-    length = np.ones(len(values), np.int64)
-    for byte in range(1, VARINT_BYTES):
-        if highest >> (7 * byte):
-            length += values >= 1 << (7 * byte)
-    start = np.cumsum(length) - length
-    out = np.empty(int(length.sum()), np.uint8)
-    for byte in range(int(length.max())):
-        here = np.flatnonzero(length > byte)
-        digit = (values[here] >> (7 * byte) & 0x7F).astype(np.uint8)
-        out[start[here] + byte] = np.where(length[here] > byte + 1, digit | _TOP, digit)
-    return out.tobytes()
-
-
-def from_varints(body: bytes, count: int) -> Int64Array:
-    """Decode int64[count] numbers. Raises ValueError if the bytes are not ``count`` numbers of at most 63 bits."""
-    data = np.frombuffer(body, np.uint8)
-    ends = np.flatnonzero(data < _TOP)
-    if len(ends) != count or (len(data) and data[-1] >= _TOP):
-        raise ValueError(f"{len(ends)} numbers, {count} were announced")
-    if count == len(data):
-        return data.astype(np.int64)
-    start = np.empty_like(ends)
-    start[0], start[1:] = 0, ends[:-1] + 1
-    length = ends - start + 1
-    if int(length.max()) > VARINT_BYTES:
-        raise ValueError("a number of more than 63 bits")
-    values = (data[start] & np.uint8(0x7F)).astype(np.int64)
-    for byte in range(1, int(length.max())):
-        here = np.flatnonzero(length > byte)
-        values[here] |= (data[start[here] + byte] & np.uint8(0x7F)).astype(np.int64) << (7 * byte)
-    return values
+    width = max(1, (int(values.max()).bit_length() + 7) // 8)
+    columns = values.astype("<i8").view(np.uint8).reshape(-1, _NUMBER_BYTES)
+    return columns[:, :width].T.tobytes()

@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flexd.config.model import Config
 from flexd.core import fault_points as faults
-from flexd.core.errors import StateVersionError, UnusableStateError
 from flexd.core.fast_start import resume_garbage_collector
 from flexd.core.supervision import EXIT_UNSAFE_STATE
 from flexd.daemon.config_file import ConfigFile
+from flexd.daemon.deferred import DeferredDaemon
 from flexd.daemon.logs import set_up_logging
 from flexd.daemon.service import Daemon
 
@@ -44,11 +42,6 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))
 
 
-if TYPE_CHECKING:
-    from flexd.daemon.state_waiting import WaitingDaemon
-    from flexd.daemon.tables_from_ranks import TablesFromRanks
-
-
 def run_daemon(config: Config, path: Path | None = None) -> int:
     """Run until SIGTERM or SIGINT; SIGHUP reloads the file at ``path``.
 
@@ -70,19 +63,7 @@ def run_daemon(config: Config, path: Path | None = None) -> int:
     return 0 if in_time else 1
 
 
-def _daemon_of(config: Config, file: ConfigFile) -> Daemon | WaitingDaemon | TablesFromRanks:
-    # What is imported depends on the configuration, so that a start takes less than two seconds.
-    make: Callable[..., Daemon | TablesFromRanks] = Daemon
-    if not config.tables:
-        from flexd.daemon.tables_from_ranks import TablesFromRanks
-
-        make = TablesFromRanks
-    try:
-        return make(config, file=file)
-    except (UnusableStateError, StateVersionError) as error:
-        if config.state.on_unusable != "wait":
-            raise
-        problem = str(error)
-    from flexd.daemon.state_waiting import WaitingDaemon
-
-    return WaitingDaemon(config, file, problem, make)
+def _daemon_of(config: Config, file: ConfigFile) -> Daemon | DeferredDaemon:
+    if config.tables and config.state.on_unusable != "wait":
+        return Daemon(config, file)
+    return DeferredDaemon(config, file)

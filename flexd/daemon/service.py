@@ -57,9 +57,6 @@ logger = logging.getLogger("flexd")
 
 KEEP_MIGRATIONS = 1000
 """In the history."""
-API_HEAD_START_SECONDS = 0.1
-"""Delay between starting the API and the control channel. Loading torch blocks the interpreter for most of a second; a
-probe that waits for the API gets its response before that."""
 HEALTHY_TICK_SECONDS = 30.0
 """The daemon is unhealthy if its loop has not ticked for this long; planning a large job takes seconds."""
 
@@ -72,8 +69,8 @@ class Daemon(DaemonLoop):
     Args:
         file: the file that the configuration was read from, for reloads.
         supervisor: of the process; records the faults of every thread.
-        takes_tables: the tables of ``config`` are those of ranks. The owner, ``flexd.daemon.tables_from_ranks``, then
-            serves the API and calls ``tick`` and ``stop``.
+        serves: False if the owner, ``flexd.daemon.deferred``, serves the API and calls ``tick`` and ``stop``.
+        takes_tables: the tables of ``config`` are those of ranks.
 
     Raises:
         FlexdError: a part cannot be created from the configuration; nothing is left running.
@@ -85,10 +82,11 @@ class Daemon(DaemonLoop):
         file: ConfigFile | None = None,
         supervisor: Supervisor | None = None,
         *,
+        serves: bool = True,
         takes_tables: bool = False,
     ) -> None:
         super().__init__(config, file, supervisor)
-        self._takes_tables = takes_tables
+        self._serves, self._takes_tables = serves, takes_tables
         self._planning_watch = self.supervisor.watch("loop", "planning")
         factory.make_state_directory(config)
         self._state_lock = open_state(config.state.dir, config.job)
@@ -161,7 +159,7 @@ class Daemon(DaemonLoop):
             config, keyspace, self._ingestor, self._coordinator, self._planning, self._training, self._drift,
             self._auto, throttle, self._history, self._snapshots, self._slow_memory,
         )  # fmt: skip
-        self._server = None if self._takes_tables else DaemonServer(self, Metrics(self), config.server, supervisor)
+        self._server = DaemonServer(self, Metrics(self), config.server, supervisor) if self._serves else None
         self._stopping = threading.Event()
         self._ticked_at = time.monotonic()
         self.planning = PlanCommands(
@@ -180,14 +178,12 @@ class Daemon(DaemonLoop):
         """
         try:
             self._history.start()
-            # A taken address is detected at once. Ingest does not wait for torch, which the channel needs and which
-            # takes longest to load.
+            # A taken address is detected at once.
             self._coordinator.listen()
             self._ingestor.start()
             self._drift.start()
             if self._server is not None:
                 self._server.start()
-                self._stopping.wait(API_HEAD_START_SECONDS)
             self._coordinator.start()
         except BaseException:
             self.stop(self._config.shutdown_seconds)
@@ -239,8 +235,6 @@ class Daemon(DaemonLoop):
         budget.stop_part("drift", self._drift.stop, reserve=Share.HISTORY + Share.SERVER)
         self._effects.store()
         budget.stop_part("history", self._history.stop, reserve=Share.SERVER)
-        # A channel that is loading torch cannot be interrupted and may need more than its share on a busy machine.
-        budget.retry_late(reserve=Share.SERVER)
         self._small_state.close()
         self._journal.close()
         self._state_lock.release()

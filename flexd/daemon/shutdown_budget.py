@@ -28,23 +28,21 @@ class ShutdownBudget:
     Args:
         seconds: deadline of all parts together.
         clock: monotonic seconds.
+
+    Attributes:
+        late: names of the parts that have not ended in time.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
         self._clock = clock
         self._deadline = clock() + seconds
-        self._late: dict[str, Callable[[float], bool]] = {}
+        self.late: list[str] = []
 
     @property
     def in_time(self) -> bool:
         """True while every part so far has ended in time."""
-        return not self._late
-
-    @property
-    def late(self) -> list[str]:
-        """Names of the parts that have not ended in time."""
-        return list(self._late)
+        return not self.late
 
     def stop_part(self, name: str, stop: Callable[[float], bool], reserve: float = 0.0) -> bool:
         """Call ``stop`` with the seconds left to this part. Returns its result: whether the part ended.
@@ -62,11 +60,5 @@ class ShutdownBudget:
             _log.exception("stopping %s failed", name)
             ended = False
         if not ended:
-            self._late[name] = stop
+            self.late.append(name)
         return ended
-
-    def retry_late(self, reserve: float = 0.0) -> None:
-        """Call ``stop`` of the late parts again with the time that is left."""
-        late, self._late = self._late, {}
-        for name, stop in late.items():
-            self.stop_part(name, stop, reserve)

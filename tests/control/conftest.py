@@ -12,6 +12,7 @@ import pytest
 
 from flexd.control.daemon.coordinator import ControlOptions, Coordinator
 from flexd.control.daemon.journal import PlacementJournal
+from flexd.control.daemon.throttle import Throttle
 from flexd.stream.tap_source import TapSource
 from tests.support.ranks_in_threads import SECRET, TABLES
 from tests.support.repository import child_environment
@@ -25,6 +26,7 @@ class Hosted:
         directory: Path,
         port: int = 0,
         tap: TapSource | None = None,
+        throttle: Throttle | None = None,
         **options: object,
     ) -> None:
         self.journal = PlacementJournal(directory)
@@ -35,6 +37,7 @@ class Hosted:
             ControlOptions("job", listen_port=port, **settings), TABLES, self.journal,  # type: ignore[arg-type]
             on_report=lambda rank, report: self.reports.append((rank, report)),
             on_event=lambda name, fields: self.events.append((name, dict(fields))), tap=tap,
+            throttle=throttle,
         )  # fmt: skip
         self.coordinator.start()
         self.port = self.coordinator.port

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import ConfigError
-from flexd.core.node_map import NodeMap, NodeMapFile
+from flexd.core.node_map import NodeMap
 
 
 @given(known=st.dictionaries(st.integers(-50, 2**40), st.integers(0, 6)), wanted=st.lists(st.integers(-60, 60)))
@@ -40,26 +40,6 @@ def test_maps_that_do_not_fit_are_refused(ids: list[int], nodes_of: list[int]) -
 
 def map_of(node: int) -> NodeMap:
     return NodeMap(np.array([3, 9]), np.array([node, node]), 4)
-
-
-def test_a_file_that_is_replaced_is_read_again_and_a_bad_one_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "nodes.npz"
-    map_of(1).save(path)
-    file = NodeMapFile(path)
-    assert file.node_of([3, 6]).tolist() == [1, 2]
-    map_of(3).save(path)
-    assert file.node_of([3, 9]).tolist() == [3, 3]
-    path.write_bytes(b"half")
-    assert file.node_of([3]).tolist() == [3]
-    assert file.node_of([3]).tolist() == [3]
-    assert len(caplog.records) == 1
-    assert "stays in use" in caplog.text
-    path.unlink()
-    assert file.node_of([3]).tolist() == [3]
-    map_of(0).save(path)
-    assert file.node_of([3]).tolist() == [0]
 
 
 def test_a_map_that_cannot_be_written_leaves_the_file_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from flexd.core.supervision import (
     MAX_BACKOFF_SECONDS,
     Supervisor,
     UnsafeStateError,
-    Watch,
 )
 from tests.support.until import until
 
@@ -79,21 +78,6 @@ def test_problems_are_shown_until_there_is_progress_and_counters_stay() -> None:
     planning.attempt(lambda: None)
     assert supervisor.reasons() == ()
     assert supervisor.faults() == {"loop": 2, "flexd-ingest": 0}
-
-
-def test_whoever_sees_a_fault_counted_sees_the_problem_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the two, a thread that has just failed would be reported as working."""
-    supervisor = Supervisor(Clock())
-    watch, count = supervisor.watch("t"), Watch.count
-    seen: list[tuple[str, ...]] = []
-
-    def counted(self: Watch, error: BaseException) -> None:
-        count(self, error)
-        seen.append(supervisor.reasons())
-
-    monkeypatch.setattr(Watch, "count", counted)
-    watch.attempt(fail)
-    assert seen == [("thread t: ValueError: made up",)]
 
 
 def test_a_thread_whose_body_raises_or_returns_early_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +148,3 @@ def test_a_job_and_a_foreign_thread_are_counted(monkeypatch: pytest.MonkeyPatch)
     foreign.join(SECONDS)
     assert supervisor.faults() == {"one": 1, "other": 1}
     assert supervisor.problems() == ()
-
-
-def test_the_kinds_of_faults_that_are_remembered_are_bounded() -> None:
-    watch = Supervisor().watch("t")
-    for number in range(100):
-        watch.count(type(f"Error{number}", (Exception,), {})())
-    assert len(watch._kinds) <= 33
-    assert watch.faults == 100

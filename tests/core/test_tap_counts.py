@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
-from flexd.core.tap_counts import PassRows, TableCounts, TapCounts, TapPasses, to_varints
+from flexd.core.tap_counts import PassRows, TableCounts, TapCounts, TapPasses, to_body
 
 
 def pairs(highest: int, lowest: int = 0) -> st.SearchStrategy[tuple[np.ndarray, np.ndarray]]:
@@ -78,7 +78,7 @@ def test_random_bytes_are_decoded_or_refused_by_reason(noise):
 
 
 def message(header: dict, values: list[int], body: bytes | None = None) -> bytes:
-    raw = to_varints(np.array(values, np.int64)) if body is None else body
+    raw = to_body(np.array(values, np.int64)) if body is None else body
     text = json.dumps({"source_rank": 0, "event_time": 1.0, "body_bytes": len(raw), **header}).encode()
     return struct.pack("<4sI", tap_counts.MAGIC, len(text)) + text + zlib.compress(raw)
 
@@ -104,9 +104,9 @@ def test_fields_of_a_newer_version_are_ignored():
         (message({"tables": [ONE]}, [5, 1, 2**40, 2**40]), "counted_values"),
         (message({"tables": [ONE, ONE]}, [5, 1, 1, 1] * 2), "counted_header"),  # twice the same table
         (message({"tables": [ONE]}, [5, 1, 1]), "counted_header"),
-        (message({"tables": [ONE]}, [], b"\x81\x81\x01\x01"), "counted_corrupt"),
-        (message({"tables": [ONE]}, [], b"\x05\x01\x01\x81"), "counted_corrupt"),
-        (message({"tables": [ONE], "body_bytes": 5}, [5, 1, 1, 1]), "counted_corrupt"),
+        (message({"tables": [ONE]}, [], b"\x05\x01\x01\x01\x00"), "counted_header"),
+        (message({"tables": [ONE]}, [], bytes(31) + b"\x80"), "counted_corrupt"),
+        (message({"tables": [ONE], "body_bytes": 8}, [5, 1, 1, 1]), "counted_corrupt"),
         (message({"tables": [{**ONE, "rows": tap_counts.MAX_VALUES}]}, [1]), "counted_too_large"),
         (message({"tables": [{**ONE, "rows": -1}]}, [1]), "counted_header"),
         (message({"tables": [{"table": "t"}]}, [1]), "counted_header"),

@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from flexd.config.load import load_config
-from flexd.config.model import Config
 from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
@@ -182,24 +181,6 @@ def test_a_refused_reload_keeps_the_running_configuration(tmp_path: Path) -> Non
     assert file.config is before
     file.reload(lambda _: None)
     assert file.config.shutdown_seconds == 3.0
-
-
-def test_a_reload_waits_for_a_running_one(tmp_path: Path) -> None:
-    path = _written(tmp_path)
-    file = ConfigFile(load_config(path, {}), path, {})
-    path.write_text(yaml.safe_dump({**SETTINGS, "shutdown_seconds": 3.0}))
-    second = threading.Event()
-    other = threading.Thread(target=file.reload, args=(lambda _: second.set(),))
-    overlapped: list[bool] = []
-
-    def apply_config(_: Config) -> None:
-        other.start()
-        overlapped.append(second.wait(0.5))
-
-    file.reload(apply_config)
-    other.join(20)
-    assert overlapped == [False]
-    assert not second.is_set(), "a key applied by the first is no change for the second"
 
 
 def test_a_process_reloads_on_sighup_and_by_command(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_commands_without_ranks(start: Start, make_config: Make) -> None:
     running = start(make_config())
     daemon = running.daemon
     running.until(lambda: daemon.status().stream.accesses > 1_000)
-    # The channel starts later than ingest, since it loads torch.
+    # The channel starts later than ingest.
     running.until(lambda: any("no rank" in reason for reason in daemon.status().reasons))
     status = daemon.status()
     assert (status.job, status.healthy, status.ready, status.paused) == ("j", True, False, False)

@@ -15,9 +15,9 @@ from flexd.cli.main import app
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import UnusableStateError
+from flexd.daemon.deferred import DeferredDaemon
 from flexd.daemon.run import _daemon_of
 from flexd.daemon.service import Daemon
-from flexd.daemon.tables_from_ranks import TablesFromRanks
 
 TABLES = [{"name": "item", "rows": 100, "dim": 4}]
 
@@ -60,7 +60,7 @@ def test_another_job_is_refused_by_name_and_nothing_changes(
     before = content(of_laptop)
     state = {"dir": str(of_laptop / "state"), "on_unusable": on_unusable}
     config = parse_config(document(of_laptop, "sasrec", tables=tables, state=state))
-    make: Callable[[Config], object] = Daemon if tables else TablesFromRanks
+    make: Callable[[Config], object] = Daemon if tables else DeferredDaemon
     with pytest.raises(
         UnusableStateError, match=r"has the state of job 'laptop', not of 'sasrec' - .*of its own"
     ) as no:
@@ -93,7 +93,7 @@ def test_state_commands_refuse_the_state_of_another_job(of_laptop: Path) -> None
 
 def test_tables_that_ranks_say_are_kept_for_their_job_alone(tmp_path: Path) -> None:
     """A daemon that has no tables yet marks the directory too."""
-    daemon = TablesFromRanks(parse_config(document(tmp_path, "laptop", tables=[])))
+    daemon = DeferredDaemon(parse_config(document(tmp_path, "laptop", tables=[])))
     daemon.start()
     try:
         assert (tmp_path / "state" / "job").read_text() == "laptop\n"

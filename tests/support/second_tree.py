@@ -86,7 +86,7 @@ def write_second_tree(directory: Path) -> Path:
     _add_field(directory / "flexd/api/status.py", ["Status"], f'{ADDED}: str = "of the status"')
     # The next format is read one version before it is written.
     _replace(directory / "flexd/core/tap_counts.py", {
-        "OLDEST_FORMAT, NEWEST_FORMAT = 1, 1": "OLDEST_FORMAT, NEWEST_FORMAT = 1, 2",
+        "OLDEST_FORMAT, NEWEST_FORMAT = 2, 2": "OLDEST_FORMAT, NEWEST_FORMAT = 2, 3",
         '"source_rank": counts.source_rank,': f'"source_rank": counts.source_rank, "{ADDED}": "of the counts",',
     })  # fmt: skip
     return directory

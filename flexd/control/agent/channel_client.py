@@ -10,12 +10,20 @@ import time
 
 from flexd.control.protocol import versions
 from flexd.control.protocol.credentials import ChannelCredentials, TlsContext
-from flexd.control.protocol.frames import Body, Frame, FrameError, FrameKey, FrameKind, FrameReader, SealedPayload
+from flexd.control.protocol.frames import (
+    READ_BYTES,
+    Body,
+    Frame,
+    FrameError,
+    FrameKey,
+    FrameKind,
+    FrameReader,
+    SealedPayload,
+)
 from flexd.control.protocol.handshake import Session, Steps, client_steps
 from flexd.core.errors import AuthenticationError, ControlError
 from flexd.core.secrets import accepted_keys
 
-READ_BYTES = 2**14
 _LINGER_SECONDS = 1.0
 _CLOSED = "the daemon has closed the connection"
 
@@ -116,8 +124,6 @@ class ChannelClient:
                     self._drop()
                     raise ControlError(f"{_CLOSED}: {frame.message[:200].decode(errors='replace')}")
                 continue
-            if self._reader.wanted:
-                self._reader.allocate()
             if not self._read_available():
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
@@ -180,23 +186,17 @@ class ChannelClient:
 
     def _read_available(self) -> bool:
         """Read once, without waiting; False if nothing was there."""
-        target = self._reader.target
         try:
-            if target:
-                count = self._socket.recv_into(target)
-                self._reader.advance(count)
-            else:
-                data = self._socket.recv(READ_BYTES)
-                count = len(data)
-                self._reader.feed(data)
+            data = self._socket.recv(READ_BYTES)
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except OSError as error:
             self._drop()
             raise ControlError(f"{_CLOSED}: {error}") from error
-        if count == 0:
+        if not data:
             self._drop()
             raise ControlError(_CLOSED)
+        self._reader.feed(data)
         return True
 
     def _wait(self, event: int, seconds: float, wakeable: bool = True) -> None:

@@ -60,7 +60,6 @@ class ChannelLoop:
         self._interest: dict[Connection, int] = {}
         self._unproven: dict[UnprovenConnection, None] = {}
         self._peers: dict[int, ChannelPeer] = {}
-        self._large_waiters: dict[ChannelPeer, None] = {}
         self._paused: dict[ChannelPeer, None] = {}
         self._closing: dict[ChannelPeer, float] = {}
         self._total = OutputTotal()
@@ -154,9 +153,9 @@ class ChannelLoop:
         self._flush(peer)
 
     def resume(self) -> None:
-        """Read the paused peers again: there is room for what they send. A waiting large frame goes first."""
-        waiting = [*self._large_waiters, *(peer for peer in self._paused if peer not in self._large_waiters)]
-        for peer in waiting:
+        """Read the paused peers again: there is room for what they send. The largest frame goes first: small ones that
+        are read before it would take its room again and again."""
+        for peer in sorted(self._paused, key=lambda each: -each.partial_bytes):
             self._read(peer)
 
     def _turn(self) -> None:
@@ -270,9 +269,8 @@ class ChannelLoop:
 
     def _read(self, peer: ChannelPeer) -> None:
         before = peer.bytes_in
-        contended = next(iter(self._large_waiters), peer) is not peer
         try:
-            peer.read(contended)
+            peer.read()
         except PeerClosedError as error:
             self._close(peer, peer.close_reason or error.reason)
         except FrameError as error:
@@ -282,6 +280,8 @@ class ChannelLoop:
         else:
             self._flush(peer)
         self._sum("bytes_in", peer.bytes_in - before)
+        while self._unread.partial_bytes > self._options.partial_bytes:
+            self._close(max(self._peers.values(), key=lambda each: each.partial_bytes), "flood")
 
     def _flush(self, peer: ChannelPeer) -> None:
         try:
@@ -299,11 +299,10 @@ class ChannelLoop:
         self._update(peer)
 
     def _update(self, peer: ChannelPeer) -> None:
-        for waiting, is_waiting in ((self._paused, peer.is_paused), (self._large_waiters, peer.waits_for_large)):
-            if is_waiting:
-                waiting.setdefault(peer)
-            else:
-                waiting.pop(peer, None)
+        if peer.is_paused:
+            self._paused.setdefault(peer)
+        else:
+            self._paused.pop(peer, None)
         reads = 0 if peer.is_paused else selectors.EVENT_READ
         self._set_interest(peer, reads | (selectors.EVENT_WRITE if peer.output else 0))
 
@@ -313,8 +312,8 @@ class ChannelLoop:
         with self._counted:
             del self._peers[peer.number]
             self._closed[reason] += 1
-        for waiting in (self._paused, self._large_waiters, self._closing):
-            waiting.pop(peer, None)
+        self._paused.pop(peer, None)
+        self._closing.pop(peer, None)
         self._set_interest(peer, 0)
         peer.sock.close()
         peer.release()
@@ -342,8 +341,6 @@ class ChannelLoop:
         for peer in list(self._peers.values()):
             if peer.output and now - peer.output.progress_at > self._options.timeout_seconds:
                 self._close(peer, "stalled")
-            elif peer.large_is_late(now, self._options.timeout_seconds):
-                self._close(peer, "slow_frame")
             elif peer.proven_key not in keys:
                 self.close_peer(peer.number, "key_removed")
 

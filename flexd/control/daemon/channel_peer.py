@@ -10,9 +10,8 @@ from collections import deque
 from flexd.control.daemon.channel_types import EVENT_BYTES, Received
 from flexd.control.daemon.unread_events import UnreadEvents
 from flexd.control.protocol.frames import (
-    SMALL_FRAME_BYTES,
+    READ_BYTES,
     Body,
-    Frame,
     FrameKey,
     FrameKind,
     FrameReader,
@@ -206,9 +205,6 @@ class UnprovenConnection:
         return True
 
 
-_LARGE_READ_BYTES = 2**18
-
-
 class PeerClosedError(Exception):
     """The connection is to be closed. ``reason`` is a bounded label for metrics."""
 
@@ -227,6 +223,7 @@ class ChannelPeer:
         is_paused: it is not read until there is room for what it sends.
         is_deaf: it accepts no output any more.
         close_reason: it is closed once its output is sent; empty while it is not to be closed.
+        partial_bytes: received bytes that are no whole frame yet, or wait for room.
     """
 
     def __init__(
@@ -247,84 +244,55 @@ class ChannelPeer:
         self.bytes_in = 0
         self._unread = unread
         self._reader = FrameReader(FrameKey(session.to_daemon))
-        self._reserved = 0
-        self._large_since = 0.0
+        self.partial_bytes = 0
 
-    @property
-    def waits_for_large(self) -> bool:
-        """True while a large frame waits for room that all peers share, and not for this peer's own."""
-        return bool(self._reader.wanted) and self._unread.is_within_bound(self.number)
-
-    def large_is_late(self, now: float, seconds: float) -> bool:
-        """Return whether a large frame began more than ``seconds`` ago and is not complete."""
-        return self._reader.large_bytes > 0 and now - self._large_since > seconds
-
-    def read(self, is_contended: bool) -> None:
+    def read(self) -> None:
         """Read once without waiting, and add the frames that are complete to the unread ones, as far as there is room.
-
-        Args:
-            is_contended: another peer's large frame waits for room.
 
         Raises:
             PeerClosedError: disconnected, or not what a peer may send.
             FrameError, AuthenticationError: the same.
         """
-        self._parse(is_contended)
+        self._parse()
         while not self.is_paused:
             if not self._receive():
                 return
-            self._parse(is_contended)
+            self._parse()
             if not (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending()):
                 return
 
     def release(self) -> None:
-        """Give back what is reserved, and drop the output."""
-        self._unread.release(self.number, self._reserved)
-        self._reserved = 0
+        """Drop the output, and what is received of a frame."""
+        self._count_partial(0)
         self.output.clear()
 
     def _receive(self) -> bool:
-        target = self._reader.target
         try:
-            if target:
-                count = self.sock.recv_into(target[:_LARGE_READ_BYTES])
-                self._reader.advance(count)
-            else:
-                data = self.sock.recv(SMALL_FRAME_BYTES)
-                count = len(data)
-                self._reader.feed(data)
+            data = self.sock.recv(READ_BYTES)
         except WOULD_BLOCK:
             return False
         except OSError as error:
             raise PeerClosedError("disconnected") from error
-        if count == 0:
+        if not data:
             raise PeerClosedError("disconnected")
-        self.bytes_in += count
+        self._reader.feed(data)
+        self.bytes_in += len(data)
         return True
 
-    def _parse(self, is_contended: bool) -> None:
-        self.is_paused = False
-        while True:
-            # Room for a large frame was reserved when it began.
-            if not self._reserved and not self._unread.has_room(self.number, is_contended):
-                self.is_paused = True
-                return
-            found = self._reader.next_frame()
-            if found is None:
-                break
-            reserved, self._reserved = self._reserved, 0
-            self._handle(*found, reserved)
-        if self._reader.wanted:
-            if is_contended or not self._unread.reserve(self.number, self._reader.wanted):
-                self.is_paused = True
-                return
-            self._reserved = self._reader.wanted
-            self._large_since = time.monotonic()
-            self._reader.allocate()
+    def _parse(self) -> None:
+        reader, unread = self._reader, self._unread
+        while (
+            (nbytes := reader.whole_bytes)
+            and unread.has_room(self.number, nbytes)
+            and (found := reader.next_frame()) is not None
+        ):
+            kind, frame = found
+            if kind == FrameKind.DATA and not self.close_reason:
+                event = Received(self.number, frame.message, frame.body)
+                unread.add(event, len(frame.message) + len(frame.body))
+        self.is_paused = nbytes > 0
+        self._count_partial(reader.nbytes)
 
-    def _handle(self, kind: int, frame: Frame, reserved: int) -> None:
-        if kind == FrameKind.DATA and not self.close_reason:
-            event = Received(self.number, frame.message, frame.body)
-            self._unread.add(event, len(frame.message) + len(frame.body), reserved)
-            return
-        self._unread.release(self.number, reserved)
+    def _count_partial(self, nbytes: int) -> None:
+        self._unread.partial_bytes += nbytes - self.partial_bytes
+        self.partial_bytes = nbytes

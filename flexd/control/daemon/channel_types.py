@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexd.control.protocol.frames import MAX_FRAME_BYTES, SMALL_FRAME_BYTES, Body
+from flexd.control.protocol.frames import MAX_FRAME_BYTES, READ_BYTES, Body
 from flexd.control.protocol.handshake import MAX_CLIENT_BYTES
 
 PEER_SHARE_BYTES = 2**14
@@ -24,13 +24,14 @@ class ChannelOptions:
 
     Attributes:
         port: 0 binds a free port.
-        timeout_seconds: deadline of a large frame once it has begun, and of a peer that has output and reads nothing.
+        timeout_seconds: deadline of a peer that has output and reads nothing.
         handshake_seconds: deadline of a handshake.
         handshake_grace_seconds: while all places are used by connections younger than this, new ones wait unaccepted.
         max_unproven: connections in the handshake; one more closes the oldest.
         max_peers: proven connections; one more is refused.
         peer_unread_bytes: frames of one peer that nobody has received yet; beyond it the peer is not read.
         unread_bytes: the same of all peers together, beside the ``PEER_SHARE_BYTES`` of each.
+        partial_bytes: of all peers together that are no whole frame yet; beyond it the peer with most is closed.
         peer_queued_bytes: frames queued for one peer; beyond it the peer is closed (shared bodies count for each).
         queued_bytes: frames queued for all peers (shared bodies count once); beyond it the slowest peers are closed.
     """
@@ -44,15 +45,16 @@ class ChannelOptions:
     max_peers: int = 4096
     peer_unread_bytes: int = 4 * 2**20
     unread_bytes: int = 64 * 2**20
+    partial_bytes: int = 96 * 2**20
     peer_queued_bytes: int = 64 * 2**20
     queued_bytes: int = 256 * 2**20
 
     def memory_bound_bytes(self, with_tls: bool = False) -> int:
         """Return the most memory that the connections may use, whatever their other ends send."""
         connection = CONNECTION_BYTES + (TLS_BYTES if with_tls else 0)
-        peer = connection + PEER_SHARE_BYTES + 3 * SMALL_FRAME_BYTES
+        peer = connection + PEER_SHARE_BYTES
         # One frame may be added to each total before its bound takes effect.
-        totals = self.unread_bytes + self.queued_bytes + 2 * MAX_FRAME_BYTES
+        totals = self.unread_bytes + self.partial_bytes + self.queued_bytes + 2 * MAX_FRAME_BYTES + READ_BYTES
         return self.max_unproven * (connection + MAX_CLIENT_BYTES) + self.max_peers * peer + totals
 
 

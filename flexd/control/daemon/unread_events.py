@@ -14,7 +14,7 @@ class UnreadEvents:
     """Queues of events by peer. The channel's thread adds, any other thread receives.
 
     Args:
-        on_room: called after a receive that follows a refused ``has_room`` or ``reserve``, from the receiving thread.
+        on_room: called after a receive that follows a refused ``has_room``, from the receiving thread.
     """
 
     def __init__(self, options: ChannelOptions, on_room: Callable[[], None]) -> None:
@@ -25,6 +25,8 @@ class UnreadEvents:
         self._turns: deque[int] = deque()
         self._peer_bytes: dict[int, int] = {}
         self._total = 0
+        self.partial_bytes = 0
+        """Received bytes that are no whole frame yet, or wait for room. Changed by the channel's thread."""
         self._is_short = False
         self._woken = False
 
@@ -37,46 +39,22 @@ class UnreadEvents:
     def nbytes(self) -> int:
         return self._total
 
-    def has_room(self, peer: int, is_contended: bool = False) -> bool:
-        """Return whether a small frame of ``peer`` may be read.
-
-        Args:
-            is_contended: a large frame waits for room, so that only the peer's own share may be used.
-        """
+    def has_room(self, peer: int, nbytes: int) -> bool:
+        """Return whether a frame of ``nbytes`` of ``peer`` may be added: it is within the peer's own share, or the
+        peer is below its bound and all are below theirs with it. A frame beyond that bound gets in alone."""
         with self._changed:
-            own = self._peer_bytes.get(peer, 0)
-            shared = not is_contended and self._total < self._options.unread_bytes
-            if own < PEER_SHARE_BYTES or (shared and own < self._options.peer_unread_bytes):
+            own, options = self._peer_bytes.get(peer, 0), self._options
+            fits = self._total + nbytes <= options.unread_bytes or not self._total
+            if own + nbytes <= PEER_SHARE_BYTES or (fits and own < options.peer_unread_bytes):
                 return True
             self._is_short = True
             return False
 
-    def is_within_bound(self, peer: int) -> bool:
-        """Return whether ``peer`` has less unread than it may have when nobody else has any."""
-        with self._changed:
-            return self._peer_bytes.get(peer, 0) < self._options.peer_unread_bytes
-
-    def reserve(self, peer: int, nbytes: int) -> bool:
-        """Take room for a large frame of ``peer``, until ``add`` or ``release``; False if there is none."""
-        with self._changed:
-            own = self._peer_bytes.get(peer, 0)
-            fits = self._total + nbytes <= self._options.unread_bytes or self._total == 0
-            if fits and own < self._options.peer_unread_bytes:
-                self._count(peer, nbytes)
-                return True
-            self._is_short = True
-            return False
-
-    def release(self, peer: int, nbytes: int) -> None:
-        """Give back what was reserved."""
-        with self._changed:
-            self._count(peer, -nbytes)
-
-    def add(self, event: Event, nbytes: int = 0, reserved: int = 0) -> None:
-        """Add an event of ``nbytes``, for which ``reserved`` bytes are reserved."""
+    def add(self, event: Event, nbytes: int = 0) -> None:
+        """Add an event of ``nbytes``."""
         with self._changed:
             nbytes += EVENT_BYTES
-            self._count(event.peer, nbytes - reserved)
+            self._count(event.peer, nbytes)
             queue = self._queues.get(event.peer)
             if queue is None:
                 queue = self._queues[event.peer] = deque()

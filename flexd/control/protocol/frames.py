@@ -32,8 +32,8 @@ _SEQUENCE = struct.Struct(">Q")
 Body = bytes | memoryview
 
 
-SMALL_FRAME_BYTES = 2**13
-"""A longer frame gets a buffer of its own once its head is there (see ``FrameReader.wanted``)."""
+READ_BYTES = 2**16
+"""Bytes read from a socket at a time."""
 
 
 class FrameKind(IntEnum):
@@ -156,65 +156,42 @@ class FrameReader:
 
     Attributes:
         key: of the direction.
-        wanted: bytes of a large frame that waits for ``allocate``; nothing more may be fed until then. 0 if none.
     """
 
     def __init__(self, key: FrameKey) -> None:
         self.key = key
-        self.wanted = 0
-        self._small = bytearray()
-        self._large = memoryview(b"")
-        self._filled = 0
+        self._data = bytearray()
 
     @property
-    def large_bytes(self) -> int:
-        """Bytes allocated for the large frame under way."""
-        return len(self._large)
+    def nbytes(self) -> int:
+        """Bytes that were fed and not returned yet."""
+        return len(self._data)
 
     @property
-    def target(self) -> memoryview:
-        """The rest of the large frame's buffer, to be filled and reported by ``advance``; empty: ``feed`` instead."""
-        return self._large[self._filled :]
-
-    def advance(self, count: int) -> None:
-        """Note that ``count`` bytes of ``target`` have been filled."""
-        self._filled += count
+    def whole_bytes(self) -> int:
+        """Length of the next frame; 0 before all of it is there. Raises FrameError: it breaks the format."""
+        if len(self._data) < HEAD.size:
+            return 0
+        nbytes = FrameHead.parse(bytes(self._data[: HEAD.size])).frame_bytes
+        return nbytes if len(self._data) >= nbytes else 0
 
     def feed(self, data: bytes) -> None:
-        """Add received bytes: at most ``SMALL_FRAME_BYTES`` between two calls of ``next_frame`` that return None."""
-        self._small += data
-
-    def allocate(self) -> None:
-        """Allocate the buffer of the large frame that is wanted."""
-        self._large = memoryview(bytearray(self.wanted))
-        self._filled = len(self._small)
-        self._large[: self._filled] = self._small
-        self._small.clear()
-        self.wanted = 0
+        """Add received bytes."""
+        self._data += data
 
     def next_frame(self) -> tuple[int, Frame] | None:
-        """Return kind and content of the next whole frame.
+        """Return kind and content of the next whole frame; None before all of it is there.
 
         Raises:
             FrameError: it breaks the format.
             AuthenticationError: it is not the one that the peer sent next.
         """
-        if self._large:
-            if self.target:
-                return None
-            whole, self._large = self._large.toreadonly(), memoryview(b"")
-            return self._verified(FrameHead.parse(whole[: HEAD.size]), whole)
-        if self.wanted or len(self._small) < HEAD.size:
+        nbytes = self.whole_bytes
+        if not nbytes:
             return None
-        head = FrameHead.parse(bytes(self._small[: HEAD.size]))
-        if len(self._small) < head.frame_bytes:
-            self.wanted = head.frame_bytes if head.frame_bytes > SMALL_FRAME_BYTES else 0
-            return None
-        frame = bytes(self._small[: head.frame_bytes])
-        del self._small[: head.frame_bytes]
-        return self._verified(head, frame)
-
-    def _verified(self, head: FrameHead, frame: Body) -> tuple[int, Frame]:
+        frame = memoryview(bytes(self._data[:nbytes]))
+        del self._data[:nbytes]
+        head = FrameHead.parse(frame[: HEAD.size])
         content, message_end = frame[:-TAG_BYTES], HEAD.size + head.message_length
         self.key.verify(content, frame[-TAG_BYTES:])
         return head.kind, Frame(bytes(content[HEAD.size : message_end]), content[message_end:])

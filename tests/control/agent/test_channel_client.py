@@ -85,27 +85,6 @@ def test_a_receive_ends_at_its_timeout_or_when_it_is_woken(daemon: EchoDaemon) -
     round_trip(client, b"after", b"")
 
 
-def test_a_large_frame_that_arrives_slowly_is_returned_whole_by_a_later_receive() -> None:
-    body = bytes(range(256)) * 400
-    goes_on = threading.Event()
-
-    def serve(sock: socket.socket) -> None:
-        session = accept_client(sock)
-        payload = SealedPayload(b"slow", body)
-        data = payload.start + body + FrameKey(session.to_client).tag(payload)
-        sock.sendall(data[:50_000])
-        goes_on.wait()
-        sock.sendall(data[50_000:])
-
-    with false_daemon(serve) as port:
-        client = connect(port)
-        assert client.receive(0.2) is None
-        goes_on.set()
-        frame = client.receive(DEADLINE_SECONDS)
-        assert frame is not None
-        assert frame.body == body
-
-
 def test_the_daemons_reason_for_a_close_is_told(daemon: EchoDaemon) -> None:
     client = connect(daemon.server.port)
     round_trip(client, b"a", b"")
@@ -159,12 +138,6 @@ def test_something_else_listens_there(answer: bytes, error: str) -> None:
 
     with false_daemon(serve) as port, pytest.raises(ControlError, match=error):
         connect(port)
-
-
-def test_another_secret_is_named(daemon: EchoDaemon) -> None:
-    with pytest.raises(AuthenticationError, match="the same secret file"):
-        connect(daemon.server.port, ChannelCredentials(b"another secret of 32 bytes......"))
-    until(lambda: daemon.server.counters().refused == {"wrong_secret": 1}, DEADLINE_SECONDS)
 
 
 @pytest.mark.parametrize("damage", ["flip", "repeat", "mirror", "unsigned"])

@@ -180,22 +180,6 @@ def test_a_chunk_is_prepared_from_its_predecessor_or_from_the_applied_placement(
     assert made[-1].keys == (6,)
 
 
-def test_settle_drops_prepared_chunks_that_are_not_agreed() -> None:
-    box, made = preparing_inbox(10)
-    box.offer(1, delta([2]))
-    agree(box)
-    box.offer(2, delta([4]))
-    assert box.prepared_bytes == 20
-    box.settle(1)
-    assert box.prepared_bytes == 10
-    assert box.begin_exchange() == 1
-    box.end_exchange(1)
-    box.offer(2, delta([6]))
-    assert made[-1].keys == (2, 6)
-    assert box.begin_exchange() == 2
-    box.end_exchange(2)
-
-
 class SeveralInboxes(RuleBasedStateMachine):
     """Ranks step together (a real collective: all begin before any ends), and chunks arrive and epochs end and begin at
     any moment in between. A daemon numbers chunks as ``Coordinator`` does: from the agreed version, when all settled.

@@ -23,7 +23,7 @@ from tests.support.until import until
 
 OPTIONS = ChannelOptions(
     max_unproven=100, handshake_seconds=30.0, handshake_grace_seconds=0.05, max_peers=40,
-    peer_unread_bytes=2**20, unread_bytes=2**23, peer_queued_bytes=2**22, queued_bytes=2**23,
+    peer_unread_bytes=2**20, unread_bytes=2**23, partial_bytes=2**25, peer_queued_bytes=2**22, queued_bytes=2**23,
 )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def fill(sock: socket.socket, data: bytes) -> int:
 
 def test_memory_stays_within_the_stated_bound() -> None:
     bound = OPTIONS.memory_bound_bytes()
-    assert bound < 30 * 2**20
+    assert bound < 56 * 2**20
     with server_process() as server:
         honest = ChannelClient.connect("127.0.0.1", server.port, CREDENTIALS, DEADLINE_SECONDS)
         hello = encode_hello(OWN, bytes(NONCE_BYTES))

@@ -9,6 +9,7 @@ import pytest
 
 from flexd.control.daemon.migration import ChunkSource
 from flexd.control.daemon.migration_states import MigrationState
+from flexd.control.daemon.throttle import Throttle, ThrottleLimits
 from flexd.core.errors import PlacementError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Delta, Placement
@@ -63,6 +64,22 @@ def test_pause_resume_and_abort_leave_a_prefix(host: Callable[..., Any]) -> None
             prefix = prefix.apply(chunk)
         until(lambda: ranks.all_at(prefix))
         assert len(prefix) < 600
+
+
+def test_no_step_can_copy_more_than_the_limit_until_it_is_lifted(host: Callable[..., Any]) -> None:
+    """What is pushed and not applied by every rank is the most that one step may apply."""
+    throttle = Throttle(ThrottleLimits(bytes_per_step=4_096))
+    hosted = host(throttle=throttle)
+    planned = target(2, 20_000)
+    with Ranks(hosted.port) as ranks:
+        migration = hosted.coordinator.migrate("p", lambda p: p.delta_to(planned).chunks(500))
+        waiting = hosted.coordinator._pusher._outstanding
+        while migration.record.chunks_applied < 5:
+            assert sum(chunk.copied_bytes for chunk in tuple(waiting)) <= 4_096
+        throttle.set_limits(ThrottleLimits())
+        assert migration.wait(30) is MigrationState.COMMITTED, (migration.record, ranks.state())
+        until(lambda: ranks.all_at(planned))
+    assert throttle.snapshot().released_bytes == migration.record.copied_bytes > 0
 
 
 def _broken_source(placement: Placement) -> Iterator[Delta]:

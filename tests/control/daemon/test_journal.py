@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,20 +39,6 @@ def filled(directory: Path, chunks: int) -> list[Placement]:
         placements.append(placements[-1].apply(delta))
     journal.close()
     return placements
-
-
-def test_every_version_is_read_back(tmp_path: Path) -> None:
-    placements = filled(tmp_path, 6)
-    journal = PlacementJournal(tmp_path)
-    assert (journal.segment, journal.last_version, journal.truncated_bytes) == (SEGMENT, 6, 0)
-    assert all(same(journal.placement_at(version), placements[version]) for version in range(7))
-    with pytest.raises(SnapshotError, match=r"holds versions 0\.\.6, not 7"):
-        journal.placement_at(7)
-
-
-def test_the_file_is_private(tmp_path: Path) -> None:
-    filled(tmp_path / "state", 1)
-    assert stat.S_IMODE((tmp_path / "state" / "placement.journal").stat().st_mode) == 0o600
 
 
 def test_a_torn_tail_of_any_length_is_truncated(tmp_path: Path) -> None:
@@ -129,22 +114,6 @@ def test_voided_versions_agreement_and_restarts(
             assert journal.last_version == len(model) - 1
             assert all(same(journal.placement_at(v), model[v]) for v in range(agreed, len(model)))
         journal.close()
-
-
-def test_old_chunks_are_compacted_so_that_the_file_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexd.control.daemon.journal._COMPACT_ROWS", 50)
-    journal = PlacementJournal(tmp_path)
-    journal.begin(SEGMENT, Placement.empty())
-    placement = Placement.empty()
-    sizes = []
-    for version in range(1, 300):
-        delta = random_delta(placement, version)
-        journal.append(version, delta)
-        placement = placement.apply(delta)
-        journal.compact(version)
-        sizes.append((tmp_path / "placement.journal").stat().st_size)
-    assert max(sizes) < 5_000
-    assert same(journal.placement_at(299), placement)
 
 
 @pytest.mark.parametrize(

@@ -89,17 +89,6 @@ def test_chunks_kept_for_a_rollback_are_bounded(
     assert journal.newest_migration is None, "not known any more"
 
 
-def test_a_large_placement_is_not_rewritten_for_every_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "_COMPACT_ROWS", ROWS)
-    journal = PlacementJournal(tmp_path)
-    journal.begin(SEGMENT, Placement.of(np.arange(100, 200), np.ones(100, np.uint8), 0))
-    done = watch_disk(monkeypatch)
-    for version in range(1, 26):
-        journal.append(version, step(version))
-        journal.compact(version)
-    assert done.count("name placement.journal") == 1, "100 changed rows beside 100 rows: one rewrite"
-
-
 def _frame(header: dict[str, Any], version: int) -> bytes:
     delta = step(version)
     full = {"kind": "chunk", "version": version, "rows": ROWS, **header}
@@ -161,6 +150,7 @@ def test_a_placement_is_synced_before_its_rename_and_a_chunk_before_it_is_record
     journal.begin(SEGMENT, Placement.empty())
     journal.append(1, step(1))
     assert done == ["sync placement.tmp", "name placement.journal", "sync state", "sync placement.journal"]
+    assert stat.S_IMODE((tmp_path / "state" / "placement.journal").stat().st_mode) == 0o600
 
 
 def test_a_directory_that_cannot_be_synced_loses_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

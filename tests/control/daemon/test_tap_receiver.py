@@ -120,7 +120,7 @@ def test_counts_of_a_format_that_the_daemon_does_not_read_stay_in_the_outbox(dae
         outbox = ranks.outboxes[0]
         outbox.put(b"of a newer trainer")
         until(lambda: "upgrade the daemon" in outbox.problem, what=ranks.state())
-        assert f"format {FORMAT + 1}, this daemon reads 1 to {FORMAT}" in outbox.problem
+        assert f"format {FORMAT + 1}, this daemon reads {FORMAT} to {FORMAT}" in outbox.problem
         assert first.counted == []
         port = first.hosted.port
         first.kill()

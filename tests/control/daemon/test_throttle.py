@@ -32,12 +32,6 @@ def rows(*sizes: int) -> np.ndarray:
     return np.array(sizes, dtype=np.int64)
 
 
-def test_without_limits_all_rows_are_released_at_once() -> None:
-    throttle = Throttle()
-    assert throttle.release(rows(*[1 << 40] * 100), 1 << 60) == 100
-    assert throttle.snapshot().waits_for is None
-
-
 def test_a_step_limit_splits_the_chunk_and_holds_the_next_until_the_first_is_applied() -> None:
     throttle = Throttle(ThrottleLimits(bytes_per_step=250))
     assert throttle.release(rows(100, 100, 100, 100), 0) == 2
@@ -48,19 +42,6 @@ def test_a_step_limit_splits_the_chunk_and_holds_the_next_until_the_first_is_app
     assert throttle.release(rows(100, 100), 0) == 2
     assert throttle.snapshot().waits_for is None
     assert throttle.snapshot().released_bytes == 450
-
-
-def test_a_row_larger_than_the_limit_is_released_alone() -> None:
-    throttle = Throttle(ThrottleLimits(bytes_per_step=10, bytes_per_second=10), Clock())
-    assert throttle.release(rows(1000, 1, 1), 0) == 1
-    assert throttle.release(rows(1000), 1000) == 0
-
-
-def test_a_step_limit_waits_for_chunks_of_an_earlier_daemon() -> None:
-    throttle = Throttle(ThrottleLimits(bytes_per_step=1000))
-    assert throttle.release(rows(10), 0, settled=False) == 0
-    assert throttle.release(rows(10), 0, settled=True) == 1
-    assert Throttle(ThrottleLimits(bytes_per_second=1000)).release(rows(10), 0, settled=False) == 1
 
 
 @pytest.mark.parametrize("limits", [{"bytes_per_step": 0}, {"bytes_per_second": 0}, {"bytes_per_second": -5}])

@@ -46,14 +46,14 @@ def test_peers_take_turns_and_each_ones_events_stay_in_order(unread: Unread) -> 
 
 
 def test_a_peer_is_read_up_to_its_bound_and_again_after_a_receive(unread: Unread) -> None:
-    while unread.has_room(1):
+    while unread.has_room(1, 20_000):
         add(unread, 1, "x", 20_000)
     assert 100_000 <= unread.nbytes < 120_000 + 6 * EVENT_BYTES
-    assert unread.has_room(2)
+    assert unread.has_room(2, 20_000)
     assert unread.rooms == 0
     names(unread, 3)
     assert unread.rooms == 1
-    assert unread.has_room(1)
+    assert unread.has_room(1, 20_000)
     names(unread)
     assert unread.rooms == 1
 
@@ -61,34 +61,17 @@ def test_a_peer_is_read_up_to_its_bound_and_again_after_a_receive(unread: Unread
 def test_each_peer_keeps_its_own_share_when_the_total_is_used_up(unread: Unread) -> None:
     for peer in (1, 2):
         add(unread, peer, "x", 80_000)
-    assert not unread.has_room(1)
-    add(unread, 3, "x", PEER_SHARE_BYTES - EVENT_BYTES - 1)
-    assert unread.has_room(3)
-    add(unread, 3, "x")
-    assert not unread.has_room(3)
+    assert not unread.has_room(1, 1)
+    assert not unread.has_room(3, PEER_SHARE_BYTES + 1)
+    assert unread.has_room(3, PEER_SHARE_BYTES)
+    add(unread, 3, "x", PEER_SHARE_BYTES - EVENT_BYTES)
+    assert not unread.has_room(3, 1)
 
 
-def test_a_waiting_large_frame_leaves_the_others_their_share_only(unread: Unread) -> None:
-    add(unread, 1, "x", PEER_SHARE_BYTES)
-    assert unread.has_room(1)
-    assert not unread.has_room(1, is_contended=True)
-    assert unread.has_room(2, is_contended=True)
-
-
-def test_room_for_a_large_frame_is_reserved_until_it_is_added_or_given_back(unread: Unread) -> None:
-    assert unread.reserve(1, 90_000)
-    assert not unread.reserve(2, 90_000)
-    unread.add(Received(1, b"large", b""), 90_000, reserved=90_000)
-    assert unread.nbytes == 90_000 + EVENT_BYTES
-    assert not unread.reserve(2, 90_000)
-    assert names(unread) == ["large"]
-    assert unread.rooms == 1
-    assert unread.reserve(2, 90_000)
-    unread.release(2, 90_000)
-    assert unread.nbytes == 0
-    # A frame beyond the whole bound gets in alone.
-    assert unread.reserve(3, 200_000)
-    assert not unread.is_within_bound(3)
+def test_a_frame_beyond_the_bound_of_all_gets_in_alone(unread: Unread) -> None:
+    assert unread.has_room(3, 200_000)
+    add(unread, 1, "x")
+    assert not unread.has_room(3, 200_000)
 
 
 def test_a_receive_waits_for_an_event_a_wake_or_its_timeout(unread: Unread) -> None:
