@@ -71,8 +71,6 @@ class ProfileStatus(Model):
     0-1. Low where accesses are spread evenly, or where the counters' noise hides what is popular."""
     age_seconds: FiniteOrNone = None
     """Since it was made."""
-    window_seconds: FiniteOrNone = None
-    """Event time between the oldest and the newest access."""
 
     FAMILIES = (
         gauge("flexd_profile_age_seconds", "Since the newest profile.", "age_seconds"),

@@ -20,8 +20,7 @@ SamplesOption = Annotated[
     typer.Option(
         "--samples",
         help="How a trace becomes samples: pieces of histories that do not overlap, at most one of a user in a step "
-        "(sequences), or a sample for every event, given to the ranks in turn (impressions) or all of a user to one "
-        "rank (impressions-by-user).",
+        "(sequences), or a sample for every event, given to the ranks in turn (impressions).",
     ),
 ]
 LengthsOption = Annotated[

@@ -31,12 +31,6 @@ class Admission:
     future_clamped: bool = False
 
 
-def check_event_time(seconds: float) -> None:
-    """Raise SketchError unless the time is finite."""
-    if not math.isfinite(seconds):
-        raise SketchError(f"event time {seconds}", remedy="send Unix seconds")
-
-
 class ForwardDecay:
     """The event-time clock of a stream and the weights it gives (Cormode, Shkapenyuk, Srivastava and Xu, *Forward
     Decay*, ICDE 2009: exponential decay with a landmark).
@@ -74,17 +68,11 @@ class ForwardDecay:
         self.max_future_seconds = max_future_seconds
         self.late_after_seconds = late_after_seconds
         self._newest = math.nan
-        self._oldest = math.nan
 
     @property
     def newest_seconds(self) -> float:
         """Newest event time, NaN before the first."""
         return self._newest
-
-    @property
-    def oldest_seconds(self) -> float:
-        """Oldest event time, NaN before the first."""
-        return self._oldest
 
     def admit(self, event_time_seconds: float, arrival_seconds: float = math.inf) -> Admission:
         """Place one event time on the clock and move the clock.
@@ -97,18 +85,15 @@ class ForwardDecay:
             SketchError: the time is not finite.
         """
         time = event_time_seconds
-        check_event_time(time)
+        if not math.isfinite(time):
+            raise SketchError(f"event time {time}", remedy="send Unix seconds")
         clamped = time > arrival_seconds + self.max_future_seconds
         if clamped:
             time = arrival_seconds
-        if math.isnan(self._newest):
-            self._newest = self._oldest = time
-            return Admission(time, future_clamped=clamped)
-        if time >= self._newest:
+        late = time < self._newest - self.late_after_seconds
+        if not time < self._newest:
             self._newest = time
-            return Admission(time, future_clamped=clamped)
-        self._oldest = min(self._oldest, time)
-        return Admission(time, late=self._late(time), future_clamped=clamped)
+        return Admission(time, late, clamped)
 
     def limit(self, now_seconds: float) -> None:
         """Set the clock back if it is further ahead of ``now_seconds`` than events may be dated.
@@ -118,10 +103,6 @@ class ForwardDecay:
         latest = now_seconds + self.max_future_seconds
         if self._newest > latest:
             self._newest = latest
-            self._oldest = min(self._oldest, latest)
-
-    def _late(self, time: float) -> bool:
-        return time < self._newest - self.late_after_seconds
 
     def advance(self, to_event_time_seconds: float) -> None:
         """Move the clock on without an event, so that an idle stream decays. Earlier times do nothing."""
@@ -163,7 +144,7 @@ class ForwardDecay:
 
     def state(self) -> dict[str, Any]:
         """Return JSON-able values; floats are hexadecimal text, which restores every bit and NaN."""
-        return {"newest": self._newest.hex(), "oldest": self._oldest.hex()}
+        return {"newest": self._newest.hex()}
 
     def load(self, state: dict[str, Any]) -> None:
         """Replace everything by what ``state`` returned.
@@ -171,5 +152,4 @@ class ForwardDecay:
         Raises:
             KeyError, TypeError, ValueError: fields are missing or malformed.
         """
-        newest, oldest = float.fromhex(state["newest"]), float.fromhex(state["oldest"])
-        self._newest, self._oldest = newest, oldest
+        self._newest = float.fromhex(state["newest"])

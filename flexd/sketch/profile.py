@@ -93,7 +93,6 @@ class Profile:
     Attributes:
         tables: one entry a table, in the order of the key space.
         generation: number of the profile, increasing across restarts of the daemon.
-        window_seconds: event time between the oldest and newest access.
         event_time_seconds: newest event time (Unix seconds), NaN before the first access.
         half_life_seconds: of the decay; inf without decay.
         lag_messages: stream messages not yet read when the profile was made.
@@ -102,7 +101,6 @@ class Profile:
 
     tables: tuple[TableProfile, ...]
     generation: int = 0
-    window_seconds: float = 0.0
     event_time_seconds: float = float("nan")
     half_life_seconds: float = float("inf")
     lag_messages: int = 0

@@ -264,12 +264,10 @@ class SketchSet:
         made = [self._read(table, decay, layout) for table in self._tables.values()]
         total = sum(table.weight for table in made)
         steps = [_accesses(table, total, accesses_per_step) for table in made]
-        window = decay.newest_seconds - decay.oldest_seconds
         half_life = decay.half_life_seconds
         return Profile(
             tables=tuple(dataclasses.replace(t, accesses_per_step=a) for t, a in zip(made, steps, strict=True)),
             generation=generation,
-            window_seconds=window if samples else 0.0,
             event_time_seconds=decay.newest_seconds,
             half_life_seconds=float("inf") if half_life is None else half_life,
             lag_messages=lag_messages,

@@ -22,7 +22,6 @@ MAX_BATCH_SIZE = 512
 _WORDS = {
     SampleKind.SEQUENCES: "pieces of histories that do not overlap, at most one of a user in a step",
     SampleKind.IMPRESSIONS: "a sample for every event, given to the ranks in turn: samples of a user overlap",
-    SampleKind.IMPRESSIONS_BY_USER: "a sample for every event, all of a user on one rank: samples of a user overlap",
 }
 
 
@@ -109,7 +108,10 @@ class Batches:
         if kind is SampleKind.SEQUENCES:
             groups, user_in_batch = _sequences(made, each, batch_size, steps)
         else:
-            groups = _impressions(made, kind, world_size, micro_batches, batch_size or MAX_BATCH_SIZE, steps)
+            # Where there are too few samples, some are repeated.
+            in_step = each * (batch_size or MAX_BATCH_SIZE)
+            count = steps or max(1, len(made) // in_step)
+            groups = _spread(len(made), count * in_step).reshape(count, -1)
         self.steps, self.batch_size = len(groups), groups.shape[1] // each
         self._samples = made.select(groups.reshape(-1))
         shape = (self.steps, micro_batches, self.batch_size, world_size)
@@ -196,26 +198,6 @@ def _sequences(made: Samples, each: int, batch_size: int | None, steps: int | No
             )
         size = max(1, min(size - 1, size * found // (steps or 1)))
     return grouping.samples[_spread(found, steps or found)], int(made.length[grouping.waited_too_long].sum())
-
-
-def _impressions(
-    made: Samples, kind: SampleKind, world_size: int, micro_batches: int, batch_size: int, steps: int | None
-) -> Int64Array:
-    """Return int64 [steps, global batch] indices; where there are too few samples, some are repeated."""
-    of_rank = micro_batches * batch_size
-    if kind is SampleKind.IMPRESSIONS:
-        count = steps or max(1, len(made) // (of_rank * world_size))
-        return _spread(len(made), count * of_rank * world_size).reshape(count, -1)
-    by_rank = [np.flatnonzero(made.user % world_size == rank) for rank in range(world_size)]
-    fewest = min(len(mine) for mine in by_rank)
-    if not fewest:
-        raise StreamError(
-            f"{made.users} users for {world_size} ranks: a rank has no sample",
-            remedy="use a trace with more users, or fewer ranks",
-        )
-    count = steps or max(1, fewest // of_rank)
-    picks = [mine[_spread(len(mine), count * of_rank)].reshape(count, of_rank) for mine in by_rank]
-    return np.stack(picks, axis=2).reshape(count, -1)
 
 
 def _spread(available: int, wanted: int) -> Int64Array:

@@ -12,8 +12,6 @@ class SampleKind(StrEnum):
     """Pieces of a history that do not overlap, at most one of a user in a global batch, given to the ranks in turn."""
     IMPRESSIONS = "impressions"
     """A sample for every event, with the history before it; consecutive samples are given to the ranks in turn."""
-    IMPRESSIONS_BY_USER = "impressions-by-user"
-    """As impressions, but all samples of a user are given to the same rank."""
 
 
 class SampleLengths(StrEnum):

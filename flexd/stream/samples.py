@@ -65,15 +65,12 @@ def make_samples(trace: Trace, kind: SampleKind, lengths: SampleLengths, history
         history: events that a sample looks up besides the one that it predicts; with real lengths, the most.
 
     Raises:
-        StreamError: no user has a history that long, or the trace has no users where the kind or the lengths need them.
+        StreamError: no user has a history that long, or the trace has no users where the lengths need them.
     """
-    if trace.user is None:
-        for value, needs in ((kind, SampleKind.IMPRESSIONS_BY_USER), (lengths, SampleLengths.REAL)):
-            if value is needs:
-                raise StreamError(
-                    f"a trace without users has no samples of the kind {value.value!r}",
-                    remedy="use a trace with users, or other samples",
-                )
+    if trace.user is None and lengths is SampleLengths.REAL:
+        raise StreamError(
+            "a trace without users has no samples of real lengths", remedy="use a trace with users, or fixed lengths"
+        )
     events, start, user = _histories(trace)
     at = np.arange(len(events))
     end = np.append(np.flatnonzero(np.diff(user)) + 1, len(user))[user]  # of the history

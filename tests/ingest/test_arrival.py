@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
 from flexd.core.keyspace import TableSpec
-from flexd.ingest.arrival import WINDOW_SECONDS, ArrivalClock, EventTimeSkew
+from flexd.ingest.arrival import ArrivalClock
 from flexd.ingest.message_counter import MessageCounter, decode_message
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
@@ -26,21 +24,6 @@ def test_a_broker_whose_clock_is_ahead_moves_no_arrival_beyond_now():
     clock = ArrivalClock(lambda: NOW)
     assert clock.arrival(appended(NOW + 86_400)) == NOW
     assert clock.arrival(appended(NOW - 10)) == NOW, "a partition's time does not go back"
-
-
-def test_the_skew_is_that_of_the_last_whole_window():
-    skew = EventTimeSkew()
-    skew.update(100.0)
-    assert math.isnan(skew.least_seconds)
-    for seconds in (-5.0, 3.0, 0.0):
-        skew.add(seconds)
-    skew.update(100.0 + WINDOW_SECONDS / 2)
-    assert math.isnan(skew.most_seconds)
-    skew.update(100.0 + WINDOW_SECONDS)
-    assert (skew.least_seconds, skew.most_seconds) == (-5.0, 3.0)
-    skew.update(100.0 + 2 * WINDOW_SECONDS)
-    assert math.isnan(skew.least_seconds)
-    assert math.isnan(skew.most_seconds)
 
 
 @pytest.mark.parametrize("appended_seconds", [None, NOW - 50.0])

@@ -8,11 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from flexd.core import tap_counts
-from flexd.core.errors import CodecError
-from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.message_counter import decode_message
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.stream.codecs.codec import decode, encode_arrow
 from flexd.stream.types import AccessBatch
@@ -53,12 +49,3 @@ def test_bad_input_is_counted_by_reason_and_sampled(tmp_path):
     assert (large["partition"], large["offset"], large["size"]) == ("p", 5, 5000)
     assert base64.b64decode(large["first_bytes"]) == b"x" * 64
     assert (tmp_path / "dead.jsonl").stat().st_mode & 0o777 == 0o600
-
-
-def test_both_kinds_of_message_are_decoded():
-    counts = TableCounts("t", np.arange(3), np.ones(3, np.int64))
-    (batch,) = decode_message(tap_counts.encode(TapCounts(3, 1.7e9, (counts,))), 16)
-    assert isinstance(batch, TapCounts)
-    with pytest.raises(CodecError) as caught:
-        decode_message(b"nothing", 100)
-    assert caught.value.reason == "not_arrow_or_json"

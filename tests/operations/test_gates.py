@@ -19,7 +19,7 @@ def profile(**changes: Any) -> Profile:
     table = TableProfile(
         "item", 10, 100.0, 10.0, np.array([1, 2]), share, share - 0.1, share + 0.1, np.empty(0), np.empty(0), 2.0, 0.9
     )
-    return replace(Profile((table,), window_seconds=50.0, lag_messages=5, samples=1000), **changes)
+    return replace(Profile((table,), lag_messages=5, samples=1000), **changes)
 
 
 OPEN = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 
@@ -56,16 +54,6 @@ def test_future_accesses_count_as_of_their_arrival():
     counts = sketches.ingest("t", np.array([1], dtype=np.int32), 0, T0 + 5, None, T0)
     assert counts.future_clamped == 0
     assert sketches.newest_event_seconds == T0 + 5
-
-
-def test_no_number_of_messages_moves_the_clock_ahead_of_arrival():
-    """The attack of 300 messages that moved the clock by 24 hours."""
-    decay = ForwardDecay(3600.0, 300.0)
-    decay.admit(T0, T0)
-    for i in range(300):
-        decay.admit(T0 + 300.0 * i, T0)
-        decay.admit(T0 + 86_400.0 + i, T0)
-    assert decay.newest_seconds == T0 + 300
 
 
 HALF_LIFE, ALLOWANCE = 600.0, 300.0
@@ -114,18 +102,6 @@ def test_a_time_that_is_not_finite_is_refused_and_nothing_counted():
             sketches.ingest("t", np.array([1], dtype=np.int32), 0, time)
     assert sketches.samples == 0
     assert math.isnan(sketches.newest_event_seconds)
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.floats(-100, 1e4), max_size=20))
-def test_clock_state_round_trip(times):
-    decay = ForwardDecay(10.0, 50.0)
-    for time in times:
-        decay.admit(time)
-    twin = ForwardDecay(10.0, 50.0)
-    twin.load(json.loads(json.dumps(decay.state())))
-    assert twin.state() == decay.state()
-    assert twin.admit(5000.0) == decay.admit(5000.0)
 
 
 @settings(max_examples=30, deadline=None)

@@ -33,7 +33,7 @@ def profile() -> Profile:
 def test_a_file_restores_the_profile(profile: Profile, tmp_path: Path) -> None:
     write_profile(profile, tmp_path / "p.npz")
     read = read_profile(tmp_path / "p.npz")
-    for name in ("generation", "window_seconds", "event_time_seconds", "half_life_seconds", "lag_messages", "samples"):
+    for name in ("generation", "event_time_seconds", "half_life_seconds", "lag_messages", "samples"):
         assert getattr(read, name) == getattr(profile, name), name
     assert len(read.tables) == 3
     for mine, theirs in zip(read.tables, profile.tables, strict=True):

@@ -26,26 +26,6 @@ def test_sample_share_is_the_decayed_share_in_any_order():
         assert abs(share - 8 / 9) < 5 * np.sqrt(8 / 81 / 4000)
 
 
-def test_sample_is_repeatable_and_resumes_bit_by_bit():
-    batches = [np.random.default_rng(i).integers(-5, 300, 777).astype(np.int32) for i in range(30)]
-    whole, first = AccessSample(50, 9), AccessSample(50, 9)
-    for batch in batches:
-        whole.add(batch, int(batch[0]), 0.1, 290)
-    for batch in batches[:13]:
-        first.add(batch, int(batch[0]), 0.1, 290)
-    meta, arrays = first.state()
-    resumed = AccessSample(50, 0)
-    resumed.load(meta, arrays, 290)
-    for batch in batches[13:]:
-        resumed.add(batch, int(batch[0]), 0.1, 290)
-    assert np.array_equal(resumed._keys, whole._keys)
-    assert np.array_equal(resumed.rows(), whole.rows())
-    assert np.array_equal(resumed.source_ranks(), whole.source_ranks())
-    assert resumed._gap == whole._gap
-    assert whole.rows().min() >= 0
-    assert whole.rows().max() < 290
-
-
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**30), st.sampled_from([1, 7, 40, 1_000]), st.floats(-2.0, 2.0))
 def test_sampled_keys_have_the_distribution_of_the_lowest(seed: int, capacity: int, log_weight: float) -> None:

@@ -63,7 +63,6 @@ def test_profile_against_exact_counts(half_life):
     profile = sketches.profile({"small": 11.0}, generation=7, lag_messages=3)
     assert (profile.generation, profile.lag_messages, profile.samples) == (7, 3, counts.accepted)
     assert profile.event_time_seconds == max(time for _, _, time in batches)
-    assert profile.window_seconds == pytest.approx(max(t for *_, t in batches) - min(t for *_, t in batches))
     small, large = profile.tables
     assert (small.accesses_per_step, large.accesses_per_step) == (11.0, 0.0)
     for table in profile.tables:
@@ -99,17 +98,6 @@ def test_every_access_is_counted_by_outcome():
     assert got == AccessCounts(accepted=2, negative_row=1, row_out_of_range=1)
     assert sketches.ingest("small", np.empty(0, dtype=np.int64), 0, T0) == AccessCounts()
     assert sketches.samples == 4
-
-
-def test_read_only_and_strided_rows_are_counted_and_not_changed():
-    sketches = _set(None)
-    rows = np.arange(20, dtype=np.int32)
-    sketches.ingest("small", rows[::2], 0, T0)
-    frozen = np.arange(20, dtype=np.int64)
-    frozen.flags.writeable = False
-    sketches.ingest("small", frozen, 0, T0)
-    assert rows.flags.writeable
-    assert sketches.query("small", np.arange(4)).tolist() == [2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("half_life", [None, 50.0])

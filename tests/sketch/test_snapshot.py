@@ -8,8 +8,6 @@ import stat
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flexd.core.errors import SnapshotError
 from flexd.sketch import snapshot
@@ -76,16 +74,6 @@ def test_every_changed_byte_is_detected(tmp_path):
         changed = bytearray(whole)
         changed[i] ^= 1 << (i % 8)
         path.write_bytes(changed)
-        with pytest.raises(SnapshotError):
-            snapshot.read(path)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=200))
-def test_random_bytes_are_refused(tmp_path_factory, noise):
-    path = tmp_path_factory.getbasetemp() / "snapshot-000000000001.flexd"
-    for text in (noise, snapshot.MAGIC + noise):
-        path.write_bytes(text)
         with pytest.raises(SnapshotError):
             snapshot.read(path)
 

@@ -84,17 +84,6 @@ def test_accesses_that_cannot_be_counted_are_counted_by_reason():
     assert made.samples == 2
 
 
-def test_the_sample_holds_sources_and_rows_by_their_share():
-    made = sketches()
-    common = np.repeat(np.arange(100), 400)
-    ingest_counted(made, TapCounts(0, 1.0, (rows_of("small", common),)))
-    ingest_counted(made, TapCounts(1, 1.0, (rows_of("small", np.repeat([499], 120_000)),)))
-    sample = made._tables["small"].sketch._sample
-    assert (sample.rows() == 499).mean() == pytest.approx(0.75, abs=0.1)
-    assert (sample.source_ranks() == 1).mean() == pytest.approx(0.75, abs=0.1)
-    assert (sample.source_ranks()[sample.rows() == 499] == 1).all()
-
-
 @pytest.mark.parametrize(("rows", "exponent"), [(2_000, 0.0), (2_000, 1.05), (20_000, 1.05)])
 def test_counts_of_nodes_with_the_same_accesses_have_no_affinity(rows, exponent):
     """The counts of two ranks in two nodes, as many accesses in each, drawn alike: the estimate is 0 in the mean."""

@@ -128,22 +128,6 @@ def test_sequences_share_no_event_and_no_batch_has_two_of_a_user(
     assert min(counted.too_short, counted.user_in_batch, counted.other_steps) >= 0
 
 
-def test_impressions_by_user_train_all_of_a_user_on_one_rank() -> None:
-    trace = _trace(3, 400, 1, 30)
-    assert trace.user is not None
-    batches = Batches(
-        trace, world_size=3, batch_size=4, steps=6, history=2, kind=SampleKind.IMPRESSIONS_BY_USER, micro_batches=2
-    )
-    ranks: dict[int, set[int]] = {}
-    for step in range(6):
-        for rank in range(3):
-            for passed in range(2):
-                for sample in _events_of(batches.batch(step, rank, passed)):
-                    ranks.setdefault(int(trace.user[sample[-1]]), set()).add(rank)
-    assert all(len(of_user) == 1 for of_user in ranks.values())
-    assert set.union(*ranks.values()) == {0, 1, 2}
-
-
 def test_a_sample_waits_for_the_next_batch_and_not_for_ever() -> None:
     """User 0 has every other sample; batches of three hold one of them, and the others wait."""
     user = np.where(np.arange(200) % 2 == 0, 0, np.arange(200))
@@ -157,10 +141,6 @@ def test_a_sample_waits_for_the_next_batch_and_not_for_ever() -> None:
     assert max(at - sample // 4 for at, sample in taken) <= MAX_WAIT_BATCHES
 
 
-@pytest.mark.parametrize(
-    ("kind", "lengths"),
-    [(SampleKind.IMPRESSIONS_BY_USER, SampleLengths.FIXED), (SampleKind.SEQUENCES, SampleLengths.REAL)],
-)
-def test_a_trace_without_users_is_refused_where_they_are_needed(kind: SampleKind, lengths: SampleLengths) -> None:
+def test_a_trace_without_users_has_no_real_lengths() -> None:
     with pytest.raises(StreamError, match="without users"):
-        Batches(_trace(1, 60, 1, None), world_size=1, batch_size=1, steps=1, history=2, kind=kind, lengths=lengths)
+        Batches(_trace(1, 60, 1, None), world_size=1, batch_size=1, steps=1, history=2, lengths=SampleLengths.REAL)

@@ -128,12 +128,7 @@ class DenseCounter:
 
         Returns:
             (ids below 0, ids beyond the table).
-
-        Raises:
-            SketchError: ``units`` out of range.
         """
-        if not 0 <= units <= 2**CARRY_BITS // _BLOCK_IDS:
-            raise SketchError(f"{units} units an access", remedy="rescale the counter first")
         readonly = rows.view()
         readonly.flags.writeable = False
         start, negative, outside = 0, 0, 0

@@ -99,8 +99,6 @@ class LogCounter:
         Returns:
             (ids below 0, ids beyond the table).
         """
-        if units < 0:
-            raise SketchError(f"{units} units an access", remedy="add 0 or more")
         if units and not self.step:
             self.step = float(units)
         readonly = rows.view()

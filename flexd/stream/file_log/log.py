@@ -15,7 +15,7 @@ from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
 from flexd.stream.file_log.partition_reader import PartitionReader
 from flexd.stream.losses import Losses
-from flexd.stream.types import Message, OnPositionLost, Positions
+from flexd.stream.types import Message, Positions
 
 _log = logging.getLogger(__name__)
 
@@ -189,8 +189,8 @@ class FileLogSource:
     segment it was never completed and its offset is used again, so nothing is lost. A corrupt record anywhere else is
     skipped: the reader searches for the next intact header, and counts the offsets in between in ``losses``.
 
-    If the log no longer holds the position (its segments were deleted, or the log is shorter than it was),
-    ``on_position_lost`` applies, as for Kafka: continue at the earliest or the latest message, or raise.
+    If the log no longer holds the position (its segments were deleted, or the log is shorter than it was), it continues
+    at the earliest message, and counts the position as lost.
 
     Args:
         directory: the log; it and its partitions may be created later.
@@ -207,7 +207,6 @@ class FileLogSource:
         self,
         directory: Path,
         *,
-        on_position_lost: OnPositionLost = "earliest",
         max_poll_bytes: int = 2 * 2**20,
         max_poll_messages: int = 4096,
         discovery_seconds: float = 0.5,
@@ -215,7 +214,6 @@ class FileLogSource:
         self._directory = Path(directory)
         if self._directory.exists() and not self._directory.is_dir():
             raise StreamError(f"file log {directory}: not a directory", remedy="give the directory of the log")
-        self._on_position_lost: OnPositionLost = on_position_lost
         self._max_poll_bytes = max_poll_bytes
         self._max_poll_messages = max_poll_messages
         self._discovery_seconds = discovery_seconds
@@ -287,9 +285,7 @@ class FileLogSource:
         for name in names:
             if name not in self._readers:
                 offset = self._restored.get(name)
-                self._readers[name] = PartitionReader(
-                    self._directory / name, name, offset, self._on_position_lost, self._buffers
-                )
+                self._readers[name] = PartitionReader(self._directory / name, name, offset, self._buffers)
 
     def _read(self) -> list[Message]:
         readers = list(self._readers.values())

@@ -6,11 +6,10 @@ import logging
 import os
 from pathlib import Path
 
-from flexd.core.errors import PositionLostError
 from flexd.stream.buffers import BufferPool
 from flexd.stream.file_log import segments
 from flexd.stream.losses import Losses
-from flexd.stream.types import Message, OnPositionLost
+from flexd.stream.types import Message
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +27,10 @@ class PartitionReader:
         directory: Path,
         name: str,
         offset: int | None,
-        on_position_lost: OnPositionLost,
         buffers: BufferPool,
     ) -> None:
         self._directory = directory
         self._name = name
-        self._on_position_lost = on_position_lost
         self._buffers = buffers
         self._from_earliest = offset is None
         self.next_offset = offset or 0
@@ -52,7 +49,7 @@ class PartitionReader:
         """Newest segment: base offset, offset after the last header walked, position after its record."""
 
     def read(self, max_bytes: int, max_messages: int) -> list[Message]:
-        """Return the next messages, none if there are none yet. Raises PositionLostError under the policy ``fail``."""
+        """Return the next messages, none if there are none yet."""
         if max_messages <= 0:
             return []
         try:
@@ -210,16 +207,14 @@ class PartitionReader:
         return os.fstat(self._fd).st_ino == there.st_ino and there.st_size >= self._position
 
     def _lose_position(self, cause: str, bases: list[int]) -> None:
-        """Apply the policy for a lost position: move ``next_offset``, or raise PositionLostError."""
+        """Move ``next_offset`` to the earliest message."""
         lost = f"file log partition {self._directory}: position {self.next_offset} is lost: {cause}"
-        if self._on_position_lost == "fail":
-            raise PositionLostError(lost, remedy="restore a matching snapshot, or set the policy to earliest or latest")
         self._reached = True
-        target = bases[0] if self._on_position_lost == "earliest" else self._end_offset(bases[-1])
+        target = bases[0]
         reason = "retention" if bases[0] > self.next_offset else "truncated"
         self.losses.add_position(reason)
         self.losses.add(self._name, self.next_offset, target, reason)
-        _log.warning("%s; continuing at the %s message, %d", lost, self._on_position_lost, target)
+        _log.warning("%s; continuing at the earliest message, %d", lost, target)
         self.next_offset = target
 
     def _end_offset(self, newest_base: int) -> int:

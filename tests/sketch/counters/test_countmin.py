@@ -109,21 +109,6 @@ def test_count_min_error_stays_within_its_bound():
     assert (error > bound).mean() <= 2 * np.exp(-4)
 
 
-def test_count_min_hashes_spread_evenly_and_rows_are_independent():
-    position = np.empty((4, 2**17), np.uint32)
-    hashing.cell_positions(np.arange(2**17, dtype=np.int64), 2**17, 10, position)
-    cells = np.bincount(position.reshape(-1), minlength=4 * 2**10).reshape(4, -1).astype(np.float64)
-    expected = 2**17 / 2**10
-    chi_square = ((cells - expected) ** 2 / expected).sum(axis=1)
-    assert (abs(chi_square - 1023) < 6 * np.sqrt(2 * 1023)).all()
-    assert abs(np.corrcoef(cells)[np.triu_indices(4, 1)]).max() < 0.2
-
-
-def test_an_impossible_width_is_refused():
-    with pytest.raises(SketchError):
-        CountMin(10, 7)
-
-
 def test_the_noise_bound_grows_with_the_share_of_joined_cells():
     """Half of the pairs of every row are joined and hold everything: absent rows have 4 / width of the total."""
     width, value = 1 << 12, 2**32

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -115,34 +111,3 @@ def test_a_full_disk_is_reported_and_nothing_is_lost_or_repeated(tmp_path, monke
     source = source_of(tmp_path)
     assert read_all(source) == list(enumerate(taken))
     assert source.losses().messages == {}
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from flexd.stream.file_log.log import FileLogSink
-sink = FileLogSink(Path(sys.argv[1]), "p", segment_bytes=20_000, flush_bytes=300)
-print("ready", flush=True)
-while True:
-    sink.send(b"%d " % sink.next_offset * 9)
-"""
-
-
-def test_killed_writers_leave_a_readable_log(tmp_path):
-    """SIGKILL at random moments: offsets stay contiguous and every record is whole."""
-    source = source_of(tmp_path)
-    got: list[tuple[int, bytes]] = []
-    for round_ in range(6):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        writer.stdout.readline()
-        until = time.monotonic() + 0.02 + 0.013 * round_
-        while time.monotonic() < until:
-            got += [(m.offset, bytes(m.payload)) for m in source.poll(0.005)]
-        writer.send_signal(signal.SIGKILL)
-        writer.wait(10)
-        writer.stdout.close()
-    got += read_all(source)
-    assert len(got) > 100
-    assert [offset for offset, _ in got] == list(range(len(got)))
-    assert all(payload == b"%d " % offset * 9 for offset, payload in got)
-    assert (source.losses().messages, source.losses().positions) == ({}, {})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import uuid
 
 import pytest
@@ -16,7 +13,6 @@ from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import Message, RefusedMessages
 from tests.support.raw_kafka import CODECS, batch, produce
 from tests.support.reading import poll_until
-from tests.support.repository import ROOT, child_environment
 
 pytestmark = pytest.mark.slow
 
@@ -75,40 +71,6 @@ def test_a_poll_ends_at_a_number_of_decompressed_bytes(tansu):
     source.close()
     assert [item.offset for item in got] == list(range(50))
     assert max(polls) <= 11
-
-
-_READ = """
-import json, sys
-from flexd.stream.kafka.source import KafkaSource
-from flexd.stream.types import RefusedMessages
-def peak():
-    # Not getrusage, whose maximum starts with that of the parent.
-    (line,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
-    return int(line.split()[1]) // 1024
-source = KafkaSource(sys.argv[1], sys.argv[2], "g", session_timeout_seconds=6.0)
-source.poll(0.5)
-before, items = peak(), []
-while not any(bytes(item.payload[:4]) == b"last" for item in items):
-    items = [*items, *source.poll(0.5)]
-source.close()
-refused = [item.reason for item in items if isinstance(item, RefusedMessages)]
-print(json.dumps({"before": before, "after": peak(), "refused": refused}))
-"""
-
-
-def test_300_kilobytes_of_gzip_cost_the_daemon_no_gigabyte(tansu):
-    topic = a_topic(tansu)
-    bomb = batch([bytes(300 * 2**20)], codec="gzip")
-    assert len(bomb) < 320_000
-    produce(tansu.bootstrap_servers, topic, bomb)
-    produce(tansu.bootstrap_servers, topic, batch([b"last"]))
-    done = subprocess.run(
-        [sys.executable, "-c", _READ, tansu.bootstrap_servers, topic],
-        capture_output=True, check=True, env=child_environment(), cwd=ROOT, timeout=120,
-    )  # fmt: skip
-    figures = json.loads(done.stdout)
-    assert figures["refused"] == ["batch_too_large"]
-    assert figures["after"] - figures["before"] < 160, figures
 
 
 def test_a_changed_client_is_refused_at_the_start(monkeypatch):

@@ -259,21 +259,6 @@ def test_an_added_partition_changes_the_sample_by_one_at_most():
     assert sampled_partitions("job", "t", range(3), 1.0) == {0, 1, 2}
 
 
-def test_a_failed_commit_is_reported_and_harmless(own_tansu):
-    topic = topic_on(own_tansu)
-    produce(own_tansu, topic, 0, 2)
-    source = open_source(own_tansu, topic)
-    poll_until(source, lambda got: len(got) == 2)
-    assert source.commit(source.positions()) is None
-    assert source.commit({"another/7": 3}) is None
-    own_tansu.kill()
-    problem = source.commit(source.positions())
-    assert "commit failed" in problem
-    assert source.problem is not None
-    assert source.positions() == {f"{topic}/0": 2}
-    source.close()
-
-
 def test_the_sink_is_bounded_while_the_broker_is_away(own_tansu):
     topic = topic_on(own_tansu)
     sink = KafkaSink(
