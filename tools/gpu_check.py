@@ -2,9 +2,9 @@
 
     python -m tools.gpu_check [--device cuda]
 
-On one GPU as one NCCL rank and on two as two: exchanges, copies of rows, run-ahead, bags, a collection made on meta,
-and a saved and loaded state. Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the modes run over
-gloo, which tests the command. Exit status 1 if tables differ. Times: ``python -m tools.bench step --device cuda``.
+On one GPU as one NCCL rank and on two as two: exchanges, copies of rows, run-ahead, bags, and a
+saved and loaded state. Without a GPU nothing runs, and it ends with 0; with ``--device cpu`` the modes run over gloo,
+which tests the command. Exit status 1 if tables differ. Times: ``python -m tools.bench step --device cuda``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Mode:
     copies: bool = False
     ahead: bool = False
     pooled: bool = False
-    from_meta: bool = False
     saved: bool = False
 
 
@@ -52,7 +51,7 @@ MODES = (
     Mode("copies of rows", copies=True),
     Mode("run-ahead with copies", copies=True, ahead=True),
     Mode("bags", pooled=True),
-    Mode("made on meta, saved and loaded", from_meta=True, saved=True),
+    Mode("saved and loaded", saved=True),
 )
 
 
@@ -64,10 +63,8 @@ def train(rank: int, ranks: int, device: str, mode: Mode) -> dict[str, torch.Ten
     collection = make(
         [kind(name, rows, dim) for name, (rows, dim) in _TABLES.items()],
         optimizer=flexd.RowWiseAdagrad(lr=0.1), layout=RankLayout(1, ranks), exchange=mode.exchange,
-        replica_slots=[COPIED_ROWS] * len(_TABLES), device="meta" if mode.from_meta else device,
+        replica_slots=[COPIED_ROWS] * len(_TABLES), device=device,
     )  # fmt: skip
-    if mode.from_meta:
-        collection.to_empty(device=device)
     given = [_features(step, rank, device) for step in range(6)]
     for step, features in enumerate(flexd.prefetch(given, collection) if mode.ahead else given):
         if step == 1 and mode.copies and ranks > 1:

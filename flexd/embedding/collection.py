@@ -17,6 +17,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import ROWS, SPREAD, SUMS, TableAnswers
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
@@ -52,9 +53,6 @@ JaggedLike = Jagged | torch.Tensor
 
 ResolvedInput = tuple[dict[str, Jagged], list[str]]
 """Features of a batch, and their names dim-group by dim-group."""
-
-
-"""Times the rows of a dim-group: with more a mistake is likelier than a need."""
 
 
 @dataclass(frozen=True)
@@ -121,19 +119,17 @@ class EmbeddingCollection(TableAccess):
         slow_memory_dir: directory of a rank's file of slow rows, on a disk of its own machine; default: host memory.
         rules: home rules and answers that ``flexd shard --for flexd`` planned, instead of those of ``tables``.
         seed: seed of the initial values; the same seed gives the same tables on any number of ranks.
-        device: of the tables; default ``torch.get_default_device()``. On ``meta`` nothing is allocated and no other
-            rank is needed; ``to_empty(device=...)`` of the collection or the model then makes the tables with their
-            initial values, and raises what the constructor would. It is collective.
+        device: of the tables; default ``torch.get_default_device()``. In a model that is constructed on ``meta`` give
+            it: the tables of a rank are made at once, with their initial values.
 
     Raises:
         TopologyError: layout and process group or ``rules`` disagree, or ranks have different tables or settings.
-        EmbeddingError: two tables read the same feature, the replica budget is malformed, a table answers by sums, or
-            ``rules`` are not of these tables.
+        EmbeddingError: two tables read the same feature, the replica budget is malformed, a table answers by sums,
+            ``rules`` are not of these tables, or the device is ``meta``.
     """
 
     pools: ClassVar[bool] = False
     """Whether look-ups return one vector a bag, so that tables can answer by sums."""
-    made_with_tables = frozenset(("engine", "optimizer", "traffic", "layout", "rank", "_features", "_groups"))
 
     def __init__(
         self,
@@ -153,7 +149,12 @@ class EmbeddingCollection(TableAccess):
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(device)
+        super().__init__()
+        self.device = allocated_device(device)
+        if self.device.type == "meta":
+            raise EmbeddingError(
+                "tables on meta have no values", remedy="give the collection the device of its tables: device=..."
+            )
         row_optimizer = optimizer or SGD()
         planned = None if rules is None else _rules_of(rules)
         self.tables = tuple(tables if planned is None else planned.apply(tables))
@@ -171,36 +172,20 @@ class EmbeddingCollection(TableAccess):
             "seed": seed,
         }  # fmt: skip
         """Arguments of the constructor, beside tables, replicas and device."""
-        self.replica_slots = self._slots("replica budget", replica_fraction, replica_slots, 1.0)
+        self.replica_slots = self._slots(replica_fraction, replica_slots)
         self._seed = seed
         self.after_lookup: Callable[[Mapping[str, Jagged]], None] | None = None
         """Called with the input of every forward pass for training, after its look-up; must not raise."""
-        self.make_or_defer(
-            partial(
-                self._make_tables,
-                row_optimizer,
-                layout,
-                average_gradients=average_gradients,
-                exchange=exchange,
-                comm_dtype=comm_dtype,
-                max_migration_bytes_per_step=max_migration_bytes_per_step,
-                two_memories=_two_memories(fast_memory_bytes, slow_memory_dir, optimizers),
-                planned=planned,
-            )
-        )
+        # The innermost of such contexts holds: no other tensor is made on the caller's default device.
+        with torch.device("cpu"):
+            self._make_tables(row_optimizer, planned, _two_memories(fast_memory_bytes, slow_memory_dir, optimizers))
 
     def _make_tables(
-        self,
-        row_optimizer: RowOptimizer,
-        layout: RankLayout | None,
-        *,
-        average_gradients: bool,
-        exchange: str,
-        comm_dtype: str | None,
-        max_migration_bytes_per_step: int,
-        two_memories: TwoMemories | None,
-        planned: TableRules | None,
+        self, row_optimizer: RowOptimizer, planned: TableRules | None, two_memories: TwoMemories | None
     ) -> None:
+        names = ("exchange", "comm_dtype", "average_gradients", "max_migration_bytes_per_step")
+        settings = exchange, comm_dtype, average_gradients, max_bytes = [self.given_arguments[name] for name in names]
+        layout = self.given_arguments["layout"]
         self.traffic = Traffic()
         self.traffic.phases = PhaseMeter(self.device)
         self._groups = ChainGroups(layout or layout_from_environment(), self.traffic, self.device)
@@ -209,7 +194,6 @@ class EmbeddingCollection(TableAccess):
         if planned is not None:
             planned.check_layout(self.layout)
         with self.traffic.uncounted():
-            settings = (exchange, comm_dtype, average_gradients, max_migration_bytes_per_step)
             compared = [
                 rows_of_tables([(table.name, table.rows) for table in self.tables]),
                 Setting("tables", self.keyspace.digest),
@@ -230,7 +214,7 @@ class EmbeddingCollection(TableAccess):
             replica_slots=self.replica_slots,
             exchange=exchange,
             gradient_scale=1.0 / self.layout.world_size if average_gradients else 1.0,
-            max_migration_bytes_per_step=max_migration_bytes_per_step,
+            max_migration_bytes_per_step=max_bytes,
             device=self.device,
             comm_dtype=comm_dtype,
             two_memories=two_memories,
@@ -443,13 +427,13 @@ class EmbeddingCollection(TableAccess):
     def _trains(self) -> bool:
         return torch.is_grad_enabled() and self.training
 
-    def _slots(self, what: str, fraction: float, slots: Sequence[int] | None, most: float) -> tuple[int, ...]:
+    def _slots(self, fraction: float, slots: Sequence[int] | None) -> tuple[int, ...]:
         groups = self.keyspace.groups
-        if not 0.0 <= fraction <= most or (slots is not None and (len(slots) != len(groups) or min(slots) < 0)):
+        if not 0.0 <= fraction <= 1.0 or (slots is not None and (len(slots) != len(groups) or min(slots) < 0)):
             raise EmbeddingError(
-                f"{what}: fraction {fraction}, slots {slots if slots is None else list(slots)} for {len(groups)} "
-                "dim-groups",
-                remedy=f"a fraction of 0 to {most:g}, or one number of slots a dim-group",
+                f"replica budget: fraction {fraction}, slots {slots if slots is None else list(slots)} for "
+                f"{len(groups)} dim-groups",
+                remedy="a fraction of 0 to 1, or one number of slots a dim-group",
             )
         return tuple(int(fraction * group.rows) for group in groups) if slots is None else tuple(map(int, slots))
 
@@ -496,8 +480,7 @@ class EmbeddingCollection(TableAccess):
         Raises:
             CollectiveError: another rank did not close it within the timeout of the process group.
         """
-        if self.has_tables:
-            self.engine.close(orderly=True)
+        self.engine.close(orderly=True)
 
     def __enter__(self) -> Self:
         return self
@@ -505,23 +488,20 @@ class EmbeddingCollection(TableAccess):
     def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Close the collection. After an error on this rank, ranks that wait for it in a collective raise
         ``CollectiveError`` with its text; nothing is waited for, and the process groups are kept."""
-        if self.has_tables:
-            if isinstance(error, Exception):
-                self.engine.groups.notices.publish(self.rank, error)
-            self.engine.close(orderly=error_type is None)
+        if isinstance(error, Exception):
+            self.engine.groups.notices.publish(self.rank, error)
+        self.engine.close(orderly=error_type is None)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Set rows and optimizer state to their initial values, and the number of steps to 0; on every rank.
 
-        It communicates only to finish a running ``flexd.prefetch`` exchange. On ``meta`` it does
-        nothing, as for the modules of torch.
+        It communicates only to finish a running ``flexd.prefetch`` exchange.
         """
-        if self.has_tables:
-            self.engine.before_rows_load()
-            with torch.device("cpu"):
-                self._fill_initial_values()
-            self.engine.steps = 0
+        self.engine.before_rows_load()
+        with torch.device("cpu"):
+            self._fill_initial_values()
+        self.engine.steps = 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise EmbeddingError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Self
 
 import torch
@@ -73,8 +73,8 @@ class Embedding(nn.Module):
         table = EmbeddingTable(name, num_embeddings, embedding_dim, dtype=dtype_name(dtype))
         self._look_up_in(EmbeddingCollection([table], device=device, **settings), table, padding_idx)
         self.register_collection()
-        if self.collection.has_tables:
-            self._clear_padding()
+        if self.padding_idx is not None:
+            self.collection.set_rows(name, self.padding_idx, torch.zeros(1, embedding_dim, device="cpu"))
 
     @classmethod
     def of(cls, collection: EmbeddingCollection, table: str, padding_idx: int | None = None) -> Self:
@@ -177,17 +177,6 @@ class Embedding(nn.Module):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, name={self.name!r}"
-
-    def _clear_padding(self) -> None:
-        if self.padding_idx is not None:
-            self.collection.set_rows(self.name, self.padding_idx, torch.zeros(1, self.embedding_dim))
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        deferred = "collection" in self._modules and not self.collection.has_tables
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if deferred and self.collection.has_tables:
-            self._clear_padding()
-        return self
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:

@@ -29,7 +29,7 @@ from flexd.embedding.exchange.step_guard import StepGuard
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
-from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.store import GroupStore, make_stores
@@ -155,10 +155,10 @@ class RowEngine:
         if self.changed_rows is not None:
             self.changed_rows.add(parts)
 
-    def _rows_updated(self, summed: Sequence[RowGradients], optimizer: RowOptimizer) -> None:
+    def _rows_updated(self, summed: Sequence[RowGradients], optimizer: RowUpdate) -> None:
         if self.changed_rows is not None and self.changed_rows.active:
             self.changed_rows.add([(part.group, part.slots) for part in summed])
-            if getattr(optimizer, "moves_all_rows", False):
+            if optimizer.moves_all_rows:
                 self.changed_rows.add_all()
 
     def _hops(self, groups: ChainGroups) -> tuple[list[Hop], list[Hop]]:
@@ -358,7 +358,7 @@ class RowEngine:
         """True if gradients are summed at their rows and wait for ``push``."""
         return self._summed is not None
 
-    def push(self, optimizer: RowOptimizer) -> None:
+    def push(self, optimizer: RowUpdate) -> None:
         """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
         with self._calling():
             updated = self._push(optimizer)
@@ -370,7 +370,7 @@ class RowEngine:
         if updated and self.after_step is not None:
             self.after_step()
 
-    def _push(self, optimizer: RowOptimizer) -> bool:
+    def _push(self, optimizer: RowUpdate) -> bool:
         if self.passes and self._summed is None:
             self._summed = StepGradients(self._sum_passes(defer=True), self.stores, self.groups.world)
         summed = self.gradients()

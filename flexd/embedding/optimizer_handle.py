@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from flexd.core.errors import EmbeddingError
+from flexd.embedding.engine import RowEngine
 from flexd.embedding.gradients import StepGradients
-from flexd.embedding.row_optimizers import RowOptimizer
-
-
-class SteppedRows(Protocol):
-    """Rows that an optimizer step updates; ``RowEngine`` implements it."""
-
-    steps: int
-
-    def push(self, optimizer: RowOptimizer) -> None: ...
-
-    def drop_gradients(self) -> None: ...
-
-    def gradients(self) -> StepGradients | None: ...
+from flexd.embedding.row_optimizers import RowOptimizer, RowUpdate
 
 
 @dataclass(frozen=True)
@@ -37,10 +26,6 @@ class TableRate:
     lr: float | None
     first_key: int
     optimizer: RowOptimizer | None = None
-
-    @property
-    def has_own(self) -> bool:
-        return self.lr is not None or self.optimizer is not None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -64,19 +49,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         self,
         anchor: torch.nn.Parameter,
         optimizer: RowOptimizer,
-        rows: SteppedRows,
+        rows: RowEngine,
         tables: Sequence[TableRate] = (),
     ) -> None:
         self._rows = rows
         self._tables = tables
+        plain: list[str] = []
         own: dict[tuple[RowOptimizer, float], list[str]] = {}
         for table in tables:
-            if table.has_own:
+            if table.lr is None and table.optimizer is None:
+                plain.append(table.name)
+            else:
                 rule = table.optimizer or optimizer
                 own.setdefault((rule, rule.lr if table.lr is None else table.lr), []).append(table.name)
-        first: dict[str, Any] = {"params": [anchor]} | (
-            {"tables": [each.name for each in tables if not each.has_own]} if own else {}
-        )
+        first: dict[str, Any] = {"params": [anchor]} | ({"tables": plain} if own else {})
         others: list[dict[str, Any]] = [
             {"params": [], **_settings_of(rule), "lr": lr, "tables": of_rate} for (rule, lr), of_rate in own.items()
         ]
@@ -98,7 +84,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def moves_all_rows(self) -> bool:
         """True if a step also changes rows that it did not look up."""
-        return any(getattr(rule, "moves_all_rows", False) for rule in self._used)
+        return any(rule.moves_all_rows for rule in self._used)
 
     def gradients(self) -> StepGradients | None:
         """Collective. Return the gradients that wait for the next step, summed at their rows; None without any."""
@@ -129,7 +115,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if "step" in saved:
             self._rows.steps = int(saved["step"])
 
-    def _current(self) -> RowOptimizer:
+    def _current(self) -> RowUpdate:
         """Return the optimizer with the settings of the parameter groups, which schedulers change.
 
         Raises:
@@ -145,9 +131,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             if group["tables"]:
                 by_kind.setdefault(rule.name, []).append((rule, group["tables"]))
         made = [self._of_kind(groups) for groups in by_kind.values()]
-        return made[0] if len(made) == 1 else OptimizersByGroup(tuple(made))
+        return made[0] if len(made) == 1 else OptimizersByGroup(tuple(by_kind), tuple(made))
 
-    def _of_kind(self, groups: Sequence[tuple[RowOptimizer, list[str]]]) -> RowOptimizer:
+    def _of_kind(self, groups: Sequence[tuple[RowOptimizer, list[str]]]) -> RowUpdate:
         """Return one optimizer for tables of one kind."""
         from flexd.embedding.table_rates import TableRates
 

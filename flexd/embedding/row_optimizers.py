@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -24,8 +24,23 @@ _ADDED_BLOCK_NUMBERS = 1 << 20
 """The same of an update that only adds a change to the rows: each call has a fixed cost, and there is one temporary."""
 
 
-class RowOptimizer(Protocol):
-    """Updates given rows in place.
+class RowUpdate(Protocol):
+    """Updates given rows in place by the settings of one step."""
+
+    @property
+    def moves_all_rows(self) -> bool:
+        """True if a step also changes rows that it did not look up."""
+
+    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
+        """Apply one step to the rows of several dim-groups.
+
+        Args:
+            step: number of this optimizer step of the job, from 1, for bias correction.
+        """
+
+
+class RowOptimizer(RowUpdate, Protocol):
+    """The optimizer of a table's rows.
 
     The same call with the same gradients must give bit-equal rows on every holder, so an implementation may use
     only its settings and arguments (no generator of random numbers, no position of the row in the table). An
@@ -36,7 +51,6 @@ class RowOptimizer(Protocol):
     @property
     def name(self) -> str:
         """Name in ``TableSpec.optimizer``; ``flexd.core.keyspace.state_columns`` defines its state."""
-        ...
 
     @property
     def lr(self) -> float: ...
@@ -44,15 +58,6 @@ class RowOptimizer(Protocol):
     @property
     def initial_state(self) -> float:
         """Initial value of every number of the state."""
-        ...
-
-    def update_groups(self, groups: Sequence[GroupUpdate], step: int) -> None:
-        """Apply one step to the rows of several dim-groups.
-
-        Args:
-            step: number of this optimizer step of the job, from 1, for bias correction.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,7 @@ class _CommonSettings:
             below their precision count on average; else to the nearest, which loses them. Other tables do not differ.
     """
 
+    moves_all_rows: ClassVar[bool] = False
     weight_decay: float = 0.0
     decoupled_weight_decay: bool = False
     stochastic_rounding: bool = True
@@ -146,33 +152,31 @@ class _FusedRowOptimizer(_CommonSettings):
 
     lr: float
 
-    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        """Return [n, dim] to add to the rows. Changes ``state`` [n, s] in place, not ``grads``.
-
-        Args:
-            squares: what ``_squares`` returned; may be overwritten if it is not ``grads``.
-        """
-        raise NotImplementedError
+    row_wise: ClassVar[bool] = False
+    """True if squares of gradients are averaged over each row."""
 
     def _changes(
         self,
         grads: Sequence[torch.Tensor],
-        squares: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor],
+        sizes: Sequence[Sequence[int]],
         step: int,
     ) -> list[torch.Tensor]:
-        """As ``_change``, for each dim-group."""
-        return [self._change(*of_group, step) for of_group in zip(grads, squares, states, strict=True)]
-
-    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return for each dim-group the squares of [n, dim] gradients, or a number a row that the optimizer needs.
+        """Return for each dim-group [n, dim] to add to its rows. Changes ``states`` [n, s] in place, not ``grads``.
 
         Args:
-            sizes: of each dim-group the rows of each part. A result for a row may depend on the number of rows that a
-                kernel is given, so parts that another rank has alone do not share a reduction.
+            sizes: of each dim-group the rows of each part, for ``_squares``.
         """
-        del sizes
-        return list(grads)
+        raise NotImplementedError
+
+    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return for each dim-group the squares of [n, dim] gradients, or with ``row_wise`` their means, [n, 1].
+
+        Args:
+            sizes: a result for a row may depend on the number of rows that a kernel is given, so parts that another
+                rank has alone do not share a reduction.
+        """
+        return _mean_squares(grads, sizes) if self.row_wise else _squared(grads)
 
     def update(
         self,
@@ -184,7 +188,7 @@ class _FusedRowOptimizer(_CommonSettings):
         keys_of: KeysOf | None = None,
         rates_of: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Apply one step, as ``RowOptimizer.update``.
+        """Apply one step, as ``update_groups`` of one part.
 
         Args:
             keys_of, rates_of: as in ``GroupUpdate``.
@@ -229,12 +233,12 @@ class _FusedRowOptimizer(_CommonSettings):
             weights.append(group.rows.index_select(0, index).to(_wide(group.rows.dtype)))
             if not decoupled and self.weight_decay:
                 all_grads[number] = weights[-1].mul(self.weight_decay).add_(all_grads[number])  # type: ignore[union-attr]
-        squares = self._squares(all_grads, [[at.shape[0] for at, _ in group.gradients] for group in groups])
+        sizes = [[at.shape[0] for at, _ in group.gradients] for group in groups]
         states = [
             group.state.index_select(0, index) if group.state.shape[1] else group.state
             for group, index in zip(groups, indices, strict=True)
         ]
-        changes = self._changes(all_grads, squares, states, step)
+        changes = self._changes(all_grads, states, sizes, step)
         for group, index, change, kept, old in zip(groups, indices, changes, states, weights, strict=True):
             rows = group.rows
             rates = None if group.rates_of is None else group.rates_of(index).to(change.dtype)
@@ -286,11 +290,11 @@ class SGD(_FusedRowOptimizer):
     def _changes(
         self,
         grads: Sequence[torch.Tensor],
-        squares: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor],
+        sizes: Sequence[Sequence[int]],
         step: int,
     ) -> list[torch.Tensor]:
-        del squares, states, step
+        del states, sizes, step
         return list(torch._foreach_mul(list(grads), -self.lr))
 
 
@@ -308,14 +312,14 @@ class _AdagradLike(_FusedRowOptimizer):
     def _changes(
         self,
         grads: Sequence[torch.Tensor],
-        squares: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor],
+        sizes: Sequence[Sequence[int]],
         step: int,
     ) -> list[torch.Tensor]:
-        """The states are the accumulators, of the shapes of ``squares``."""
+        """The states are the accumulators, of the shapes of the squares."""
         del step
         accumulators = list(states)
-        torch._foreach_add_(accumulators, list(squares))
+        torch._foreach_add_(accumulators, self._squares(grads, sizes))
         divisors = torch._foreach_sqrt(accumulators)
         torch._foreach_add_(divisors, self.eps)
         return self._divided(grads, divisors)
@@ -342,10 +346,6 @@ class Adagrad(_AdagradLike):
     initial_accumulator_value: float = 0.0
     name: str = field(default="adagrad", init=False)
 
-    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        del sizes
-        return _squared(grads)
-
 
 @dataclass(frozen=True)
 class RowWiseAdagrad(_AdagradLike):
@@ -361,9 +361,7 @@ class RowWiseAdagrad(_AdagradLike):
     eps: float = 1e-8
     initial_accumulator_value: float = 0.0
     name: str = field(default="rowwise_adagrad", init=False)
-
-    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        return _mean_squares(grads, sizes)
+    row_wise: ClassVar[bool] = True
 
     def _divided(self, grads: Sequence[torch.Tensor], divisors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One factor a row, as FBGEMM's, so that the gradients are read and the changes written once."""
@@ -381,6 +379,16 @@ class _AdamLike(_FusedRowOptimizer):
     def __post_init__(self) -> None:
         self._check(eps=self.eps)
         _check_betas(self, self.betas)
+
+    def _changes(
+        self,
+        grads: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        sizes: Sequence[Sequence[int]],
+        step: int,
+    ) -> list[torch.Tensor]:
+        of_groups = zip(grads, self._squares(grads, sizes), states, strict=True)
+        return [self._moments(*of_group, step) for of_group in of_groups]
 
     def _moments(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
         """Return the change; ``state`` is the first moment [n, dim], then the second, of the shape of ``squares``.
@@ -414,13 +422,6 @@ class Adam(_AdamLike):
     name: str = field(default="adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
 
-    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        del sizes
-        return _squared(grads)
-
-    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        return self._moments(grads, squares, state, step)
-
 
 @dataclass(frozen=True)
 class RowWiseAdam(_AdamLike):
@@ -437,9 +438,4 @@ class RowWiseAdam(_AdamLike):
     eps: float = 1e-8
     name: str = field(default="rowwise_adam", init=False)
     initial_state: float = field(default=0.0, init=False, repr=False)
-
-    def _squares(self, grads: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        return _mean_squares(grads, sizes)
-
-    def _change(self, grads: torch.Tensor, squares: torch.Tensor, state: torch.Tensor, step: int) -> torch.Tensor:
-        return self._moments(grads, squares, state, step)
+    row_wise: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 from flexd.embedding.exchange.route import Route
 from flexd.embedding.exchange.router import Router
 from flexd.embedding.replicas.touched_rows import TouchedRows
-from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.row_optimizers import RowUpdate
 
 
 class ForwardPass:
@@ -142,5 +142,5 @@ class StepHooks:
         """End for good: no step follows, and deferred gradients are dropped. Returns whether all threads ended."""
         return True
 
-    def after_update(self, optimizer: RowOptimizer, step: int) -> None:
+    def after_update(self, optimizer: RowUpdate, step: int) -> None:
         """Run after a step has updated its rows; deferred gradients update theirs by this optimizer and step."""

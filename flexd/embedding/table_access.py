@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from torch import nn
 from flexd.core.errors import EmbeddingError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout
-from flexd.embedding.devices import allocated_device
 from flexd.embedding.engine import RowEngine
 from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.process_groups import ChainGroups
@@ -21,74 +20,10 @@ if TYPE_CHECKING:
     from flexd.embedding.checkpoint.blocks import TableHomes
 
 
-class DeferredTables(nn.Module):
-    """Makes tables at once, or when ``to_empty`` moves the module from ``meta`` to the device of the tables.
-
-    Attributes:
-        device: of the tables; ``meta`` until they are made.
-    """
-
-    made_with_tables: ClassVar[frozenset[str]] = frozenset()
-    """Attributes that do not exist on ``meta``."""
-
-    def __init__(self, device: torch.device | str | None) -> None:
-        super().__init__()
-        self.device = allocated_device(device)
-        self._make: Callable[[], None] | None = None
-
-    @property
-    def has_tables(self) -> bool:
-        """False until the tables are made."""
-        return self._make is None
-
-    def make_or_defer(self, make: Callable[[], None]) -> None:
-        """Collective if the device is not ``meta``. Call ``make``, which makes the tables on ``self.device``."""
-        self._make = make
-        if self.device.type != "meta":
-            self._make_now(make)
-
-    def _make_now(self, make: Callable[[], None]) -> None:
-        # The innermost of such contexts holds: no other tensor is made on the caller's default device.
-        with torch.device("cpu"):
-            make()
-        self._make = None
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self.made_with_tables and self.__dict__.get("_make") is not None:
-            raise EmbeddingError(
-                "the tables are on meta, without values", remedy="call to_empty(device=...) on every rank"
-            )
-        return super().__getattr__(name)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Make tables that are on ``meta`` on the device of ``to_empty``, and refuse every other move at once.
-
-        ``model.half()`` does not change the tables, which have their own dtype.
-        """
-        try:
-            target = fn(torch.empty(0, dtype=torch.int64, device=self.device)).device
-        except NotImplementedError as error:
-            raise EmbeddingError(
-                "the tables are on meta, without values", remedy="call to_empty(device=...) instead of to(device)"
-            ) from error
-        if target != self.device:
-            if self._make is None:
-                raise EmbeddingError(
-                    f"the tables are on {self.device} and cannot be moved to {target}",
-                    remedy="construct the collection with device=",
-                )
-            self.device = target
-            try:
-                self._make_now(self._make)
-            except BaseException:
-                self.device = torch.device("meta")
-                raise
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-
-class TableAccess(DeferredTables):
+class TableAccess(nn.Module):
     """What a collection does with whole tables. Its attributes are those of ``EmbeddingCollection``."""
+
+    device: torch.device
 
     keyspace: KeySpace
     layout: RankLayout
@@ -97,9 +32,21 @@ class TableAccess(DeferredTables):
     traffic: Traffic
     _groups: ChainGroups
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Refuse to move the tables to another device. ``model.half()`` does not change them: they have their own
+        dtype."""
+        target = fn(torch.empty(0, dtype=torch.int64, device=self.device)).device
+        if target != self.device:
+            raise EmbeddingError(
+                f"the tables are on {self.device} and cannot be moved to {target}",
+                remedy="construct the collection with device=",
+            )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of a table's rows."""
-        return TORCH_DTYPES[self.tables[self.keyspace.index[name]].dtype]
+        return TORCH_DTYPES[self.keyspace.tables[self.keyspace.index[name]].dtype]
 
     @torch.no_grad()
     def load_rows(self, name: str, first_row: int, values: torch.Tensor | None, *, source: int | None = None) -> None:

@@ -89,7 +89,8 @@ def replace(
         taken |= dict.fromkeys([*one.table_names, *(lookup.name for lookup in one.lookups)], path)
         weights |= zip(one.table_names, _weights(path, module), strict=True)
     loaded = frozenset(name for name, weight in weights.items() if weight.device.type != "meta")
-    device = _device(weights, device, loaded)
+    if device is None and loaded:
+        device = weights[min(loaded)].device
     rule, modules = _with_optimizers(modules, weights) if optimizer is None else (optimizer, modules)
     tables = ReplacedTables(modules, optimizer=rule, one_lookup=one_lookup, device=device, loaded=loaded, **arguments)
     for name, weight in weights.items():  # collective: in the same order on every rank, which a set has not
@@ -188,17 +189,6 @@ def _weights(path: str, module: Any) -> list[nn.Parameter]:
             )
         weights.append(weight)
     return weights
-
-
-def _device(
-    weights: Mapping[str, nn.Parameter], given: torch.device | str | None, loaded: frozenset[str]
-) -> torch.device | str | None:
-    if loaded and given is not None and torch.device(given).type == "meta":
-        raise EmbeddingError(
-            f"tables {', '.join(sorted(loaded))} have values, and device is meta",
-            remedy="give the device of the tables, or construct the model on meta",
-        )
-    return given if given is not None or not loaded else weights[min(loaded)].device
 
 
 def _load(tables: ReplacedTables, name: str, weight: torch.Tensor) -> None:

@@ -31,6 +31,22 @@ def test_invalid_arguments_are_refused() -> None:
         flexd.EmbeddingCollection([table], layout=RankLayout(1, 1), exchange="ring")
 
 
+def test_tables_are_made_on_the_device_that_is_given_and_stay_there() -> None:
+    """In a model that is constructed on ``meta``, as users of FSDP2 do."""
+    table = flexd.EmbeddingTable("item", 10, 4)
+    with torch.device("meta"):
+        with pytest.raises(EmbeddingError, match="tables on meta have no values - give the collection the device"):
+            flexd.EmbeddingCollection([table])
+        items = flexd.Embedding(10, 4, padding_idx=3, device="cpu")
+        model = torch.nn.ModuleList([items, torch.nn.Linear(4, 4)])
+    rows = items.weight.detach().clone()
+    assert torch.equal(rows[3], torch.zeros(4))
+    model.to_empty(device="cpu").half()
+    assert torch.equal(items.weight.detach(), rows)
+    with pytest.raises(EmbeddingError, match="are on cpu and cannot be moved to meta"):
+        model.to("meta")
+
+
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 def test_zero_grad_before_or_after_the_forward_pass(when: str) -> None:
     """``zero_grad`` is common before forward and between forward and backward: neither may lose the step."""

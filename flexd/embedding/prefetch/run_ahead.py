@@ -56,7 +56,7 @@ from flexd.embedding.prefetch.run_ahead_job import DeferredGradients, HomeSlots,
 from flexd.embedding.prefetch.worker_thread import WorkerThread
 from flexd.embedding.replicas.replica_sync import RowGradients
 from flexd.embedding.replicas.touched_rows import TouchedRows
-from flexd.embedding.row_optimizers import RowOptimizer
+from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step_hooks import ForwardPass, LocatedInput, StepHooks
 
 logger = logging.getLogger(__name__)
@@ -419,7 +419,7 @@ class RunAhead(StepHooks):
             self._splitting = DeferredGradients(result.pass_splits, *TouchedRows.union(touched).split(of_next))
         return self._splitting
 
-    def after_update(self, optimizer: RowOptimizer, step: int) -> None:
+    def after_update(self, optimizer: RowUpdate, step: int) -> None:
         deferred, self._splitting = self._splitting, None
         if deferred is None:
             return

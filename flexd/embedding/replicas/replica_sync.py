@@ -31,7 +31,7 @@ from flexd.embedding.exchange.router import Router
 from flexd.embedding.exchange.station_lookup import Dedup
 from flexd.embedding.replicas.replica_sums import ReplicaSums, SumLists, sum_lists
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
-from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowOptimizer
+from flexd.embedding.row_optimizers import GroupUpdate, KeysOf, RowUpdate
 from flexd.embedding.store.store import GroupStore
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ReplicaSync:
         stores: Sequence[GroupStore],
         router: Router,
         layout: RankLayout,
-        updated: Callable[[Sequence[RowGradients], RowOptimizer], None] | None = None,
+        updated: Callable[[Sequence[RowGradients], RowUpdate], None] | None = None,
     ) -> None:
         self._stores = list(stores)
         self._updated = updated
@@ -158,8 +158,8 @@ class ReplicaSync:
         return summed
 
     @in_phase(StepPhase.UPDATE)
-    def update(self, summed: Sequence[RowGradients], optimizer: RowOptimizer, step: int) -> None:
-        """Update the rows. ``step``: as in ``RowOptimizer.update``."""
+    def update(self, summed: Sequence[RowGradients], optimizer: RowUpdate, step: int) -> None:
+        """Update the rows. ``step``: as in ``RowUpdate.update_groups``."""
         if self._updated is not None:
             self._updated(summed, optimizer)
         # One part a tier and group has the same rows in the same order on every holder: bit-equal by construction.
@@ -262,7 +262,7 @@ def _update_tier(
     tier: Tier,
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
     keys_at: KeysOf,
-    optimizer: RowOptimizer,
+    optimizer: RowUpdate,
     step: int,
     name: str,
 ) -> None:

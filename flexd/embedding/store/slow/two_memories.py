@@ -16,6 +16,7 @@ from flexd.core.fast_memory import FRAME_BYTES, proportional_frames
 from flexd.core.homes import Homes
 from flexd.core.keyspace import DimGroup, KeySpace, state_columns
 from flexd.core.layout import RankLayout
+from flexd.embedding.row_optimizers import RowOptimizer
 from flexd.embedding.store.initial_values import fill_initial_rows
 from flexd.embedding.store.slow.file_rows import FileRows
 from flexd.embedding.store.slow.host_rows import HostRows
@@ -42,7 +43,7 @@ class TwoMemories:
 
     @classmethod
     def of(
-        cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizers: Sequence[object]
+        cls, fast_memory_bytes: int | None, directory: str | os.PathLike[str] | None, optimizers: Sequence[RowOptimizer]
     ) -> TwoMemories | None:
         """Return None for rows that are all fast.
 
@@ -57,7 +58,7 @@ class TwoMemories:
             return None
         if fast_memory_bytes < 1:
             raise EmbeddingError(f"fast_memory_bytes={fast_memory_bytes}", remedy="give at least the bytes of a row")
-        everything = [type(each).__name__ for each in optimizers if getattr(each, "moves_all_rows", False)]
+        everything = [type(each).__name__ for each in optimizers if each.moves_all_rows]
         if everything:
             raise EmbeddingError(
                 f"fast_memory_bytes with {everything[0]}, which reads and writes every row at every step",
