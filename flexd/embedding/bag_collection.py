@@ -24,7 +24,7 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import COPIED, ROWS, SUMS
 from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable, JaggedLike
 from flexd.embedding.exchange.bag_exchange import joined_offsets
-from flexd.embedding.features import FeatureKeys
+from flexd.embedding.exchange.route import FeatureKeys
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.routed_input import RoutedInput
 

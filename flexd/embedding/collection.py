@@ -29,8 +29,8 @@ from flexd.embedding.exchange.process_groups import (
     rows_of_tables,
     seed_of_tables,
 )
-from flexd.embedding.exchange.route import Route
-from flexd.embedding.features import FeatureKeys, FeatureMap
+from flexd.embedding.exchange.route import FeatureKeys, Route
+from flexd.embedding.features import FeatureMap
 from flexd.embedding.gradients import AnchorParameter, clip_grad_norm_
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.optimizer_handle import FusedOptimizer, TableRate
@@ -49,10 +49,6 @@ if TYPE_CHECKING:
 
 JaggedLike = Jagged | torch.Tensor
 """Ids of one feature: ``Jagged``, a nested tensor of layout ``torch.jagged``, or a dense tensor."""
-
-
-ResolvedInput = tuple[dict[str, Jagged], list[str]]
-"""Features of a batch, and their names dim-group by dim-group."""
 
 
 @dataclass(frozen=True)
@@ -338,13 +334,11 @@ class EmbeddingCollection(TableAccess):
         except Exception as fault:  # any error: a rank that raised alone would leave the others waiting
             error = fault
         faulty_rank, trains = 0 if error is None else self.rank + 1, self._trains()
-        forward_pass = self.engine.find(
-            found.keys, faulty_rank, faulty=found.faulty, numbers=found.numbers, bags=found.bags, trains=trains
-        )
-        self._check_agreed(forward_pass.route, error, (features, found.order))
+        forward_pass = self.engine.find(found, faulty_rank, trains=trains)
+        self._check_agreed(forward_pass.route, error, features)
         return RoutedInput(features, found.order, forward_pass)
 
-    def _check_agreed(self, route: Route, error: Exception | None, resolved: ResolvedInput | None) -> None:
+    def _check_agreed(self, route: Route, error: Exception | None, features: Mapping[str, Jagged] | None) -> None:
         agreement = route.agreement
         agreement.check_calls()
         if agreement.settings_differ:
@@ -354,22 +348,21 @@ class EmbeddingCollection(TableAccess):
                 "checkpoint: copies of a row have become unequal",
             )
         if route.agreement.fault:
-            if route.agreement.fault == self.rank + 1 and error is None and resolved is not None:
-                self._features.raise_fault(resolved[0])
+            if route.agreement.fault == self.rank + 1 and error is None and features is not None:
+                self._features.raise_fault(features)
             raise error or EmbeddingError(
                 f"rank {route.agreement.fault - 1} has input that cannot be looked up",
                 remedy=f"see the error of rank {route.agreement.fault - 1}",
             )
 
-    def resolve(self, given: Any) -> tuple[ResolvedInput, FeatureKeys]:
+    def resolve(self, given: Any) -> tuple[dict[str, Jagged], FeatureKeys]:
         """Local. Return the features of the input of a forward pass and their keys.
 
         Raises:
             EmbeddingError: the input cannot be looked up.
         """
         features = self.as_features(given)
-        found = self._keys_of(given, features)
-        return (features, found.order), found
+        return features, self._keys_of(given, features)
 
     def read(self, given: Any) -> InputValues:
         """Local. Return what of the input of a forward pass its look-up needs.

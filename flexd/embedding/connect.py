@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,11 +41,7 @@ class Connection:
         self.agent = agent
         self.tap = tap
         self._collection = collection
-        self._last_totals = collection.traffic.totals()
-        self._last_apply_seconds = collection.engine.apply_seconds
-        self._last_unused = collection.engine.hooks.unused_batches
-        self._last_prefetched = collection.engine.hooks.prefetched_batches
-        self._last_passes = collection.engine.summed_passes
+        self._last_totals = self._totals()
         self._last_step_at = time.monotonic()
         self._phase_steps = 0
         self._slow_memory = SlowMemoryMeter(collection.engine.stores)
@@ -74,13 +71,21 @@ class Connection:
             )
         )  # fmt: skip
 
+    def _totals(self) -> dict[str, Any]:
+        """Return what has added up on this rank, by field of a report."""
+        engine = self._collection.engine
+        return self._collection.traffic.totals() | {
+            "apply_seconds": engine.apply_seconds, "passes": engine.summed_passes,
+            "unused_prefetches": engine.hooks.unused_batches, "prefetches": engine.hooks.prefetched_batches,
+        }  # fmt: skip
+
     def _report(self) -> None:
         collection = self._collection
-        totals = collection.traffic.totals()
-        since = {name: value - self._last_totals[name] for name, value in totals.items()}
+        totals = self._totals()
+        # A loop of prefetch with other settings counts its batches anew.
+        since = {name: max(0, value - self._last_totals[name]) for name, value in totals.items()}
+        home, node, device = (since.pop(f"{tier}_accesses") for tier in ("home", "node", "device"))
         now = time.monotonic()
-        unused = collection.engine.hooks.unused_batches
-        prefetched = collection.engine.hooks.prefetched_batches
         self._phase_steps += 1
         phases: tuple[PhaseReport, ...] = ()
         cover_seconds, phase_steps = 0.0, 0
@@ -97,19 +102,10 @@ class Connection:
                 placement_version=collection.placement_version,
                 placement_digest=collection.engine.migrator.digest,
                 step_seconds=now - self._last_step_at,
-                apply_seconds=collection.engine.apply_seconds - self._last_apply_seconds,
-                accesses_by_tier=(since["home_accesses"], since["node_accesses"], since["device_accesses"]),
-                all_to_all_intra_bytes=since["all_to_all_intra_bytes"],
-                all_to_all_inter_bytes=since["all_to_all_inter_bytes"],
-                sync_intra_bytes=since["sync_intra_bytes"],
-                sync_inter_bytes=since["sync_inter_bytes"],
-                migration_intra_bytes=since["migration_intra_bytes"],
-                migration_inter_bytes=since["migration_inter_bytes"],
+                accesses_by_tier=(home, node, device),
                 exchange=collection.exchange,
                 exchange_reason=collection.engine.exchange.reason or "",
-                unused_prefetches=max(0, unused - self._last_unused),
-                prefetches=max(0, prefetched - self._last_prefetched),
-                passes=collection.engine.summed_passes - self._last_passes,
+                **since,
                 phases=phases,
                 phase_steps=phase_steps,
                 cover_seconds=cover_seconds,
@@ -117,10 +113,7 @@ class Connection:
                 mistakes=MISTAKES.reports(),
             )
         )
-        self._last_unused, self._last_prefetched = unused, prefetched
-        self._last_passes = collection.engine.summed_passes
         self._last_totals, self._last_step_at = totals, now
-        self._last_apply_seconds = collection.engine.apply_seconds
 
 
 def connect(

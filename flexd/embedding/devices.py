@@ -66,11 +66,6 @@ class Numbers:
     def device(self) -> torch.device:
         return self._all.device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held between steps."""
-        return self._all.nbytes
-
     def first(self, count: int) -> torch.Tensor:
         """Return int64 [count], which must not be changed."""
         kept = self._all

@@ -23,12 +23,13 @@ from flexd.embedding.exchange.exchange_choice import ExchangeChoice, ExchangeTri
 from flexd.embedding.exchange.hop import SETTINGS_BITS, Agreement, CallSignature, Hop
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.process_groups import ChainGroups
-from flexd.embedding.exchange.route import Route
-from flexd.embedding.exchange.router import LookupPiggyback, Router
+from flexd.embedding.exchange.route import FeatureKeys, Route
+from flexd.embedding.exchange.router import Router
 from flexd.embedding.exchange.step_guard import StepGuard
 from flexd.embedding.gradients import StepGradients
 from flexd.embedding.migration.migrator import Migrator
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
+from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.row_optimizers import RowUpdate
 from flexd.embedding.step_hooks import ForwardPass, StepHooks
 from flexd.embedding.store.initial_values import fill_initial_rows
@@ -37,7 +38,6 @@ from flexd.embedding.store.store import GroupStore, make_stores
 if TYPE_CHECKING:
     from flexd.embedding.checkpoint.changed_rows import ChangedRows
     from flexd.embedding.checkpoint.lone_saves import LoneSaves
-    from flexd.embedding.exchange.bag_exchange import BagIds
     from flexd.embedding.store.memory import RankMemory
     from flexd.embedding.store.slow.frame_division import FrameDivision
     from flexd.embedding.store.slow.two_memories import TwoMemories
@@ -124,8 +124,10 @@ class RowEngine:
         self.after_step: Callable[[], None] | None = None
         self._scale = gradient_scale
         self._max_migration_bytes = max_migration_bytes_per_step
-        self._stale_replicas = self.migrator.list_copied_tables()
-        self._summed: StepGradients | None = None
+        self.stale_replicas = self.migrator.list_copied_tables()
+        """Whether copies of rows are refreshed before the next look-up. Equal on all ranks."""
+        self.summed: StepGradients | None = None
+        """Gradients that are summed at their rows and wait for ``push``."""
 
     @property
     def phases(self) -> PhaseMeter:
@@ -194,13 +196,13 @@ class RowEngine:
 
     def _prepare(self) -> None:
         self.hooks.settle()
-        if self._stale_replicas:
+        if self.stale_replicas:
             self.migrator.refresh()
-            self._stale_replicas = False
-        if self._summed is not None and self._summed.overflowed:
-            self._summed = None  # their step was skipped, on every rank
+            self.stale_replicas = False
+        if self.summed is not None and self.summed.overflowed:
+            self.summed = None  # their step was skipped, on every rank
         self.migrator.complete()  # no fetch followed the last chunk: the pass was given up
-        if not self.passes and self._summed is None and not self.hooks.holds_route:
+        if not self.passes and self.summed is None and not self.hooks.holds_route:
             self._change_exchange()
             self._apply_chunks()
 
@@ -214,48 +216,39 @@ class RowEngine:
 
     def find(
         self,
-        keys: torch.Tensor,
+        found: FeatureKeys,
         fault: int = 0,
         *,
-        faulty: torch.Tensor | None = None,
-        numbers: Sequence[int] | None = None,
-        bags: BagIds | None = None,
         trains: bool = False,
     ) -> ForwardPass:
-        """Collective. Find the route of int64 [n] keys, repeats allowed.
+        """Collective. Find the route of keys, repeats allowed.
 
         Args:
             trains: the pass will be opened; equal on all ranks.
-            fault: 1 + this rank if its input cannot be looked up (``keys`` is empty then). The highest of all ranks
+            fault: 1 + this rank if its input cannot be looked up (there are no keys then). The highest of all ranks
                 is in the route's agreement: every rank must give the pass up if it is not 0, or if ranks diverged.
-            faulty: bool [] on the device: the same for an input whose numbers the host has not read.
-            numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
-            bags: ids to be answered by sums, beside ``keys``.
         """
         self.groups.world.finish_on_device()
         call = CallSignature.of(self.groups.rank, trains=trains, passes=len(self.passes), steps=self.steps)
         with self._calling():
             touched = self.sync.new_touched() if trains else None
-            route = self._find(keys, call, self.settings_digest, fault, touched, faulty, numbers, bags)
+            route = self._find(found, call, self.settings_digest, fault, touched)
             return ForwardPass(route, touched)
 
     def _find(
         self,
-        keys: torch.Tensor,
+        found: FeatureKeys,
         call: CallSignature,
         settings_digest: int,
         fault: int = 0,
-        piggyback: LookupPiggyback | None = None,
-        faulty: torch.Tensor | None = None,
-        numbers: Sequence[int] | None = None,
-        bags: BagIds | None = None,
+        touched: TouchedRows | None = None,
     ) -> Route:
         version, proposed = self.inbox.begin_exchange(), self.exchange.proposed
         agreement = Agreement(version, fault, call, call, (settings_digest,) * 2, proposed)
         self.look_ups += 1
         saves = self.lone_saves
         called = "" if saves is None else saves.begin_look_up()
-        route = self.router.find(keys, agreement, piggyback, faulty, numbers, bags)
+        route = self.router.find(found, agreement, touched)
         if saves is not None:
             saves.after_look_up(called)
         self.inbox.end_exchange(route.agreement.version)
@@ -276,7 +269,8 @@ class RowEngine:
         no_keys = torch.empty(0, dtype=torch.int64, device=self.stores[0].rows.device)
         call = CallSignature.of_loop(self.groups.rank, steps=self.steps)
         with self._calling(), self.router.traffic.uncounted():
-            agreement = self._find(no_keys, call, digest, numbers=[0] * len(self.stores)).agreement
+            found = FeatureKeys([], no_keys, None, [0] * len(self.stores))
+            agreement = self._find(found, call, digest).agreement
             agreement.check_calls()
             if not agreement.settings_differ:
                 return
@@ -332,7 +326,7 @@ class RowEngine:
         # The passes stay: their backward may be still to come, and every rank must push the same number of them.
         for forward_pass in self.passes:
             forward_pass.grads = forward_pass.bag_grads = None
-        self._summed = None
+        self.summed = None
 
     def gradients(self) -> StepGradients | None:
         """Collective. Sum the gradients of all passes since the last step at their rows; None without any pass.
@@ -342,21 +336,11 @@ class RowEngine:
         if self.passes:
             with self._calling():
                 summed = self._sum_passes(defer=False)
-            if self._summed is None:
-                self._summed = StepGradients(summed, self.stores, self.groups.world)
+            if self.summed is None:
+                self.summed = StepGradients(summed, self.stores, self.groups.world)
             else:
-                self._summed.add(summed)
-        return self._summed
-
-    @property
-    def has_stale_copies(self) -> bool:
-        """True if copies of rows are refreshed before the next look-up. Equal on all ranks."""
-        return self._stale_replicas
-
-    @property
-    def awaits_push(self) -> bool:
-        """True if gradients are summed at their rows and wait for ``push``."""
-        return self._summed is not None
+                self.summed.add(summed)
+        return self.summed
 
     def push(self, optimizer: RowUpdate) -> None:
         """Collective. Update the rows by the gradients of all passes since the last step; nothing without any."""
@@ -371,12 +355,12 @@ class RowEngine:
             self.after_step()
 
     def _push(self, optimizer: RowUpdate) -> bool:
-        if self.passes and self._summed is None:
-            self._summed = StepGradients(self._sum_passes(defer=True), self.stores, self.groups.world)
+        if self.passes and self.summed is None:
+            self.summed = StepGradients(self._sum_passes(defer=True), self.stores, self.groups.world)
         summed = self.gradients()
         if summed is None:
             return False  # nothing was looked up for training on any rank
-        self._summed = None
+        self.summed = None
         self.steps, self.row_changes = self.steps + 1, self.row_changes + 1
         factor = summed.factor
         self.settings = repr(optimizer) if factor == 1.0 else f"{optimizer!r}, gradients times {factor!r}"
@@ -424,10 +408,7 @@ class RowEngine:
         """Return the bytes of this rank by part, now and at most. Not collective."""
         from flexd.embedding.store.memory import rank_memory
 
-        working = self.router.working_bytes + self.sync.working_bytes + self.hooks.working_bytes
-        working += sum(store.replica_addresses.nbytes for store in self.stores) + (
-            0 if self.changed_rows is None else self.changed_rows.nbytes
-        )
+        working = self.router, self.sync, self.hooks.working, self.changed_rows
         return rank_memory(
             self.stores, self.groups.layout, self._max_migration_bytes, self.migrator.max_chunk_rows,
             (self.passes, self.hooks.held), self.inbox.waiting_bytes, working, self.inbox.prepared_bytes,
@@ -444,7 +425,7 @@ class RowEngine:
         self._bring_home()
         if self.changed_rows is not None:
             self.changed_rows.add_all() if rows is None else self.changed_rows.add([rows])
-        self._stale_replicas, self.row_changes = True, self.row_changes + 1
+        self.stale_replicas, self.row_changes = True, self.row_changes + 1
 
     def close(self, *, orderly: bool) -> None:
         """Collective if ``orderly``. End run-ahead and the use of the process groups; every later call is refused."""
@@ -472,7 +453,7 @@ class RowEngine:
     @torch.no_grad()
     def _bring_home(self) -> None:
         """Collective with moved rows. Make their home slots current, unless new values wait there."""
-        if self.migrator.moved_rows and not self._stale_replicas and self._changes_at_home != self.row_changes:
+        if self.migrator.moved_rows and not self.stale_replicas and self._changes_at_home != self.row_changes:
             self.migrator.bring_home()
             self._changes_at_home = self.row_changes
 

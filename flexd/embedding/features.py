@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,34 +12,13 @@ from flexd.core.errors import EmbeddingError
 from flexd.core.home_rules import NO_POOLED, TableAnswers
 from flexd.core.keyspace import KeySpace
 from flexd.embedding import devices
+from flexd.embedding.exchange.route import BagIds, FeatureKeys
 from flexd.embedding.jagged import Jagged
 from flexd.embedding.store.store import DeviceHomes
-
-if TYPE_CHECKING:
-    from flexd.embedding.exchange.bag_exchange import BagIds
 
 _ID_DTYPES = {torch.int64, torch.int32}
 _KEPT_ORDERS = 64
 """Orders of features of which what is known stays, with bounds on the device."""
-
-
-@dataclass(frozen=True)
-class FeatureKeys:
-    """Ids of a batch as addresses (``flexd.core.homes``), which of tables spread over all ranks are keys.
-
-    Attributes:
-        order: names of the features that are answered by rows, dim-group by dim-group.
-        keys: int64 [n] addresses, feature by feature in this order. Ids out of range are moved into it.
-        faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
-        numbers: number of keys of each dim-group.
-        bags: ids of the other features, answered by sums; None: there are none.
-    """
-
-    order: list[str]
-    keys: torch.Tensor
-    faulty: torch.Tensor | None
-    numbers: list[int]
-    bags: BagIds | None = None
 
 
 @dataclass(frozen=True)
@@ -187,8 +165,6 @@ class FeatureMap:
         weights: Mapping[str, torch.Tensor],
     ) -> BagIds:
         """Return the ids of features that are answered by sums, whose lengths may be faulty."""
-        from flexd.embedding.exchange.bag_exchange import BagIds
-
         names = [name for of_group in known.summed for name in of_group]
         lengths = _joined([features[name].lengths for name in names])
         bags = [sum(features[name].lengths.shape[0] for name in of_group) for of_group in known.summed]

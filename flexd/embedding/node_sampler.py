@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,38 +13,10 @@ from torch.utils.data import Sampler
 from flexd.core.dealing import BatchRows, deal_batch
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.collection import EmbeddingCollection
-from flexd.embedding.engine import RowEngine
 
 Int64Array = npt.NDArray[np.int64]
 
 _ID_BYTES = 8
-
-
-@dataclass(frozen=True)
-class RowPrices:
-    """What a row costs that crosses between nodes.
-
-    Attributes:
-        first_addresses: int64 [dim-groups], the first address of each (``core.homes``).
-        end_address: after the last.
-        row_bytes: int64 [dim-groups], of a row and its gradient with their ids.
-    """
-
-    first_addresses: Int64Array
-    end_address: int
-    row_bytes: Int64Array
-
-    @staticmethod
-    def of_engine(engine: RowEngine) -> RowPrices:
-        """Return the prices of rows and gradients as they travel in this job."""
-        groups = engine.homes.groups
-        each = [
-            2 * group.dim * dtype.itemsize + _ID_BYTES for group, dtype in zip(groups, engine.router.wire, strict=True)
-        ]
-        return RowPrices(np.array([group.first_key for group in groups]), groups[-1].end_key, np.array(each))
-
-    def group_of(self, addresses: Int64Array) -> Int64Array:
-        return np.searchsorted(self.first_addresses, addresses, side="right") - 1
 
 
 class NodeSampler(Sampler[list[int]]):
@@ -71,7 +42,8 @@ class NodeSampler(Sampler[list[int]]):
     ) -> None:
         if batch_size < 1:
             raise EmbeddingError(f"batches of {batch_size} samples", remedy="give a positive batch_size")
-        (by_name, order), found = collection.resolve(features)
+        by_name, found = collection.resolve(features)
+        order = found.order
         sizes = {name: by_name[name].lengths.shape[0] for name in order}
         if len(set(sizes.values())) > 1:
             raise EmbeddingError(f"samples by feature: {sizes}", remedy="give every feature one length a sample")
@@ -82,10 +54,15 @@ class NodeSampler(Sampler[list[int]]):
         sample = torch.arange(self.samples, device=device).repeat(len(order))
         if order:
             sample = sample.repeat_interleave(torch.cat([by_name[name].lengths for name in order]).to(torch.int64))
-        self._prices = RowPrices.of_engine(collection.engine)
-        end = self._prices.end_address
+        groups, wire = collection.engine.homes.groups, collection.engine.router.wire
+        end = groups[-1].end_key
         distinct = (sample * end + found.keys).unique().cpu().numpy()  # type: ignore[no-untyped-call]
         of_sample, self._keys = np.divmod(distinct, end)
+        self._first_keys = np.array([group.first_key for group in groups])
+        self._row_bytes = np.array(
+            [2 * group.dim * of.itemsize + _ID_BYTES for group, of in zip(groups, wire, strict=True)]
+        )
+        """int64 [dim-groups] bytes of a row and its gradient with their ids, as they travel."""
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(of_sample, minlength=self.samples))])
         self._layout, self._rank = collection.layout, collection.rank
         self._nodes_of = collection.engine.migrator.nodes_of
@@ -120,5 +97,5 @@ class NodeSampler(Sampler[list[int]]):
         offsets = np.concatenate([[0], np.cumsum(counts)])
         at = np.repeat(self._offsets[chosen] - offsets[:-1], counts) + np.arange(offsets[-1])
         rows = self._keys[at]
-        row_bytes = self._prices.row_bytes[self._prices.group_of(rows)]
+        row_bytes = self._row_bytes[np.searchsorted(self._first_keys, rows, side="right") - 1]
         return BatchRows(offsets, rows, row_bytes, nodes[at], node, group)

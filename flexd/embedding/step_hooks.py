@@ -91,8 +91,8 @@ class StepHooks:
     """Gradients that are pushed later: with some, on all ranks, ``settle`` is collective."""
     held: object = None
     """Objects whose tensors stay until a later step."""
-    working_bytes = 0
-    """Bytes allocated once."""
+    working: object = None
+    """Objects whose tensors stay between steps."""
     overlapped: Traffic | None = None
     """The part of the traffic that no step waited for."""
     exchanges: tuple[tuple[ChainGroups, Router], ...] = ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -38,25 +37,17 @@ _MOST_BYTES_PER_SECOND = 1e15
 """Of a clock that shows no time."""
 
 
-@dataclass(frozen=True)
-class StepProbe:
-    """Samples of a step probe of one rank.
+def step_costs(steps: Float64Array, kernels: Float64Array, kernel_bytes: float) -> StepCosts:
+    """Return medians: of differences within a turn, so that what disturbs a turn disturbs no difference.
 
-    Attributes:
+    Args:
         steps: float64[turns, 3], seconds of a step by turn and kind of ``KINDS``.
         kernels: float64[turns], seconds of look-up, pooling and update.
         kernel_bytes: that those read and write.
     """
-
-    steps: Float64Array
-    kernels: Float64Array
-    kernel_bytes: float
-
-    def costs(self) -> StepCosts:
-        """Return medians: of differences within a turn, so that what disturbs a turn disturbs no difference."""
-        sums, copies = (float(np.median(self.steps[:, kind] - self.steps[:, 0])) for kind in (1, 2))
-        rate = self.kernel_bytes / max(float(np.median(self.kernels)), self.kernel_bytes / _MOST_BYTES_PER_SECOND)
-        return StepCosts(max(0.0, sums), max(0.0, copies), rate)
+    sums, copies = (float(np.median(steps[:, kind] - steps[:, 0])) for kind in (1, 2))
+    rate = kernel_bytes / max(float(np.median(kernels)), kernel_bytes / _MOST_BYTES_PER_SECOND)
+    return StepCosts(max(0.0, sums), max(0.0, copies), rate)
 
 
 def measure_step_costs(layout: RankLayout, device: torch.device, budget_seconds: float) -> StepCosts:
@@ -88,7 +79,7 @@ def measure_step_costs(layout: RankLayout, device: torch.device, budget_seconds:
 
     of_kernels, kernel_bytes = _kernels(device, until(_KERNEL_SHARE))
     of_steps = _steps(layout, device, until(1.0))
-    return _agreed(StepProbe(of_steps, of_kernels, kernel_bytes).costs(), device)
+    return _agreed(step_costs(of_steps, of_kernels, kernel_bytes), device)
 
 
 def _steps(layout: RankLayout, device: torch.device, goes_on: Callable[[int], bool]) -> Float64Array:
@@ -146,20 +137,40 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _kernels(device: torch.device, goes_on: Callable[[int], bool]) -> tuple[Float64Array, float]:
-    """float64[turns] seconds of look-up, pooling and update of one table, and the bytes that they read and write."""
-    ids = _skewed_ids(np.random.default_rng(dist.get_rank()))
-    kernels = HomeKernels(ids, _KERNEL_ROWS, _KERNEL_DIM, _KERNEL_BAGS, device)
-    row_bytes = 4.0 * _KERNEL_DIM
+    """float64[turns] seconds of look-up, pooling and update of one table, and the bytes that they read and write.
 
-    kernels.step()
+    The kernels are those of ``BagExchange`` and ``RowWiseAdagrad`` on one rank: gather of distinct rows, sums of bags,
+    gradients of rows, update. Rows and gradients are zeros, so that no step changes them.
+    """
+    ids = _skewed_ids(np.random.default_rng(dist.get_rank()))
+    found = np.unique(ids, return_inverse=True)
+    offsets = np.arange(_KERNEL_BAGS + 1) * len(ids) // _KERNEL_BAGS
+    slots, expand, ends, bag = (
+        torch.from_numpy(each).to(device)
+        for each in (*found, offsets, np.repeat(np.arange(_KERNEL_BAGS), np.diff(offsets)))
+    )
+    # Written: pages that never were would all be the same one, which a cache holds.
+    rows, state = (torch.empty((_KERNEL_ROWS, width), device=device).fill_(0) for width in (_KERNEL_DIM, 1))
+    grads = torch.zeros((_KERNEL_BAGS, _KERNEL_DIM), device=device)
+    optimizer = RowWiseAdagrad(lr=0.01, stochastic_rounding=False)
+    sums = partial(functional.embedding_bag, mode="sum", include_last_offset=True)
+
+    def step() -> None:
+        sums(expand, rows.index_select(0, slots), ends)
+        order = torch.sort(expand, stable=True).indices
+        numbers = devices.sum_by_place(expand, None, len(slots))
+        of_rows = sums(bag.index_select(0, order), grads, functional.pad(numbers.cumsum(0), (1, 0)))
+        optimizer.update_groups([GroupUpdate(rows, state, [(slots, of_rows)])], 1)
+
+    step()
     turns = []
     for turn in count():
         if not goes_on(turn):
             break
-        turns.append(_timed(kernels.step, device))
+        turns.append(_timed(step, device))
+    row_bytes, state_bytes = 4.0 * _KERNEL_DIM, 4.0
     # As ``kernel_bytes`` of a home that answers by sums.
-    state_bytes = 4.0
-    return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * len(kernels.slots) * (row_bytes + state_bytes)
+    return np.array(turns), 2 * _KERNEL_IDS * row_bytes + 2 * len(slots) * (row_bytes + state_bytes)
 
 
 def _skewed_ids(rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -170,47 +181,6 @@ def _skewed_ids(rng: np.random.Generator) -> npt.NDArray[np.int64]:
     # Multiplied by a prime above the table's rows, neighbours lie apart and no two rows meet.
     ids: npt.NDArray[np.int64] = (numbers * 2_654_435_761) % _KERNEL_ROWS
     return ids
-
-
-class HomeKernels:
-    """The kernels of a home that answers by sums: gather of distinct rows, sums of bags, gradients of rows, update.
-
-    They are those of ``BagExchange`` and ``RowWiseAdagrad`` on one rank. Rows and gradients are zeros, so that no step
-    changes them.
-
-    Args:
-        ids: int64 [n], bag by bag; bags differ by at most one id.
-    """
-
-    def __init__(self, ids: npt.NDArray[np.int64], rows: int, dim: int, bags: int, device: torch.device) -> None:
-        slots, expand = np.unique(ids, return_inverse=True)
-        offsets = np.arange(bags + 1) * len(ids) // bags
-        numbers = (slots, expand, offsets, np.repeat(np.arange(bags), np.diff(offsets)))
-        self.slots, self._expand, self._offsets, self._bag = (torch.from_numpy(each).to(device) for each in numbers)
-        self.rows, self.state = torch.empty((rows, dim), device=device), torch.empty((rows, 1), device=device)
-        for memory in (self.rows, self.state):
-            memory.fill_(0)  # pages that were never written would all be the same one, which a cache holds
-        self.grads = torch.zeros((bags, dim), device=device)
-        self._optimizer = RowWiseAdagrad(lr=0.01, stochastic_rounding=False)
-
-    def step(self) -> None:
-        """Look the bags up, and update their rows by ``grads``."""
-        self.sums()
-        self.update()
-
-    def sums(self) -> torch.Tensor:
-        """Return [bags, dim]."""
-        wide = self.rows.index_select(0, self.slots)
-        return functional.embedding_bag(self._expand, wide, self._offsets, mode="sum", include_last_offset=True)
-
-    def update(self) -> None:
-        order = torch.sort(self._expand, stable=True).indices
-        numbers = devices.sum_by_place(self._expand, None, len(self.slots))
-        ends = functional.pad(numbers.cumsum(0), (1, 0))
-        grads = functional.embedding_bag(
-            self._bag.index_select(0, order), self.grads, ends, mode="sum", include_last_offset=True
-        )
-        self._optimizer.update_groups([GroupUpdate(self.rows, self.state, [(self.slots, grads)])], 1)
 
 
 def _agreed(own: StepCosts, device: torch.device) -> StepCosts:

@@ -211,9 +211,9 @@ def test_another_learning_rate_on_one_rank_is_an_error_on_every_rank(ranks: Rank
 @pytest.mark.parametrize(
     ("odd", "arguments", "shown"),
     [
-        (3, {"one_thread": True}, "one_thread=True, timeout_seconds=300, passes_per_step=1"),
-        (0, {"timeout_seconds": 7.0}, "one_thread=False, timeout_seconds=7, passes_per_step=1"),
-        (2, {"passes_per_step": 2}, "one_thread=False, timeout_seconds=300, passes_per_step=2"),
+        (3, {"one_thread": True}, "one_thread=True, passes_per_step=1"),
+        (0, {"depth": 2}, "one_thread=False, passes_per_step=1, depth=2"),
+        (2, {"passes_per_step": 2}, "one_thread=False, passes_per_step=2"),
     ],
 )
 def test_other_arguments_of_prefetch_on_one_rank_are_an_error_on_every_rank(
@@ -224,7 +224,7 @@ def test_other_arguments_of_prefetch_on_one_rank_are_an_error_on_every_rank(
     others = [rank for rank in range(4) if rank != odd] if odd == 0 else [odd]
     for rank, (text, steps) in enumerate(results):
         assert text.startswith(f"EmbeddingError: ranks {others} begin a loop of flexd.prefetch with other settings")
-        usual = "one_thread=False, timeout_seconds=300, passes_per_step=1"
+        usual = "one_thread=False, passes_per_step=1"
         assert f"rank {rank}: {shown if rank == odd else usual}" in text
         assert steps == 3
 

@@ -66,18 +66,6 @@ def test_zero_grad_before_or_after_the_forward_pass(when: str) -> None:
         assert close(collection, plain)
 
 
-def test_zero_grad_drops_the_gradients_of_a_backward_pass() -> None:
-    """A skipped step, for example after a gradient overflow, leaves no gradients."""
-    collection, plain = pair()
-    collection(ids(1, 2))["item"].values.sum().backward()
-    collection.optimizer.zero_grad()
-    collection(ids(2, 3))["item"].values.sum().backward()
-    collection.optimizer.step()
-    plain(torch.tensor([2, 3])).sum().backward()
-    torch.optim.SGD(plain.parameters(), lr=0.3).step()
-    assert close(collection, plain)
-
-
 def test_too_many_passes_without_a_step_are_refused() -> None:
     collection, _ = pair()
     for _ in range(64):

@@ -1,14 +1,10 @@
-"""The engine: passes that wait for a step, and the hooks of a plain step."""
+"""The engine: passes that wait for a step."""
 
 from __future__ import annotations
-
-import inspect
 
 import torch
 
 import flexd
-from flexd.embedding.prefetch.run_ahead import RunAhead
-from flexd.embedding.step_hooks import StepHooks
 
 
 def test_two_backward_passes_over_one_forward_pass_are_added_in_float32() -> None:
@@ -22,13 +18,3 @@ def test_two_backward_passes_over_one_forward_pass_are_added_in_float32() -> Non
         (bags * weight).sum().backward(retain_graph=True)
     collection.optimizer.step()
     assert torch.equal(collection.gather_table("item")[3], torch.full((4,), -2050.0 / 1024.0).half())
-
-
-def test_run_ahead_replaces_every_hook() -> None:
-    """With a hook that run-ahead does not replace, its steps would be incomplete."""
-    for name, member in vars(StepHooks).items():
-        if inspect.isfunction(member) or not name.startswith("_"):
-            assert name in vars(RunAhead) or name in (
-                "overlapped", "prefetched_batches", "unused_batches", "exchanges", "deferred",
-            ), name  # fmt: skip
-    assert set(vars(StepHooks())) == set(), "a plain step has no state"

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flexd.core.layout import RankLayout
 from flexd.embedding.exchange import hop as hop_module
-from flexd.embedding.exchange.bag_exchange import BagExchange, BagIds
+from flexd.embedding.exchange.bag_exchange import BagExchange
 from flexd.embedding.exchange.collectives import Peers, Traffic
 from flexd.embedding.exchange.fault_notice import FaultNotices
-from flexd.embedding.exchange.route import COUNT_SHIFT, BagRoute
+from flexd.embedding.exchange.route import COUNT_SHIFT, BagIds, BagRoute
 from flexd.embedding.replicas import touched_rows as row_bits
 from flexd.embedding.replicas.touched_rows import SyncList, SyncLists, TouchedRows
 from flexd.embedding.store.directory import Directory

@@ -136,7 +136,7 @@ class TapOutbox:
     it in its snapshot recognises the number.
 
     Attributes:
-        acknowledged, acknowledged_bytes: payloads that snapshots hold, and their bytes.
+        acknowledged: payloads that snapshots hold.
         problem: why the daemon accepts nothing; empty if it does, or has not answered yet.
         urgent: whether a caller waits for the acknowledgement.
     """
@@ -150,7 +150,6 @@ class TapOutbox:
         self.on_change: Callable[[], None] | None = None
         """Called, from any thread, when there is something to offer."""
         self.acknowledged = 0
-        self.acknowledged_bytes = 0
 
     @property
     def free(self) -> bool:
@@ -175,7 +174,6 @@ class TapOutbox:
         with self._lock:
             if self._counts is not None and self._counts.sequence == sequence:
                 self.acknowledged += 1
-                self.acknowledged_bytes += len(self._counts.payload)
                 self._counts = None
                 self._lock.notify_all()
 

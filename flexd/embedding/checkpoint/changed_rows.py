@@ -42,10 +42,6 @@ class ChangedRows:
         """True if rows were changed in a way that does not tell which."""
         return self._all
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._marks is None else self._marks.nbytes
-
     def begin(self) -> None:
         """Note changed rows from now on, and forget those noted before."""
         with self._lock:

@@ -27,31 +27,13 @@ from flexd.embedding.exchange.collectives import Traffic
 from flexd.embedding.exchange.column import Column, add_columns, whole_columns
 from flexd.embedding.exchange.hop import Agreement, Counts, Hop, host_numbers
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
-from flexd.embedding.exchange.route import BagLeg, BagRoute, Route, StationRows, counts_of_group
-from flexd.embedding.exchange.router import LookupPiggyback, Router
+from flexd.embedding.exchange.route import BagIds, BagLeg, BagRoute, FeatureKeys, Route, StationRows, counts_of_group
+from flexd.embedding.exchange.router import Router
 from flexd.embedding.exchange.unit_message import with_parts_transposed
+from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.store import GroupStore
 
 _NARROW_KEYS = 2**31
-
-
-@dataclass(frozen=True)
-class BagIds:
-    """Ids of bags, dim-group by dim-group and in each bag by bag.
-
-    Attributes:
-        keys: int64 [n].
-        bag: int64 [n], ascending: the bag of each id, counted over all dim-groups.
-        numbers: number of ids of each dim-group.
-        bags: number of bags of each dim-group, empty ones among them.
-        weights: floating point [n] factor of each id; None: 1.
-    """
-
-    keys: torch.Tensor
-    bag: torch.Tensor
-    numbers: Sequence[int]
-    bags: Sequence[int]
-    weights: torch.Tensor | None = None
 
 
 class BagExchange:
@@ -377,22 +359,19 @@ class SummingRouter(Router):
 
     def find(
         self,
-        keys: torch.Tensor,
+        found: FeatureKeys,
         agreement: Agreement,
-        piggyback: LookupPiggyback | None = None,
-        faulty: torch.Tensor | None = None,
-        numbers: Sequence[int] | None = None,
-        bags: BagIds | None = None,
+        touched: TouchedRows | None = None,
         changed: torch.Tensor | None = None,
     ) -> Route:
         """As ``Router.find``; the requests of each dim-group are its keys, then the ids of bags that arrived."""
-        arrived, route = self.bags.send(bags)
-        if numbers is None:
-            keys, numbers = self._lookup.by_group(keys)
-        pairs = zip(keys.split_with_sizes(list(numbers)), arrived.split_with_sizes(list(route.numbers)), strict=True)
+        arrived, route = self.bags.send(found.bags)
+        own = found.keys.split_with_sizes(found.numbers)
+        pairs = zip(own, arrived.split_with_sizes(list(route.numbers)), strict=True)
         both = torch.cat([part for pair in pairs for part in pair])
-        totals = [own + of_bags for own, of_bags in zip(numbers, route.numbers, strict=True)]
-        return replace(super().find(both, agreement, piggyback, faulty, totals, changed=changed), bags=route)
+        totals = [own + of_bags for own, of_bags in zip(found.numbers, route.numbers, strict=True)]
+        found = replace(found, keys=both, numbers=totals)
+        return replace(super().find(found, agreement, touched, changed), bags=route)
 
     def sums(self, route: Route, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. Return per dim-group [bags, dim] sums of this rank's bags, in the dtype of the tables.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
 
@@ -44,38 +44,26 @@ class Traffic:
     home_accesses: int = 0
     node_accesses: int = 0
     device_accesses: int = 0
-    _kind: TrafficKind = field(default=TrafficKind.ALL_TO_ALL, repr=False)
-    _phases: PhaseMeter = field(default_factory=PhaseMeter, repr=False, compare=False)
-
-    @property
-    def phases(self) -> PhaseMeter:
-        """Meter of the thread whose collectives are counted here."""
-        return self._phases
-
-    @phases.setter
-    def phases(self, meter: PhaseMeter) -> None:
-        self._phases = meter
-
-    @property
-    def current_kind(self) -> TrafficKind:
-        """Kind that bytes are counted as unless the collective names another."""
-        return self._kind
+    current_kind: TrafficKind = field(default=TrafficKind.ALL_TO_ALL, repr=False)
+    """Kind that bytes are counted as unless the collective names another."""
+    phases: PhaseMeter = field(default_factory=PhaseMeter, repr=False, compare=False)
+    """Meter of the thread whose collectives are counted here."""
 
     @contextmanager
     def kind(self, kind: TrafficKind) -> Iterator[None]:
         """Count bytes that are sent inside as ``kind``."""
-        before, self._kind = self._kind, kind
+        before, self.current_kind = self.current_kind, kind
         try:
             yield
         finally:
-            self._kind = before
+            self.current_kind = before
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Leave out collectives inside that are not part of training (checks, exports)."""
         before = self.totals()
         try:
-            with self._phases.uncounted():
+            with self.phases.uncounted():
                 yield
         finally:
             for name, value in before.items():
@@ -83,7 +71,7 @@ class Traffic:
 
     def sent(self, intra_bytes: int, inter_bytes: int, kind: TrafficKind | None = None) -> None:
         """Add sent bytes; ``kind`` defaults to ``current_kind``."""
-        intra, inter = f"{kind or self._kind}_intra_bytes", f"{kind or self._kind}_inter_bytes"
+        intra, inter = (f"{kind or self.current_kind}_{link}_bytes" for link in ("intra", "inter"))
         setattr(self, intra, getattr(self, intra) + intra_bytes)
         setattr(self, inter, getattr(self, inter) + inter_bytes)
 
@@ -98,7 +86,7 @@ class Traffic:
             setattr(self, name, 0)
 
     def totals(self) -> dict[str, int]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if not f.name.startswith("_")}
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
 
 
 _SHARE = 0.9

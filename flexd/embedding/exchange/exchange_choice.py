@@ -16,57 +16,6 @@ CLEAR_MARGIN = 0.03
 """Share of a step that another way must save to be used instead: less is within what medians of 30 steps differ by."""
 
 
-def is_clearly_less(seconds: float, usual_seconds: float, margin: float = CLEAR_MARGIN) -> bool:
-    """Return whether steps of ``seconds`` save at least ``margin`` of steps of ``usual_seconds``."""
-    return seconds < usual_seconds * (1 - margin)
-
-
-class StepTimes:
-    """Times of the newest steps that count.
-
-    Args:
-        steps: how many make a median.
-        leave_out: first steps that do not count.
-        clock: seconds.
-    """
-
-    def __init__(self, steps: int, *, leave_out: int = 0, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._times: deque[float] = deque(maxlen=steps)
-        self._left_out = leave_out
-        self._clock = clock
-        self._last: float | None = None
-
-    def step(self, *, counts: bool = True) -> None:
-        """Count a step; call it after each one.
-
-        Args:
-            counts: False: this one is neither counted nor one of those to leave out.
-        """
-        now, last = self._clock(), self._last
-        self._last = now
-        if not counts:
-            return
-        if self._left_out > 0:
-            self._left_out -= 1
-        elif last is not None:
-            self._times.append(now - last)
-
-    def leave_out(self, steps: int) -> None:
-        """Begin anew after ``steps`` further ones, or more if more were to be left out already."""
-        self._times.clear()
-        self._left_out = max(self._left_out, steps)
-
-    @property
-    def begun(self) -> bool:
-        """True if a step has been counted since the last beginning."""
-        return bool(self._times)
-
-    @property
-    def median_seconds(self) -> float | None:
-        """Median of the newest steps; None until there are enough."""
-        return median(self._times) if len(self._times) == self._times.maxlen else None
-
-
 _NAMES = ("chain", "direct")
 _MAX_PROPOSALS = 2**14
 """Proposals of a job that the message of sizes has room for (15 bits with the exchange)."""
@@ -132,8 +81,12 @@ class ExchangeTrial:
         self._choice = choice
         self._pause_steps = interval_steps
         self._margin = margin
-        self._times = StepTimes(steps, leave_out=steps, clock=clock)
-        """Left out are the first steps, those after a change, and those until the next trial."""
+        self._clock = clock
+        self._times: deque[float] = deque(maxlen=steps)
+        """Seconds of the newest steps that count."""
+        self._last: float | None = None
+        self._left_out = steps
+        """Steps that do not count: the first ones, those after a change, and those until the next trial."""
         self._before: tuple[str, float] | None = None
         """The exchange in use before the trial and its median step; None while it is measured."""
         self._priced = ""
@@ -154,25 +107,36 @@ class ExchangeTrial:
         self._choice.reason = ExchangeReason.PRICED
         if priced != self._choice.next:
             self._choice.propose(priced)
-            self._times.leave_out(0)
+            self._begin_anew(0)
 
     def step(self) -> None:
         """Count a step; call it after each one."""
-        self._times.step(counts=not self._changing)
-        typical = self._times.median_seconds
-        if typical is None:
+        now, last = self._clock(), self._last
+        self._last = now
+        if not self._changing:
+            if self._left_out > 0:
+                self._left_out -= 1
+            elif last is not None:
+                self._times.append(now - last)
+        if len(self._times) < (self._times.maxlen or 0):
             return
+        typical = median(self._times)
         if self._before is None:
             self._before = (self._choice.name, typical)
             self._choice.reason = ExchangeReason.TRIAL
             self._choice.propose(_NAMES[1 - _NAMES.index(self._choice.name)])
-            self._times.leave_out(3)
+            self._begin_anew(3)
             return
         (name, usual), self._before = self._before, None
         self._choice.reason = ExchangeReason.MEASURED
-        if not is_clearly_less(typical, usual, self._margin):
+        if typical >= usual * (1 - self._margin):
             self._choice.propose(name)
-        self._times.leave_out(self._pause_steps)
+        self._begin_anew(self._pause_steps)
+
+    def _begin_anew(self, left_out: int) -> None:
+        """Measure after ``left_out`` further steps, or more if more were to be left out already."""
+        self._times.clear()
+        self._left_out = max(self._left_out, left_out)
 
 
 def row_hops(exchange: str, groups: ChainGroups) -> list[Hop]:

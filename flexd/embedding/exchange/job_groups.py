@@ -54,12 +54,6 @@ class GroupSet:
             self._made[key] = new_subgroup(ranks, name, self._timeout)
         return self._made[key]
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of later collectives."""
-        self._timeout = timeout
-        for group in self._made.values():
-            distributed_c10d._set_pg_timeout(timeout, group)
-
     def destroy(self) -> None:
         """Destroy the groups. No rank may use them any more."""
         for group in self._made.values():
@@ -121,11 +115,7 @@ class JobGroups:
 
     def of_second_thread(self, timeout: timedelta) -> GroupSet:
         """Return a set that no other thread uses; give it back with ``give_back``."""
-        if not self._unused:
-            return GroupSet(self._new_name(), timeout)
-        found = self._unused.pop()
-        found.set_timeout(timeout)
-        return found
+        return self._unused.pop() if self._unused else GroupSet(self._new_name(), timeout)
 
     def give_back(self, used: GroupSet) -> None:
         """Let another thread use a set."""

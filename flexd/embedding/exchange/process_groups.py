@@ -72,13 +72,12 @@ class ChainGroups:
     """World, node and rail of one rank.
 
     Collective: every rank of the default process group constructs it at the same point of the program. Without
-    ``torch.distributed`` the world is one rank.
+    ``torch.distributed`` the world is one rank. Collectives have the timeout of the default process group.
 
     Args:
         device: device of the tensors in collectives.
-        deadline: timeout of every collective. If given, no other thread uses the process groups: a second thread needs
-            groups of its own, because collectives of one group must not overtake each other. Without it groups are
-            shared by all collections and have the timeout of the default process group.
+        own: no other thread uses the process groups: a second thread needs groups of its own, because collectives of
+            one group must not overtake each other. Else groups are shared by all collections.
         notices: of errors of ranks; by default new ones, in which the ranks of these groups share theirs. With those of
             other groups of the job, the layout is not compared again.
 
@@ -93,8 +92,9 @@ class ChainGroups:
         layout: RankLayout,
         traffic: Traffic,
         device: torch.device,
-        deadline: timedelta | None = None,
         notices: FaultNotices | None = None,
+        *,
+        own: bool = False,
     ) -> None:
         live = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if live else 1
@@ -103,7 +103,7 @@ class ChainGroups:
         self.notices = notices or FaultNotices()
         self._job = JobGroups.current()
         self._traffic = traffic
-        self._wait = DeviceWait(deadline or timeout, self.notices)
+        self._wait = DeviceWait(timeout, self.notices)
         self._timeout_seconds = timeout.total_seconds()
         if world_size > 1 and notices is None:
             self.layout = RankLayout(1, world_size)
@@ -118,8 +118,8 @@ class ChainGroups:
                 remedy="pass the layout of this job, or launch as many ranks as it has",
             )
         self.layout = layout
-        self._own = deadline is not None
-        self._set = self._job.of_training(timeout) if deadline is None else self._job.of_second_thread(deadline)
+        self._own = own
+        self._set = self._job.of_second_thread(timeout) if own else self._job.of_training(timeout)
         self._counted = notices is None
         if self._counted:
             self._job.begin_use()

@@ -14,6 +14,44 @@ COUNT_SHIFT = 44
 
 
 @dataclass(frozen=True)
+class BagIds:
+    """Ids of bags, dim-group by dim-group and in each bag by bag.
+
+    Attributes:
+        keys: int64 [n].
+        bag: int64 [n], ascending: the bag of each id, counted over all dim-groups.
+        numbers: number of ids of each dim-group.
+        bags: number of bags of each dim-group, empty ones among them.
+        weights: floating point [n] factor of each id; None: 1.
+    """
+
+    keys: torch.Tensor
+    bag: torch.Tensor
+    numbers: Sequence[int]
+    bags: Sequence[int]
+    weights: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FeatureKeys:
+    """Ids of a batch as addresses (``flexd.core.homes``), which of tables spread over all ranks are keys.
+
+    Attributes:
+        order: names of the features that are answered by rows, dim-group by dim-group.
+        keys: int64 [n] addresses, feature by feature in this order. Ids out of range are moved into it.
+        faulty: bool [] on the device: an id is out of range, or lengths do not fit the ids. None: cannot be.
+        numbers: number of keys of each dim-group.
+        bags: ids of the other features, answered by sums; None: there are none.
+    """
+
+    order: list[str]
+    keys: torch.Tensor
+    faulty: torch.Tensor | None
+    numbers: list[int]
+    bags: BagIds | None = None
+
+
+@dataclass(frozen=True)
 class StationRows:
     """Rows of one dim-group at one station. All tensors are int64 on the store's device.
 

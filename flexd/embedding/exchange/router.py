@@ -4,8 +4,8 @@ A request passes stations (self, node owner, home) joined by hops and stops at t
 records, per station and dim-group, which rows are held there and which are requested from the next station; the forward
 pass walks it from the last station to the first, the backward pass from the first to the last.
 
-The router does not depend on replicas. Data about them travels in the same messages: see ``LookupPiggyback`` and
-``GradientPiggyback``, which ``flexd.embedding.replicas`` implements.
+Data about replicated rows travels in the same messages: which are touched with the ids and rows of a look-up
+(``TouchedRows``), their gradients and sums with those of other rows (``ReplicaSums``).
 
 On a GPU the host waits for the device once a station for the number of distinct rows, once a hop for the sizes, and
 once a pass for the accesses by tier. Carrying rows and gradients waits for nothing, except twice a step for the numbers
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -32,46 +32,15 @@ from flexd.embedding.exchange.column import (
     joined_columns,
     whole_columns,
 )
-from flexd.embedding.exchange.hop import Agreement, Hop, PeerWords, host_numbers
+from flexd.embedding.exchange.hop import Agreement, Hop, host_numbers
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
-from flexd.embedding.exchange.route import COUNT_SHIFT, Route, StationRows, counts_of_group
+from flexd.embedding.exchange.route import COUNT_SHIFT, FeatureKeys, Route, StationRows, counts_of_group
 from flexd.embedding.exchange.station_lookup import StationLookup
-from flexd.embedding.store.directory import Directory
+from flexd.embedding.replicas.replica_sums import ReplicaSums
+from flexd.embedding.replicas.touched_rows import TouchedRows
 from flexd.embedding.store.store import TORCH_DTYPES, GroupStore
 
-if TYPE_CHECKING:
-    from flexd.embedding.exchange.bag_exchange import BagIds
-
 _KEY_MASK = (1 << COUNT_SHIFT) - 1
-
-
-class LookupPiggyback(Protocol):
-    """Words that travel with the ids and rows of a look-up.
-
-    Called in the order of the stations: ``add`` for station 0, ``up`` and ``recv_up`` of hop 0,
-    ``add`` of station 1, and so on; then ``down`` and ``recv_down`` from the last hop to the first.
-    """
-
-    @property
-    def complete(self) -> bool:
-        """True once ``recv_down`` was called for every hop. Then no bits are sent with the rows."""
-        ...
-
-    def add(self, entries: torch.Tensor) -> None:
-        """Add the rows of a station: int64 [n] entries of listed rows, their number for all others."""
-        ...
-
-    def up(self, hop: int) -> PeerWords:
-        """Return the words that travel with the ids of a hop."""
-        ...
-
-    def recv_up(self, hop: int, words: torch.Tensor) -> None: ...
-
-    def down(self, hop: int) -> PeerWords:
-        """Return the words that travel with the rows of a hop."""
-        ...
-
-    def recv_down(self, hop: int, words: torch.Tensor) -> None: ...
 
 
 class RowPiggyback(Protocol):
@@ -83,29 +52,6 @@ class RowPiggyback(Protocol):
 
     def receive(self, hop: Hop, arrived: Sequence[ReceivedRows]) -> None:
         """Receive the rows of each column of ``columns``."""
-        ...
-
-
-class GradientPiggyback(Protocol):
-    """Columns that travel with the gradients.
-
-    Called as ``start``, then for each station ``add`` of each dim-group, ``up`` and ``recv_up`` of its hop.
-    """
-
-    def start(self, stations: Sequence[Sequence[StationRows]]) -> None:
-        """Begin with the ``[station][group]`` rows of a route."""
-        ...
-
-    def add(self, station: int, group: int, rows: StationRows, grads: torch.Tensor) -> None:
-        """Add [held, dim] gradients of the rows of a dim-group that are held at a station."""
-        ...
-
-    def up(self, hop: int) -> list[Column]:
-        """Return the columns that travel over a hop."""
-        ...
-
-    def recv_up(self, hop: int, arrived: Sequence[ReceivedRows]) -> None:
-        """Receive the rows of each column of ``up``."""
         ...
 
 
@@ -134,7 +80,7 @@ class Router:
         self._stores = list(stores)
         self.hops = list(hops)
         self.traffic = traffic
-        self._lookup = StationLookup(stores)
+        self.lookup = StationLookup(stores)
         self.wire = [store.dtype if comm_dtype is None else TORCH_DTYPES[comm_dtype] for store in self._stores]
         """Dtype of each dim-group on the wire."""
         self.wide = [
@@ -145,60 +91,44 @@ class Router:
 
     def request_every_look_up(self) -> None:
         """Request a row as often as it is looked up, as sharded modules without dedup do: for comparisons."""
-        self._lookup.deduplicates = False
+        self.lookup.deduplicates = False
 
     def change_hops(self, hops: Sequence[Hop], bag_hops: Sequence[Hop] = ()) -> None:
         """Let later look-ups go over other hops. No route of an earlier one may be used any more."""
         self.hops = list(hops)
-        self._lookup.forget_hops()
+        self.lookup.forget_hops()
 
     @property
     def phases(self) -> PhaseMeter:
         """Meter of the thread that uses this router."""
         return self.traffic.phases
 
-    @property
-    def working_bytes(self) -> int:
-        """Bytes of the tables that find distinct keys."""
-        return self._lookup.working_bytes
-
-    @property
-    def listed(self) -> Directory:
-        """The rows that this rank lists."""
-        return self._lookup.listed
-
     @in_phase(StepPhase.IDS)
     def find(
         self,
-        keys: torch.Tensor,
+        found: FeatureKeys,
         agreement: Agreement,
-        piggyback: LookupPiggyback | None = None,
-        faulty: torch.Tensor | None = None,
-        numbers: Sequence[int] | None = None,
-        bags: BagIds | None = None,
+        touched: TouchedRows | None = None,
         changed: torch.Tensor | None = None,
     ) -> Route:
-        """Collective. Find the route of int64 [n] keys, in any order, repeats allowed.
+        """Collective. Find the route of keys, repeats allowed; bags need a ``SummingRouter``.
 
         Where a rank reports a fault, or ranks make different calls, the sizes are still exchanged so that every
         rank detects it; the route is then invalid.
 
         Args:
-            piggyback: given on all ranks or on none.
-            faulty: bool [] on the device: this rank reports a fault, which the host has not read.
-            numbers: number of keys of each dim-group; the keys are ordered by it. None: they are in any order.
-            bags: of a ``SummingRouter`` alone.
+            touched: given on all ranks or on none.
             changed: bool [] on the device, see ``Agreement.changed``.
         """
-        lookup = self._lookup
-        ids, numbers = lookup.by_group(keys) if numbers is None else (keys, list(numbers))
+        lookup = self.lookup
+        ids, numbers, faulty = found.keys, found.numbers, found.faulty
         weights: torch.Tensor | None = None
         stations, all_keys, requested, served, by_tier = [], [], [], [], []
         for station, hop in enumerate((*self.hops, None)):
             located = lookup.locate(ids, weights, hop)
             by_tier.append(located.held_accesses)
-            if piggyback is not None:
-                piggyback.add(located.entries)
+            if touched is not None:
+                touched.add(located.entries)
             if hop is None:
                 given = () if self.hops else (faulty, changed)
                 flags = [flag.to(ids.dtype).view(1) for flag in given if flag is not None]
@@ -206,10 +136,11 @@ class Router:
                 sizes, rest = own[: len(located.sections)], own[len(located.sections) :]
                 accesses = rest[: len(rest) - len(flags)]
                 home, node, device = accesses.reshape(-1, 3).sum(axis=0).tolist()
-                _check_all_held(int(lookup.split_sections(sizes, 1).away.sum()))
+                if away := int(lookup.split_sections(sizes, 1).away.sum()):
+                    raise EmbeddingError(f"{away} rows were requested from a rank that is not their home")
                 stations.append(lookup.stations(located, sizes, 1, numbers))
                 all_keys.append(
-                    lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(list(numbers))
+                    lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(numbers)
                 )
                 read = iter(rest[len(accesses) :].tolist())
                 fault, differs = (0 if flag is None else next(read) for flag in given) if given else (0, 0)
@@ -226,17 +157,17 @@ class Router:
             )  # fmt: skip
             stations.append(lookup.stations(located, sizes, peers, numbers))
             all_keys.append(
-                lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(list(numbers))
+                lookup.numbered_keys(located, stations[0]) if station == 0 else ids.split_with_sizes(numbers)
             )
             if agreement.diverged:  # the peers of the next hop must detect it too
-                ids, numbers, weights, piggyback = ids[:0], [0] * lookup.groups, None, None
+                ids, numbers, weights, touched = ids[:0], [0] * lookup.groups, None, None
                 continue
-            words = None if piggyback is None else piggyback.up(station)
+            words = None if touched is None else touched.up(station)
             arrived, arrived_words = hop.exchange_ids(
                 lookup.requests(located, sent), sent, received, None if words is None or words.empty else words
             )
-            if piggyback is not None and words is not None:
-                piggyback.recv_up(station, words.words if arrived_words is None else arrived_words)
+            if touched is not None and words is not None:
+                touched.recv_up(station, words.words if arrived_words is None else arrived_words)
             ids, weights = arrived & _KEY_MASK, arrived >> COUNT_SHIFT
             numbers = received.sum(axis=0).tolist()
             requested.append(sent)
@@ -250,7 +181,7 @@ class Router:
     def fetch(
         self,
         route: Route,
-        piggyback: LookupPiggyback | None = None,
+        touched: TouchedRows | None = None,
         *,
         expand: bool = True,
         chunk: RowPiggyback | None = None,
@@ -260,8 +191,8 @@ class Router:
         Args:
             chunk: given on all ranks or on none.
         """
-        if piggyback is not None and piggyback.complete:
-            piggyback = None
+        if touched is not None and touched.complete:
+            touched = None
         found: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for station in range(len(route.stations) - 1, -1, -1):
             arrived = None
@@ -276,7 +207,7 @@ class Router:
                         zip(found, self.wire, route.stations[station], strict=True)
                     )
                 ]  # fmt: skip
-                words = None if piggyback is None else piggyback.down(station)
+                words = None if touched is None else touched.down(station)
                 if words is not None and not words.empty:
                     columns.append(words.as_column())
                 carried = [] if chunk is None else chunk.columns(self.hops[station])
@@ -284,9 +215,9 @@ class Router:
                 if chunk is not None:
                     chunk.receive(self.hops[station], arrived[len(columns) :])
                     del arrived[len(columns) :]
-                if piggyback is not None and words is not None:
+                if touched is not None and words is not None:
                     words_back = words.words if words.empty else arrived.pop().whole(torch.int64).view(-1)
-                    piggyback.recv_down(station, words_back)
+                    touched.recv_down(station, words_back)
             found = self._rows_at(route.stations[station], arrived, expand or station > 0)
         return [
             (rows if index is None else rows.index_select(0, index)).to(store.dtype)
@@ -347,7 +278,7 @@ class Router:
 
     @in_phase(StepPhase.PUSH)
     def push(
-        self, route: Route, grads: Sequence[torch.Tensor], piggyback: GradientPiggyback | None = None
+        self, route: Route, grads: Sequence[torch.Tensor], replicas: ReplicaSums | None = None
     ) -> list[list[tuple[StationRows, torch.Tensor]]]:
         """Collective. Carry per group [rows of station 0, dim] gradients to the ranks that hold the rows.
 
@@ -356,14 +287,14 @@ class Router:
         """
         held: list[list[tuple[StationRows, torch.Tensor]]] = [[] for _ in self._stores]
         grads = [grad.to(wide) for grad, wide in zip(grads, self.wide, strict=True)]
-        if piggyback is not None:
-            piggyback.start(route.stations)
+        if replicas is not None:
+            replicas.start(route.stations)
         for station, at_station in enumerate(route.stations):
             for group, rows in enumerate(at_station):
                 here = grads[group][: rows.held]
                 held[group].append((rows, here))
-                if piggyback is not None:
-                    piggyback.add(station, group, rows, here)
+                if replicas is not None:
+                    replicas.add(station, group, rows, here)
             if station == len(self.hops):
                 break
             sent, received = route.requested[station], route.served[station]
@@ -376,13 +307,13 @@ class Router:
                     zip(grads, at_station, self.wire, route.stations[station + 1], strict=True)
                 )
             ]  # fmt: skip
-            if piggyback is not None:
-                columns += piggyback.up(station)
+            if replicas is not None:
+                columns += replicas.up(station)
             hop = self.hops[station]
             arrived = hop.exchange(columns)
             grads = self._sum_by_row(arrived[: len(at_station)], route.stations[station + 1])
-            if piggyback is not None:
-                piggyback.recv_up(station, arrived[len(at_station) :])
+            if replicas is not None:
+                replicas.recv_up(station, arrived[len(at_station) :])
         return held
 
     def _sum_by_row(self, arrived: Sequence[ReceivedRows], station: Sequence[StationRows]) -> list[torch.Tensor]:
@@ -412,21 +343,9 @@ class Router:
     def spread(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor] | None]]) -> list[list[torch.Tensor]]:
         raise AssertionError("routes without bags")
 
-    def merge(self, passes: Sequence[tuple[Route, Sequence[torch.Tensor]]]) -> tuple[Route, list[torch.Tensor]]:
-        """Merge passes with their gradients into one route; see ``merge_passes``."""
-        return merge_passes(self._lookup, self.hops, self.wide, passes)
-
-
-def _check_all_held(away: int) -> None:
-    if away:
-        raise EmbeddingError(f"{away} rows were requested from a rank that is not their home")
-
 
 def merge_passes(
-    lookup: StationLookup,
-    hops: Sequence[Hop],
-    wide: Sequence[torch.dtype],
-    passes: Sequence[tuple[Route, Sequence[torch.Tensor]]],
+    router: Router, passes: Sequence[tuple[Route, Sequence[torch.Tensor]]]
 ) -> tuple[Route, list[torch.Tensor]]:
     """Merge passes over one placement into one route with every row once, and sum the gradients of each row.
 
@@ -434,18 +353,17 @@ def merge_passes(
     pass, and order their union by key.
 
     Args:
-        wide: dtype of each dim-group in which gradients are added.
         passes: routes, and per group [rows of the first station, dim] gradients.
     """
     if len(passes) == 1:
         return passes[0][0], list(passes[0][1])
-    routes = [route for route, _ in passes]
+    lookup, routes = router.lookup, [route for route, _ in passes]
     groups = range(lookup.groups)
     ids = torch.cat([route.keys[0][g] for g in groups for route in routes])
     numbers = [sum(len(route.keys[0][g]) for route in routes) for g in groups]
     stations: list[tuple[StationRows, ...]] = []
     all_keys, requested, served = [], [], []
-    for station, hop in enumerate((*hops, None)):
+    for station, hop in enumerate((*router.hops, None)):
         located = lookup.locate(ids, None, hop, sort=True)
         peers = 1 if hop is None else hop.peers.size
         if hop is None:
@@ -464,7 +382,7 @@ def merge_passes(
         served.append(by_group.T)
         ids, numbers = ids_served, by_group.sum(axis=1).tolist()
     total = []
-    for group, (first, dtype) in enumerate(zip(stations[0], wide, strict=True)):
+    for group, (first, dtype) in enumerate(zip(stations[0], router.wide, strict=True)):
         parts = [grads[group].to(dtype) for _, grads in passes]
         if first.expand is None:
             total.append(torch.cat(parts))

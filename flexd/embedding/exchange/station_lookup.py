@@ -85,23 +85,9 @@ class StationLookup:
         self._cells: dict[Hop | None, torch.Tensor] = {}
 
     @property
-    def working_bytes(self) -> int:
-        """Bytes of the table that finds distinct keys, and of those of homes."""
-        cells = sum(table.nbytes for table in self._cells.values())
-        return self._dedup.nbytes + self._numbers.nbytes + self._inner_keys.nbytes + cells
-
-    @property
     def listed(self) -> Directory:
         """The rows that this rank lists."""
         return self.stores[0].directory
-
-    def by_group(self, keys: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Order int64 [n] keys by dim-group: (keys, numbers of each dim-group). Waits for the device."""
-        if self.groups == 1:
-            return keys, [len(keys)]
-        group = self._group_of(keys)
-        parts = [keys[group == number] for number in range(self.groups)]
-        return torch.cat(parts), [len(part) for part in parts]
 
     def locate(
         self, ids: torch.Tensor, weights: torch.Tensor | None, hop: Hop | None, *, sort: bool = False
@@ -132,7 +118,7 @@ class StationLookup:
             places_here = (moved >= 0) & (moved != NOT_MOVED)
             elsewhere = (-1 - moved.to(torch.int64)).mul_(self._local_ranks).add_(cells.remainder(self._local_ranks))
             cells = torch.where(moved < 0, elsewhere, cells.masked_fill_(places_here, self._rank))
-        groups = None if self.groups == 1 else self._group_of(keys)
+        groups = None if self.groups == 1 else torch.searchsorted(self._inner_keys, keys, right=True)
         if groups is not None:
             cells = torch.add(cells, groups, alpha=self._world_size)
         section, shifts, of_listed = self._of_cells(hop).index_select(1, cells)
@@ -227,9 +213,6 @@ class StationLookup:
         packed = torch.add(located.keys, located.accesses, alpha=1 << COUNT_SHIFT)
         return packed.index_select(0, located.order[len(located.order) - int(requested.sum()) :])
 
-    def _group_of(self, keys: torch.Tensor) -> torch.Tensor:
-        return torch.searchsorted(self._inner_keys, keys, right=True)
-
 
 def _numbered(located: LocatedRows, sizes: SectionSizes, number: torch.Tensor) -> torch.Tensor | None:
     """Return int64 [requests]: the number of each requested row in its dim-group; None if every row was requested once,
@@ -271,11 +254,6 @@ class Dedup:
         self._lock = threading.Lock()
         # Its content between calls is irrelevant: every place is written before it is read.
         self._table = torch.empty(rows, dtype=torch.int64, device=device) if rows <= MAX_TABLE_ROWS else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held between steps."""
-        return 0 if self._table is None else self._table.nbytes
 
     def unique(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """int64 [n] keys -> (int64 [m] distinct keys, int64 [n] place of each key among them).

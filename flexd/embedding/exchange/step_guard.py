@@ -1,14 +1,33 @@
-"""Guards the calls of a step that exchange rows: one thread at a time, and no silent end on one rank only."""
+"""Guards the calls of a step that exchange rows: one thread at a time, and no silent end on one rank only.
+
+An error in the dense part of a model ends one rank only. The others find out when the connection to it closes, without
+a cause, and on NCCL, or while a thread keeps the process alive, only at the timeout of the process group: so the end of
+a process by an error is published too.
+"""
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
 
 from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.fault_notice import FaultNotices
-from flexd.embedding.exchange.process_end import PROCESS_END
+
+_c10d = torch._C._distributed_c10d
+PUBLISH_SECONDS = 3.0
+"""Limit of all notices of an ending process: the store may be gone already."""
+HOST_SECONDS = 2.5
+"""Time for which an ending process keeps the store that it hosts: two looks of a rank that waits."""
 
 
 class StepGuard:
@@ -22,24 +41,15 @@ class StepGuard:
     def __init__(self, rank: int, notices: FaultNotices, passes: Sequence[object]) -> None:
         self._rank = rank
         self._notices = notices
-        self._passes = passes
+        self.passes = passes
         self._free = threading.Lock()
         self._inside: threading.Thread | None = None
-        self._step_thread: threading.Thread | None = None
+        self.step_thread: threading.Thread | None = None
+        """Thread of the newest step."""
         self.closed = False
         """No call is allowed any more."""
         if notices.live:
             PROCESS_END.watch(self)
-
-    @property
-    def used_by(self) -> threading.Thread | None:
-        """Thread of the newest step."""
-        return self._step_thread
-
-    @property
-    def in_step(self) -> bool:
-        """A forward pass waits for its step."""
-        return bool(self._passes)
 
     def publish(self, error: BaseException) -> bool:
         """Let the ranks that wait for this one know why it cannot continue; False if the store cannot be reached."""
@@ -47,7 +57,7 @@ class StepGuard:
 
     def begin_step(self) -> None:
         """Let the step in progress belong to this thread."""
-        self._step_thread = threading.current_thread()
+        self.step_thread = threading.current_thread()
 
     @contextmanager
     def call(self, *, in_step: bool) -> Iterator[None]:
@@ -72,8 +82,8 @@ class StepGuard:
         if not self._free.acquire(blocking=False):
             raise self._second_thread(self._inside)
         try:
-            if in_step and self._step_thread is not me:
-                raise self._second_thread(self._step_thread)
+            if in_step and self.step_thread is not me:
+                raise self._second_thread(self.step_thread)
             self._inside = me
             with self.publishing():
                 yield
@@ -93,7 +103,7 @@ class StepGuard:
         except EmbeddingError:
             raise
         except Exception as error:
-            self._notices.publish(self._rank, error)
+            self.publish(error)
             raise
 
     def _second_thread(self, other: threading.Thread | None) -> EmbeddingError:
@@ -102,3 +112,64 @@ class StepGuard:
             f"thread {'another' if other is None else other.name!r}",
             remedy="use a collection from one thread: look-ups, steps and reading tables have one order on all ranks",
         )
+
+
+class ProcessEnd:
+    """Watches the process by ``sys.excepthook``, ``threading.excepthook`` and ``atexit``; hooks that were
+    there run too.
+
+    An error that the trainer catches, and ``os._exit``, are not seen.
+    """
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[StepGuard] = weakref.WeakSet()
+        self._installed = False
+        self._told = False
+
+    def watch(self, watched: StepGuard) -> None:
+        """Tell of an end of the process until ``watched`` is closed or gone."""
+        self._watched.add(watched)
+        if self._installed:
+            return
+        self._installed = True
+        before, before_thread = sys.excepthook, threading.excepthook
+
+        def of_process(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            before(kind, error, trace)
+            self._tell(error, lambda _: True)
+
+        def of_thread(given: threading.ExceptHookArgs) -> None:
+            before_thread(given)
+            error = given.exc_value
+            if error is not None:
+                self._tell(error, lambda watched: watched.step_thread is given.thread)
+
+        sys.excepthook, threading.excepthook = of_process, of_thread
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if not self._told:
+            self._tell(RuntimeError("the process ended during a step"), lambda watched: bool(watched.passes))
+
+    def _tell(self, error: BaseException, concerns: Callable[[StepGuard], bool]) -> None:
+        deadline = time.monotonic() + PUBLISH_SECONDS
+        for watched in list(self._watched):
+            if not watched.closed and concerns(watched) and time.monotonic() < deadline:
+                self._told |= watched.publish(error)
+        if self._told and _hosts_store():
+            time.sleep(HOST_SECONDS)
+
+
+def _hosts_store() -> bool:
+    """Return whether the store of the process group ends with this process, as far as is known."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, _c10d.PrefixStore):
+            store = store.underlying_store
+        of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return isinstance(store, _c10d.TCPStore) and dist.get_rank() == 0 and not of_launcher
+    except (RuntimeError, ValueError):
+        return False  # the process group is gone
+
+
+PROCESS_END = ProcessEnd()

@@ -202,7 +202,8 @@ class Migrator:
                 remedy="a fault of flexd: please report it",
             )
         last = prepared[-1]
-        self._bring_back([one.delta.keys for one in prepared])
+        changed_rows = np.unique(np.concatenate([one.delta.keys for one in prepared]))
+        self._move(changed_rows, home=True)
         for one in prepared:
             stays = one.tiers != Tier.HOME
             directory.change(one.addresses[one.was_listed], one.addresses[stays], one.slots[stays], one.tiers[stays])
@@ -225,29 +226,22 @@ class Migrator:
         else:
             for block in blocks:
                 self._copy(block)
-        self._send_away(np.unique(np.concatenate([delta.keys for delta in deltas])))
+        self._move(changed_rows, home=False)
         for delta in deltas:
             self.moved_rows += int(is_moved(delta.new_tiers).sum()) - int(is_moved(delta.old_tiers).sum())
         for one in prepared:
             self.digest = (self.digest + one.digest_change) % 2**64
 
-    def _bring_back(self, addresses: Sequence[Int64Array]) -> None:
-        """Collective. Copy those of these rows that have moved to their home slots."""
-        if len(self._directory.moved):
-            keys = np.unique(np.concatenate(addresses))
-            tiers, slots = self._directory.read(keys)
-            self._mover.bring_home(keys, slots, tiers)
-
-    def _send_away(self, addresses: Int64Array) -> None:
-        """Collective. Copy those of these rows that have moved from their home slots to where they live."""
+    def _move(self, addresses: Int64Array, *, home: bool) -> None:
+        """Collective. Copy those of these rows that have moved to their home slots, or from these to where they
+        live."""
         if len(self._directory.moved):
             tiers, slots = self._directory.read(addresses)
-            self._mover.send_away(addresses, slots, tiers)
+            self._mover.move(addresses, slots, tiers, home=home)
 
     def bring_home(self) -> None:
         """Collective. Make the home slots of all moved rows current. They go on living where they are."""
-        if len(self._directory.moved):
-            self._bring_back([self._directory.moved.addresses()])
+        self._move(self._directory.moved.addresses(), home=True)
 
     def list_copied_tables(self) -> bool:
         """List the rows of tables that have copies on every rank by their home rule; return whether there are any.
@@ -281,7 +275,7 @@ class Migrator:
     def refresh(self) -> None:
         """Collective. Refresh every replica, and every moved row, from its home, after the home rows were loaded."""
         addresses, tiers, _ = self._directory.rows()
-        self._send_away(addresses[is_moved(tiers)])
+        self._move(addresses[is_moved(tiers)], home=False)
         for store in self._stores:
             for tier in (Tier.NODE, Tier.DEVICE):
                 # One tier at a time: all ranks of a collective list the same rows of it, so their blocks are the same.

@@ -135,24 +135,15 @@ class RowMover:
         self._buffer_bytes = buffer_bytes
         self._changes_home_rows = changes_home_rows
 
-    def bring_home(self, addresses: Int64Array, slots: Int32Array, tiers: UInt8Array) -> None:
-        """Collective over the rail. Copy the moved rows among these to their home slots.
+    def move(self, addresses: Int64Array, slots: Int32Array, tiers: UInt8Array, *, home: bool) -> None:
+        """Collective over the rail. Copy the moved rows among these to their home slots, or from these to where they
+        live.
 
         Args:
             addresses: int64 [n], ascending, equal on all ranks of the rail but for rows of other rails.
             slots: int32 [n], of the rows that live on this rank.
             tiers: uint8 [n].
         """
-        self._move(addresses, slots, tiers, home=True)
-
-    def send_away(self, addresses: Int64Array, slots: Int32Array, tiers: UInt8Array) -> None:
-        """Collective over the rail. Copy the moved rows among these from their home slots to where they live.
-
-        Args: as ``bring_home``.
-        """
-        self._move(addresses, slots, tiers, home=False)
-
-    def _move(self, addresses: Int64Array, slots: Int32Array, tiers: UInt8Array, *, home: bool) -> None:
         mine = is_moved(tiers) & (addresses % self._layout.local_ranks == self._local)
         addresses, nodes = addresses[mine], nodes_of_moved(tiers[mine])
         places: Int64Array = slots[mine].astype(np.int64)

@@ -17,30 +17,16 @@ logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
-END = object()
-"""In place of a batch: the loader has no further one."""
-
 
 @dataclass(frozen=True)
-class LoaderFailure:
-    """An exception in place of a batch: the other ranks learn of it with the look-up of the batch."""
+class LoaderEnd:
+    """In place of a batch: the loader has no further one.
 
-    error: Exception
+    Attributes:
+        error: why, if it raised one; the other ranks learn of it with the look-up of the batch.
+    """
 
-
-@dataclass(frozen=True)
-class _Ahead:
-    """A batch, or what ended the loader, and what is announced of it."""
-
-    batch: Any
-    announced: NextBatch
-
-
-def _following(batches: Iterator[Any]) -> Any:
-    try:
-        return next(batches, END)
-    except Exception as error:
-        return LoaderFailure(error)
+    error: Exception | None = None
 
 
 def _identity(batch: Any) -> Any:
@@ -56,20 +42,17 @@ class Prefetch(Generic[Batch]):
         collection: EmbeddingCollection,
         features: Callable[[Batch], Any],
         passes_per_step: int,
-        timeout_seconds: float,
         one_thread: bool | None,
         depth: int,
     ) -> None:
-        if passes_per_step < 1 or depth < 1 or not timeout_seconds > 0:
+        if passes_per_step < 1 or depth < 1:
             raise EmbeddingError(
-                f"prefetch: {passes_per_step} passes a step, {depth} batches ahead, a deadline of {timeout_seconds} s",
-                remedy="give positive numbers",
+                f"prefetch: {passes_per_step} passes a step, {depth} batches ahead", remedy="give positive numbers"
             )
         self._loader = loader
         self._collection = collection
         self._features = features
         self._passes_per_step = passes_per_step
-        self._timeout_seconds = timeout_seconds
         self._one_thread = one_thread
         self._depth = depth
 
@@ -77,53 +60,47 @@ class Prefetch(Generic[Batch]):
         return len(self._loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Batch]:
-        run_ahead = RunAhead.begin(
-            self._collection.engine, self._timeout_seconds, self._passes_per_step, self._one_thread, self._depth
-        )
+        run_ahead = RunAhead.begin(self._collection.engine, self._passes_per_step, self._one_thread, self._depth)
         run_ahead.fetches_rows = not self._collection.optimizer.moves_all_rows
         try:
             queue = self._read()
             ahead = [self._ahead(next(queue)) for _ in range(self._depth)]
-            run_ahead.announce(ahead[0].announced, [one.announced for one in ahead])
+            run_ahead.announce(ahead[0][1], [announced for _, announced in ahead])
             while True:
                 run_ahead.start_announced()
-                now = ahead.pop(0)
-                batch = now.batch
-                if isinstance(batch, LoaderFailure):
-                    raise batch.error
-                if batch is END:
+                batch, now = ahead.pop(0)
+                if isinstance(batch, LoaderEnd):
+                    if batch.error is not None:
+                        raise batch.error
                     run_ahead.finish()
                     return
                 ahead.append(self._ahead(next(queue)))
-                for earlier in (now, *ahead[:-1]):
-                    earlier.announced.check_overwritten(ahead[-1].announced)
-                run_ahead.announce(ahead[0].announced, [ahead[-1].announced])
+                *earlier, latest = (now, *(announced for _, announced in ahead))
+                for one in earlier:
+                    one.check_overwritten(latest)
+                run_ahead.announce(ahead[0][1], [latest])
                 yield batch
         finally:
             if not run_ahead.close():
                 logger.warning("rank %d: the run-ahead thread did not end", self._collection.rank)
 
     def _read(self) -> Iterator[Any]:
-        """Yield the loader's batches, and what ended it without end. An exception of the loader is one of these."""
-        batch: Any
+        """Yield the loader's batches, and then without end what ended it."""
+        ended = LoaderEnd()
         try:
-            batches = iter(self._loader)
-            batch = _following(batches)
+            for batch in self._loader:  # noqa: UP028 - "yield from" would close a generator that is left early
+                yield batch
         except Exception as error:
-            batch = LoaderFailure(error)
+            ended = LoaderEnd(error)
         while True:
-            yield batch
-            if batch is not END and not isinstance(batch, LoaderFailure):
-                batch = _following(batches)
+            yield ended
 
-    def _ahead(self, batch: Any) -> _Ahead:
-        return _Ahead(batch, self._next_batch(batch))
-
-    def _next_batch(self, batch: Any) -> NextBatch:
-        if batch is END or isinstance(batch, LoaderFailure):
-            return NextBatch(None, None, failed=batch is not END)
+    def _ahead(self, batch: Any) -> tuple[Any, NextBatch]:
+        """Return a batch, or what ended the loader, and what is announced of it."""
+        if isinstance(batch, LoaderEnd):
+            return batch, NextBatch(None, None, failed=batch.error is not None)
         collection = self._collection
-        return NextBatch.of(AnnouncedInput(self._features(batch), collection.read), collection.keys_of)
+        return batch, NextBatch.of(AnnouncedInput(self._features(batch), collection.read), collection.keys_of)
 
 
 def prefetch(
@@ -132,7 +109,6 @@ def prefetch(
     *,
     features: Callable[[Batch], Any] = _identity,
     passes_per_step: int = 1,
-    timeout_seconds: float = 300.0,
     one_thread: bool | None = None,
     depth: int = 1,
 ) -> Prefetch[Batch]:
@@ -154,8 +130,6 @@ def prefetch(
             or lengths are others when it is looked up, on any rank, all ranks look the batch up again.
         passes_per_step: forward passes between two steps of the optimizer (gradient accumulation). With another number
             than this training is still exact, but less of the exchange overlaps.
-        timeout_seconds: deadline of each collective of run-ahead, and of each wait for it; with ``one_thread`` that of
-            the process group holds.
         one_thread: whether the training thread issues the collectives of run-ahead too; equal on all ranks. Default:
             on an accelerator, where it cannot be switched off. On a CPU nothing overlaps with it.
         depth: batches that are read ahead; equal on all ranks. Only tables in two memories use more than one: the homes
@@ -166,7 +140,7 @@ def prefetch(
 
     Raises:
         EmbeddingError: an argument is not positive. While iterating: another such loop runs; on every rank: another
-            rank has more or fewer batches, the loader of another rank raised an error, or a job did not end within the
-        deadline. The rank whose loader raised raises that error.
+            rank has more or fewer batches, the loader of another rank raised an error, or a job did not end
+        within the timeout of the process group. The rank whose loader raised raises that error.
     """
-    return Prefetch(loader, collection, features, passes_per_step, timeout_seconds, one_thread, depth)
+    return Prefetch(loader, collection, features, passes_per_step, one_thread, depth)

@@ -40,7 +40,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from datetime import timedelta
 
 import torch
 
@@ -75,10 +74,9 @@ class RunAhead(StepHooks):
 
     fetches_early = True
 
-    def __init__(self, engine: RowEngine, timeout_seconds: float, *, one_thread: bool) -> None:
+    def __init__(self, engine: RowEngine, *, one_thread: bool) -> None:
         self.overlapped: Traffic = Traffic()
         self.passes_per_step, self.fetches_rows = 1, True
-        self.timeout_seconds = timeout_seconds
         self.one_thread = one_thread
         self._engine = engine
         self._rank = engine.groups.rank
@@ -87,12 +85,9 @@ class RunAhead(StepHooks):
         self._overlaps = not one_thread or self._device.type != "cpu"
         self._traffic.phases = engine.phases.beside = PhaseMeter(self._device, overlaps=self._overlaps)
         self._groups = groups = ChainGroups(
-            engine.groups.layout,
-            self._traffic,
-            self._device,
-            None if one_thread else timedelta(seconds=timeout_seconds),
-            engine.groups.notices,
+            engine.groups.layout, self._traffic, self._device, engine.groups.notices, own=not one_thread
         )
+        self._timeout_seconds = groups.timeout_seconds
         router, sync = engine.new_exchange(groups, self._traffic)
         self.exchanges = ((groups, router),)
         self._job = RunAheadJob(engine.stores, router, sync, engine.inbox, engine.exchange, self._rank)
@@ -116,13 +111,7 @@ class RunAhead(StepHooks):
         self._failure: BaseException | None = None
 
     @staticmethod
-    def begin(
-        engine: RowEngine,
-        timeout_seconds: float,
-        passes_per_step: int,
-        one_thread: bool | None = None,
-        depth: int = 1,
-    ) -> RunAhead:
+    def begin(engine: RowEngine, passes_per_step: int, one_thread: bool | None = None, depth: int = 1) -> RunAhead:
         """Collective. Begin a loop that announces its batches, ``depth`` batches before they are trained on.
 
         Raises:
@@ -142,15 +131,11 @@ class RunAhead(StepHooks):
                 "another loop over prefetched batches of this collection has not ended",
                 remedy="leave it first, or close() its iterator",
             )
-        engine.agree_on_loop(
-            f"one_thread={one_thread}, timeout_seconds={timeout_seconds:g}, passes_per_step={passes_per_step}, "
-            f"depth={depth}"
-        )
-        same = isinstance(hooks, RunAhead) and hooks.one_thread == one_thread
-        if not isinstance(hooks, RunAhead) or not same or (hooks.timeout_seconds != timeout_seconds and not one_thread):
+        engine.agree_on_loop(f"one_thread={one_thread}, passes_per_step={passes_per_step}, depth={depth}")
+        if not isinstance(hooks, RunAhead) or hooks.one_thread != one_thread:
             engine.settle()
             engine.hooks.end()
-            engine.hooks = hooks = RunAhead(engine, timeout_seconds, one_thread=one_thread)
+            engine.hooks = hooks = RunAhead(engine, one_thread=one_thread)
         hooks._looping = True
         hooks.passes_per_step = passes_per_step
         hooks._job.home_slots = hooks._home_slots() if depth > 1 else None
@@ -207,8 +192,8 @@ class RunAhead(StepHooks):
         inbox, passes = self._engine.inbox, tuple(self._engine.passes)
         # Chunks are applied, the exchange is changed and copies of loaded rows are refreshed before the next look-up.
         # Gradients that wait belong to rows of earlier passes.
-        locate = inbox.agreed_version <= inbox.applied_version and not self._engine.awaits_push
-        locate = locate and not self._engine.exchange.due and not self._engine.has_stale_copies
+        locate = inbox.agreed_version <= inbox.applied_version and self._engine.summed is None
+        locate = locate and not self._engine.exchange.due and not self._engine.stale_replicas
         step_expected = len(passes) % self.passes_per_step == 0
         digest = self._engine.settings_digest
 
@@ -245,7 +230,7 @@ class RunAhead(StepHooks):
             for store in self._engine.stores:
                 if store.tier is not None:
                     store.tier.forget_batches()
-        return self._thread.stop(self.timeout_seconds)
+        return self._thread.stop(self._timeout_seconds)
 
     def end(self) -> bool:
         ended = self.close()
@@ -265,8 +250,8 @@ class RunAhead(StepHooks):
         return self._result, self.deferred
 
     @property
-    def working_bytes(self) -> int:  # type: ignore[override]
-        return self._job.working_bytes
+    def working(self) -> object:  # type: ignore[override]
+        return self._job.working
 
     @property
     def holds_route(self) -> bool:  # type: ignore[override]
@@ -284,7 +269,7 @@ class RunAhead(StepHooks):
             return
         self._engine.phases.begin_wait()
         try:
-            self._result = self._thread.result(self.timeout_seconds)
+            self._result = self._thread.result(self._timeout_seconds)
         except BaseException as error:
             self._failure = error
             raise

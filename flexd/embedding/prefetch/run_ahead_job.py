@@ -15,9 +15,8 @@ from flexd.core.errors import EmbeddingError
 from flexd.embedding.exchange.collectives import Peers
 from flexd.embedding.exchange.exchange_choice import ExchangeChoice
 from flexd.embedding.exchange.hop import Agreement, CallSignature
-from flexd.embedding.exchange.route import Route
+from flexd.embedding.exchange.route import FeatureKeys, Route
 from flexd.embedding.exchange.router import Router
-from flexd.embedding.features import FeatureKeys
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues
 from flexd.embedding.prefetch.route_split import Marks, RouteSplit, exchange_marks, split_route
 from flexd.embedding.replicas.replica_sync import ReplicaSync, RowGradients
@@ -212,10 +211,9 @@ class RunAheadJob:
         self._slot_marks = [torch.zeros(len(store.rows), dtype=torch.bool, device=self._device) for store in stores]
 
     @property
-    def working_bytes(self) -> int:
-        """Bytes allocated once."""
-        marks = sum(marks.nbytes for marks in self._slot_marks)
-        return marks + self._router.working_bytes + self._sync.working_bytes
+    def working(self) -> object:
+        """Objects whose tensors stay between jobs."""
+        return self._slot_marks, self._router, self._sync
 
     def run(
         self,
@@ -255,10 +253,7 @@ class RunAheadJob:
             except Exception as fault:  # a rank that stops alone would leave the others waiting
                 error = fault
         touched = self._sync.new_touched()
-        route = self._router.find(
-            found.keys, self._agreement(batch, error, settings_digest), touched, found.faulty, found.numbers,
-            found.bags, changed,
-        )  # fmt: skip
+        route = self._router.find(found, self._agreement(batch, error, settings_digest), touched, changed)
         forward_pass = ForwardPass(route, touched)
         agreement = route.agreement
         self.input_changed = agreement.changed

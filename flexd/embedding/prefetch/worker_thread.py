@@ -50,10 +50,6 @@ class WorkerThread(Generic[Result]):
         """True from ``submit`` until ``result`` has returned or raised the job's result."""
         return self._current is not None
 
-    @property
-    def alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
     def submit(self, work: Callable[[], Result]) -> None:
         """Start a job. Raises EmbeddingError if one is under way."""
         if self._current is not None:
@@ -84,7 +80,7 @@ class WorkerThread(Generic[Result]):
         if not job.done.wait(timeout_seconds):
             raise EmbeddingError(
                 f"{self._name}: not done after {timeout_seconds:g} s",
-                remedy="look for a rank that has stopped or runs other code, or give a longer timeout_seconds",
+                remedy="look for a rank that has stopped or runs other code; give init_process_group a longer timeout",
             )
         self._current = None
         if self._finished is not None:

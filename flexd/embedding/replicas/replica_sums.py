@@ -72,12 +72,6 @@ class SumLists:
         part = torch.from_numpy(self.part_of_word[order].astype(np.int64)).to(self.blocks.device)
         return number, self.blocks.index_select(0, number), part
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held between steps."""
-        ordered: int = sum(part.nbytes for part in self.__dict__.get("_ordered", ()))
-        return self.blocks.nbytes + self.part_of_word.nbytes + ordered
-
     def ordered_bits(self, bits: Sequence[RowBits]) -> tuple[torch.Tensor, torch.Tensor]:
         """Order the bits of the lists part by part: (uint8 [kept words, 64] bits, int64 [parts] numbers of ones).
 
@@ -111,7 +105,7 @@ class SumLists:
 class ReplicaSums:
     """Gradients of the replicated rows that a step touched: those of this rank at first, then the sums over all ranks.
 
-    A ``GradientPiggyback``.
+    ``Router.push`` calls ``start``, then for each station ``add`` of each dim-group, ``up`` and ``recv_up`` of its hop.
 
     Args:
         touched: complete. The host waits for the device twice: for the number of touched rows, and for all sizes.
@@ -173,20 +167,24 @@ class ReplicaSums:
         return numbers
 
     def start(self, stations: Sequence[Sequence[StationRows]]) -> None:
+        """Begin with the ``[station][group]`` rows of a route."""
         entries = [rows.entries[rows.plain :] for of_station in stations for rows in of_station]
         places = self._places(torch.cat(entries)).split_with_sizes([part.shape[0] for part in entries])
         self._held = [list(places[first : first + self._groups]) for first in range(0, len(places), self._groups)]
 
     def add(self, station: int, group: int, rows: StationRows, grads: torch.Tensor) -> None:
+        """Add [held, dim] gradients of the rows of a dim-group that are held at a station."""
         places = self._held[station][group]
         if places.shape[0]:
             self.sums[group].index_add_(0, places, grads[rows.plain :])
 
     def up(self, hop: int) -> list[Column]:
+        """Return the columns that travel with the gradients over a hop."""
         columns = self._columns(hop, _UP_SENT, _UP_RECEIVED)
         return columns if any(any(column.sent) or any(column.received) for column in columns) else []
 
     def recv_up(self, hop: int, arrived: Sequence[ReceivedRows]) -> None:
+        """Receive the rows of each column of ``up``."""
         if not arrived:
             return
         received = self._parts[_LISTS * hop + _UP_RECEIVED]

@@ -27,7 +27,7 @@ from flexd.embedding import devices
 from flexd.embedding.exchange.hop import PeerWords
 from flexd.embedding.exchange.phase_meter import PhaseMeter, in_phase
 from flexd.embedding.exchange.route import Route, StationRows
-from flexd.embedding.exchange.router import Router
+from flexd.embedding.exchange.router import Router, merge_passes
 from flexd.embedding.exchange.station_lookup import Dedup
 from flexd.embedding.replicas.replica_sums import ReplicaSums, SumLists, sum_lists
 from flexd.embedding.replicas.touched_rows import SyncLists, TouchedRows
@@ -94,13 +94,6 @@ class ReplicaSync:
         """Meter of the thread that uses the router."""
         return self._router.phases
 
-    @property
-    def working_bytes(self) -> int:
-        """Bytes of the tables that find distinct slots, and of the lists of replicated rows."""
-        lists = 0 if self._lists is None else self._lists.nbytes
-        lists += 0 if self._sum_lists is None else self._sum_lists[1].nbytes
-        return lists + self._dedup.nbytes + self._numbers.nbytes
-
     def new_touched(self) -> TouchedRows | None:
         """Return what collects the replicated rows that a pass touches; None if no hop has any. Equal on all ranks."""
         directory = self._stores[0].directory
@@ -147,9 +140,9 @@ class ReplicaSync:
             all_reduced = [hop.all_reduces for hop in router.hops]
             lists = self._lists_of_sums(touched.lists, all_reduced)
             replicas = ReplicaSums(
-                touched, router.listed, dims, router.wire, router.wide, all_reduced, lists, self._numbers
+                touched, self._stores[0].directory, dims, router.wire, router.wide, all_reduced, lists, self._numbers
             )
-        held = router.push(*router.merge(passes), replicas)
+        held = router.push(*merge_passes(router, passes), replicas)
         summed = self._sum_plain(held)
         if replicas is not None and touched is not None:
             with self.phases.phase(StepPhase.SYNC):

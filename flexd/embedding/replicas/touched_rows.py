@@ -2,7 +2,7 @@
 
 Ranks that hold copies of the same rows have them in the same blocks of entries, in the same order, so they exchange
 bits of these blocks instead of ids. The bits of the rows that a pass reads go up the hops with its ids; the union over
-all ranks returns with its rows (``LookupPiggyback``).
+all ranks returns with its rows (``Router.find``, ``Router.fetch``).
 
 A set of rows has a byte of zero or one for each, since kernels cannot set single bits without a race; sets travel as
 64-bit words, a block in each.
@@ -87,11 +87,6 @@ class SyncList:
         parts = [of_group for of_peer in self.blocks for of_group in of_peer]
         return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts])).to(self.device)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of ``blocks`` and ``index``."""
-        return 16 * sum(self.words)
-
     def gather(self, entries: RowBits) -> RowBits:
         """Return the bits of the listed rows, of bits of all entries."""
         if not self.index.shape[0]:
@@ -130,11 +125,6 @@ class SyncLists:
     def weights(self) -> torch.Tensor:
         """uint8 [8], 2 to the power of the place."""
         return 2 ** torch.arange(8, dtype=torch.uint8, device=self.upstream[0].device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the lists: 16 for each block of entries in each of them."""
-        return sum(rows.nbytes for lists in (self.upstream, self.downstream, self.reduced) for rows in lists)
 
     @staticmethod
     def of(directory: Directory, hops: Sequence[Hop], layout: RankLayout) -> SyncLists:
@@ -199,7 +189,9 @@ class _BlocksByHome:
 class TouchedRows:
     """Listed rows that passes of a step read: on this rank and those below it, then (``complete``) on any rank.
 
-    A ``LookupPiggyback``.
+    Words travel with the ids and rows of a look-up. Called in the order of the stations: ``add`` for station 0, ``up``
+    and ``recv_up`` of hop 0, ``add`` of station 1, and so on; then ``down`` and ``recv_down`` from the last hop to the
+    first.
     """
 
     def __init__(self, lists: SyncLists, device: torch.device) -> None:
@@ -212,9 +204,11 @@ class TouchedRows:
         self.down_sent: list[RowBits | None] = [None] * len(lists.upstream)
 
     def add(self, entries: torch.Tensor) -> None:
+        """Add the rows of a station: int64 [n] entries of listed rows, their number for all others."""
         mark(self.entries, entries)
 
     def up(self, hop: int) -> PeerWords:
+        """Return the words that travel with the ids of a hop."""
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = upstream.gather(self.entries)
         self.up_sent.append(bits)
@@ -226,6 +220,7 @@ class TouchedRows:
         self.lists.downstream[hop].scatter(bits, self.entries)
 
     def down(self, hop: int) -> PeerWords:
+        """Return the words that travel with the rows of a hop."""
         upstream, downstream = self.lists.upstream[hop], self.lists.downstream[hop]
         bits = downstream.gather(self.entries)
         self.down_sent[hop] = bits
@@ -238,6 +233,7 @@ class TouchedRows:
 
     @property
     def complete(self) -> bool:
+        """True once ``recv_down`` was called for every hop. Then no bits are sent with the rows."""
         return all(bits is not None for bits in self.down_received)
 
     @staticmethod

@@ -104,6 +104,12 @@ def iterate_tensors(held: object) -> Iterator[torch.Tensor]:
         yield from iterate_tensors(vars(held))
 
 
+def storages_of(held: object) -> dict[int, int]:
+    """Return the bytes of each storage that tensors of ``held`` are in: one that occurs twice counts once."""
+    storages = (tensor.untyped_storage() for tensor in iterate_tensors(held))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
 def rank_memory(
     stores: Sequence[GroupStore],
     layout: RankLayout,
@@ -111,7 +117,7 @@ def rank_memory(
     chunk_rows: int,
     pending: object,
     waiting_bytes: int,
-    working_bytes: int,
+    working: object,
     prepared_bytes: int,
 ) -> RankMemory:
     """Return the memory of the rank with these dim-groups.
@@ -119,8 +125,9 @@ def rank_memory(
     Args:
         buffer_bytes: size of one block of copied rows.
         chunk_rows: largest number of rows of one step's chunks so far.
-        working_bytes, prepared_bytes: see ``RankMemory``.
-        pending: objects that waiting passes hold; a storage that occurs twice is counted once.
+        working, prepared_bytes: see ``RankMemory``; ``working`` are objects whose tensors are counted, but for rows,
+            directories and homes of ``stores``.
+        pending: objects that waiting passes hold.
     """
     max_rows = sum(max_listed_rows(store.group, layout, store.replica_slots) for store in stores)
     world, groups = layout.world_size, len(stores)
@@ -133,9 +140,8 @@ def rank_memory(
     block = max(buffer_bytes, 2 * widest)
     # One rank's part of an all-gather and the parts of all ranks; a world of one rank copies nothing.
     parts = 0 if layout.world_size == 1 else 1 + max(layout.nodes, layout.local_ranks)
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in iterate_tensors(pending)
-    }
+    known = storages_of([(store.rows, store.state, store.tier, store.directory, store.homes) for store in stores])
+    working_bytes = sum(nbytes for storage, nbytes in storages_of(working).items() if storage not in known)
     return RankMemory(
         home_bytes=sum(
             store.home_rows * store.row_bytes
@@ -151,7 +157,7 @@ def rank_memory(
         prepared_bytes=prepared_bytes,
         max_prepared_bytes=max(PREPARED_CHUNKS * given, PREPARED_BYTES)
         + (PREPARED_CHUNKS + 1) * chunk_rows * _SLOT_BYTES_PER_ROW,
-        pending_bytes=sum(storages.values()),
+        pending_bytes=sum(storages_of(pending).values()),
         waiting_bytes=waiting_bytes,
         max_migration_bytes=max_rows * _COMPACTION_BYTES_PER_ROW
         + (block + _SECTION_BYTES * len(stores)) * parts

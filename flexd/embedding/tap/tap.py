@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,25 +35,21 @@ MAX_BUFFER_ACCESSES = 2**31 - 1
 _POLL_SECONDS = 0.1
 
 
-@dataclass(frozen=True)
+@dataclass
 class TapCounters:
     """Totals since the start of a tap.
 
     Attributes:
         accesses: accesses that were counted.
         dropped: accesses that were not counted, because both buffers were full (2^31 accesses).
-        intervals: buffers read from the device.
         messages: messages that a snapshot of the daemon holds.
-        bytes: size of those messages.
         failures: steps that could not be counted, and buffers that could not be read.
     """
 
-    accesses: int
-    dropped: int
-    intervals: int
-    messages: int
-    bytes: int
-    failures: int
+    accesses: int = 0
+    dropped: int = 0
+    messages: int = 0
+    failures: int = 0
 
 
 class _Buffer:
@@ -140,20 +136,13 @@ class Tap:
         self._pending_seconds = (0.0, 0.0)
         self._wake = threading.Event()
         self._stopping = False
-        self._accesses = self._dropped = self._intervals = self._failures = 0
+        self._counters = TapCounters()
         self._thread = threading.Thread(target=self._run, name=f"flexd-tap-{collection.rank}", daemon=True)
         collection.after_lookup = self._count
 
     @property
     def counters(self) -> TapCounters:
-        return TapCounters(
-            accesses=self._accesses,
-            dropped=self._dropped,
-            intervals=self._intervals,
-            messages=self.outbox.acknowledged,
-            bytes=self.outbox.acknowledged_bytes,
-            failures=self._failures,
-        )
+        return replace(self._counters, messages=self.outbox.acknowledged)
 
     def start(self) -> None:
         """Start the thread that reads full buffers; ``flexd.connect`` calls it."""
@@ -184,7 +173,7 @@ class Tap:
         self._passes += 1
         accesses = sum(jagged.values.shape[0] for jagged in features.values())
         if buffer.accesses + accesses > MAX_BUFFER_ACCESSES:
-            self._dropped += accesses
+            self._counters.dropped += accesses
             self._swap()
             return
         try:
@@ -200,7 +189,7 @@ class Tap:
         except Exception:
             self._record_failure("a step was not counted whole")
             return
-        self._accesses += accesses
+        self._counters.accesses += accesses
         due = time.monotonic() - self._interval_from >= self._interval_seconds
         due |= self._interval_steps is not None and buffer.steps >= self._interval_steps
         if due or buffer.accesses > MAX_BUFFER_ACCESSES // 2:
@@ -221,9 +210,9 @@ class Tap:
         return True
 
     def _record_failure(self, message: str) -> None:
-        self._failures += 1
-        if is_power_of_two(self._failures):
-            logger.exception("rank %d: tap: %s (%d times)", self.collection.rank, message, self._failures)
+        self._counters.failures += 1
+        if is_power_of_two(self._counters.failures):
+            logger.exception("rank %d: tap: %s (%d times)", self.collection.rank, message, self._counters.failures)
 
     # ---- the tap's thread ----
 
@@ -255,7 +244,6 @@ class Tap:
                 stream.synchronize()
             self._pending_passes = thinned([*self._pending_passes, *passes], self._pass_limit)
             self._add_pending([table for table in counts if table.accesses], full.first_seconds, full.last_seconds)
-            self._intervals += 1
         finally:
             full.accesses = full.steps = 0
             full.ready = None

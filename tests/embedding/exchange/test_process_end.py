@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import flexd
 from flexd.core.layout import RankLayout
-from flexd.embedding.exchange.process_end import ProcessEnd
 from tests.support.forked import Forked
 
 SECONDS = 180.0
@@ -96,38 +95,3 @@ def test_the_other_rank_is_told_why(tmp_path: Path, end: str, told: str | None) 
         assert f"with ranks 1: {told} - see the log of the rank named last" in said
     if end.startswith("error"):
         assert "ValueError: batch 7 is broken" in own, "the hook that was there before prints the error"
-
-
-class Told:
-    closed = False
-    used_by: threading.Thread | None = None
-    in_step = True
-
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-
-    def publish(self, error: BaseException) -> bool:
-        self.errors.append(error)
-        return True
-
-
-@pytest.fixture
-def end(monkeypatch: pytest.MonkeyPatch) -> ProcessEnd:
-    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
-    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
-    monkeypatch.setattr("atexit.register", lambda function: None)
-    return ProcessEnd()
-
-
-def test_collections_that_are_closed_or_gone_tell_nobody(end: ProcessEnd) -> None:
-    closed, alive, gone = Told(), Told(), Told()
-    for each in (closed, alive, gone):
-        end.watch(each)
-    closed.closed = True
-    errors = gone.errors
-    del each, gone
-    error = ValueError("x")
-    sys.excepthook(ValueError, error, None)
-    assert (closed.errors, alive.errors, errors) == ([], [error], [])
-    end._at_exit()
-    assert alive.errors == [error], "told once"

@@ -45,10 +45,8 @@ def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
         made.append(name.split("/")[2])
         return new_subgroup(ranks, name, timeout)
 
-    def loop(collection: EmbeddingCollection, timeout_seconds: float) -> None:
-        for features in prefetch(
-            [some(0, step, rank) for step in range(3)], collection, timeout_seconds=timeout_seconds
-        ):
+    def loop(collection: EmbeddingCollection) -> None:
+        for features in prefetch([some(0, step, rank) for step in range(3)], collection):
             train_step(collection, features)
 
     out: dict[str, Any] = {}
@@ -61,20 +59,17 @@ def closed_groups(rank: int, layout: RankLayout) -> dict[str, Any]:
             made.clear()
             with EmbeddingCollection(tables(), layout=layout) as first, EmbeddingCollection(tables(), layout=layout):
                 out[f"{name}: collections"] = list(made)
-                loop(first, 50.0)
-                loop(first, 51.0)
-                of_loop = first.engine.hooks.exchanges[0][0]
-                ahead = of_loop.node.group or of_loop.rail.group
-                out["timeout"] = ahead._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+                loop(first)
+                loop(first)
                 out[f"{name}: loops"] = list(made)
                 with EmbeddingCollection(tables(), layout=layout, exchange=exchange) as third:
-                    loop(third, 51.0)
+                    loop(third)
                 out[f"{name}: another collection"] = list(made)
             out[f"{name}: left"] = len(set(distributed_c10d._world.pg_map) - before)
         with EmbeddingCollection(tables(), layout=layout) as kept:
             with EmbeddingCollection(tables(), layout=layout):
-                loop(kept, 50.0)
-            loop(kept, 50.0)
+                loop(kept)
+            loop(kept)
             train_step(kept, some(0, 1, rank))
             out["kept"] = {name: kept.gather_table(name).numpy() for name in ROWS}
     try:
@@ -157,8 +152,8 @@ def test_different_arguments_are_refused_on_every_rank(
 
 
 def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) -> None:
-    """A rank makes its own node and rail, for the training threads and for each second thread, and no more for another
-    deadline; the world of a second thread only for the exchange that uses it."""
+    """A rank makes its own node and rail, for the training threads and for each second thread; the world of a second
+    thread only for the exchange that uses it."""
     for rank, found in enumerate(ranks(4).run(closed_groups, RankLayout(2, 2))):
         for name in ("first", "again"):
             assert found[f"{name}: collections"] == ["node", "rail"]
@@ -166,7 +161,6 @@ def test_groups_are_made_once_and_closed_with_the_last_collection(ranks: Ranks) 
             # The second collection with a loop has a thread of its own.
             assert found[f"{name}: another collection"] == ["node", "rail"] * 3 + ["world"] * (name == "again")
             assert found[f"{name}: left"] == 0
-        assert found["timeout"] == 51.0
         assert f"rank {rank}: the collection is closed - read and save its tables before close()" in found["closed"]
         assert set(found["kept"]) == {"item", "odd", "tiny"}
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexd.core.errors import EmbeddingError
 from flexd.embedding import devices
 from flexd.embedding.jagged import Jagged, as_jagged
 from flexd.embedding.prefetch.announced_input import AnnouncedInput, InputValues, may_be_input
@@ -85,18 +84,6 @@ def test_any_change_after_the_announcement_is_seen(changes: Any) -> None:
     assert all(map(torch.equal, announced.values().numbers, before)), "what is located stays what was announced"
     form = [part.numel() for part in values.numbers]
     assert form == [part.numel() for part in before], "rows of the announced input are split by its sizes"
-
-
-def test_factors_of_what_is_answered_by_rows_do_not_count() -> None:
-    given = some()
-    announced = AnnouncedInput(given, lambda one: InputValues(read(one).features, read(one).factors))
-    given["factors"][0] = 9.0
-    assert not bool(announced.compare(given)[1])
-
-
-def test_an_input_that_cannot_be_read_raises_its_error_when_it_is_located() -> None:
-    with pytest.raises(EmbeddingError, match="instead of a Jagged"):
-        AnnouncedInput({"bag": "no ids"}, read).values()
 
 
 def test_a_buffer_that_is_filled_again_is_noted() -> None:

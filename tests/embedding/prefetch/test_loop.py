@@ -24,7 +24,7 @@ def uneven(
     loader = [{"item": Jagged(torch.arange(3) + index, torch.tensor([3]))} for index in range(batches[rank])]
     steps, text = 0, ""
     try:
-        for features in flexd.prefetch(loader, collection, timeout_seconds=20.0, one_thread=one_thread):
+        for features in flexd.prefetch(loader, collection, one_thread=one_thread):
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
             steps += 1
@@ -47,7 +47,7 @@ def failing_loader(
 
     steps, text = 0, ""
     try:
-        for features in flexd.prefetch(loader(), collection, timeout_seconds=300.0, one_thread=one_thread):
+        for features in flexd.prefetch(loader(), collection, one_thread=one_thread):
             collection(features)["item"].values.sum().backward()
             collection.optimizer.step()
             steps += 1
@@ -83,8 +83,8 @@ def test_the_error_of_a_loader_ends_the_loop_of_every_rank(ranks: Ranks, failing
             assert text.startswith(f"EmbeddingError: rank {failing}: its loader raised an error")
 
 
-@pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"timeout_seconds": 0.0}, {"timeout_seconds": float("nan")}])
-def test_wrong_arguments_are_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize("wrong", [{"passes_per_step": 0}, {"depth": 0}])
+def test_wrong_arguments_are_refused(wrong: dict[str, int]) -> None:
     collection = flexd.EmbeddingCollection([flexd.EmbeddingTable("item", 5, 4)], layout=RankLayout(1, 1))
     with pytest.raises(EmbeddingError, match="give positive numbers"):
         flexd.prefetch([], collection, **wrong)
@@ -95,6 +95,6 @@ def test_a_second_loop_at_a_time_is_refused() -> None:
     first = iter(flexd.prefetch([{}, {}], collection))
     next(first)
     with pytest.raises(EmbeddingError, match="another loop over prefetched batches"):
-        next(iter(flexd.prefetch([{}], collection, timeout_seconds=5.0)))
+        next(iter(flexd.prefetch([{}], collection)))
     first.close()
     assert list(flexd.prefetch([{}], collection)) == [{}]

@@ -83,15 +83,15 @@ class Tower(nn.Module):
         return self.dense(rows.tanh()).square().sum()
 
 
-def ddp_with_run_ahead(rank: int, layout: RankLayout, inside: bool, steps: int) -> dict[str, np.ndarray]:
-    """Run ``ddp`` with run-ahead: two threads have collectives under way at the same time."""
+def ddp(rank: int, layout: RankLayout, inside: bool, ahead: bool, steps: int) -> dict[str, np.ndarray]:
+    """Train beside DDP; with run-ahead two threads have collectives under way at the same time."""
     collection = EmbeddingCollection(
         tables(names=("item",)), optimizer=flexd.SGD(0.05), layout=layout, replica_slots=[61]
     )
     model = DistributedDataParallel(Tower(collection if inside else None))
     dense_optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader = [{"item": some(0, step, rank)["item"]} for step in range(steps)]
-    for features in flexd.prefetch(loader, collection):
+    for features in flexd.prefetch(loader, collection) if ahead else loader:
         loss = model(features if inside else collection(features)["item"].values)
         dense_optimizer.zero_grad()
         collection.optimizer.zero_grad()
@@ -100,18 +100,6 @@ def ddp_with_run_ahead(rank: int, layout: RankLayout, inside: bool, steps: int) 
         collection.optimizer.step()
     module = model.module
     return {"item": collection.gather_table("item").numpy(), "dense": module.dense.weight.detach().numpy()}
-
-
-def ddp_alone(world_size: int, steps: int) -> dict[str, np.ndarray]:
-    start = EmbeddingCollection(tables(names=("item",)), layout=RankLayout(1, 1))
-    table, tower = nn.Embedding.from_pretrained(start.initial_table("item"), freeze=False), Tower()
-    optimizer = torch.optim.SGD([*table.parameters(), *tower.parameters()], lr=0.05)
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(world_size):
-            (tower(table(some(0, step, rank)["item"].values)) / world_size).backward()
-        optimizer.step()
-    return {"item": table.weight.detach().numpy(), "dense": tower.dense.weight.detach().numpy()}
 
 
 pytestmark = pytest.mark.slow
@@ -253,8 +241,8 @@ def test_any_schedule_trains_equally(ranks: Ranks, scenario: Scenario, loop: Loo
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_run_ahead_beside_the_collectives_of_ddp_trains_equally(ranks: Ranks, inside: bool) -> None:
-    expected = ddp_alone(4, 6)
-    for result in ranks(4).run(ddp_with_run_ahead, RankLayout(2, 2), inside, 6):
+    plain, ahead = (ranks(4).run(ddp, RankLayout(2, 2), inside, each, 6) for each in (False, True))
+    for expected, result in zip(plain, ahead, strict=True):
         for name, values in expected.items():
             np.testing.assert_allclose(result[name], values, rtol=1e-9, atol=1e-9)
 
@@ -281,4 +269,4 @@ def test_a_failed_job_is_raised_at_the_next_step_and_at_every_later_one() -> Non
         collection(features)
     with pytest.raises(EmbeddingError, match="start again from the last checkpoint"):
         next(batches)
-    assert not ahead._thread.alive
+    assert run_ahead_jobs.threads() == []

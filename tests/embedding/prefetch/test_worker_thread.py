@@ -25,4 +25,3 @@ def test_a_job_that_does_not_end_is_an_error_within_the_deadline() -> None:
     worker.submit(lambda: 3)  # a new thread
     assert worker.result(60.0) == 3
     assert worker.stop(60.0)
-    assert not worker.alive

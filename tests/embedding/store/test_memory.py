@@ -27,7 +27,7 @@ WIDE = DimGroup(8, "float16", "rowwise_adagrad", 61, 23, (1,))
 
 def memory_of(layout: RankLayout, slots: int = 5, pending: object = None, **bytes_of_parts: int) -> RankMemory:
     stores = make_stores((NARROW, WIDE), layout, 0, [slots] * 2, CPU)
-    parts = {"waiting_bytes": 0, "working_bytes": 0, "prepared_bytes": 0} | bytes_of_parts
+    parts = {"waiting_bytes": 0, "working": None, "prepared_bytes": 0} | bytes_of_parts
     return rank_memory(stores, layout, 1000, 10, pending, **parts)
 
 
