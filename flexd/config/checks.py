@@ -56,14 +56,9 @@ def _table_faults(config: Config) -> Iterator[str]:
     planner = config.planner
     rows_of = {table.name: table.rows for table in config.tables}
     ruled = {table.name for table in config.tables if table.homes != SPREAD}
-    named: list[tuple[str, Iterable[str]]] = [
-        ("planner.exclude_tables", planner.exclude_tables),
-        ("planner.table_budgets", planner.table_budgets),
-    ]
-    for key, names in named:
-        unknown = sorted(set(names) - rows_of.keys())
-        if unknown:
-            yield f"{key}: {_unknown_table(unknown, rows_of)}"
+    unknown = sorted(set(planner.exclude_tables) - rows_of.keys())
+    if unknown:
+        yield f"planner.exclude_tables: {_unknown_table(unknown, rows_of)}"
     for index, pin in enumerate(planner.pins):
         key = f"planner.pins[{index}]"
         if pin.table not in rows_of:

@@ -165,5 +165,3 @@ class PlannerConfig(Section):
     """Measurement of executed plans."""
     pins: list[PinConfig] = []
     """Rows or tables with a fixed tier. They get replica slots before all others; the last pin of a row counts."""
-    table_budgets: dict[str, Annotated[Int, Field(ge=0)]] = {}
-    """Largest number of replica slots for the rows of a table on a rank, by table."""

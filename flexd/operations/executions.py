@@ -22,7 +22,6 @@ from flexd.core.placement import Delta, Placement
 from flexd.operations.triggers import Trigger, TriggerKind
 from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta
 from flexd.planner.plan import Plan
-from flexd.planner.solver.limits import SlotBudgets
 
 ROLLBACK = ".rollback"
 """Suffix of a rollback's id, after the id of the migration that it reverts."""
@@ -129,7 +128,7 @@ class Executions:
 
         def chunks(placement: Placement) -> ChunkedDelta:
             # Not the plan's own delta: an older migration may have moved rows since the plan was made.
-            delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, live.layout, plan.budgets)
+            delta = plan_delta(placement, plan.target, plan.gains, self._keyspace, live.layout, plan.slots)
             return self._chunked(delta, live.layout)
 
         origin = MigrationRecord(
@@ -240,9 +239,8 @@ class Executions:
 
     def _delta_to(self, base: Placement | None, placement: Placement, live: LiveTopology) -> Delta:
         target = placement if base is None else replace(base, version=placement.version)
-        slots = SlotBudgets(self._keyspace, live.layout, live.replica_slots)
         # The gain of rows that the plan demoted is unknown; with equal gains cheap rows move first.
-        return plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, slots)
+        return plan_delta(placement, target, np.ones(len(target)), self._keyspace, live.layout, live.replica_slots)
 
     def _chunked(self, delta: Delta, layout: RankLayout, returns_to: int | None = None) -> ChunkedDelta:
         control = self._control

@@ -63,7 +63,7 @@ def plan_moves(
     if room is not None:
         moved = room.fit_placement(moved)
     made = with_moves(
-        plan, moved, live, keyspace, layout, topology.replica_slots, settings.table_budgets, saved_seconds,
+        plan, moved, live, keyspace, layout, topology.replica_slots, saved_seconds,
         live_fits=len(stays) == len(live.moved),
     )  # fmt: skip
     return made, outlook
@@ -126,14 +126,13 @@ def cheaper_exchange(plan: Plan) -> str:
 
 
 def plan_limits(settings: PlannerConfig, job: TrainingJob) -> PlanLimits:
-    """Return pins, excluded tables and table budgets. No row of a table that answers by sums is copied."""
+    """Return pins and excluded tables. No row of a table that answers by sums is copied."""
     return PlanLimits(
         pins=tuple(
             RowPin(pin.table, Tier[pin.tier], None if pin.rows is None else np.array(pin.rows, dtype=np.int64))
             for pin in settings.pins
         ),
         exclude_tables=job.by_sums.union(settings.exclude_tables),
-        table_slots=dict(settings.table_budgets),
     )
 
 

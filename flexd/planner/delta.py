@@ -11,7 +11,7 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace
 from flexd.core.layout import RankLayout, Tier, by_slots, is_moved, without_moves
 from flexd.core.placement import Delta, Placement
-from flexd.planner.solver.limits import SlotBudgets
+from flexd.planner.solver.limits import slots_of_ranks, slots_used
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -44,24 +44,23 @@ def plan_delta(
     gains: Float64Array,
     keyspace: KeySpace,
     layout: RankLayout,
-    replica_slots: Sequence[int | Int64Array] | SlotBudgets,
+    replica_slots: Sequence[int | Int64Array] | Int64Array,
 ) -> Delta:
     """Return the changes from ``live`` to ``target``, the most useful first.
 
     Promotions, and rows that move to other nodes, come by gain per byte; demotions, and rows that come home, as late
-    as the slots that those need allow. Every prefix leaves every rank, and every table with a budget, within its slots
-    (unless ``live`` does not: then demotions come first until it does).
+    as the slots that those need allow. Every prefix leaves every rank within its slots (unless ``live`` does not: then
+    demotions come first until it does).
 
     Args:
         gains: float64[len(target)], of each row of ``target`` at its tier.
-        replica_slots: per dim-group, of each rank; or all budgets.
+        replica_slots: of each dim-group, one number of slots or int64[world].
 
     Raises:
         PlanError: the target itself takes more slots than there are.
     """
-    budgets = replica_slots if isinstance(replica_slots, SlotBudgets) else SlotBudgets(keyspace, layout, replica_slots)
-    slots = budgets.limits
-    if bool((budgets.used(target.keys, target.tiers) > slots).any()):
+    slots = np.stack([slots_of_ranks(group, layout) for group in replica_slots])
+    if bool((slots_used(target.keys, target.tiers, keyspace, layout) > slots).any()):
         raise PlanError("the plan takes more replica slots than the ranks have", remedy="plan again with these slots")
     changes = live.delta_to(target)
     up = by_slots(changes.new_tiers) > by_slots(changes.old_tiers)
@@ -69,9 +68,9 @@ def plan_delta(
     order = _by_gain(promotions, target, gains, keyspace, layout)
     promotions = promotions.select(order)
     block = max(_MIN_BLOCK_ROWS, -(-len(changes) // _MAX_BLOCKS))
-    freed = _cumulative(demotions, block, budgets)
-    taken = _cumulative(promotions, block, budgets)
-    used = budgets.used(live.keys, live.tiers)
+    freed = _cumulative(demotions, block, keyspace, layout)
+    taken = _cumulative(promotions, block, keyspace, layout)
+    used = slots_used(live.keys, live.tiers, keyspace, layout)
     pieces: list[Delta] = []
     done = 0
     for i in range(1, len(taken)):
@@ -114,12 +113,13 @@ def _by_gain(
     return np.lexsort((promotions.keys, -density)).astype(np.int64)
 
 
-def _cumulative(delta: Delta, block: int, budgets: SlotBudgets) -> Int64Array:
-    """Return int64[blocks + 1, constraints, world_size]: slots used (below 0: freed) by the first i blocks."""
-    changes = [np.zeros_like(budgets.limits)]
+def _cumulative(delta: Delta, block: int, keyspace: KeySpace, layout: RankLayout) -> Int64Array:
+    """Return int64[blocks + 1, groups, world_size]: slots used (below 0: freed) by the first i blocks."""
+    changes = [np.zeros((len(keyspace.groups), layout.world_size), np.int64)]
     for start in range(0, len(delta), block):
         part = delta.select(slice(start, start + block))
-        changes.append(budgets.used(part.keys, part.new_tiers) - budgets.used(part.keys, part.old_tiers))
+        new, old = (slots_used(part.keys, tiers, keyspace, layout) for tiers in (part.new_tiers, part.old_tiers))
+        changes.append(new - old)
     return np.cumsum(np.stack(changes), axis=0)
 
 

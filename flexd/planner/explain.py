@@ -28,7 +28,7 @@ from flexd.planner.model.touches import TouchRelation
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import ANYWHERE, PER_NODE, PER_RANK, GroupLoad, make_loads
 from flexd.planner.plan import Plan
-from flexd.planner.solver.limits import FREE, PlanLimits
+from flexd.planner.solver.limits import FREE, PlanLimits, slots_used
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import Cluster
 
@@ -177,10 +177,11 @@ def explain(
     also = np.unique(np.concatenate([keys, limits.replicated_keys(keyspace)]))
     loads = make_loads(profile, keyspace, layout, shape, also)
     group = int(keyspace.group_of(keyspace.first_key[index : index + 1])[0])
+    used = slots_used(plan.target.keys, plan.target.tiers, keyspace, layout)[group]
     bench = _GroupPricing(
-        plan, loads, group, homes_of(keyspace, layout), horizon_steps, table not in shape.frozen_tables
+        plan, loads, group, homes_of(keyspace, layout), used, horizon_steps, table not in shape.frozen_tables
     )
-    fixed = limits.of_group(bench.load, keyspace, bench.slots).fixed
+    fixed = limits.fixed_tiers(bench.load.keys, keyspace)
     first, end = int(keyspace.first_key[index]), int(keyspace.first_key[index]) + seen.rows
     return TableExplanation(
         table=table,
@@ -225,6 +226,7 @@ class _GroupPricing:
 
     Attributes:
         homes: of all rows.
+        used: int64[world], slots that the plan uses.
         trained: whether the table that is explained is; its group may hold others.
     """
 
@@ -232,6 +234,7 @@ class _GroupPricing:
     loads: tuple[GroupLoad, ...]
     group: int
     homes: Homes
+    used: Int64Array
     horizon_steps: float
     trained: bool
 
@@ -267,14 +270,7 @@ class _GroupPricing:
     @cached_property
     def slots(self) -> Int64Array:
         """int64[world]."""
-        slots: Int64Array = self.plan.budgets.limits[self.group]
-        return slots
-
-    @cached_property
-    def used(self) -> Int64Array:
-        """int64[world]."""
-        used: Int64Array = self.plan.budgets.used(self.plan.target.keys, self.plan.target.tiers)[self.group]
-        return used
+        return np.asarray(self.plan.slots[self.group], dtype=np.int64)
 
     @cached_property
     def paid(self) -> Float64Array:
@@ -384,7 +380,7 @@ class _GroupPricing:
         return high
 
     def rows(
-        self, keys: Int64Array, rows: Int64Array, seen: TableProfile, live: Placement, fixed: UInt8Array | None,
+        self, keys: Int64Array, rows: Int64Array, seen: TableProfile, live: Placement, fixed: UInt8Array,
         excluded: bool,
     ) -> tuple[RowExplanation, ...]:  # fmt: skip
         load, world = self.load, self.layout.world_size
@@ -404,7 +400,7 @@ class _GroupPricing:
         homes = self.homes.home_rank(keys)
         found = []
         for i in range(len(keys)):
-            pinned = fixed is not None and int(fixed[at[i]]) != FREE
+            pinned = int(fixed[at[i]]) != FREE
             found.append(
                 RowExplanation(
                     row=int(rows[i]),

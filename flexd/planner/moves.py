@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.delta import moved_bytes, plan_delta
 from flexd.planner.plan import Plan
-from flexd.planner.solver.limits import SlotBudgets, slots_of_ranks
+from flexd.planner.solver.limits import slots_of_ranks
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -91,7 +91,6 @@ def with_moves(
     keyspace: KeySpace,
     layout: RankLayout,
     slots: Sequence[int | Int64Array],
-    table_slots: Mapping[str, int],
     saved_seconds: float = 0.0,
     live_fits: bool = True,
 ) -> Plan:
@@ -103,7 +102,7 @@ def with_moves(
     Args:
         moved: rows that fit beside the copies (``MoveRoom``).
         live: with its moved rows.
-        slots, table_slots: all of them, of copies and moves: as in ``SlotBudgets``.
+        slots: of each dim-group, one number of slots or int64 [world], of copies and moves together.
         saved_seconds: what the moves save a step.
         live_fits: whether all moved rows of ``live`` may stay. If not, the plan is needed whatever it saves.
     """
@@ -115,9 +114,9 @@ def with_moves(
     )
     gains = np.full(len(target), max(0.0, saved_seconds) / max(1, len(moved)))
     gains[np.searchsorted(target.keys, plan.target.keys)] = plan.gains
-    budgets = SlotBudgets(keyspace, layout, slots, table_slots)
-    delta = plan_delta(live, target, gains, keyspace, layout, budgets)
+    of_ranks = np.stack([slots_of_ranks(group, layout) for group in slots])
+    delta = plan_delta(live, target, gains, keyspace, layout, slots)
     return replace(
-        plan, target=target, gains=gains, delta=delta, budgets=budgets, moves_save_seconds=saved_seconds,
+        plan, target=target, gains=gains, delta=delta, slots=of_ranks, moves_save_seconds=saved_seconds,
         live_fits=plan.live_fits and live_fits, migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
 from flexd.planner.replication_summary import summarise_replication
-from flexd.planner.solver.limits import FREE, PlanLimits, SlotBudgets, slots_of_ranks
+from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, slots_of_ranks, slots_used
 from flexd.planner.solver.relaxation import missed_share
 from flexd.planner.solver.tiers import choose_jointly
 from flexd.sketch.profile import Profile
@@ -60,12 +60,11 @@ class Plan:
         migration_bytes: values and optimizer state of the promoted rows, once each.
         migration_seconds: time to move them, bandwidth only.
         cluster: at whose prices.
-        replica_slots: per dim-group, of the rank that has fewest.
+        slots: int64[groups, world], replica slots of the ranks.
         exchange: that the job runs, under which the plan is priced.
-        budgets: slots of ranks and tables, as the plan keeps to them.
         home_seconds: objective of the placement with every row at HOME that is not pinned elsewhere.
-        live_fits: whether the live placement keeps to slots, budgets, pins and excluded tables. If not, the plan is
-            needed whatever it saves.
+        live_fits: whether the live placement keeps to slots, pins and excluded tables. If not, the plan is needed
+            whatever it saves.
         step_seconds: measured wall time of a step; None if it is not known.
         moves_save_seconds: exposed seconds a step that rows which move to other nodes or back save, beside the costs.
     """
@@ -87,9 +86,8 @@ class Plan:
     migration_bytes: int
     migration_seconds: float
     cluster: Cluster
-    replica_slots: tuple[int, ...]
+    slots: Int64Array
     exchange: Exchange
-    budgets: SlotBudgets
     home_seconds: float
     live_fits: bool
     step_seconds: float | None = None
@@ -138,7 +136,7 @@ class Plan:
             "reason": self.reason,
             "created_unix_seconds": self.created_unix_seconds,
             "cluster": self.cluster.name,
-            "replica_slots": list(self.replica_slots),
+            "replica_slots": self.slots.min(axis=1).tolist(),
             "rows": rows_by_tier(self.target),
             "moved_rows": len(self.target.moved),
             "moves_save_seconds": self.moves_save_seconds,
@@ -201,7 +199,7 @@ def make_plan(
         replica_slots: per dim-group, replica slots of every rank (one number) or of each (int64[world]).
         horizon_steps: steps within which a promotion must pay for its migration.
         shape: how the job trains.
-        limits: pins, excluded tables, budgets of tables.
+        limits: pins, excluded tables.
         exchange: what the job runs, which cannot change while it runs.
         step_seconds: measured wall time of a step, of which the plan states its saving as a share.
 
@@ -212,7 +210,7 @@ def make_plan(
     """
     if len(replica_slots) != len(keyspace.groups):
         raise PlanError(
-            f"{len(replica_slots)} replica budgets for {len(keyspace.groups)} dim-groups",
+            f"{len(replica_slots)} numbers of replica slots for {len(keyspace.groups)} dim-groups",
             remedy="give one number of slots per dim-group",
         )
     cluster, live = cluster.of_layout(layout.nodes, layout.local_ranks), live.copies
@@ -221,18 +219,19 @@ def make_plan(
     slots = [slots_of_ranks(group, layout) for group in replica_slots]
     loads = make_loads(profile, keyspace, layout, shape, limits.replicated_keys(keyspace))
     sums = [LoadSums(load, layout) for load in loads]
-    group_limits = [limits.of_group(load, keyspace, of_group) for load, of_group in zip(loads, slots, strict=True)]
+    group_limits = [
+        GroupLimits(of_group, limits.fixed_tiers(load.keys, keyspace))
+        for load, of_group in zip(loads, slots, strict=True)
+    ]
     live_tiers = [live.tiers_of(load.keys) for load in loads]
     choice = choose_jointly(sums, cluster, group_limits, live_tiers, horizon_steps, exchange)
     keys = np.concatenate([load.keys for load in loads])
     tiers = np.concatenate(choice.tiers)
     target = Placement.of(keys, tiers, live.version)
     gains = np.concatenate(choice.gains)[tiers != Tier.HOME]
-    budgets = SlotBudgets(keyspace, layout, slots, limits.table_slots)
-    delta = plan_delta(live, target, gains, keyspace, layout, budgets)
+    delta = plan_delta(live, target, gains, keyspace, layout, slots)
     at_home = [np.zeros(len(group.load.keys), np.uint8) for group in sums]
     baselines = {name: joint_cost(sums, at_home, cluster, way) for name, way in BASELINES.items()}
-    fewest_slots = tuple(int(group.min()) for group in slots)
     return Plan(
         plan_id=plan_id,
         parent_id=parent_id,
@@ -251,18 +250,17 @@ def make_plan(
         migration_bytes=int(moved_bytes(delta, keyspace, layout).sum()),
         migration_seconds=_migration_seconds(delta, loads, keyspace, layout, cluster),
         cluster=cluster,
-        replica_slots=fewest_slots,
+        slots=np.stack(slots),
         exchange=exchange,
-        budgets=budgets,
         home_seconds=choice.home.exposed_seconds,
-        live_fits=_fits(live, limits, keyspace, layout, budgets),
+        live_fits=_fits(live, limits, keyspace, layout, np.stack(slots)),
         step_seconds=step_seconds,
     )
 
 
-def _fits(live: Placement, limits: PlanLimits, keyspace: KeySpace, layout: RankLayout, budgets: SlotBudgets) -> bool:
-    """Return whether a placement keeps to slots, budgets of tables, pins and excluded tables."""
-    if bool((budgets.used(live.keys, live.tiers) > budgets.limits).any()):
+def _fits(live: Placement, limits: PlanLimits, keyspace: KeySpace, layout: RankLayout, slots: Int64Array) -> bool:
+    """Return whether a placement keeps to slots, pins and excluded tables."""
+    if bool((slots_used(live.keys, live.tiers, keyspace, layout) > slots).any()):
         return False
     keys = np.union1d(live.keys, limits.replicated_keys(keyspace))
     fixed = limits.fixed_tiers(keys, keyspace)

@@ -39,7 +39,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "planner.pins[0].tier: 'items' has a home rule other than all",
     ),
-    ({"planner": {"table_budgets": {"item": 5}}}, "planner.table_budgets: no table in tables is named 'item'"),
     ({"planner": {"pins": [{"table": "item", "tier": "NODE"}]}}, "planner.pins[0].table: no table in tables is named"),
     (
         {"planner": {"pins": [{"table": "items", "tier": "NODE", "rows": [0, 100, -1]}]}},
@@ -91,7 +90,7 @@ def test_what_the_parts_would_refuse_is_named_by_its_key(sections: dict[str, Any
 
 def test_what_is_right_passes() -> None:
     planner = {
-        "exclude_tables": ["users"], "table_budgets": {"items": 3},
+        "exclude_tables": ["users"],
         "pins": [{"table": "items", "tier": "NODE", "rows": [0, 99]}, {"table": "users", "tier": "HOME"}],
     }  # fmt: skip
     options = {"security_protocol": "SASL_SSL", "api_version": "3.0", "ssl_cafile": "/not/here"}

@@ -98,7 +98,6 @@ def test_the_saving_counts_as_a_share_of_the_measured_step(tmp_path: Path) -> No
         {"pins": [{"table": "item", "tier": "NODE", "rows": [ROWS - 1]}]},
         {"pins": [{"table": "item", "tier": "HOME"}]},
         {"exclude_tables": ["item"]},
-        {"table_budgets": {"item": 3}},
     ],
 )
 def test_limits_that_the_live_placement_breaks_are_enforced_whatever_they_save(

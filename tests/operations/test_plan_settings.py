@@ -20,7 +20,6 @@ def test_every_setting_is_passed_on() -> None:
         {
             "exclude_tables": ["b"],
             "pins": [{"table": "c", "tier": "NODE"}, {"table": "d", "tier": "DEVICE", "rows": [3, 1]}],
-            "table_budgets": {"c": 7},
         }
     )
     job = TrainingJob.of(TOLD, TABLES, 4)
@@ -29,7 +28,6 @@ def test_every_setting_is_passed_on() -> None:
     assert job.exchange is Exchange.DIRECT_DEDUP
     assert job.answers == {"a": "sums", "c": "rows"}
     assert limits.exclude_tables == {"a", "b"}, "no row of a table that answers by sums is copied"
-    assert limits.table_slots == {"c": 7}
     whole, rows = limits.pins
     assert (whole.table, whole.tier, whole.rows) == ("c", Tier.NODE, None)
     assert (rows.table, rows.tier) == ("d", Tier.DEVICE)

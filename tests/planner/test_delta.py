@@ -10,7 +10,7 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
 from flexd.planner.delta import delta_chunks, moved_bytes, plan_delta
-from flexd.planner.solver.limits import SlotBudgets
+from flexd.planner.solver.limits import slots_used
 
 KEYSPACE = KeySpace(
     [TableSpec("a", 1500, 8), TableSpec("b", 700, 16, optimizer="rowwise_adagrad"), TableSpec("c", 800, 8)]
@@ -23,10 +23,6 @@ def random_placement(rng: np.random.Generator, layout: RankLayout, slots: np.nda
     tiers = rng.integers(1, 3, rows).astype(np.uint8)
     fits = [n for n in range(rows + 1) if (slots_used(keys[:n], tiers[:n], KEYSPACE, layout) <= slots[:, None]).all()]
     return Placement.of(keys[: fits[-1]], tiers[: fits[-1]])
-
-
-def slots_used(keys: np.ndarray, tiers: np.ndarray, keyspace: KeySpace, layout: RankLayout) -> np.ndarray:
-    return SlotBudgets(keyspace, layout, [0] * len(keyspace.groups)).used(keys, tiers)
 
 
 cases = st.tuples(

@@ -16,7 +16,7 @@ from flexd.planner.affinity.partition import NodeHomes
 from flexd.planner.affinity.traffic import rule_nodes
 from flexd.planner.moves import MoveRoom, moved_placement, placed_homes, with_moves
 from flexd.planner.plan import Plan
-from flexd.planner.solver.limits import SlotBudgets
+from flexd.planner.solver.limits import slots_used
 
 KEYSPACE = KeySpace([TableSpec("a", 60, 4), TableSpec("b", 40, 8), TableSpec("c", 20, 8, homes="node:0")])
 ROWS = 120
@@ -30,7 +30,7 @@ class PlannedCopies:
     target: Placement
     gains: np.ndarray
     delta: Delta
-    budgets: object = None
+    slots: object = None
     live_fits: bool = True
     moves_save_seconds: float = 0.0
     migration_bytes: int = 0
@@ -53,8 +53,7 @@ def some_placement(seed: int, rows: int, slots: list[int]) -> Placement:
     tiers = rng.integers(1, 3, rows).astype(np.uint8)
     to = (rule_nodes(keys, LAYOUT) + rng.integers(1, LAYOUT.nodes, rows)) % LAYOUT.nodes
     tiers = np.where(rng.random(rows) < 0.5, MOVED + to, tiers).astype(np.uint8)
-    budgets = SlotBudgets(KEYSPACE, LAYOUT, slots)
-    while bool((budgets.used(keys, tiers) > budgets.limits).any()):
+    while bool((slots_used(keys, tiers, KEYSPACE, LAYOUT) > np.array(slots)[:, None]).any()):
         keys, tiers = keys[:-1], tiers[:-1]
     return Placement.of(keys, tiers, 3)
 
@@ -66,9 +65,8 @@ def test_moves_fit_beside_the_copies_and_the_best_are_kept(seed: int, slots: lis
     room = MoveRoom(KEYSPACE, LAYOUT, slots, copies, frozenset({"b"}))
     fitted = room.fit(homes)
     moved = moved_placement(fitted, LAYOUT)
-    budgets = SlotBudgets(KEYSPACE, LAYOUT, slots)
-    used = budgets.used(moved.keys, moved.tiers)
-    assert (used <= budgets.limits).all()
+    used, most = slots_used(moved.keys, moved.tiers, KEYSPACE, LAYOUT), np.array(slots)[:, None]
+    assert (used <= most).all()
     assert not np.isin(moved.keys, copies.keys).any()
     assert set(KEYSPACE.table_of(moved.keys).tolist()) <= {0}, "not those excluded, nor with a rule of their own"
     rule = rule_nodes(homes.keys, LAYOUT)
@@ -77,7 +75,7 @@ def test_moves_fit_beside_the_copies_and_the_best_are_kept(seed: int, slots: lis
     for at in np.flatnonzero(left_out & (copies.tiers_of(homes.keys) == 0)):
         rank = homes.home[at] * 2 + homes.keys[at] % 2
         rivals = (fitted.home != rule) & (fitted.home * 2 + homes.keys % 2 == rank)
-        assert used[0, rank] == budgets.limits[0, rank], "there was room"
+        assert used[0, rank] == slots[0], "there was room"
         assert (gain[rivals] >= gain[at]).all(), "a better one was left out"
     again = room.fit_placement(moved)
     assert (again.keys.tolist(), again.tiers.tolist()) == (moved.keys.tolist(), moved.tiers.tolist())
@@ -90,7 +88,7 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
     live, copies = some_placement(seed, 30, slots), some_placement(seed + 1, 30, halves).copies
     moved = MoveRoom(KEYSPACE, LAYOUT, halves, copies).fit_placement(some_placement(seed + 2, 30, slots).moved)
     plan = PlannedCopies(copies, np.ones(len(copies)), Delta.empty())
-    made = with_moves(cast(Plan, plan), moved, live, KEYSPACE, LAYOUT, slots, {}, 1e-3)
+    made = with_moves(cast(Plan, plan), moved, live, KEYSPACE, LAYOUT, slots, 1e-3)
     assert np.array_equal(made.target.copies.keys, copies.keys)
     between = is_moved(live.tiers_of(moved.keys)) & (live.tiers_of(moved.keys) != moved.tiers)
     assert np.array_equal(made.target.moved.keys, moved.keys[~between]), "a row goes to a third node by way of its home"
@@ -100,7 +98,7 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
     copied = np.where((new < MOVED) & (new > np.where(old < MOVED, old, 0)), 1, 0)
     travels = copied + (old >= MOVED) + (new >= MOVED)
     assert made.migration_bytes == (travels * stored).sum(), "to the new node, and back by way of home"
-    placement, budgets = live, SlotBudgets(KEYSPACE, LAYOUT, slots)
+    placement, most = live, np.array(slots)[:, None]
     for chunk in made.delta.chunks(1 if len(made.delta) < 64 else 64):
         placement = placement.apply(chunk)
     assert np.array_equal(placement.keys, made.target.keys)
@@ -108,7 +106,7 @@ def test_every_prefix_of_a_plan_with_moves_fits(seed: int, slots: list[int]) -> 
     placement = live
     for chunk in made.delta.chunks(64):  # blocks of a delta
         placement = placement.apply(chunk)
-        assert (budgets.used(placement.keys, placement.tiers) <= budgets.limits).all()
+        assert (slots_used(placement.keys, placement.tiers, KEYSPACE, LAYOUT) <= most).all()
 
 
 def test_placed_homes_are_those_of_the_placement() -> None:

@@ -28,7 +28,6 @@ from flexd.operations.rollback_recovery import RollbackRecovery
 from flexd.operations.state_file import NAME, StateFile
 from flexd.operations.step_times import StepTimes
 from flexd.operations.triggers import Trigger, TriggerKind
-from flexd.planner.solver.limits import SlotBudgets
 from tests.support.ranks_in_threads import SECRET, TABLES
 from tests.support.until import until
 
@@ -124,7 +123,7 @@ class ExecutionsHarness:
         assert live is not None
         plan: Any = SimpleNamespace(
             plan_id=name, parent_id="before", target=wanted, gains=np.ones(len(wanted)), topology_generation=1,
-            budgets=SlotBudgets(TABLES, LAYOUT, live.replica_slots), delta=range(len(wanted)), migration_bytes=0,
+            slots=live.replica_slots, delta=range(len(wanted)), migration_bytes=0,
             created_unix_seconds=1.0, profile_generation=1, saved_seconds=0.002, promotions=len(wanted), demotions=0,
             summary=lambda: {"replication": {"words": []}},
         )  # fmt: skip

@@ -11,7 +11,7 @@ from flexd.core.layout import RankLayout
 from flexd.planner.model.cost import CostBreakdown, LoadSums, joint_cost
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.workload import GroupLoad
-from flexd.planner.solver.limits import GroupLimits
+from flexd.planner.solver.limits import FREE, GroupLimits, slots_of_ranks
 from flexd.planner.solver.tiers import JointChoice, choose_jointly
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.topology.cluster import Cluster, CollectiveCurve, Exposed, LinkModel
@@ -118,6 +118,8 @@ def choose_tiers(
     horizon: float,
 ) -> JointChoice:
     """Return the best tiers of one dim-group alone, with its ``tiers`` and ``gains`` themselves."""
-    limits = slots if isinstance(slots, GroupLimits) else GroupLimits.of(slots, layout)
+    limits = slots
+    if not isinstance(slots, GroupLimits):
+        limits = GroupLimits(slots_of_ranks(slots, layout), np.full(len(load.keys), FREE, np.uint8))
     joint = choose_jointly([LoadSums(load, layout)], cluster, [limits], [live], horizon)
     return replace(joint, tiers=joint.tiers[0], gains=joint.gains[0])

@@ -48,24 +48,13 @@ class Assignment:
     def base(self) -> UInt8Array:
         """uint8[h]: pinned rows at their tiers, all others at HOME."""
         fixed = self.limits.fixed
-        tiers = np.zeros(len(self.keys), np.uint8) if fixed is None else np.where(fixed == FREE, 0, fixed)
-        if fixed is not None and not self.limits.fits(self.keys, tiers, self.layout):
+        tiers = np.where(fixed == FREE, 0, fixed).astype(np.uint8)
+        if not self.limits.fits(self.keys, tiers, self.layout):
             raise PlanError(
                 "the pinned rows take more replica slots than there are",
-                remedy="pin fewer rows, or raise the replica slots of the ranks or tables",
+                remedy="pin fewer rows, or raise the replica slots of the ranks",
             )
-        return tiers.astype(np.uint8)
-
-    @cached_property
-    def _free(self) -> tuple[Int64Array, Int64Array]:
-        """(int64[world] slots, int64[b, world] table budgets) that pinned rows leave."""
-        used = self.layout.replica_slots_used(self.keys, self.base)
-        budgets = np.repeat(self.limits.budgets[:, None], self.layout.world_size, axis=1)
-        if self.limits.budget is not None:
-            for i in range(len(budgets)):
-                mine = self.limits.budget == i
-                budgets[i] -= self.layout.replica_slots_used(self.keys[mine], self.base[mine])
-        return self.limits.slots - used, budgets
+        return tiers
 
     def best(self, decision_of: Float64Array) -> tuple[UInt8Array, float]:
         """(uint8[h] tiers within all limits, the most that any such tiers gain).
@@ -73,18 +62,13 @@ class Assignment:
         Args:
             decision_of: float64[tier, h] like ``decision``, with -inf where a tier is not allowed this time.
         """
-        upper = np.maximum(decision_of[Tier.NODE], decision_of[Tier.DEVICE])
-        if self.limits.fixed is not None:
-            upper = np.where(self.limits.fixed == FREE, upper, -np.inf)
-        rows = np.flatnonzero(upper > 0)
+        gains = np.maximum(decision_of[Tier.NODE], decision_of[Tier.DEVICE]) > 0
+        rows = np.flatnonzero(gains & (self.limits.fixed == FREE))
         tiers = self.base.copy()
         if not len(rows) or not self.allowed:
             return tiers, 0.0
-        slots, budgets = self._free
-        budget = None if self.limits.budget is None else self.limits.budget[rows]
-        part = _GainingRows(
-            self.layout, self.keys[rows], np.ascontiguousarray(decision_of[:, rows]), slots, budget, budgets
-        )
+        slots = self.limits.slots - self.layout.replica_slots_used(self.keys, self.base)
+        part = _GainingRows(self.layout, self.keys[rows], np.ascontiguousarray(decision_of[:, rows]), slots)
         chosen, bound = part.best(self.allowed)
         tiers[rows] = chosen
         return tiers, bound
@@ -98,9 +82,6 @@ class _GainingRows:
     keys: Int64Array
     decision: Float64Array
     slots: Int64Array
-    budget: Int64Array | None
-    budgets: Int64Array
-    """int64[b, world]."""
 
     @cached_property
     def home(self) -> Int64Array:
@@ -113,7 +94,7 @@ class _GainingRows:
     @cached_property
     def exact_rows(self) -> int:
         """Number of rows that can be chosen exactly."""
-        return core_rows(self.layout.world_size * (1 + len(self.budgets)))
+        return core_rows(self.layout.world_size)
 
     def gain(self, tiers: UInt8Array) -> float:
         return float(np.take_along_axis(self.decision, tiers[None, :].astype(np.int64), axis=0).sum())
@@ -123,46 +104,32 @@ class _GainingRows:
         has = [tier for tier in allowed if bool((self.decision[tier] > 0).any())]
         node_slots, device_slots = self.layout.nodes - 1.0, world - 1.0
         all_slots = float(self.slots.sum())
-        price, table_prices, bound = best_price(
-            self.decision[Tier.NODE],
-            self.decision[Tier.DEVICE],
-            node_slots,
-            device_slots,
-            all_slots,
-            self.budget,
-            self.budgets.sum(axis=1).astype(np.float64),
-        )
-        if len(has) == 1 and self.budget is None:
+        node, device = self.decision[Tier.NODE], self.decision[Tier.DEVICE]
+        price, bound = best_price(node, device, node_slots, device_slots, all_slots)
+        if len(has) == 1:
             bound = single_tier_bound(
                 self.decision[has[0]], all_slots / (node_slots if has[0] == Tier.NODE else device_slots)
             )
         best, most = np.zeros(len(self.keys), np.uint8), 0.0
-        for tiers in self.candidates(has, price, table_prices):
+        for tiers in self.candidates(has, price):
             gain = self.gain(tiers)
             if gain > most:
                 best, most = tiers, gain
-        if (len(has) > 1 or self.budget is not None) and self.few and bound > most:
-            best, bound = self.refine(best, bound, price, table_prices)
+        if len(has) > 1 and self.few and bound > most:
+            best, bound = self.refine(best, bound, price)
         return best, max(bound, self.gain(best))
 
-    def refine(
-        self, tiers: UInt8Array, bound: float, price: float, table_prices: Float64Array
-    ) -> tuple[UInt8Array, float]:
+    def refine(self, tiers: UInt8Array, bound: float, price: float) -> tuple[UInt8Array, float]:
         """(uint8[n] tiers no worse than these, bound no looser): the rows nearest to a threshold are chosen exactly."""
         if not self.exact_rows:
             return tiers, bound
         core = np.arange(len(self.keys))
         if len(core) > self.exact_rows:
-            core = np.sort(np.argsort(self.margin(price, table_prices), kind="stable")[: self.exact_rows])
+            core = np.sort(np.argsort(self.margin(price), kind="stable")[: self.exact_rows])
         rest = tiers.copy()
         rest[core] = Tier.HOME
         slots = self.slots - self.layout.replica_slots_used(self.keys, rest)
-        budgets = self.budgets.copy()
-        for i in range(len(budgets)):
-            mine = self.budget == i
-            budgets[i] -= self.layout.replica_slots_used(self.keys[mine], rest[mine])
-        budget = None if self.budget is None else self.budget[core]
-        found = Core(self.layout, self.keys[core], self.decision[:, core], slots, budget, budgets).best()
+        found = Core(self.layout, self.keys[core], self.decision[:, core], slots).best()
         if found is None:
             return tiers, bound
         rest[core], most = found
@@ -171,29 +138,26 @@ class _GainingRows:
             min(bound, most) if len(core) == len(self.keys) else bound,
         )
 
-    def margin(self, price: float, table_prices: Float64Array) -> Float64Array:
-        """Return float64[n]: lead of a row's best tier over its second best at these prices of a slot."""
-        paid = np.full(len(self.keys), price)
-        if self.budget is not None and len(table_prices):
-            paid = np.where(self.budget >= 0, table_prices[np.maximum(self.budget, 0)], price)
+    def margin(self, price: float) -> Float64Array:
+        """Return float64[n]: lead of a row's best tier over its second best at this price of a slot."""
         slots = np.array([0.0, self.layout.nodes - 1.0, self.layout.world_size - 1.0])[:, None]
-        net = np.sort(self.decision - paid * slots, axis=0)
+        net = np.sort(self.decision - price * slots, axis=0)
         lead: Float64Array = net[-1] - net[-2]
         return lead
 
-    def candidates(self, has: list[Tier], price: float, table_prices: Float64Array) -> Iterator[UInt8Array]:
+    def candidates(self, has: list[Tier], price: float) -> Iterator[UInt8Array]:
         world = self.layout.world_size
         if len(has) < 2:
-            yield self.fit_slots(self.slot_prices(np.zeros(world)), table_prices)
+            yield self.fit_slots(self.slot_prices(np.zeros(world)))
             return
         node_first = self.slot_prices(np.zeros(world))
         node_first[Tier.DEVICE] = np.inf
-        yield self.fit_slots(node_first, table_prices)
-        yield self.fit_slots(self.slot_prices(np.full(world, price)), table_prices)
+        yield self.fit_slots(node_first)
+        yield self.fit_slots(self.slot_prices(np.full(world, price)))
         if self.few and price > 0 and len(self.keys) > self.exact_rows:
             for factor in _PRICE_FACTORS:
-                yield self.fit_slots(self.slot_prices(np.full(world, price * factor)), table_prices)
-            yield from self.uneven_prices(price, table_prices)
+                yield self.fit_slots(self.slot_prices(np.full(world, price * factor)))
+            yield from self.uneven_prices(price)
 
     def slot_prices(self, of_rank: Float64Array) -> Float64Array:
         """Return float64[tier, world]: price of a row's slots by tier and home, at a price per slot of each rank."""
@@ -201,7 +165,7 @@ class _GainingRows:
         rail = np.broadcast_to(by_node.sum(axis=0), by_node.shape).reshape(-1)
         return np.stack([np.zeros_like(of_rank), rail - of_rank, of_rank.sum() - of_rank])
 
-    def uneven_prices(self, price: float, table_prices: Float64Array) -> Iterator[UInt8Array]:
+    def uneven_prices(self, price: float) -> Iterator[UInt8Array]:
         """Yield tiers at prices that rise on ranks with too many replicas and fall on others (subgradient steps)."""
         of_rank = np.full(self.layout.world_size, price)
         for step in range(1, _UNEVEN_STEPS + 1):
@@ -209,39 +173,11 @@ class _GainingRows:
             tiers = (self.decision - slot_prices[:, self.home]).argmax(axis=0).astype(np.uint8)
             excess = self.layout.replica_slots_used(self.keys, tiers) - self.slots
             of_rank = np.maximum(of_rank + price / step * excess / np.maximum(self.slots, 1), 0.0)
-            yield self.fit_slots(self.slot_prices(of_rank), table_prices)
+            yield self.fit_slots(self.slot_prices(of_rank))
 
-    def fit_slots(self, slot_prices: Float64Array, table_prices: Float64Array) -> UInt8Array:
-        """Return uint8[n] tiers that fit every rank and table.
-
-        A table with a budget is solved within it first; its rows may then only take the tier they got there, or none.
-        """
-        if self.budget is None or not len(self.budgets):
-            return _fill(self.layout, self.keys, self.decision, self.slots, slot_prices)
-        decision = self.decision.copy()
-        for i, limit in enumerate(self.budgets):
-            rows = np.flatnonzero(self.budget == i)
-            own = np.maximum(slot_prices, self.slot_prices(np.full(self.layout.world_size, table_prices[i])))
-            chosen = _fill(self.layout, self.keys[rows], decision[:, rows], np.minimum(self.slots, limit), own)
-            for tier in (Tier.NODE, Tier.DEVICE):
-                decision[tier, rows[chosen != tier]] = -np.inf
-        tiers = _fill(self.layout, self.keys, decision, self.slots, slot_prices)
-        self._fill_remaining(tiers, slot_prices)
-        return tiers
-
-    def _fill_remaining(self, tiers: UInt8Array, slot_prices: Float64Array) -> None:
-        """Fill the remaining slots with rows at HOME, in place, by table, then with those without a budget."""
-        if self.budget is None:
-            return
-        for i, limit in [*enumerate(self.budgets), (-1, self.slots)]:
-            mine = self.budget == i
-            free = self.slots - self.layout.replica_slots_used(self.keys, tiers)
-            if i >= 0:
-                used = self.layout.replica_slots_used(self.keys[mine], tiers[mine])
-                free = np.minimum(free, limit - used)
-            rows = np.flatnonzero(mine & (tiers == Tier.HOME))
-            if len(rows):
-                tiers[rows] = _fill(self.layout, self.keys[rows], self.decision[:, rows], free, slot_prices)
+    def fit_slots(self, slot_prices: Float64Array) -> UInt8Array:
+        """Return uint8[n] tiers that fit every rank."""
+        return _fill(self.layout, self.keys, self.decision, self.slots, slot_prices)
 
 
 def _fill(

@@ -1,9 +1,9 @@
 """Exact choice among the few rows about which prices leave doubt: a mixed integer program (HiGHS through scipy).
 
 Rows far from every threshold are where they belong at any good price; what a price cannot do is to pack the last slots
-of ranks and tables whose limits differ (a multi-dimensional knapsack). So all rows but the *core* keep their tiers, and
+of ranks whose limits differ (a multi-dimensional knapsack). So all rows but the *core* keep their tiers, and
 the core is chosen anew in the slots that this leaves. With all rows in the core the choice is optimal, the bound tight.
-Quotas say how many more rows fit into the slots of their ranks and tables.
+Quotas say how many more rows fit into the slots of their ranks.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _SLACK = 1e-9
 
 
 def core_rows(limits: int) -> int:
-    """Rows that are chosen exactly with so many limits (of ranks and of tables on ranks); 0: too many limits."""
+    """Rows that are chosen exactly with so many limits; 0: too many limits."""
     rows = min(_MAX_CORE_ROWS, _MAX_CORE_ENTRIES // max(limits, 1))
     return rows if rows >= _MIN_CORE_ROWS else 0
 
@@ -117,16 +117,12 @@ class Core:
         keys: int64[n].
         decision: float64[tier, n] gains; -inf where a tier is not allowed, HOME is 0.
         slots: int64[world], at least 0.
-        budget: int64[n], index into ``budgets`` of the row's table, or -1; None: no table has a budget.
-        budgets: int64[b, world], at least 0.
     """
 
     layout: RankLayout
     keys: Int64Array
     decision: Float64Array
     slots: Int64Array
-    budget: Int64Array | None
-    budgets: Int64Array
 
     def best(self) -> tuple[UInt8Array, float] | None:
         """(uint8[n] tiers within all limits, the most that any such tiers gain).
@@ -142,11 +138,11 @@ class Core:
 
         gain = self.decision[tier, row]
         scale = _SCALE / float(gain.max())
-        limits, most = self._limits(tier, row)
+        limits = self._limits(tier, row)
         once = coo_matrix((np.ones(len(row)), (row, np.arange(len(row)))), shape=(len(self.keys), len(row)))
         result = milp(
             -gain * scale,
-            constraints=[LinearConstraint(limits.tocsr(), ub=most), LinearConstraint(once.tocsr(), ub=1.0)],
+            constraints=[LinearConstraint(limits.tocsr(), ub=self.slots), LinearConstraint(once.tocsr(), ub=1.0)],
             integrality=np.ones(len(row)),
             bounds=Bounds(0.0, 1.0),
             options={"mip_rel_gap": 0.0, "node_limit": _MAX_NODES},
@@ -154,7 +150,7 @@ class Core:
         if result.x is None:
             return None
         chosen = np.round(result.x) > 0
-        if bool((limits @ chosen > most).any()) or bool((once @ chosen > 1).any()):
+        if bool((limits @ chosen > self.slots).any()) or bool((once @ chosen > 1).any()):
             return None
         tiers = np.zeros(len(self.keys), np.uint8)
         tiers[row[chosen]] = tier[chosen]
@@ -162,20 +158,12 @@ class Core:
         bound = float("nan") if result.mip_dual_bound is None else -float(result.mip_dual_bound) / scale
         return tiers, max(bound, total) + _SLACK * total if np.isfinite(bound) else np.inf
 
-    def _limits(self, tier: Int64Array, row: Int64Array) -> tuple[coo_matrix, Float64Array]:
-        """(which (tier, row) takes a slot of which limit, slots of each limit): ranks, then ranks by table."""
+    def _limits(self, tier: Int64Array, row: Int64Array) -> coo_matrix:
+        """float64[world, entries]: a one where a (tier, row) takes a slot of a rank."""
         from scipy.sparse import coo_matrix
 
         world, local = self.layout.world_size, self.layout.local_ranks
         home, ranks = self.layout.home_rank(self.keys[row]), np.arange(world)[:, None]
         on_rail = (ranks % local == home % local) & (ranks // local != home // local)
-        limit, at = np.nonzero(np.where(tier == Tier.NODE, on_rail, ranks != home))
-        entries, most = [(limit, at)], [self.slots]
-        if self.budget is not None:
-            of_table = self.budget[row[at]]
-            mine = of_table >= 0
-            entries.append(((1 + of_table[mine]) * world + limit[mine], at[mine]))
-            most.extend(self.budgets)
-        limit, at = (np.concatenate(parts) for parts in zip(*entries, strict=True))
-        shape = (world * len(most), len(row))
-        return coo_matrix((np.ones(len(at)), (limit, at)), shape=shape), np.concatenate(most).astype(np.float64)
+        rank, at = np.nonzero(np.where(tier == Tier.NODE, on_rail, ranks != home))
+        return coo_matrix((np.ones(len(at)), (rank, at)), shape=(world, len(row)))

@@ -227,9 +227,8 @@ class _Problem:
         result = []
         for sums, limits, live in zip(self.sums, self.limits, self.live, strict=True):
             decision, plain = decision_gains(sums, live, self.linear, sent, self.exchange, self.horizon_steps)
-            if limits.fixed is not None:
-                fixed = np.where(limits.fixed == FREE, FREE, canonical_tiers(limits.fixed % len(Tier), self.layout))
-                limits = GroupLimits(limits.slots, fixed.astype(np.uint8), limits.budget, limits.budgets)
+            fixed = np.where(limits.fixed == FREE, FREE, canonical_tiers(limits.fixed % len(Tier), self.layout))
+            limits = GroupLimits(limits.slots, fixed.astype(np.uint8))
             result.append(_Group(sums, Assignment(self.layout, sums.load.keys, decision, limits, usable), plain, live))
         return result
 

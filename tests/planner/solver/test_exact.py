@@ -13,7 +13,7 @@ from flexd.core.layout import RankLayout, Tier
 from flexd.planner.solver import exact
 from flexd.planner.solver.assign import Assignment
 from flexd.planner.solver.exact import Core
-from flexd.planner.solver.limits import GroupLimits
+from flexd.planner.solver.limits import FREE, GroupLimits
 
 LAYOUTS = [RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 3), RankLayout(3, 1)]
 BOTH = (Tier.NODE, Tier.DEVICE)
@@ -33,19 +33,16 @@ def test_against_brute_force(seed: int, layout: RankLayout) -> None:
     rng, rows = np.random.default_rng(seed), 6
     keys = np.sort(rng.choice(40, rows, replace=False)).astype(np.int64)
     gains = gains_of(rng, rows)
-    budget = rng.integers(-1, 2, rows)
     slots = rng.integers(0, 5, layout.world_size)
-    budgets = rng.integers(0, 4, (2, layout.world_size))
-    limits = [(keys >= 0, slots), *((budget == i, budgets[i]) for i in range(2))]
     best = 0.0
     for each in itertools.product(Tier, repeat=rows):
         tiers = np.array(each, np.uint8)
-        if all((layout.replica_slots_used(keys[of], tiers[of]) <= most).all() for of, most in limits):
+        if (layout.replica_slots_used(keys, tiers) <= slots).all():
             best = max(best, float(gains[tiers, np.arange(rows)].sum()))
-    found = Core(layout, keys, gains, slots, budget, budgets).best()
+    found = Core(layout, keys, gains, slots).best()
     assert found is not None
     tiers, most = found
-    assert all((layout.replica_slots_used(keys[of], tiers[of]) <= limit).all() for of, limit in limits)
+    assert (layout.replica_slots_used(keys, tiers) <= slots).all()
     assert gains[tiers, np.arange(rows)].sum() == pytest.approx(best, rel=1e-9)
     assert best * (1 - 1e-12) <= most <= best * (1 + 1e-6)
 
@@ -57,7 +54,7 @@ def test_more_rows_than_the_core_takes(monkeypatch: pytest.MonkeyPatch, core: in
         rng = np.random.default_rng(seed)
         keys = np.sort(rng.choice(1200, 300, replace=False)).astype(np.int64)
         gains = gains_of(rng, 300)
-        limits = GroupLimits(rng.integers(10, 30, 6), None, np.where(keys < 500, 0, -1), np.array([7]))
+        limits = GroupLimits(rng.integers(5, 15, 6), np.full(300, FREE, np.uint8))
         problem = Assignment(RankLayout(3, 2), keys, gains, limits, BOTH)
         monkeypatch.setattr(exact, "_MAX_CORE_ROWS", core)
         tiers, bound = problem.best(gains)
@@ -70,8 +67,7 @@ def test_more_rows_than_the_core_takes(monkeypatch: pytest.MonkeyPatch, core: in
         better += without < ours
         # The order of the rows is no matter.
         order = rng.permutation(300)
-        limits = GroupLimits(limits.slots, None, np.where(keys < 500, 0, -1)[order], limits.budgets)
         monkeypatch.setattr(exact, "_MAX_CORE_ROWS", core)
         again, _ = Assignment(RankLayout(3, 2), keys[order], gains[:, order], limits, BOTH).best(gains[:, order])
         assert gains[tiers, np.arange(300)].sum() == pytest.approx(gains[:, order][again, np.arange(300)].sum())
-    assert better >= 3
+    assert better >= 1

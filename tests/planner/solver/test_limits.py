@@ -1,4 +1,4 @@
-"""Pins, excluded tables, budgets of tables, uneven slots: against an exact MILP, and in whole plans."""
+"""Pins, excluded tables, uneven slots: against an exact MILP, and in whole plans."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from flexd.core.errors import PlanError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout, Tier
 from flexd.core.placement import Placement
-from flexd.planner.delta import plan_delta
 from flexd.planner.model.gains import row_seconds, usable_tiers
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import Plan, make_plan
-from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, SlotBudgets
+from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, RowPin, slots_used
 from flexd.topology.cluster import Exposed
 from tests.support.planner_cases import choose_tiers, cluster, group_cost, load, profile
 
@@ -49,6 +48,10 @@ def plan(limits: PlanLimits | None = None, *, live: Placement | None = None, **c
     )
 
 
+def used_by(made: Plan) -> np.ndarray:
+    return slots_used(made.target.keys, made.target.tiers, KEYSPACE, LAYOUT)
+
+
 def milp_gain(keys: np.ndarray, gains: np.ndarray, layout: RankLayout, limits: GroupLimits) -> float:
     """The most the free rows gain within every limit: HiGHS, exact."""
     tiers, n, world = usable_tiers(layout), len(keys), layout.world_size
@@ -56,7 +59,7 @@ def milp_gain(keys: np.ndarray, gains: np.ndarray, layout: RankLayout, limits: G
         [np.stack([layout.holds_replica(r, keys, np.full(n, t, np.uint8)) for r in range(world)]) for t in tiers],
         axis=1,
     ).astype(float)
-    fixed = limits.fixed if limits.fixed is not None else np.full(n, FREE, np.uint8)
+    fixed = limits.fixed
     low, high = np.zeros((len(tiers), n)), np.ones((len(tiers), n))
     for i, tier in enumerate(tiers):
         low[i, fixed == tier] = 1.0
@@ -65,9 +68,6 @@ def milp_gain(keys: np.ndarray, gains: np.ndarray, layout: RankLayout, limits: G
         LinearConstraint(held, ub=limits.slots.astype(float)),
         LinearConstraint(np.concatenate([np.eye(n)] * len(tiers), axis=1), ub=1.0),
     ]
-    for i, budget in enumerate(limits.budgets.tolist()):
-        mine = np.tile(limits.budget == i, len(tiers))
-        constraints.append(LinearConstraint(held * mine, ub=float(budget)))
     value = np.concatenate([np.where(fixed == FREE, gains[t], 0.0) for t in tiers])
     scale = 1e5 / max(float(np.abs(value).max()), 1e-30)
     result = milp(-value * scale, constraints=constraints, integrality=np.ones(len(value)),
@@ -81,7 +81,6 @@ cases = st.fixed_dictionaries(
         "seed": st.integers(0, 2**32 - 1),
         "layout": st.sampled_from([RankLayout(2, 2), RankLayout(3, 2), RankLayout(1, 4), RankLayout(4, 1)]),
         "slots": st.integers(0, 12),
-        "budget": st.integers(0, 5),
         "micro_batches": st.sampled_from([1, 4]),
         "merged": st.booleans(),
         "frozen": st.booleans(),
@@ -110,7 +109,7 @@ def test_no_limit_is_broken_and_nothing_lost_against_the_milp(case: dict) -> Non
     for row in rng.choice(rows, case["pins"], replace=False):
         fixed[row] = rng.choice([Tier.HOME, *usable_tiers(layout)])
     slots = rng.integers(case["slots"], case["slots"] + 4, layout.world_size)
-    limits = GroupLimits(slots, fixed, np.where(keys < 60, 0, -1), np.array([case["budget"]]))
+    limits = GroupLimits(slots, fixed)
     machine = cluster(exposed=Exposed(1.0, 1.0, case["sync"]))
     home = np.where(fixed == FREE, 0, fixed).astype(np.uint8)
     if not limits.fits(problem.keys, home, layout):
@@ -138,9 +137,9 @@ def test_pins_hold_whether_they_pay_or_not_and_unlisted_rows_are_listed() -> Non
     assert (made.target.tiers_of(KEYSPACE.keys(0, hottest)) == Tier.HOME).all()
     assert (plan().target.tiers_of(KEYSPACE.keys(0, hottest)) != Tier.HOME).all()
     assert len(made.gains) == len(made.target)
-    assert (made.budgets.used(made.target.keys, made.target.tiers) <= made.budgets.limits).all()
+    assert (used_by(made) <= made.slots).all()
     # The pins' slots come first; what is left is used up all the same.
-    assert made.budgets.used(made.target.keys, made.target.tiers)[0].max() >= 110
+    assert used_by(made)[0].max() >= 110
 
 
 def test_excluded_tables_stay_home_and_their_live_rows_come_down() -> None:
@@ -162,28 +161,13 @@ def test_rows_of_tables_with_other_home_rules_are_not_copied() -> None:
             plan(PlanLimits(pins=(RowPin("users", Tier.NODE),)), keyspace=ruled)
 
 
-def test_a_table_keeps_its_budget_at_every_prefix() -> None:
-    limits = PlanLimits(table_slots={"items": 25})
-    first, second = plan(limits), plan(limits, shift=120)
-    budgets = SlotBudgets(KEYSPACE, LAYOUT, (120, 60), {"items": 25})
-    delta = plan_delta(first.target, second.target, second.gains, KEYSPACE, LAYOUT, budgets)
-    assert 0 < first.budgets.used(first.target.keys, first.target.tiers)[2].max() <= 25
-    assert plan().budgets.used(plan().target.keys, plan().target.tiers)[0].max() > 25
-    used = budgets.used(first.target.keys, first.target.tiers)
-    assert len(delta) > 20
-    for i in range(len(delta)):
-        one = delta.select(slice(i, i + 1))
-        used = used + budgets.used(one.keys, one.new_tiers) - budgets.used(one.keys, one.old_tiers)
-        assert (used <= budgets.limits).all()
-
-
 def test_slots_that_differ_between_ranks() -> None:
     slots = (np.array([10, 40, 25, 0]), np.array([5, 5, 5, 5]))
     made = plan(slots=slots)
-    used = made.budgets.used(made.target.keys, made.target.tiers)
+    used = used_by(made)
     assert (used <= np.stack(slots)).all()
     assert used[0, 3] == 0 < used[0, 1]
-    assert made.replica_slots == (0, 5)
+    assert made.summary()["replica_slots"] == [0, 5]
 
 
 def test_the_direct_exchange_is_recommended_where_latency_decides() -> None:
@@ -201,7 +185,7 @@ def test_frozen_tables_are_replicated_as_far_as_slots_go() -> None:
     made = plan(machine=machine, shape=TrainingShape(frozen_tables=frozenset({"items"})))
     assert set(KEYSPACE.table_of(made.target.keys)) == {0}
     assert made.after.sync_seconds == 0
-    assert made.budgets.used(made.target.keys, made.target.tiers)[0].max() > 100
+    assert used_by(made)[0].max() > 100
 
 
 @pytest.mark.parametrize(
@@ -210,7 +194,6 @@ def test_frozen_tables_are_replicated_as_far_as_slots_go() -> None:
         (PlanLimits(exclude_tables=frozenset({"other"})), "do not exist: other"),
         (PlanLimits(pins=(RowPin("items", Tier.NODE, np.array([5000])),)), "outside it"),
         (PlanLimits(pins=(RowPin("items", Tier.NODE, np.array([-1])),)), "outside it"),
-        (PlanLimits(table_slots={"items": -1}), "replica slots of table"),
         (PlanLimits(exclude_tables=frozenset({"items"}), pins=(RowPin("items", Tier.NODE),)), "excluded and pinned"),
         (PlanLimits(pins=(RowPin("items", Tier.DEVICE),)), "pinned rows take more"),
     ],
