@@ -64,8 +64,3 @@ def test_never_over_the_budget_and_never_worse_than_by_rows(
 def test_memory_that_saves_nothing_goes_to_rows_without_a_frame() -> None:
     curves = [curve([0.5], more_rows=99), curve([0.5], more_rows=299)]
     assert divide_frames(curves, 20_000) == [50, 149]
-
-
-def test_by_rows_has_a_frame_everywhere() -> None:
-    assert proportional_frames(1000, [100, 1], [100, 100]) == [9, 1]
-    assert proportional_frames(10**9, [100, 1], [100, 100]) == [100, 1]

@@ -13,15 +13,6 @@ from flexd.core.layout import MOVED, RankLayout, Tier
 LAYOUTS = st.builds(RankLayout, st.integers(1, 4), st.integers(1, 4))
 
 
-@given(LAYOUTS)
-def test_ranks_are_numbered_node_by_node(layout: RankLayout) -> None:
-    for rank in range(layout.world_size):
-        node, local_rank = layout.node_of(rank), layout.local_rank_of(rank)
-        assert layout.rank_of(node, local_rank) == rank
-        assert rank in layout.node_ranks(node)
-        assert rank in layout.rail_ranks(local_rank)
-
-
 @given(LAYOUTS, st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, MOVED + 3)), max_size=30))
 def test_replicas_are_on_the_ranks_of_the_tier(layout: RankLayout, rows: list[tuple[int, int]]) -> None:
     """Those of NODE and DEVICE beside the home copy, that of a moved row on the node owner of its node."""

@@ -19,15 +19,6 @@ def placement_of(tiers: dict[int, int], version: int = 0) -> Placement:
     return Placement.of(np.array(list(tiers), dtype=np.int64), np.array(list(tiers.values()), dtype=np.uint8), version)
 
 
-@given(TIERS)
-def test_a_placement_lists_the_rows_above_home_in_key_order(tiers: dict[int, int]) -> None:
-    placement = placement_of(tiers)
-    listed = sorted(key for key, tier in tiers.items() if tier)
-    assert placement.keys.tolist() == listed
-    assert placement.tiers_of(np.array(list(tiers), dtype=np.int64)).tolist() == list(tiers.values())
-    assert placement.tiers_of(np.array([2**41])).tolist() == [0]
-
-
 @given(TIERS, TIERS, st.integers(1, 7))
 def test_the_chunks_of_a_delta_lead_from_one_placement_to_the_other(
     before: dict[int, int], after: dict[int, int], rows_per_chunk: int

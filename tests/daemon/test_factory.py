@@ -10,7 +10,6 @@ import pytest
 from flexd.config.load import parse_config
 from flexd.config.model import Config
 from flexd.core.errors import ConfigError, SnapshotError
-from flexd.core.secrets import KeyFile
 from flexd.daemon import Daemon, factory
 from tests.support.certificates import Authority
 
@@ -24,25 +23,6 @@ def _config(**sections: Any) -> Config:
             **sections,
         }
     )
-
-
-def test_the_secret_is_read_without_its_line_break(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_bytes(b"correct horse battery\n")
-    secret = factory.control_options(_config(control={"secret_file": str(path)})).secret
-    assert isinstance(secret, KeyFile)
-    assert secret.keys() == (b"correct horse battery",)
-    assert factory.control_options(_config()).secret is None
-
-
-@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"", "is empty"), (b" \n", "is empty")])
-def test_a_missing_or_empty_secret_is_refused(tmp_path: Path, content: bytes | None, said: str) -> None:
-    path = tmp_path / "secret"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match="control.secret_file.*" + said) as error:
-        factory.control_options(_config(control={"secret_file": str(path)}))
-    assert error.value.remedy
 
 
 def test_certificate_files_are_checked_before_anything_starts(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -64,60 +63,6 @@ from flexd.core.errors import (
 )
 from flexd.core.placement import Delta
 
-
-class ListingAnswer:
-    """Answers one request once every agreed chunk is applied; no chunk is pushed meanwhile.
-
-    Args:
-        fence: fields of every message of the epoch.
-        send, next_sequence: of the connection.
-    """
-
-    def __init__(
-        self,
-        context: AgentContext,
-        request: ListRequest,
-        fence: Mapping[str, Any],
-        send: Callable[[Message, Bytes], None],
-        next_sequence: Callable[[], int],
-    ) -> None:
-        self._context = context
-        self._request = request
-        self._sender = {**fence, "rank": context.identity.rank}
-        self._send = send
-        self._next_sequence = next_sequence
-        self.deadline = time.monotonic() + context.timeout_seconds
-
-    def advance(self) -> bool:
-        """Send the rows if it is time; True when nothing is left to do."""
-        context, request = self._context, self._request
-        is_applied = context.inbox.applied_version == request.version
-        if not is_applied and time.monotonic() < self.deadline:
-            return False
-        keys, tiers = np.empty(0, np.int64), np.empty(0, np.uint8)
-        error = ""
-        if not is_applied:
-            error = f"version {context.inbox.applied_version} is applied, not {request.version}: training does not step"
-        else:
-            try:
-                keys, tiers = context.lists()
-            except Exception as failure:
-                logger.warning("rank %d: its placement cannot be listed", context.identity.rank, exc_info=failure)
-                error = named_error(failure)
-        body = rows_body(np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8))
-        first, *others = pieces_of(body)
-        self._send(
-            Listing(
-                **self._sender, sequence=self._next_sequence(), version=request.version, rows=len(keys),
-                sha256=hashlib.sha256(body).hexdigest(), error=error,
-            ),
-            first,
-        )  # fmt: skip
-        for number, piece in enumerate(others, start=1):
-            self._send(ListingPiece(**self._sender, sequence=self._next_sequence(), piece=number), piece)
-        return True
-
-
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
@@ -142,7 +87,9 @@ class RankConnection:
         self._joined = False
         self._chunk: ChunkHeader | None = None
         self._assembly: RowsAssembly | None = None
-        self._listing: ListingAnswer | None = None
+        self._listing: ListRequest | None = None
+        """Answered once every agreed chunk is applied; no chunk is pushed meanwhile."""
+        self._listing_until = 0.0
         self._tap: TapSender | None = None
         self._version, self._digest = 0, 0
         self._heard_at = 0.0
@@ -184,8 +131,8 @@ class RankConnection:
         self._send_progress()
         if not self._joined:
             return False
-        if self._listing is not None and self._listing.advance():
-            self._listing = None
+        if self._listing is not None:
+            self._answer(self._listing)
         more = self._prepare_next()
         if self._tap is not None:
             more |= self._tap.advance()
@@ -200,7 +147,7 @@ class RankConnection:
         if self._epoch is not None and context.reports.waiting and self._hears_the_daemon():
             until = min(until, self._reported_at + self._epoch.report_seconds)
         if self._listing is not None:
-            until = min(until, self._listing.deadline)
+            until = min(until, self._listing_until)
         return max(until - time.monotonic(), 0.0)
 
     def _hears_the_daemon(self) -> bool:
@@ -248,7 +195,7 @@ class RankConnection:
         elif isinstance(message, ChunkPiece):
             self._continue_chunk(message, body)
         elif isinstance(message, ListRequest):
-            self._listing = ListingAnswer(self._context, message, self._fence(), self._send, self._next_sequence)
+            self._listing, self._listing_until = message, time.monotonic() + self._context.timeout_seconds
         elif isinstance(message, TapState) and self._tap is not None:
             self._tap.record_state(message)
         else:
@@ -334,6 +281,34 @@ class RankConnection:
         self._epoch, self._joined, self._tap = None, False, None
         self._chunk = self._assembly = self._listing = None
         self._context.state = "waiting for the other ranks"
+
+    def _answer(self, request: ListRequest) -> None:
+        """List the rows if the requested version is applied, or say that it is not once it takes too long."""
+        context, applied = self._context, self._inbox.applied_version
+        if applied != request.version and time.monotonic() < self._listing_until:
+            return
+        self._listing = None
+        keys, tiers = np.empty(0, np.int64), np.empty(0, np.uint8)
+        error = f"version {applied} is applied, not {request.version}: training does not step"
+        if applied == request.version:
+            error = ""
+            try:
+                keys, tiers = context.lists()
+            except Exception as failure:
+                logger.warning("rank %d: its placement cannot be listed", self._me.rank, exc_info=failure)
+                error = named_error(failure)
+        body = rows_body(np.ascontiguousarray(keys, np.int64), np.ascontiguousarray(tiers, np.uint8))
+        first, *others = pieces_of(body)
+        sender = {**self._fence(), "rank": self._me.rank}
+        self._send(
+            Listing(
+                **sender, sequence=self._next_sequence(), version=request.version, rows=len(keys),
+                sha256=hashlib.sha256(body).hexdigest(), error=error,
+            ),
+            first,
+        )  # fmt: skip
+        for number, piece in enumerate(others, start=1):
+            self._send(ListingPiece(**sender, sequence=self._next_sequence(), piece=number), piece)
 
     def _begin_chunk(self, header: ChunkHeader, body: Bytes) -> None:
         if self._assembly is not None:

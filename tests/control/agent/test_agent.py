@@ -116,25 +116,3 @@ def test_a_contradicting_rank_gets_the_reason_and_the_status_shows_it(
         assert status.reason.endswith(", and 1 more")
         assert refused(hosted, "identity") >= 2
     until(lambda: not hosted.coordinator._epochs._hosted.channels._peer_of)
-
-
-def test_an_idle_rank_waits_for_messages_and_does_not_poll(host: Callable[..., Any]) -> None:
-    hosted = host()
-    with Ranks(hosted.port, PAIR) as ranks:
-        until(hosted.ready)
-        ranks.moving.clear()
-        rank = ranks.ranks[0].agent._context
-        until(lambda: not rank.reports.waiting)
-        calls: list[float] = []
-        receive = rank.client.receive
-
-        def counted(timeout_seconds: float) -> object:
-            calls.append(timeout_seconds)
-            return receive(timeout_seconds)
-
-        rank.client.receive = counted
-        sequence = rank.sequence
-        until(lambda: rank.sequence >= sequence + 3, what="three heartbeats of the rank")
-        # Each heartbeat of either side ends one wait; a rank that polled would have made 20 calls a second.
-        assert len(calls) <= 15
-        ranks.moving.set()

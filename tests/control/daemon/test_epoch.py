@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flexd.control.daemon.epoch import Epoch, Phase
 from flexd.control.daemon.migration_states import MigrationState
-from flexd.control.protocol.messages import EpochGo, Settled
 from flexd.core.layout import RankLayout
 from tests.support.ranks_in_threads import Ranks, target
 from tests.support.until import until
 
 pytestmark = pytest.mark.slow
-
-
-def test_an_epoch_is_live_when_all_ranks_have_settled() -> None:
-    sent: list[Any] = []
-    channels: Any = SimpleNamespace(
-        peers_of=lambda topology: (1, 2), send=lambda peers, message, body=b"": sent.append(message)
-    )
-    topology: Any = SimpleNamespace(attempt="a", nonces=("n", "m"), layout=RankLayout(2, 1))
-    epoch = Epoch(channels, topology, "job", "instance", 1, 1, 10.0, 100)
-    for rank in range(2):
-        assert not epoch.advance(lambda version, digest: True, 0.0)
-        assert not any(isinstance(message, EpochGo) for message in sent)
-        epoch.record_settled(
-            Settled(**epoch.fence, rank=rank, sequence=1, agreed_version=4, agreed_digest=9, applied_version=3)
-        )
-    assert epoch.advance(lambda version, digest: (version, digest) == (4, 9), 0.0)
-    assert (epoch.phase, epoch.agreed_by_all, epoch.applied_by_all) == (Phase.LIVE, 4, 3)
 
 
 def test_a_lost_journal_is_replaced_by_listings_of_the_ranks(host: Callable[..., Any], tmp_path: Path) -> None:

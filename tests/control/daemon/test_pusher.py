@@ -157,13 +157,3 @@ def test_void_chunks_of_an_aborted_migration_are_not_pushed_again(tmp_path: Path
     assert (progress.rows_pushed, progress.rows_applied, progress.last_version) == (10 * agreed, 10 * agreed, agreed)
     assert f"stopped at version {agreed}, {10 * agreed} of 50 rows applied" in migration.reason
     assert harness.pusher.drain_events()[-1].transition is None
-
-
-@pytest.mark.parametrize("end", ["new_generation", "stop"])
-def test_what_was_under_way_fails_with_the_reason_that_was_given(tmp_path: Path, end: str) -> None:
-    harness = PusherHarness(tmp_path)
-    migration = Migration("p", lambda p: p.delta_to(target(1, 30)).chunks(10))
-    harness.pusher.submit(migration)
-    harness.push_all()
-    getattr(harness.pusher, end)("other ranks")
-    assert (migration.state, migration.reason) == (MigrationState.FAILED, "other ranks")

@@ -119,7 +119,7 @@ class PusherHarness:
         self.pusher.acknowledge(self.applied, self.applied)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     caps=st.lists(st.integers(1, 2_000), min_size=1, max_size=6),
     epochs=st.sets(st.integers(0, 40), max_size=4),
