@@ -9,37 +9,59 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from flexd.core.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 
-class WatchedFiles:
-    """Reports changes of any of some files. Not thread-safe: the caller has a lock, or one thread.
+
+Value = TypeVar("Value")
+
+
+class Reloaded(Generic[Value]):
+    """A value made of files, made again when they change. A change that cannot be used is logged, and the value made
+    before stays. Thread-safe.
 
     Args:
+        load: makes the value; raises ConfigError.
+        named_by: names the files in the log.
         clock: monotonic seconds, for tests.
+
+    Raises:
+        ConfigError: as ``load``.
     """
 
-    def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, paths: Sequence[Path], load: Callable[[], Value], named_by: str, clock: Callable[[], float]
+    ) -> None:
         self._paths = tuple(paths)
+        self._load = load
+        self._named_by = named_by
         self._clock = clock
+        self._lock = threading.Lock()
         self._checked_at = clock()
+        # Before the files are read: a write during the reading is found by the next look.
         self._seen = self._identity()
+        self._value = load()
 
-    def changed(self, interval_seconds: float) -> bool:
-        """Return whether a file differs from the one of the last change. Looks at the files once an interval at most.
+    def value(self, interval_seconds: float) -> Value:
+        """Return the value. Looks at the files once an interval at most."""
+        with self._lock:
+            now = self._clock()
+            if now - self._checked_at >= interval_seconds:
+                self._checked_at, seen, self._seen = now, self._seen, self._identity()
+                if seen != self._seen:
+                    self._reload()
+            return self._value
 
-        Call it before the files are read: a write during the reading is reported by a later call.
-        """
-        now = self._clock()
-        if now - self._checked_at < interval_seconds:
-            return False
-        self._checked_at = now
-        identity = self._identity()
-        if identity == self._seen:
-            return False
-        self._seen = identity
-        return True
+    def _reload(self) -> None:
+        try:
+            self._value = self._load()
+        except ConfigError as error:
+            logger.error("%s; what was read before stays in use", error)
+        else:
+            logger.info("%s: the files have changed and are in use", self._named_by)
 
     def _identity(self) -> tuple[object, ...]:
         try:
@@ -54,8 +76,6 @@ MAX_KEYS = 2
 MAX_FILE_BYTES = 4096
 RELOAD_SECONDS = 1.0
 """Time between two checks for a changed file."""
-
-logger = logging.getLogger(__name__)
 
 
 def read_keys(path: str | Path, named_by: str) -> tuple[bytes, ...]:
@@ -93,8 +113,8 @@ def read_keys(path: str | Path, named_by: str) -> tuple[bytes, ...]:
     return keys
 
 
-class KeyFile:
-    """A secret file, read again when it changes. Invalid new content is logged and the old keys stay; thread-safe.
+class KeyFile(Reloaded[tuple[bytes, ...]]):
+    """A secret file, read again when it changes. Thread-safe.
 
     Args:
         named_by: origin of the path for error texts.
@@ -105,26 +125,11 @@ class KeyFile:
     """
 
     def __init__(self, path: str | Path, named_by: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = Path(path)
-        self._named_by = named_by
-        self._lock = threading.Lock()
-        self._file = WatchedFiles([self._path], clock)
-        self._keys = read_keys(path, named_by)
+        super().__init__([Path(path)], lambda: read_keys(path, named_by), named_by, clock)
 
     def keys(self) -> tuple[bytes, ...]:
         """Return at least one key: the first signs, all are accepted."""
-        with self._lock:
-            if self._file.changed(RELOAD_SECONDS):
-                self._reload()
-            return self._keys
-
-    def _reload(self) -> None:
-        try:
-            self._keys = read_keys(self._path, self._named_by)
-        except ConfigError as error:
-            logger.error("%s; the keys read before stay in use", error)
-        else:
-            logger.info("%s: %s has changed: %d keys are in use", self._named_by, self._path, len(self._keys))
+        return self.value(RELOAD_SECONDS)
 
 
 Secret = KeyFile | bytes | None

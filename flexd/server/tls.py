@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import ssl
 import time
 from collections.abc import Callable
 from typing import Any
 
 from flexd.config.server import TlsConfig
-from flexd.core.errors import ApiError
-from flexd.core.secrets import WatchedFiles
+from flexd.core.errors import ConfigError
+from flexd.core.secrets import Reloaded
+from flexd.core.tls import tls_context
 
 CHECK_SECONDS = 5.0
 """Interval of checks of the certificate's files."""
-
-logger = logging.getLogger(__name__)
 
 
 class ServerTls:
@@ -26,47 +24,30 @@ class ServerTls:
         clock: monotonic seconds, for tests.
 
     Raises:
-        ApiError: a file cannot be read, or certificate and key do not belong together.
+        ConfigError: a file cannot be read, or certificate and key do not belong together.
     """
 
     def __init__(self, config: TlsConfig, *, or_tokens: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        if config.cert_file is None or config.key_file is None:
-            raise ApiError("server.tls has no certificate", remedy="set server.tls.cert_file and key_file")
-        self._files = (config.cert_file, config.key_file)
-        self._watched = WatchedFiles(self._files, clock)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            context.load_cert_chain(*self._files, _no_passphrase)
-        except (OSError, ValueError) as error:
-            raise ApiError(
-                f"server.tls: {config.cert_file} with {config.key_file}: {_reason(error)}",
-                remedy="give a readable PEM certificate and its own key, without a passphrase",
-            ) from error
-        if config.client_ca_file is not None:
-            try:
-                context.load_verify_locations(config.client_ca_file)
-            except (OSError, ValueError) as error:
-                raise ApiError(
-                    f"server.tls.client_ca_file: {config.client_ca_file}: {_reason(error)}", remedy="give readable PEM"
-                ) from error
-            context.verify_mode = ssl.CERT_OPTIONAL if or_tokens else ssl.CERT_REQUIRED
-        # Called at every handshake, with or without a name: checks without a thread.
-        context.sni_callback = self._refresh
-        self.context = context
+        certificate, key, authority = config.cert_file, config.key_file, config.client_ca_file
+        if certificate is None or key is None:
+            raise ConfigError("server.tls has no certificate", remedy="set server.tls.cert_file and key_file")
 
-    def _refresh(self, _connection: ssl.SSLObject, _name: str, context: ssl.SSLContext) -> None:
-        if not self._watched.changed(CHECK_SECONDS):
-            return
-        try:
-            # Tried on another context first: a key that does not fit would leave this one without any.
-            trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            trial.load_cert_chain(*self._files, _no_passphrase)
-            context.load_cert_chain(*self._files, _no_passphrase)
-        except (OSError, ValueError) as error:
-            logger.error("server.tls: the new certificate is not used: %s", _reason(error))
-        else:
-            logger.info("server.tls: %s has changed and is used for new connections", self._files[0])
+        def load() -> ssl.SSLContext:
+            context = tls_context(
+                ssl.PROTOCOL_TLS_SERVER, certificate, key, authority, "server.tls", "client_ca_file"
+            )  # fmt: skip
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            if authority is not None:
+                context.verify_mode = ssl.CERT_OPTIONAL if or_tokens else ssl.CERT_REQUIRED
+            return context
+
+        self._reloaded = Reloaded((certificate, key), load, "server.tls", clock)
+        self.context = self._reloaded.value(CHECK_SECONDS)
+        # Called at every handshake, with or without a name: checks without a thread.
+        self.context.sni_callback = self._refresh
+
+    def _refresh(self, connection: ssl.SSLObject, _name: str, _context: ssl.SSLContext) -> None:
+        connection.context = self._reloaded.value(CHECK_SECONDS)
 
 
 def common_name(certificate: dict[str, Any] | None) -> str | None:
@@ -75,14 +56,3 @@ def common_name(certificate: dict[str, Any] | None) -> str | None:
         return None
     names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
     return str(names[0]) if len(names) == 1 else None
-
-
-def _no_passphrase() -> str:
-    # Without this OpenSSL asks on the terminal.
-    raise ValueError("the key has a passphrase")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return str(error.reason or "no PEM")
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

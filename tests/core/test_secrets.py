@@ -95,8 +95,21 @@ def test_a_changed_file_is_read_and_an_invalid_one_is_not(tmp_path: Path, caplog
     for _ in range(3):
         clock.now += RELOAD_SECONDS
         assert keys.keys() == (OLD, NEW)
-    assert caplog.text.count("the keys read before stay in use") == 1
+    assert caplog.text.count("what was read before stays in use") == 1
     write(path, NEW)
     clock.now += RELOAD_SECONDS
     assert keys.keys() == (NEW,)
     assert "of last year" not in caplog.text
+
+
+def test_a_replaced_file_of_equal_size_and_time_has_changed(tmp_path: Path) -> None:
+    """A mounted secret is replaced by a rename."""
+    path, clock = tmp_path / "secret", Clock()
+    path.write_bytes(OLD)
+    keys = KeyFile(path, "x", clock)
+    times = path.stat()
+    (tmp_path / "new").write_bytes(NEW)
+    os.utime(tmp_path / "new", ns=(times.st_atime_ns, times.st_mtime_ns))
+    (tmp_path / "new").replace(path)
+    clock.now += RELOAD_SECONDS
+    assert keys.keys() == (NEW,)

@@ -16,7 +16,7 @@ from flexd.api import routes
 from flexd.cli.client import Credentials, DaemonAddress, DaemonClient
 from flexd.cli.exit_codes import DaemonRefusedError, DaemonUnreachableError
 from flexd.config.server import ServerConfig, TlsConfig, TokenConfig
-from flexd.core.errors import ApiError, ConfigError
+from flexd.core.errors import ConfigError
 from flexd.server import tls
 from flexd.server.access import current_caller
 from flexd.server.http import DaemonServer
@@ -169,7 +169,7 @@ def test_a_key_with_a_passphrase_is_an_error_without_a_prompt(certificates: Cert
     )
     (tmp_path / "locked.key").write_bytes(locked)
     config = TlsConfig(cert_file=certificates.directory / "locked.pem", key_file=tmp_path / "locked.key")
-    with pytest.raises(ApiError, match="the key has a passphrase"):
+    with pytest.raises(ConfigError, match="the key has a passphrase"):
         tls.ServerTls(config, or_tokens=False)
 
 

@@ -143,7 +143,7 @@ def test_bad_new_files_are_left_out(
     with caplog.at_level(logging.ERROR):
         assert context.current() is first
     assert "control.tls.cert_file" in caplog.text
-    assert "stay in use" in caplog.text
+    assert "stays in use" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["cert_file", "key_file", "ca_file"])
