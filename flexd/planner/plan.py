@@ -19,7 +19,7 @@ from flexd.planner.model.gains import canonical_tiers, migration_seconds
 from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.model.workload import GroupLoad, make_loads
-from flexd.planner.replication_summary import summarise_replication
+from flexd.planner.replication_summary import replication_words
 from flexd.planner.solver.limits import FREE, GroupLimits, PlanLimits, slots_of_ranks, slots_used
 from flexd.planner.solver.relaxation import missed_share
 from flexd.planner.solver.tiers import choose_jointly
@@ -161,12 +161,12 @@ class Plan:
             },
             "baselines": {name: cost.to_dict() for name, cost in self.baselines.items()},
             "replication": {
-                "words": summarise_replication(
+                "words": replication_words(
                     self.baselines["two_hop" if self.exchange is Exchange.CHAIN else "row_wise_dedup"],
                     self.after,
                     self.cluster,
                     self.baselines["row_wise_dedup"],
-                )["words"]
+                )
             },
         }
 

@@ -34,16 +34,6 @@ def _priced(seen: Profile, placement: Placement) -> PlacementCommunication:
     return placement_communication(seen, KEYSPACE, LAYOUT, CLUSTER, placement)
 
 
-def test_the_plan_itself_has_no_drift() -> None:
-    seen = profile(KEYSPACE, ACCESSES, hot=500)
-    placement = _planned(seen)
-    assert len(placement) > 100
-    drift = Drift(_priced(seen, placement), _priced(seen, placement))
-    assert drift.ratio == 1.0
-    assert set(drift.table_ratios.values()) == {1.0}
-    assert drift.reason_to_plan(1.0001) is None
-
-
 def test_the_total_is_the_price_of_the_placement_and_bytes_of_tables_sum_to_it() -> None:
     seen = profile(KEYSPACE, ACCESSES, hot=500)
     placement = _planned(seen)

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from flexd.planner.affinity.dealing import deal, equal_shares
+from flexd.planner.affinity.dealing import deal
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8])
@@ -30,10 +30,6 @@ def test_two_nodes_are_dealt_at_least_cost():
             costs[each, [int(i in left) for i in range(8)]].sum() for left in itertools.combinations(range(8), 4)
         )
         assert costs[each, deal(costs)].sum() == pytest.approx(least, abs=1e-5)
-
-
-def test_remainders_take_turns():
-    assert equal_shares(np.array([3, 3, 3, 3]), 2).tolist() == [[2, 1], [1, 2], [2, 1], [1, 2]]
 
 
 def test_costs_that_are_not_finite_or_do_not_fit_are_refused():

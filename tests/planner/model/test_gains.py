@@ -7,7 +7,7 @@ import pytest
 
 from flexd.core.layout import RankLayout, Tier
 from flexd.planner.model.cost import LoadSums
-from flexd.planner.model.gains import decision_gains, migration_seconds, row_seconds, usable_tiers
+from flexd.planner.model.gains import decision_gains, row_seconds, usable_tiers
 from flexd.planner.model.row_bytes import Exchange
 from flexd.topology.cluster import Cluster
 from tests.support.planner_cases import cluster, group_cost, load
@@ -40,29 +40,6 @@ def decided(
     live_tiers = np.array([live], np.uint8)
     decision, plain = decision_gains(sums, live_tiers, machine or cluster(), SENT, Exchange.CHAIN, horizon)
     return decision[:, 0], plain[:, 0]
-
-
-def test_a_promotion_pays_its_migration_and_uses_the_lower_bound() -> None:
-    machine = cluster()
-    paid = migration_seconds(load(np.ones(1)), LAYOUT, machine) / 50.0
-    assert paid[Tier.DEVICE] > paid[Tier.NODE] > paid[Tier.HOME] == 0
-    decision, plain = decided(3.0, Tier.HOME, horizon=50.0)
-    np.testing.assert_allclose(decision, plain - paid)
-    bounded, _ = decided(3.0, Tier.HOME, error=0.5)
-    _, low = decided(1.5, Tier.HOME)
-    np.testing.assert_allclose(bounded, np.minimum(low, plain))
-
-
-def test_rows_stay_by_their_upper_bound_and_pay_nothing_for_what_they_have() -> None:
-    _, plain = decided(3.0, Tier.HOME)
-    _, high = decided(4.5, Tier.HOME)
-    best = np.maximum(high, plain)
-    decision, _ = decided(3.0, Tier.DEVICE, error=0.5, horizon=50.0)
-    np.testing.assert_allclose(decision, best)
-    decision, _ = decided(3.0, Tier.NODE, horizon=50.0)
-    paid = migration_seconds(load(np.ones(1)), LAYOUT, cluster()) / 50.0
-    np.testing.assert_allclose(decision[:2], plain[:2])
-    assert decision[Tier.DEVICE] == pytest.approx(plain[Tier.DEVICE] - paid[Tier.DEVICE]), "a further copy is paid for"
 
 
 def test_bounds_hold_where_a_gain_falls_with_the_accesses() -> None:

@@ -161,15 +161,6 @@ def test_rows_of_tables_with_other_home_rules_are_not_copied() -> None:
             plan(PlanLimits(pins=(RowPin("users", Tier.NODE),)), keyspace=ruled)
 
 
-def test_slots_that_differ_between_ranks() -> None:
-    slots = (np.array([10, 40, 25, 0]), np.array([5, 5, 5, 5]))
-    made = plan(slots=slots)
-    used = used_by(made)
-    assert (used <= np.stack(slots)).all()
-    assert used[0, 3] == 0 < used[0, 1]
-    assert made.summary()["replica_slots"] == [0, 5]
-
-
 def test_the_direct_exchange_is_recommended_where_latency_decides() -> None:
     kept = plan(machine=cluster(latency=1e-4))
     assert kept.exchange is Exchange.CHAIN

@@ -19,20 +19,6 @@ def no_live(rows: int) -> np.ndarray:
     return np.zeros(rows, np.uint8)
 
 
-@pytest.mark.parametrize("layout", [RankLayout(2, 2), RankLayout(3, 4), RankLayout(1, 4), RankLayout(5, 1)])
-@pytest.mark.parametrize("slots", [0, 1, 7, 100, 10_000])
-def test_no_rank_exceeds_its_slots(layout: RankLayout, slots: int) -> None:
-    rng = np.random.default_rng(slots)
-    # Keys of few homes: the worst for balance.
-    keys = np.sort(rng.choice(40_000, 3000, replace=False)) // 3 * 3
-    keys = np.unique(keys)
-    problem = load(rng.permutation(zipf(len(keys), 1.1, 20_000.0)), keys.astype(np.int64))
-    choice = choose_tiers(problem, layout, cluster(), slots, no_live(len(keys)), NONE)
-    assert layout.replica_slots_used(problem.keys, choice.tiers).max() <= slots
-    if slots == 7:
-        assert layout.replica_slots_used(problem.keys, choice.tiers).max() >= 6
-
-
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([RankLayout(1, 4), RankLayout(4, 1)]))
 def test_more_budget_never_costs_more(seed: int, layout: RankLayout) -> None:
