@@ -80,27 +80,6 @@ def test_runs_are_the_rows_of_a_rank_in_consecutive_slots(found: Homes, a: int, 
             assert sorted(seen) == list(wanted)
 
 
-@settings(deadline=None)
-@given(homes())
-def test_tables_that_are_spread_cost_nothing_and_rules_waste_a_slot_a_table_at_most(found: Homes) -> None:
-    for number, group in enumerate(found.groups):
-        rows = np.zeros(found.layout.world_size, dtype=np.int64)
-        for table in group.tables:
-            first_key = int(found.keyspace.first_key[table])
-            keys = np.arange(first_key, first_key + found.keyspace.tables[table].rows)
-            rows += np.bincount(found.home_rank(keys), minlength=len(rows))
-        per_turn = found.layout.world_size  # ranks of a node start together, at the fullest of them
-        assert (found.home_rows(number) >= rows).all()
-        if all(found.rules[table].kind == "all" for table in group.tables):
-            np.testing.assert_array_equal(found.home_rows(number), rows)
-        elif not any(found.rules[table].kind == "rank" for table in group.tables):
-            assert (found.home_rows(number) - rows <= len(group.tables) * per_turn).all()
-    if found.linear:
-        keys = np.arange(found.keyspace.total_rows)
-        assert found.addresses(keys) is keys
-        assert found.groups == found.keyspace.groups
-
-
 @pytest.mark.parametrize("text", ["", "node", "node:", "node:x", "node:-1", "rank:1.5", "row:1", "all:1", "rank:²"])
 def test_an_unknown_rule_names_the_table(text: str) -> None:
     with pytest.raises(ConfigError, match="'item'"):

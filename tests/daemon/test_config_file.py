@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,6 @@ from flexd.core.errors import ConfigError, FlexdError
 from flexd.daemon import Daemon
 from flexd.daemon.config_file import ConfigFile
 from tests.support.api_requests import COMMAND_HEADERS
-from tests.support.flexd_processes import RunningDaemon, flexd
 from tests.support.until import until
 
 SETTINGS: dict[str, Any] = {
@@ -181,31 +178,3 @@ def test_a_refused_reload_keeps_the_running_configuration(tmp_path: Path) -> Non
     assert file.config is before
     file.reload(lambda _: None)
     assert file.config.shutdown_seconds == 3.0
-
-
-def test_a_process_reloads_on_sighup_and_by_command(tmp_path: Path) -> None:
-    settings = {key: value for key, value in SETTINGS.items() if key not in ("server", "control")}
-    with RunningDaemon(tmp_path, settings) as running:
-        written: dict[str, Any] = yaml.safe_load(running.config_file.read_text())
-
-        def write(**sections: Any) -> None:
-            running.config_file.write_text(yaml.safe_dump({**written, **sections}))
-
-        write(planner={"drift_threshold": 1.7}, job="other")
-        pid = running.process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGHUP)
-        until(lambda: running.status()["config"]["pending"] == ["job"])
-        assert running.status()["drift"]["threshold"] == 1.7
-        write(planner={"drift_threshold": 0.5})
-        os.kill(pid, signal.SIGHUP)
-        until(lambda: running.status()["config"]["reloads"]["rejected"] == 1)
-        refused = flexd("reload", "--url", running.url)
-        assert refused.returncode == 4
-        assert "planner.drift_threshold" in refused.stderr
-        write()
-        done = flexd("reload", "--url", running.url)
-        assert done.returncode == 0, done.stderr
-        assert "planner.drift_threshold" in done.stdout
-        assert running.status()["drift"]["threshold"] == 1.01
-        assert running.process.alive

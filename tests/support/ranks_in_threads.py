@@ -53,7 +53,6 @@ class Ranks:
 
     Args:
         port: port of the daemon, or addresses.
-        placements: applied placement of each rank at the start.
         prepare_of_rank: makes the prepared chunks of a rank; the other ranks need none.
     """
 
@@ -63,9 +62,6 @@ class Ranks:
         layout: RankLayout | None = None,
         attempt: str = "a1",
         secret: Secret = SECRET,
-        slots: int = 20_000,
-        slots_of_rank: dict[int, int] | None = None,
-        placements: list[Placement] | None = None,
         timeout_seconds: float = 4.0,
         identities: Callable[[RankIdentity], RankIdentity] = lambda it: it,
         prepare_of_rank: dict[int, Prepare] | None = None,
@@ -73,20 +69,18 @@ class Ranks:
     ) -> None:
         self.layout = layout or RankLayout(2, 2)
         self.steps = 0
-        self.longest_step_seconds = 0.0
         self.history: list[list[tuple[int, bytes]]] = [[] for _ in range(self.layout.world_size)]
         """(version, content) of each chunk that a rank applied, by rank."""
         self.ranks: list[_Rank] = []
         for rank in range(self.layout.world_size):
-            own_slots = (slots_of_rank or {}).get(rank, slots)
-            who = identities(identity(rank, self.layout, attempt, own_slots))
+            who = identities(identity(rank, self.layout, attempt))
             inbox = ChunkInbox(
                 Homes(TABLES, self.layout),
                 rank,
                 who.replica_slots,
                 prepare=(prepare_of_rank or {}).get(rank),
             )
-            state = _Rank(inbox, None, placements[rank] if placements else Placement.empty())  # type: ignore[arg-type]
+            state = _Rank(inbox, None, Placement.empty())  # type: ignore[arg-type]
             state.agent = Agent(
                 inbox, who, port if isinstance(port, str) else f"127.0.0.1:{port}", secret=secret,
                 timeout_seconds=timeout_seconds, tls=tls,
@@ -95,8 +89,6 @@ class Ranks:
             self.ranks.append(state)
         self.false_digests: dict[int, int] = {}
         """By rank: the digest that it reports instead of that of its placement."""
-        self.reported: Callable[[int, StepReport], StepReport | None] = lambda _, report: report
-        """Changes the report of a rank, or suppresses it."""
         self._stop = threading.Event()
         self.moving = threading.Event()
         self.moving.set()
@@ -140,7 +132,6 @@ class Ranks:
     def _train(self) -> None:
         while not self._stop.is_set():
             self.moving.wait()
-            started = time.perf_counter()
             announced = [rank.inbox.begin_exchange() for rank in self.ranks]
             for rank in self.ranks:
                 rank.inbox.end_exchange(min(announced))
@@ -154,10 +145,7 @@ class Ranks:
             for number, rank in enumerate(self.ranks):
                 report = step_report(self.steps, rank.placement)
                 digest = self.false_digests.get(number, report.placement_digest)
-                sent = self.reported(number, replace(report, placement_digest=digest))
-                if sent is not None:
-                    rank.agent.report(sent)
-            self.longest_step_seconds = max(self.longest_step_seconds, time.perf_counter() - started)
+                rank.agent.report(replace(report, placement_digest=digest))
             time.sleep(0.002)
 
 

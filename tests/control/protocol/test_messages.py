@@ -171,9 +171,3 @@ def test_a_message_of_the_longest_length_passes_and_one_byte_more_does_not() -> 
         m.encode(replace(longest, job=longest.job + "x"))
     with pytest.raises(ControlError, match="longer than"):
         m.decode(data.replace(b"x", b"xx", 1))
-
-
-def test_a_number_that_json_does_not_have_is_a_control_error() -> None:
-    report = replace(step_report(8, Placement.empty()), step_seconds=float("nan"))
-    with pytest.raises(ControlError, match="cannot be sent"):
-        m.encode(m.Progress(*FENCE, 1, 9, 4, 3, report))

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from flexd.control.protocol.table_lists import (
-    MAX_DIFFERENCES,
     table_differences,
     tables_body,
     tables_of_body,
@@ -53,14 +52,6 @@ def test_tables_of_one_side_only_are_named() -> None:
 def test_another_order_is_named() -> None:
     items, users, tags = DAEMON
     assert differences(items, tags, users) == "table number 2: tags in the trainer, users in the daemon's configuration"
-
-
-def test_the_number_of_named_differences_is_bounded() -> None:
-    trainer = [TableSpec(f"t{number}", 1, 4) for number in range(MAX_DIFFERENCES + 1)]
-    text = table_differences(trainer, trainer[:1])
-    assert text.count("not in the daemon's configuration") == MAX_DIFFERENCES
-    text = table_differences(trainer, ())
-    assert text.endswith("table t7 is in the trainer, not in the daemon's configuration; and 1 more")
 
 
 def test_a_list_of_all_tables_travels_whole() -> None:
