@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from flexd.core.keyspace import KeySpace
     from flexd.core.placement import Placement
     from flexd.ingest import Ingestor
-    from flexd.sketch.budget import TableChoice
     from flexd.sketch.node_sources import TableSources
     from flexd.sketch.profile import Profile, TableProfile
+    from flexd.sketch.types import TableChoice
 
     Int64Array = npt.NDArray[np.int64]
 

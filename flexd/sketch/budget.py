@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.counters import dense
+from flexd.sketch import dense_table
 from flexd.sketch.counters.countmin import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
 from flexd.sketch.counters.hot_set import HotSet
 from flexd.sketch.counters.logarithmic import packed_bytes, relative_error
 from flexd.sketch.distinct import LOG2_REGISTERS
 from flexd.sketch.sample import AccessSample
+from flexd.sketch.types import TableChoice
 
-Kind = Literal["dense", "logarithmic", "count_min"]
 LOG_BITS = (3, 4, 8)
 _MAX_LOG_SAMPLE = 65_536
-
-
-@dataclass(frozen=True)
-class TableChoice:
-    """The kind and precision of one table's counters.
-
-    Attributes:
-        table: name.
-        kind: ``dense`` (exact), ``logarithmic`` (every row, right on average) or ``count_min``.
-        bytes: memory of the counters.
-        error_share: error of one row's estimate in a count-min, as a share of the table's accesses, exceeded with
-            probability at most ``failure_probability``; 0 for the other kinds.
-        failure_probability: of ``error_share``.
-        log2_width: of the count-min; 0 for the other kinds.
-        hot_rows: rows that can be listed individually.
-        sampled_accesses: size of the sample that gives the source nodes, the tail of a count-min, and the hottest rows
-            of logarithmic counters.
-        counter_bits: bits of a logarithmic counter; 0 for the other kinds.
-        relative_error: relative standard error of one row's estimate in logarithmic counters; 0 for the other kinds.
-    """
-
-    table: str
-    kind: Kind
-    bytes: int
-    error_share: float
-    failure_probability: float
-    log2_width: int
-    hot_rows: int
-    sampled_accesses: int
-    counter_bits: int = 0
-    relative_error: float = 0.0
 
 
 def choose(
@@ -135,7 +102,7 @@ def choose(
 
 
 def _dense_bytes(table: TableSpec) -> int:
-    return dense.bytes_of(table.rows) + AccessSample.bytes_of(_dense_sample_capacity(table))
+    return dense_table.bytes_of(table.rows) + AccessSample.bytes_of(_dense_sample_capacity(table))
 
 
 def _hot_capacity(table: TableSpec, log2_width: int, max_hot_rows: int) -> int:

@@ -8,7 +8,6 @@ import numpy as np
 
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import curve
-from flexd.sketch.budget import TableChoice
 from flexd.sketch.counters import countmin
 from flexd.sketch.counters.countmin import CountMin
 from flexd.sketch.counters.hot_set import HotSet
@@ -16,6 +15,7 @@ from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.distinct import DistinctRows
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import Arrays, Float64Array, Int64Array, RowArray, TableSketch
+from flexd.sketch.types import TableChoice
 
 JOINED_SHARE = 1 / 8
 """Share of a decayed count-min's cells that may share a value before the unit is made coarser."""
@@ -31,7 +31,6 @@ class CountMinTable(TableSketch):
     """Count-min counters, the rows that may be hot, and a distinct count; the sample gives the tail."""
 
     unit_bits = COUNT_MIN_UNIT_BITS
-    _counter: CountMin
     coarsest_units = COARSEST_UNITS
     rounds_up = True
 
@@ -41,7 +40,8 @@ class CountMinTable(TableSketch):
         self._hot = HotSet(choice.hot_rows)
         self._distinct = DistinctRows()
 
-    def _counter_bytes(self) -> int:
+    @property
+    def counter_bytes(self) -> int:
         return self._counter.nbytes + HotSet.bytes_of(self._hot.capacity) + self._distinct.registers.nbytes
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
@@ -121,8 +121,11 @@ class CountMinTable(TableSketch):
     def _crowded(self) -> bool:
         return self._counter.joined_share > JOINED_SHARE
 
-    def _rescale(self, bits: int) -> None:
-        super()._rescale(bits)
+    def row_units(self, rows: Int64Array) -> Int64Array:
+        return self._counter.query(rows)
+
+    def rescale(self, bits: int) -> None:
+        self._counter.rescale(bits)
         self._hot.rescale(bits)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:

@@ -1,36 +1,162 @@
-"""The sketch of a table that is counted exactly."""
+"""The sketch of a table that is counted exactly: 4 bytes a row, and 16 more for each of the few rows beyond them."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import curve
-from flexd.sketch.budget import TableChoice
-from flexd.sketch.counters import dense
-from flexd.sketch.counters.dense import DenseCounter
+from flexd.sketch.counters.cache_prefetch import prefetch
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import Arrays, Int64Array, RowArray, TableSketch
+from flexd.sketch.types import TableChoice
+
+UInt32Array = npt.NDArray[np.uint32]
 
 COARSEST_UNITS = 2**4
 """Least units of an access after the unit was made coarser: its weight is off by 3 % at most. Reached at 10^12 decayed
 accesses of one table."""
 
+CARRY_BITS = 31
+"""``low`` holds less than 2^31 units between calls; the excess is carried to ``high``."""
+_CARRY_MASK = np.uint32(2**CARRY_BITS - 1)
+_PENDING_CARRIES = 8_192
+CHECK_IDS = 8_192
+"""Ids counted between two checks of the length of the side list."""
+_MIN_SIDE_ROWS = 1024
+_BLOCK_IDS = 4096
+_PREFETCH_IDS = 96
+"""Ids between the one prefetched and the one counted: out-of-order execution alone covers only about ten."""
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(
+    rows: Any, start: int, low: Any, units: Any, block_ids: int, carries: Any, carried: int
+) -> tuple[int, int, int, int]:
+    limit = np.uint64(low.size)
+    top = np.uint32(31)
+    negative = 0
+    outside = 0
+    n = rows.size
+    last = np.uint64(max(n - 1, 0))
+    while start < n and carried + block_ids <= carries.size:
+        end = min(start + block_ids, n)
+        seen = np.uint32(0)
+        for i in range(start, end):
+            prefetch(low, np.uint64(np.int64(rows[min(np.uint64(i + _PREFETCH_IDS), last)])))
+            row = rows[i]
+            at = np.uint64(np.int64(row))
+            if at < limit:
+                value = np.uint32(low[at] + units)
+                low[at] = value
+                seen |= value
+            elif row < 0:
+                negative += 1
+            else:
+                outside += 1
+        # The top bit serves as the carry flag, so that the loop above has no second branch.
+        if seen >> top:
+            for i in range(start, end):
+                at = np.uint64(np.int64(rows[i]))
+                if at < limit and low[at] >> top:
+                    low[at] &= np.uint32(2147483647)
+                    carries[carried] = np.int64(at)
+                    carried += 1
+        start = end
+    return start, negative, outside, carried
+
+
+@numba.njit(cache=True, nogil=True)
+def _shift_low(low: Any, bits: int) -> None:
+    """Divide by ``2^bits``; halves round down, so that a row without further accesses ends at 0."""
+    half = np.uint64((1 << (bits - 1)) - 1)
+    for i in range(low.size):
+        low[i] = np.uint32((np.uint64(low[i]) + half) >> np.uint64(bits))
+
+
+def _shift(units: Int64Array, bits: int) -> Int64Array:
+    return (units + ((1 << (bits - 1)) - 1)) >> bits
+
+
+def side_rows_allowed(rows: int) -> int:
+    """Return the number of rows that may exceed 31 bits before the unit of a decayed table is made coarser."""
+    return max(_MIN_SIDE_ROWS, rows // 64)
+
+
+def bytes_of(rows: int) -> int:
+    """Return the most memory of a counter if ``side_rows_allowed`` is enforced every ``CHECK_IDS`` ids."""
+    side_rows = min(rows, side_rows_allowed(rows) + _PENDING_CARRIES + CHECK_IDS)
+    return 4 * rows + 16 * side_rows + 8 * _PENDING_CARRIES
+
 
 class DenseTable(TableSketch):
-    """Exact counters of one table."""
+    """Whole units a row, exact up to 2^62.
+
+    Units are integers because a float32 counter stops counting at 2^24 equal increments and drifts long before, a
+    float64 one takes twice the memory, and integer sums do not depend on the order of arrival: counters rebuilt after a
+    crash are equal bit by bit. Units that do not fit 31 bits are carried to a sorted side list, which a row reaches
+    once in 2^31 units (8,192 accesses or more).
+    """
 
     unit_bits = UNIT_BITS
-    _counter: DenseCounter
     coarsest_units = COARSEST_UNITS
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
-        self._counter = DenseCounter(spec.rows)
+        self._low: UInt32Array = np.zeros(spec.rows, dtype=np.uint32)
+        self._high_rows: Int64Array = np.empty(0, dtype=np.int64)
+        self._high_carries: Int64Array = np.empty(0, dtype=np.int64)
+        self._pending: Int64Array = np.empty(_PENDING_CARRIES, dtype=np.int64)
+        self._pending_count = 0
+
+    @property
+    def counter_bytes(self) -> int:
+        return self._low.nbytes + self._high_rows.nbytes + self._high_carries.nbytes + self._pending.nbytes
+
+    def add_units(self, rows: RowArray, units: int) -> tuple[int, int]:
+        """Add ``units`` (0 to 2^31 / 4096) to each row once for every occurrence; as ``add``."""
+        readonly = rows.view()
+        readonly.flags.writeable = False
+        start, negative, outside = 0, 0, 0
+        while start < len(rows):
+            start, below, beyond, self._pending_count = _add(
+                readonly, start, self._low, np.uint32(units), _BLOCK_IDS, self._pending, self._pending_count
+            )
+            negative += below
+            outside += beyond
+            if self._pending_count + _BLOCK_IDS > _PENDING_CARRIES:
+                self._apply_pending()
+        return negative, outside
+
+    def row_units(self, rows: Int64Array) -> Int64Array:
+        self._apply_pending()
+        units = self._low[rows].astype(np.int64)
+        if len(self._high_rows):
+            at = np.minimum(np.searchsorted(self._high_rows, rows), len(self._high_rows) - 1)
+            units += np.where(self._high_rows[at] == rows, self._high_carries[at] << CARRY_BITS, 0)
+        return units
+
+    def rescale(self, bits: int) -> None:
+        """Divide all counters by ``2^bits``, rounded to the nearest unit."""
+        self._apply_pending()
+        high = self._high_units()
+        if bits > 32:
+            self._low[:] = 0
+        else:
+            _shift_low(self._low, bits)
+        self._set_high(self._high_rows, _shift(high, bits) if bits < 62 else np.zeros_like(high))
 
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile:
-        read = curve.enumerate_rows(*self._counter.low_and_high(), max_hot_rows)
+        self._apply_pending()
+        low = self._low.copy()
+        low[self._high_rows] = 0
+        read = curve.enumerate_rows(low, self._high_rows, self._high_units(), max_hot_rows)
         if read.total_units == 0:
             return self._empty_profile()
         share = read.hot_units / read.total_units
@@ -51,22 +177,75 @@ class DenseTable(TableSketch):
 
     def _count(self, rows: RowArray, time: float, decay: ForwardDecay) -> tuple[int, int]:
         negative, outside = 0, 0
-        for start in range(0, len(rows), dense.CHECK_IDS):
+        for start in range(0, len(rows), CHECK_IDS):
             units = self.access_units(time, decay)
-            below, beyond = self._counter.add(rows[start : start + dense.CHECK_IDS], units)
+            below, beyond = self.add_units(rows[start : start + CHECK_IDS], units)
             negative += below
             outside += beyond
             self.coarsen_if_crowded(time, decay)
         return negative, outside
 
     def _count_times(self, rows: Int64Array, times: Int64Array, units: int) -> None:
-        self._counter.add_units(rows, times * units)
+        sums = self._low[rows].astype(np.int64) + times * units
+        self._low[rows] = (sums & int(_CARRY_MASK)).astype(np.uint32)
+        carries = sums >> CARRY_BITS
+        over = np.flatnonzero(carries)
+        self._carry(rows[over], carries[over])
 
     def _crowded(self) -> bool:
-        return self._counter.side_rows > dense.side_rows_allowed(self.spec.rows)
+        # Up to 8,192 pending carries are not in the side list yet.
+        return len(self._high_rows) > side_rows_allowed(self.spec.rows)
 
     def _state(self) -> tuple[dict[str, Any], Arrays]:
-        return {}, self._counter.state()
+        self._apply_pending()
+        arrays: Arrays = {"low": self._low, "high_rows": self._high_rows, "high_carries": self._high_carries}
+        return {}, {name: array.copy() for name, array in arrays.items()}
 
     def _load(self, meta: dict[str, Any], arrays: Arrays) -> None:
-        self._counter.load(arrays)
+        low, rows, carries = arrays["low"], arrays["high_rows"], arrays["high_carries"]
+        fits = (
+            low.shape == self._low.shape
+            and low.dtype == np.uint32
+            and rows.shape == carries.shape
+            and rows.dtype == carries.dtype == np.int64
+            and (len(rows) == 0 or (int(rows[0]) >= 0 and int(rows[-1]) < self.spec.rows))
+            and bool((np.diff(rows) > 0).all())
+            and bool((carries > 0).all())
+        )
+        if not fits:
+            raise SketchError(
+                f"saved counters do not fit a table of {self.spec.rows} rows", remedy="start from empty counters"
+            )
+        self._low, self._high_rows, self._high_carries = low.copy(), rows.copy(), carries.copy()
+        self._pending_count = 0
+
+    def _high_units(self) -> Int64Array:
+        return (self._high_carries << CARRY_BITS) + self._low[self._high_rows]
+
+    def _set_high(self, rows: Int64Array, units: Int64Array) -> None:
+        self._low[rows] = (units & int(_CARRY_MASK)).astype(np.uint32)
+        kept = units >> CARRY_BITS > 0
+        self._high_rows, self._high_carries = rows[kept], units[kept] >> CARRY_BITS
+
+    def _apply_pending(self) -> None:
+        if self._pending_count:
+            rows, times = np.unique(self._pending[: self._pending_count], return_counts=True)
+            self._pending_count = 0
+            self._carry(rows, times.astype(np.int64))
+
+    def _carry(self, rows: Int64Array, times: Int64Array) -> None:
+        if len(rows):
+            both, where = np.unique(np.concatenate([self._high_rows, rows]), return_inverse=True)
+            carries = np.zeros(len(both), dtype=np.int64)
+            carries[where[: len(self._high_rows)]] = self._high_carries
+            carries[where[len(self._high_rows) :]] += times
+            self._high_rows, self._high_carries = both, carries
+
+
+def warm_up() -> None:
+    """Compile the kernels (or load them from numba's cache), so that the first messages do not wait for it."""
+    choice = TableChoice("", "dense", 0, 0.0, 0.0, 0, 1, 1)
+    for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
+        table = DenseTable(TableSpec("", 4, 1), choice, 0)
+        table.add_units(rows, 1)
+        table.rescale(1)

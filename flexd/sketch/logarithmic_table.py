@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.budget import TableChoice
 from flexd.sketch.counters.logarithmic import LogCounter
 from flexd.sketch.decay import UNIT_BITS, ForwardDecay
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.table_sketch import Arrays, RowArray, TableSketch
+from flexd.sketch.types import TableChoice
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
@@ -59,17 +59,18 @@ class LogTable(TableSketch):
     """
 
     unit_bits = UNIT_BITS
-    _counter: LogCounter
     coarsest_units = 1
 
     def __init__(self, spec: TableSpec, choice: TableChoice, seed: int) -> None:
         super().__init__(spec, choice, seed)
         self._counter = LogCounter(spec.rows, choice.counter_bits, seed)
 
-    def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
-        """Return the decayed accesses of int64[n] rows of the table as float64[n]: unbiased up to the top level."""
-        result: Float64Array = self.row_units(rows) * self._unit_weight(decay)
-        return result
+    @property
+    def counter_bytes(self) -> int:
+        return self._counter.nbytes
+
+    def rescale(self, bits: int) -> None:
+        self._counter.rescale(bits)
 
     def row_units(self, rows: Int64Array) -> Float64Array:
         """Return the estimated units of int64[n] rows as float64[n]: unbiased up to the top level."""

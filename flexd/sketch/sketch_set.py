@@ -18,13 +18,12 @@ from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.tap_counts import TableCounts, TapCounts
 from flexd.sketch import budget, kinds
-from flexd.sketch.budget import TableChoice
 from flexd.sketch.coaccess import CoAccess, CoAccessSample
 from flexd.sketch.decay import Admission, ForwardDecay
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.table_sketch import Arrays, TableSketch
 from flexd.sketch.touch_counts import TableTouches, capacity
-from flexd.sketch.types import AccessCounts, SketchSettings
+from flexd.sketch.types import AccessCounts, SketchSettings, TableChoice
 
 Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]

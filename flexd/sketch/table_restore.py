@@ -14,10 +14,9 @@ from typing import Any, Literal
 from flexd.core.errors import SketchError, StateVersionError
 from flexd.core.keyspace import TableSpec
 from flexd.sketch import budget
-from flexd.sketch.budget import TableChoice
 from flexd.sketch.sketch_set import STATE_FORMAT, SketchSet
 from flexd.sketch.table_sketch import Arrays
-from flexd.sketch.types import SketchSettings
+from flexd.sketch.types import SketchSettings, TableChoice
 
 Outcome = Literal["kept", "emptied", "new", "removed"]
 OUTCOMES: tuple[Outcome, ...] = ("kept", "emptied", "new", "removed")

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
-from flexd.sketch.budget import TableChoice
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.node_sources import read_sources
 from flexd.sketch.profile import TableProfile
 from flexd.sketch.sample import AccessSample, draw_accesses
+from flexd.sketch.types import TableChoice
 
 RowArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Int64Array = npt.NDArray[np.int64]
@@ -41,8 +41,6 @@ class TableSketch(ABC):
     """An access is counted with a weight of ``2^unit_bits`` to four times as many units."""
     coarsest_units: int
     """Least units of one access at which ``coarsen_if_crowded`` still makes the unit coarser."""
-    _counter: Any
-    """The counters by row."""
     rounds_up = False
     """Round the weight of an access up to whole units, instead of to nearest."""
 
@@ -138,7 +136,7 @@ class TableSketch(ABC):
 
     def _raise_exponent(self, exponent: int) -> None:
         if self.exponent is not None and exponent > self.exponent:
-            self._rescale(exponent - self.exponent)
+            self.rescale(exponent - self.exponent)
             self.exponent = exponent
 
     def _unit_weight(self, decay: ForwardDecay) -> float:
@@ -151,7 +149,7 @@ class TableSketch(ABC):
     @property
     def nbytes(self) -> int:
         """Memory in use."""
-        return self._counter_bytes() + AccessSample.bytes_of(self._sample.capacity)
+        return self.counter_bytes + AccessSample.bytes_of(self._sample.capacity)
 
     def profile(self, decay: ForwardDecay, max_hot_rows: int, layout: RankLayout | None = None) -> TableProfile:
         """Return the table's profile with ``accesses_per_step`` 0, and with its sources if a layout is given."""
@@ -163,14 +161,21 @@ class TableSketch(ABC):
 
     def query(self, rows: Int64Array, decay: ForwardDecay) -> Float64Array:
         """Return the decayed accesses of int64[n] rows of the table as float64[n]."""
-        weight: Float64Array = self._counter.query(rows).astype(np.float64) * self._unit_weight(decay)
+        weight: Float64Array = self.row_units(rows).astype(np.float64) * self._unit_weight(decay)
         return weight
 
-    def _counter_bytes(self) -> int:
-        return int(self._counter.nbytes)
+    @property
+    @abstractmethod
+    def counter_bytes(self) -> int:
+        """Memory of the counters in use."""
 
-    def _rescale(self, bits: int) -> None:
-        self._counter.rescale(bits)
+    @abstractmethod
+    def row_units(self, rows: Int64Array) -> Int64Array | Float64Array:
+        """Return the units of int64[n] rows of the table as int64[n] or float64[n]."""
+
+    @abstractmethod
+    def rescale(self, bits: int) -> None:
+        """Divide all counters by ``2^bits``; ``bits`` is 1 or more."""
 
     @abstractmethod
     def _read_profile(self, decay: ForwardDecay, max_hot_rows: int) -> TableProfile: ...

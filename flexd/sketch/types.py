@@ -1,8 +1,11 @@
-"""Settings of a ``SketchSet``, and counts of accesses by outcome."""
+"""Settings of a ``SketchSet``, how each table is counted, and counts of accesses by outcome."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["dense", "logarithmic", "count_min"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,37 @@ class SketchSettings:
     logarithmic: bool = True
     coaccess_memory_bytes: int = 0
     share: float = 1.0
+
+
+@dataclass(frozen=True)
+class TableChoice:
+    """The kind and precision of one table's counters.
+
+    Attributes:
+        table: name.
+        kind: ``dense`` (exact), ``logarithmic`` (every row, right on average) or ``count_min``.
+        bytes: memory of the counters.
+        error_share: error of one row's estimate in a count-min, as a share of the table's accesses, exceeded with
+            probability at most ``failure_probability``; 0 for the other kinds.
+        failure_probability: of ``error_share``.
+        log2_width: of the count-min; 0 for the other kinds.
+        hot_rows: rows that can be listed individually.
+        sampled_accesses: size of the sample that gives the source nodes, the tail of a count-min, and the hottest rows
+            of logarithmic counters.
+        counter_bits: bits of a logarithmic counter; 0 for the other kinds.
+        relative_error: relative standard error of one row's estimate in logarithmic counters; 0 for the other kinds.
+    """
+
+    table: str
+    kind: Kind
+    bytes: int
+    error_share: float
+    failure_probability: float
+    log2_width: int
+    hot_rows: int
+    sampled_accesses: int
+    counter_bits: int = 0
+    relative_error: float = 0.0
 
 
 @dataclass(frozen=True)

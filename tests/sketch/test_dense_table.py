@@ -1,29 +1,105 @@
-"""Tables counted exactly."""
+"""Dense counters against plain counting."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from flexd.core.errors import SketchError
 from flexd.core.keyspace import TableSpec
+from flexd.sketch import dense_table
+from flexd.sketch.budget import choose
+from flexd.sketch.dense_table import CARRY_BITS, DenseTable
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 
-T0 = 1.7e9
+ROWS = 50
+
+
+def dense(rows: int) -> DenseTable:
+    spec = TableSpec("t", rows, 4)
+    return DenseTable(spec, choose([spec], 2**30, 1)[0], 0)
+
+
+ids = st.lists(st.integers(-3, ROWS + 3), max_size=200)
+
+
+def _exact(batches: list[tuple[list[int], int]]) -> np.ndarray:
+    exact = np.zeros(ROWS, dtype=object)
+    for batch, units in batches:
+        for row in batch:
+            if 0 <= row < ROWS:
+                exact[row] += units
+    return exact
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(ids, st.integers(0, 2**19)), max_size=6),
+    st.sampled_from([np.int32, np.int64]),
+    st.integers(0, 2**CARRY_BITS - 1),
+)
+def test_dense_equals_exact_counting_across_the_carry(batches, dtype, head_start):
+    counter = dense(ROWS)
+    # As after a long stream: some rows are just below the word's end.
+    counter._low[::2] = head_start
+    exact = _exact(batches)
+    exact[::2] += head_start
+    for batch, units in batches:
+        rows = np.array(batch, dtype=dtype)
+        negative, outside = counter.add_units(rows, units)
+        assert (negative, outside) == (int((rows < 0).sum()), int((rows >= ROWS).sum()))
+    assert counter.row_units(np.arange(ROWS)).tolist() == exact.tolist()
+
+
+def test_dense_with_more_carries_than_the_buffer_holds(monkeypatch):
+    rows = 3 * dense_table._PENDING_CARRIES
+    counter = dense(rows)
+    counter._low[:] = 2**31 - 1
+    counter.add_units(np.arange(rows, dtype=np.int32), 1)
+    counter.add_units(np.arange(rows, dtype=np.int32), 5)
+    assert set(counter.row_units(np.arange(rows)).tolist()) == {2**31 + 5}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 2**40), min_size=4, max_size=4), st.integers(1, 70))
+def test_dense_rescale_is_to_the_nearest_unit(units, bits):
+    counter = dense(4)
+    counter._set_high(np.arange(4), np.array(units, dtype=np.int64))
+    counter.rescale(bits)
+    for got, before in zip(counter.row_units(np.arange(4)).tolist(), units, strict=True):
+        assert abs(got * 2**bits - before) <= 2**bits // 2
+
+
+def test_dense_state_round_trip_and_damaged_state():
+    counter = dense(ROWS)
+    counter._low[:] = 2**31 - 2
+    counter.add_units(np.arange(0, ROWS, 3, dtype=np.int32), 5)
+    meta, arrays = counter.state()
+    twin = dense(ROWS)
+    twin.load(meta, arrays)
+    assert np.array_equal(twin.row_units(np.arange(ROWS)), counter.row_units(np.arange(ROWS)))
+    for table, damaged in (
+        (dense(ROWS + 1), arrays), (twin, {**arrays, "high_rows": arrays["high_rows"][::-1].copy()})
+    ):  # fmt: skip
+        with pytest.raises(SketchError):
+            table.load(meta, damaged)
 
 
 def test_heavy_decayed_tables_get_a_coarser_unit_instead_of_more_memory():
     rows = 200_000
     sketches = SketchSet([TableSpec("heavy", rows, 4)], SketchSettings(3 * 2**19, 1000.0, 1e9, 10))
-    sketches.ingest("heavy", np.zeros(1, dtype=np.int32), 0, T0)
+    sketches.ingest("heavy", np.zeros(1, dtype=np.int32), 0, 1.7e9)
     # As after a long stream; counting up to here would take billions of accesses.
-    counter = sketches._tables["heavy"].sketch._counter
-    unit = sketches._decay.unit_weight(sketches._tables["heavy"].sketch.exponent)
+    counter = sketches._tables["heavy"].sketch
+    unit = sketches._decay.unit_weight(counter.exponent)
     counter._low[:] = 2**31 - 1
     largest = 0
     for _ in range(4):
         for start in range(0, rows, 5000):
-            sketches.ingest("heavy", np.arange(start, start + 5000, dtype=np.int64), 0, T0)
+            sketches.ingest("heavy", np.arange(start, start + 5000, dtype=np.int64), 0, 1.7e9)
             largest = max(largest, sketches.nbytes)
     got = sketches.query("heavy", np.arange(rows))
     assert np.allclose(got, 2**31 * unit + 4, atol=1e-2)

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flexd.core.keyspace import TableSpec
+from flexd.sketch.budget import choose
 from flexd.sketch.counters.cache_prefetch import prefetch
 from flexd.sketch.counters.countmin import CANDIDATE_BUFFER, CountMin
-from flexd.sketch.counters.dense import DenseCounter
 from flexd.sketch.counters.hashing import cell_positions
+from flexd.sketch.dense_table import DenseTable
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
@@ -114,7 +115,8 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
         for row in few.tolist():
             peer.update(row)
 
-    dense, dense32 = DenseCounter(rows), DenseCounter(rows)
+    spec = TableSpec("t", rows, 64)
+    dense, dense32 = (DenseTable(spec, choose([spec], 2**40, 1)[0], 0) for _ in range(2))
     probe, probe_cells = np.zeros(rows, dtype=np.uint32), np.zeros(4 << 20, dtype=np.uint32)
     numpy_counters = np.zeros(rows, dtype=np.int64)
     positions = np.empty((4, count), dtype=np.uint32)
@@ -124,8 +126,8 @@ def measure(rows: int, count: int, repeats: int) -> dict[str, float]:
         "random_access_probe_count_min": (lambda: _random_add_4(positions, probe_cells), count),
         "numpy_sort_and_count": (lambda: _sort_and_count(ids, numpy_counters), count),
         "datasketches_count_min_per_item": (per_item, len(few)),
-        "dense_int64": (lambda: dense.add(ids, 1), count),
-        "dense_int32": (lambda: dense32.add(ids32, 1), count),
+        "dense_int64": (lambda: dense.add_units(ids, 1), count),
+        "dense_int32": (lambda: dense32.add_units(ids32, 1), count),
         "count_min_conservative": (_count_min(ids, rows), count),
         "set_dense": (_sketch_set(ids, rows, 2**30, None), count),
         "set_dense_decayed": (_sketch_set(ids, rows, 2**30, 3600.0), count),
