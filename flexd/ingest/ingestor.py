@@ -16,13 +16,11 @@ from flexd.core.fault_points import fault_point
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.core.supervision import Supervisor, UnsafeStateError
-from flexd.ingest.arrival import ArrivalClock
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.message_counter import Decode, MessageCounter, decode_message
-from flexd.ingest.rate import RateMeter
+from flexd.ingest.message_counter import ArrivalClock, Decode, MessageCounter, decode_message
 from flexd.ingest.restore import restore
 from flexd.ingest.snapshot_cycle import SnapshotCycle
-from flexd.ingest.stats import ROW_REASONS, IngestStats
+from flexd.ingest.stats import ROW_REASONS, IngestStats, RateMeter
 from flexd.sketch.kinds import warm_up
 from flexd.sketch.profile import Profile, TableProfile
 from flexd.sketch.snapshot import SnapshotStore

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 from flexd.core import tap_counts
 from flexd.core.errors import CodecError
 from flexd.core.fault_points import fault_point
 from flexd.core.tap_counts import TapCounts
-from flexd.ingest.arrival import ArrivalClock, EventTimeSkew
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.stats import ROW_REASONS
+from flexd.ingest.stats import ROW_REASONS, EventTimeSkew
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import AccessCounts
 from flexd.stream.codecs import codec
@@ -20,6 +20,7 @@ from flexd.stream.types import AccessBatch, Message, RefusedMessages
 
 _log = logging.getLogger(__name__)
 
+_MAX_PARTITIONS = 65_536
 Decode = Callable[[bytes | memoryview, int], Sequence[AccessBatch | TapCounts]]
 
 
@@ -35,6 +36,41 @@ def decode_message(payload: bytes | memoryview, max_message_bytes: int) -> Seque
     if tap_counts.is_tap_counts(payload):
         return [tap_counts.decode(payload)]
     return codec.decode(payload, max_message_bytes)
+
+
+class ArrivalClock:
+    """The arrival of messages: the broker's time of append where there is one, else the daemon's time.
+
+    A broker's time is used up to the daemon's own: what was appended was appended before now, so a broker that is ahead
+    lets nobody date accesses further ahead. Within a partition it never goes back: after a change to a broker that is
+    behind, accesses that are dated right are not taken for future ones.
+
+    Belongs to the ingest thread.
+
+    Args:
+        clock: Unix seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._newest: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Return the time, Unix seconds."""
+        return self._clock()
+
+    def arrival(self, message: Message) -> float:
+        """Return when a message arrived, Unix seconds."""
+        now = self.now()
+        appended = message.appended_seconds
+        if appended is None:
+            return now
+        newest = self._newest.get(message.partition)
+        if newest is None or appended > newest:
+            if newest is None and len(self._newest) >= _MAX_PARTITIONS:
+                self._newest.clear()
+            self._newest[message.partition] = newest = appended
+        return min(now, newest)
 
 
 class MessageCounter:
@@ -86,7 +122,7 @@ class MessageCounter:
         try:
             self._count(message)
         except Exception as error:
-            # The counts of messages by outcome may be short of one.
+            # The counts of messages by outcome are short of this one.
             _log.exception("ingest: message %s/%d", message.partition, message.offset)
             self._sketches.damage = error
 
@@ -115,20 +151,14 @@ class MessageCounter:
             self.skew.add(batch.event_time_seconds - arrival)
         sketches = self._sketches
         with sketches.lock:
-            refused: Exception | None = None
-            accesses: AccessCounts | None = None
             try:
                 fault_point("thread.counting")
-                for batch in batches:
-                    counted = _ingest(sketches, batch, arrival, message.partition)
-                    accesses = counted if accesses is None else accesses + counted
+                counted = [_ingest(sketches, batch, arrival, message.partition) for batch in batches]
             except Exception as error:
                 # Before the lock is released: nobody may save these counters.
-                refused = sketches.damage = error
-        if refused is not None:
-            self._reject("internal_error", repr(refused), message)
-        if refused is not None or accesses is None:
-            return
+                sketches.damage = error
+                raise
+        accesses = sum(counted, AccessCounts())
         self.batches += len(batches)
         self.accesses += accesses
         if self._dead_letters is not None:

@@ -155,20 +155,17 @@ def find_newest(
 
 
 def _load(state: RestoredState, path: Path, tables: Sequence[TableSpec], settings: SketchSettings) -> None:
-    """Load one snapshot into ``state``: as a whole or not at all.
-
-    Raises:
-        UnusableStateError: it is of other tables: those of another job, or of a wrong configuration.
-    """
+    """Load one snapshot into ``state``: as a whole or not at all."""
     meta, arrays = snapshot.read(path)
     saved = SnapshotMeta.of(meta)
-    outcomes = table_restore.outcomes_of(saved.sketches, tables, settings)
+    sketches, outcomes = table_restore.restore(saved.sketches, arrays, tables, settings)
     removed = [outcome.table for outcome in outcomes if outcome.outcome == "removed"]
     if removed and {outcome.outcome for outcome in outcomes} <= {"removed", "new"}:
+        # It is of another job, or the configuration is wrong.
         raise UnusableStateError(
             f"none of its tables is configured ({', '.join(removed)[:500]})", remedy=UNUSABLE_REMEDY
         )
-    state.sketches, state.outcomes = table_restore.restore(saved.sketches, arrays, tables, settings)
+    state.sketches, state.outcomes = sketches, outcomes
     state.path, state.positions, state.extra = path, saved.positions, saved.extra
     state.generation = saved.generation + GENERATION_RESERVE
 

@@ -1,8 +1,9 @@
-"""Statistics of the ingest thread."""
+"""Statistics of the ingest thread: counts, rates, and how far event times are from the arrival of their messages."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,10 @@ MESSAGE_REASONS = tuple(sorted({*codec.REASONS, *tap_counts.REASONS, *REFUSAL_RE
 """Reasons for which a whole message is not counted."""
 ROW_REASONS = ("unknown_table", "negative_row", "row_out_of_range")
 """Reasons for which single accesses are not counted."""
+SKEW_SECONDS = 10.0
+RATE_SECONDS = 60.0
+"""Ranks with a tap send one message each and then nothing until the daemon's next snapshot, half a minute later."""
+_STEP_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,3 +81,51 @@ class IngestStats:
     connected: bool = True
     restore_problems: tuple[str, ...] = ()
     running: bool = False
+
+
+class EventTimeSkew:
+    """Event time minus arrival of the accesses of the last whole window of ``SKEW_SECONDS``.
+
+    Attributes:
+        least_seconds, most_seconds: NaN if the window had no access.
+    """
+
+    def __init__(self) -> None:
+        self.least_seconds = self.most_seconds = math.nan
+        self._least, self._most = math.inf, -math.inf
+        self._until = -math.inf
+
+    def add(self, skew_seconds: float) -> None:
+        """Add the accesses of one event time."""
+        if skew_seconds < self._least:
+            self._least = skew_seconds
+        if skew_seconds > self._most:
+            self._most = skew_seconds
+
+    def update(self, now: float) -> None:
+        """End the window if it is over; ``now`` is monotonic."""
+        if now < self._until:
+            return
+        known = self._least <= self._most
+        self.least_seconds, self.most_seconds = (self._least, self._most) if known else (math.nan, math.nan)
+        self._least, self._most = math.inf, -math.inf
+        self._until = now + SKEW_SECONDS
+
+
+class RateMeter:
+    """Measures rates over the last ``RATE_SECONDS`` from totals that the caller passes in, with monotonic times."""
+
+    def __init__(self, now: float) -> None:
+        self.messages_per_second = self.accesses_per_second = 0.0
+        self._seen: deque[tuple[float, int, int]] = deque([(now, 0, 0)])
+
+    def update(self, now: float, messages: int, accesses: int) -> None:
+        """Update both rates if a second has passed."""
+        if now - self._seen[-1][0] < _STEP_SECONDS:
+            return
+        self._seen.append((now, messages, accesses))
+        while self._seen[1][0] <= now - RATE_SECONDS:
+            self._seen.popleft()
+        since, messages_then, accesses_then = self._seen[0]
+        self.messages_per_second = (messages - messages_then) / (now - since)
+        self.accesses_per_second = (accesses - accesses_then) / (now - since)

@@ -246,6 +246,6 @@ def warm_up() -> None:
     """Compile the kernels (or load them from numba's cache), so that the first messages do not wait for it."""
     choice = TableChoice("", "dense", 0, 0.0, 0.0, 0, 1, 1)
     for rows in (np.zeros(4, dtype=np.int32), np.zeros(4, dtype=np.int64)):
-        table = DenseTable(TableSpec("", 4, 1), choice, 0)
+        table = DenseTable(TableSpec("warm-up", 4, 1), choice, 0)
         table.add_units(rows, 1)
         table.rescale(1)

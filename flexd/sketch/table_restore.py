@@ -45,17 +45,10 @@ class TableOutcome:
         return self.accesses if self.outcome in ("emptied", "removed") else 0
 
 
-def outcomes_of(
+def _outcomes(
     state: Mapping[str, Any], tables: Sequence[TableSpec], settings: SketchSettings
 ) -> tuple[TableOutcome, ...]:
-    """Return what ``restore`` would do with each table, from the description alone.
-
-    Configured tables come in their order, then removed ones.
-
-    Raises:
-        StateVersionError: the state is of a newer flexd.
-        SketchError: it is damaged or of an older format, or the settings are impossible.
-    """
+    """Return the fate of each table: the configured ones in their order, then the removed ones."""
     _check_format(state.get("format"))
     choices = budget.choose(tables, settings.memory_bytes, settings.max_hot_rows, logarithmic=settings.logarithmic)
     with _damaged():
@@ -90,9 +83,11 @@ def restore(
 ) -> tuple[SketchSet, tuple[TableOutcome, ...]]:
     """Return the sketches for these tables and settings with every count that can be continued, and what was done.
 
-    Raises: the errors of ``outcomes_of``.
+    Raises:
+        StateVersionError: the state is of a newer flexd.
+        SketchError: it is damaged or of an older format, or the settings are impossible.
     """
-    outcomes = outcomes_of(state, tables, settings)
+    outcomes = _outcomes(state, tables, settings)
     fresh = SketchSet(tables, settings)
     with _damaged():
         index = {spec["name"]: at for at, spec in enumerate(state["table_list"])}

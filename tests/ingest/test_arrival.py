@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.keyspace import TableSpec
-from flexd.ingest.arrival import ArrivalClock
-from flexd.ingest.message_counter import MessageCounter, decode_message
+from flexd.ingest.message_counter import ArrivalClock, MessageCounter, decode_message
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow

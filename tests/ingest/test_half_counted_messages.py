@@ -10,9 +10,9 @@ import pytest
 from flexd.core.errors import SketchError
 from flexd.core.supervision import UnsafeStateError
 from flexd.ingest import message_counter
-from flexd.ingest.arrival import ArrivalClock, EventTimeSkew
 from flexd.ingest.dead_letters import DeadLetterFile
-from flexd.ingest.message_counter import MessageCounter
+from flexd.ingest.message_counter import ArrivalClock, MessageCounter
+from flexd.ingest.stats import EventTimeSkew
 from flexd.sketch import sketch_set
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sample import AccessSample

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexd.ingest.rate import WINDOW_SECONDS, RateMeter
+from flexd.ingest.stats import RATE_SECONDS, RateMeter
 
 
 @pytest.mark.parametrize("every_seconds", [0.1, 30.0])
@@ -18,5 +18,5 @@ def test_the_rate_is_that_of_the_last_window(every_seconds: float) -> None:
         if now in (110.0, 290.0):
             assert meter.messages_per_second == pytest.approx(1 / every_seconds, rel=0.02 if now > 110.0 else 3.0)
             assert meter.accesses_per_second == pytest.approx(100 * meter.messages_per_second)
-    assert now - 300.0 > WINDOW_SECONDS
+    assert now - 300.0 > RATE_SECONDS
     assert meter.accesses_per_second == 0

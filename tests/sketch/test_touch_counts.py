@@ -8,6 +8,7 @@ import pytest
 from flexd.core.errors import SketchError
 from flexd.core.keyspace import KeySpace, TableSpec
 from flexd.core.layout import RankLayout
+from flexd.core.tap_counts import PassRows, TapCounts, TapPasses
 from flexd.simulate.exact_profile import exact_profile
 from flexd.sketch.decay import ForwardDecay
 from flexd.sketch.sketch_set import SketchSet
@@ -165,6 +166,21 @@ def test_passes_of_taps_give_the_touches_of_their_batches():
     rows = np.arange(ROWS)
     np.testing.assert_allclose(counted(touches, rows), exact(steps, rows), rtol=1e-12)
     assert touches.read(rows, FOREVER, LAYOUT).accesses == 40
+
+
+def test_sampled_passes_of_a_tap_reach_the_touches_of_their_table():
+    sketches = SketchSet([TableSpec("t", ROWS, 4)], SketchSettings(half_life_seconds=None))
+    sketches.profile(layout=LAYOUT)
+    steps = correlated(21)
+    for rank in range(LAYOUT.world_size):
+        passes = [
+            PassRows(number, (np.unique(ranks[rank]), np.arange(9)), (len(ranks[rank]), 9))
+            for number, ranks in enumerate(steps)
+        ]
+        sketches.ingest_passes(TapCounts(rank, 1.0, (), TapPasses(("t", "nobody"), tuple(passes))))
+    sketches._tables["t"].touches.flush(sketches._decay)
+    rows = np.arange(ROWS)
+    np.testing.assert_allclose(counted(sketches._tables["t"].touches, rows), exact(steps, rows), rtol=1e-12)
 
 
 def test_passes_of_a_training_that_starts_again_count_for_nodes_at_once():
