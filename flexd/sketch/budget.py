@@ -10,8 +10,8 @@ from flexd.core.keyspace import TableSpec
 from flexd.sketch import dense_table
 from flexd.sketch.counters.countmin import FAILURE_PROBABILITY, MAX_LOG2_WIDTH, MIN_LOG2_WIDTH, CountMin
 from flexd.sketch.counters.hot_set import HotSet
-from flexd.sketch.counters.logarithmic import packed_bytes, relative_error
 from flexd.sketch.distinct import LOG2_REGISTERS
+from flexd.sketch.logarithmic_table import packed_bytes, relative_error
 from flexd.sketch.sample import AccessSample
 from flexd.sketch.types import TableChoice
 

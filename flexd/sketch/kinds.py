@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from flexd.core.keyspace import TableSpec
-from flexd.sketch import coaccess_kernels, curve, dense_table, sample
+from flexd.sketch import coaccess_kernels, curve, dense_table, logarithmic_table, sample
 from flexd.sketch.count_min_table import CountMinTable
-from flexd.sketch.counters import countmin, hot_set, logarithmic
+from flexd.sketch.counters import countmin, hot_set
 from flexd.sketch.dense_table import DenseTable
 from flexd.sketch.logarithmic_table import LogTable
 from flexd.sketch.table_sketch import TableSketch
 from flexd.sketch.types import TableChoice
 
-_WARM_UPS = {"dense": dense_table.warm_up, "logarithmic": logarithmic.warm_up, "count_min": countmin.warm_up}
+_WARM_UPS = {"dense": dense_table.warm_up, "logarithmic": logarithmic_table.warm_up, "count_min": countmin.warm_up}
 KINDS = tuple(_WARM_UPS)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexd.core.keyspace import TableSpec
-from flexd.sketch.counters.logarithmic import TOP_SHARE
+from flexd.sketch.logarithmic_table import TOP_SHARE
 from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.types import SketchSettings
 
@@ -75,6 +75,6 @@ def test_an_idle_table_decays_by_the_formula_and_levels_stay():
     sketches.ingest("t", np.array([ROWS - 1]), 0, T0 + 190 + 600)
     later = sketches.state()[1]["0/levels"]
     assert (np.flatnonzero(levels != later) >= (ROWS - 1) * 3 // 8).all()
-    below = np.flatnonzero(sketches._tables["t"].sketch._counter.levels(np.arange(ROWS - 1000)) < 7)
+    below = np.flatnonzero(sketches._tables["t"].sketch.levels(np.arange(ROWS - 1000)) < 7)
     assert len(below) > ROWS / 2
     assert np.allclose(sketches.query("t", below), before[below] / 2**10, rtol=1e-6)
