@@ -29,7 +29,6 @@ from flexd.cli.replay_options import (
 from flexd.cli.simulate_command import (
     DRAWN_BATCH,
     make_cluster,
-    make_profile_accesses,
     make_trace_accesses,
     show_progress,
 )
@@ -39,7 +38,6 @@ from flexd.core.errors import ConfigError
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 
 if TYPE_CHECKING:
-    from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import Accesses
     from flexd.simulate.advice import Advice, Prediction, Range
     from flexd.sketch.coaccess import CoAccess
@@ -73,16 +71,6 @@ def advise(
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE.npz", exists=True, dir_okay=False, help="Events (docs/demo.md)."),
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            "--profile",
-            metavar="FILE.npz",
-            exists=True,
-            dir_okay=False,
-            help="Profile, from simulate --save-profile.",
-        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -122,29 +110,35 @@ def advise(
 ) -> None:
     """Predict what flexd would save: milliseconds a step, GPU-hours a day, and the memory it takes.
 
-    Needs no daemon and no GPU. Give one of --trace, --profile or --config, and your training's step time.
+    Needs no daemon and no GPU. Give --trace or --config, and your training's step time.
 
     Example: flexd advise --step-ms 180 --trace events.npz --nodes 8 --local-ranks 8
     """
-    if sum(given is not None for given in (trace, profile, config)) != 1:
-        raise ConfigError("no accesses, or several", remedy="give one of --trace, --profile and --config")
+    if (trace is None) == (config is None):
+        raise ConfigError("no accesses, or two of them", remedy="give --trace or --config")
     from flexd.core.layout import RankLayout
-    from flexd.simulate.accesses import RowFormat
+    from flexd.simulate.accesses import ProfileAccesses, RowFormat
     from flexd.simulate.advice import NOW, affinity_outlook, outlook_of_samples
     from flexd.simulate.advice import advise as advise_on
     from flexd.simulate.simulation import SimulationSettings
 
     layout = RankLayout(nodes, local_ranks)
     cluster = make_cluster(preset, topology, scale)
-    row_format = RowFormat(dim, dtype, optimizer)
     accesses: Accesses
     sampled: CoAccess | None = None
-    drawn = (batch or DRAWN_BATCH) * history
     if config is not None:
-        accesses, sampled = _of_config(config, seconds, layout, drawn, steps, seed, micro_batches)
-    elif profile is not None:
-        accesses = make_profile_accesses(profile, layout, row_format, drawn, steps, seed, micro_batches)
+        from flexd.config.tables_file import load_with_known_tables
+        from flexd.daemon.stream_sample import read_source
+
+        loaded = load_with_known_tables(config)
+        read = read_source(loaded, seconds)
+        sampled = read.coaccess
+        accesses = ProfileAccesses(
+            loaded.job, read.profile, loaded.keyspace().tables, layout,
+            accesses_per_rank=(batch or DRAWN_BATCH) * history, steps=steps, seed=seed, micro_batches=micro_batches,
+        )  # fmt: skip
     else:
+        row_format = RowFormat(dim, dtype, optimizer)
         accesses = make_trace_accesses(
             trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
         )
@@ -161,23 +155,6 @@ def advise(
         answer["affinity"] = {**asdict(affinity), "words": list(affinity.words)}
         blocks.append(Sentences("affinity", affinity.words))
     emit(answer, blocks, output)
-
-
-def _of_config(
-    config: Path, seconds: float, layout: RankLayout, accesses: int, steps: int, seed: int, micro_batches: int
-) -> tuple[Accesses, CoAccess | None]:
-    """Draw from the profile of the configured stream and tables; return its samples too."""
-    from flexd.config.tables_file import load_with_known_tables
-    from flexd.daemon.stream_sample import read_source
-    from flexd.simulate.accesses import ProfileAccesses
-
-    loaded = load_with_known_tables(config)
-    read = read_source(loaded, seconds)
-    drawn = ProfileAccesses(
-        loaded.job, read.profile, list(loaded.keyspace().tables), layout, accesses_per_rank=accesses, steps=steps,
-        seed=seed, micro_batches=micro_batches,
-    )  # fmt: skip
-    return drawn, read.coaccess
 
 
 def document(advice: Advice) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +30,7 @@ from flexd.core.home_rules import COPIED
 if TYPE_CHECKING:
     from flexd.planner.tables.sharding import RulePlan, Sharding
     from flexd.planner.tables.solve import TablePlacement
+    from flexd.sketch.profile import Profile
     from flexd.topology.cluster import Cluster
 
 
@@ -70,16 +72,12 @@ def shard(
     topology: TopologyOption = None,
     memory_gb: MemoryOption = 40.0,
     zipf: Annotated[
-        float, typer.Option("--zipf", help="Exponent of tables that the profile does not have.", min=0, max=4)
+        float, typer.Option("--zipf", help="Exponent of tables that the trace does not have.", min=0, max=4)
     ] = 1.05,
-    profile: Annotated[
+    trace: Annotated[
         Path | None,
         typer.Option(
-            "--profile",
-            metavar="FILE.npz",
-            exists=True,
-            dir_okay=False,
-            help="Measured accesses, from simulate --save-profile.",
+            "--trace", metavar="FILE.npz", exists=True, dir_okay=False, help="Measured accesses (docs/demo.md)."
         ),
     ] = None,
     without: Annotated[
@@ -105,9 +103,8 @@ def shard(
     from flexd.cli.model_tables import tables_of_source
     from flexd.core.layout import RankLayout
     from flexd.planner.tables.sharding import TableStatistics, listed_seconds, plan_rules, shard_tables
-    from flexd.sketch.profile_file import read_profile
 
-    statistics = TableStatistics(zipf, None if profile is None else read_profile(profile), dtype, optimizer)
+    statistics = TableStatistics(zipf, None if trace is None else _counted(trace), dtype, optimizer)
     listed, layout = tables_of_source(tables, batch), RankLayout(nodes, local_ranks)
     cluster = make_cluster(preset, topology, 1.0)
     left_out = [kind.value for kind in without or ()]
@@ -122,6 +119,19 @@ def shard(
     document = found.document()
     document["predicted"]["listed_step_seconds"] = before
     _write(document, file, sharding_blocks(found, file, before, listed_ranks), output)
+
+
+def _counted(trace: Path) -> Profile:
+    """Return the exact shares of the rows in a trace; look-ups of a step are those of the table list."""
+    from flexd.core.keyspace import KeySpace, TableSpec
+    from flexd.simulate.exact_profile import exact_profile
+    from flexd.stream.trace import load_trace
+
+    events = load_trace(trace)
+    named = zip(events.table_names, events.table_rows.tolist(), strict=True)
+    keyspace = KeySpace([TableSpec(name, rows, 1) for name, rows in named])
+    counted = exact_profile([[keyspace.first_key[events.table] + events.row]], keyspace)
+    return replace(counted, tables=tuple(replace(table, accesses_per_step=0.0) for table in counted.tables))
 
 
 def _write(document: dict[str, Any], file: Path, blocks: list[Block], output: OutputFormat) -> None:

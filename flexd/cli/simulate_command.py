@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flexd.cli.blocks import Block, Facts, Sentences, Table
-from flexd.cli.options import OutputOption, check_file
+from flexd.cli.options import OutputOption
 from flexd.cli.replay_options import (
     DEFAULT_PRESET,
     BatchOption,
@@ -58,16 +58,6 @@ def simulate(
     ] = None,
     rows: Annotated[int, typer.Option("--rows", help="Rows of the Zipf stream's table.")] = 1_000_000,
     drift: Annotated[float, typer.Option("--drift", help="New top rows of the Zipf stream per step.")] = 0.0,
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            "--profile",
-            metavar="FILE.npz",
-            exists=True,
-            dir_okay=False,
-            help="Simulation draws from a profile that --save-profile wrote.",
-        ),
-    ] = None,
     nodes: NodesOption = 2,
     local_ranks: LocalRanksOption = 2,
     preset: PresetOption = None,
@@ -97,10 +87,6 @@ def simulate(
         float, typer.Option("--horizon-steps", help="Steps within which a migration must pay for itself.")
     ] = 300.0,
     seed: SeedOption = 0,
-    save_profile: Annotated[
-        Path | None,
-        typer.Option("--save-profile", metavar="FILE.npz", help="Write the last profile of the re-planned strategy."),
-    ] = None,
     output: OutputOption = OutputFormat.TABLE,
 ) -> None:
     """Replay accesses through planners and count the bytes moved.
@@ -109,13 +95,12 @@ def simulate(
 
     Example: flexd simulate --trace events.npz --scale 5000
     """
-    if sum(given is not None for given in (trace, zipf, profile)) > 1:
-        raise ConfigError("--trace, --zipf and --profile", remedy="give one of them")
-    check_file("--save-profile", save_profile)
+    if trace is not None and zipf is not None:
+        raise ConfigError("--trace and --zipf", remedy="give one of them")
     from flexd.core.layout import RankLayout
     from flexd.simulate.accesses import RowFormat, ZipfAccesses
     from flexd.simulate.simulation import SimulationSettings, simulate
-    from flexd.simulate.summary import COMPARED_SHARE, summarise
+    from flexd.simulate.summary import summarise
 
     layout = RankLayout(nodes, local_ranks)
     settings = SimulationSettings(
@@ -123,32 +108,22 @@ def simulate(
         interval_steps=interval_steps,
         half_life_steps=half_life_steps,
         horizon_steps=horizon_steps,
-        bound_steps=steps // COMPARED_SHARE,
     )
     cluster = make_cluster(preset, topology, scale)
     row_format = RowFormat(dim, dtype, optimizer)
-    drawn = (batch or DRAWN_BATCH) * (history + 1)
     if zipf is not None:
         accesses: Accesses = ZipfAccesses(
-            layout, row_format, table_rows=rows, exponent=zipf, drift_rows=drift, accesses_per_rank=drawn, steps=steps,
-            seed=seed, micro_batches=micro_batches,
+            layout, row_format, table_rows=rows, exponent=zipf, drift_rows=drift,
+            accesses_per_rank=(batch or DRAWN_BATCH) * (history + 1), steps=steps, seed=seed,
+            micro_batches=micro_batches,
         )  # fmt: skip
-    elif profile is not None:
-        accesses = make_profile_accesses(profile, layout, row_format, drawn, steps, seed, micro_batches)
     else:
         accesses = make_trace_accesses(
             trace, layout, row_format, batch, history, steps, seed, samples, lengths, micro_batches
         )
     simulation = simulate(accesses, layout, cluster, settings, progress=show_progress(steps))
     summary = summarise(simulation)
-    blocks = simulate_blocks(summary)
-    if save_profile is not None:
-        if simulation.last_profile is None:
-            raise ConfigError("--save-profile: nothing was planned", remedy="replay more than --interval-steps steps")
-        from flexd.sketch.profile_file import write_profile
-
-        write_profile(simulation.last_profile, save_profile)
-    emit(summary, blocks, output)
+    emit(summary, simulate_blocks(summary), output)
 
 
 def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Cluster:
@@ -158,19 +133,6 @@ def make_cluster(preset: str | None, topology: Path | None, scale: float) -> Clu
         raise ConfigError("--preset and --topology", remedy="give one of them")
     cluster = load_cluster(topology) if topology is not None else load_preset(preset or DEFAULT_PRESET)
     return scale_model(cluster, scale)
-
-
-def make_profile_accesses(
-    path: Path, layout: RankLayout, row_format: RowFormat, accesses: int, steps: int, seed: int, micro_batches: int
-) -> Accesses:
-    from flexd.simulate.accesses import ProfileAccesses
-    from flexd.sketch.profile_file import read_profile
-
-    read = read_profile(path)
-    tables = [row_format.table(table.table, table.rows) for table in read.tables]
-    return ProfileAccesses(
-        path.stem, read, tables, layout, accesses_per_rank=accesses, steps=steps, seed=seed, micro_batches=micro_batches
-    )
 
 
 def make_trace_accesses(

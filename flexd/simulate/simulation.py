@@ -127,7 +127,6 @@ class SimulationSettings:
         interval_steps: between two plans.
         half_life_steps: of the sketches; inf counts for ever.
         horizon_steps: within which a migration must pay for itself.
-        bound_steps: of the last steps, for each of which the bound on all placements is computed; 0: none.
         sketch_bytes: memory of the counters.
         chunk_rows, chunk_bytes: of a migration, as ``control`` configures them.
         migration_bytes_per_step: rows and state copied in one step, as the collection caps them.
@@ -140,7 +139,6 @@ class SimulationSettings:
     interval_steps: int = 5
     half_life_steps: float = 20.0
     horizon_steps: float = 300.0
-    bound_steps: int = 0
     sketch_bytes: int = 64 * 2**20
     chunk_rows: int = 4096
     chunk_bytes: int = 4 * 2**20
@@ -149,21 +147,12 @@ class SimulationSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.replica_fraction <= 1:
             raise ConfigError(f"replica_fraction {self.replica_fraction}", remedy="a fraction of 0 to 1")
-        above_zero = {
-            name: getattr(self, name)
-            for name in (
-                "interval_steps", "half_life_steps", "horizon_steps", "sketch_bytes", "chunk_rows", "chunk_bytes",
-                "migration_bytes_per_step",
-            )
-        }  # fmt: skip
-        if self.bound_steps < 0:
-            raise ConfigError(f"bound_steps {self.bound_steps}", remedy="0 or more")
-        for name, value in above_zero.items():
-            if not value > 0:
+        for name, value in vars(self).items():
+            if name != "replica_fraction" and not value > 0:
                 raise ConfigError(f"{name} {value}", remedy="give a number above 0")
 
     def slots(self, keyspace: KeySpace) -> tuple[int, ...]:
-        """Per dim-group."""
+        """Replica slots of a rank, by dim-group."""
         return tuple(int(self.replica_fraction * group.rows) for group in keyspace.groups)
 
 
@@ -207,8 +196,6 @@ class Simulation:
     Attributes:
         made_of: how the batches are made, in words.
         touches: means over all steps (``TouchCounter``).
-        bound_seconds: float64 [bound_steps], exposed time below which no placement gets the chain in each of the last
-            steps, although it knows the step and moves rows at no cost (``step_bound``).
     """
 
     accesses_name: str
@@ -221,8 +208,6 @@ class Simulation:
     steps: int
     accesses_per_step: float
     runs: dict[str, StrategyRun]
-    bound_seconds: Float64Array
-    last_profile: Profile | None
 
 
 class _StrategyRunner:
@@ -353,20 +338,6 @@ class _SimulatedDaemon:
         return self._sketches.profile(self.accesses_per_step)
 
 
-def step_bound(passes: Sequence[Sequence[Int64Array]], shared: _Shared, slots: Sequence[int]) -> float:
-    """Return the exposed seconds of the chain in one step below which no placement within the slots gets.
-
-    The planner's certificate for exactly these look-ups, without migration. It is of the mean rank, so the busiest
-    rank's time is not below it either.
-    """
-    profile = exact_profile(passes, shared.keyspace, shared.layout, len(passes))
-    return make_plan(
-        profile, shared.keyspace, shared.layout, shared.cluster, slots, Placement.empty(), plan_id="bound",
-        parent_id="", topology_generation=0, horizon_steps=math.inf, now_unix_seconds=0.0, reason="bound",
-        shape=shared.shape,
-    ).lower_bound_seconds  # fmt: skip
-
-
 def simulate(
     accesses: Accesses,
     layout: RankLayout,
@@ -398,10 +369,7 @@ def simulate(
         knowledge: [runner for runner in runners if runner.strategy.knowledge is knowledge] for knowledge in Knowledge
     }
     daemon, touches = _SimulatedDaemon(shared), TouchCounter(layout)
-    profile: Profile | None = None
     due: list[tuple[_StrategyRunner, Profile]] = []
-    bounds: list[float] = []
-    slots = settings.slots(accesses.keyspace)
 
     def counted(of_steps: range) -> Profile:
         passes = [one for at in of_steps for one in accesses.passes(at)]
@@ -429,13 +397,10 @@ def simulate(
         if (step + 1) % settings.interval_steps == 0 and by_knowledge[Knowledge.STREAM]:
             profile = daemon.profile()
             due += [(runner, profile) for runner in by_knowledge[Knowledge.STREAM]]
-        if step >= steps - settings.bound_steps:
-            bounds.append(step_bound(passes, shared, slots))
         if progress is not None:
             progress(step)
     return Simulation(
         accesses.name, accesses.made_of, touches.figures(), accesses.keyspace, layout,
         cluster, settings, steps, daemon.accesses_per_step,
         {runner.strategy.name: runner.run() for runner in runners},
-        np.array(bounds), profile,
     )  # fmt: skip

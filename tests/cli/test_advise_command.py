@@ -97,17 +97,12 @@ def test_of_a_tap_what_the_daemon_has_counted_is_read_beside_it(flexd_command, t
     assert (done.returncode, damaged.name in done.stderr) == (ExitCode.FAILED, True), done.stderr
 
 
-def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, tmp_path: Path):
-    profile = tmp_path / "p.npz"
-    made = flexd_command(
-        "simulate", "--zipf", 1.05, "--rows", 600, *SMALL, "--interval-steps", 2, "--save-profile", profile
-    )
-    assert made.returncode == 0, made.stderr
-    done = flexd_command("advise", "--step-ms", 1000, "--profile", profile, *SMALL)
+def test_the_answer_says_not_here_where_nothing_is_won(flexd_command, trace: Path):
+    done = flexd_command("advise", "--step-ms", 1000, "--trace", trace, *SMALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Not here: no option saves 2.00% of a step for certain.")
     assert "GPU-hours" in done.stdout
-    wins = flexd_command("advise", "--step-ms", 30, "--profile", profile, "--scale", 100_000, *SMALL)
+    wins = flexd_command("advise", "--step-ms", 30, "--trace", trace, "--scale", 100_000, *SMALL)
     assert wins.stdout.startswith("Worth it: "), wins.stdout
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 import flexd
 from flexd.cli.exit_codes import ExitCode
 from flexd.core.layout import RankLayout
@@ -23,6 +25,11 @@ def test_a_list_becomes_a_plan(flexd_command, tmp_path: Path):
     assert "busiest rank" in text
     assert "t5" in text
     assert answer["predicted"]["listed_step_seconds"] is None
+    arrays = {"row": np.arange(900) % 3, "ts": np.arange(900), "table_rows": [300_000], "table_names": ["t5"]}
+    np.savez(tmp_path / "trace.npz", **arrays)
+    of_trace = flexd_command("shard", tmp_path / "tables.json", "--plan", plan, "--trace", tmp_path / "trace.npz")
+    assert of_trace.returncode == 0, of_trace.stderr
+    assert json.loads(plan.read_text())["predicted"] != written["predicted"]
 
 
 def test_home_rules_for_a_flexd_trainer(flexd_command, tmp_path: Path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -28,22 +27,6 @@ def test_simulate_is_reproducible_and_prints_its_result(flexd_command):
     table = flexd_command(*SMALL)
     assert "flexd, re-planned" in table.stdout
     assert "in words" in table.stdout
-
-
-def test_simulate_writes_a_profile(flexd_command, tmp_path: Path):
-    done = flexd_command(*SMALL, "--save-profile", tmp_path / "p.npz")
-    assert done.returncode == 0, done.stderr
-    replayed = flexd_command("simulate", "--profile", tmp_path / "p.npz", "--batch", 10, "--steps", 8, "-o", "json")
-    assert replayed.returncode == 0, replayed.stderr
-    assert json.loads(replayed.stdout)["rows"] == 600
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_the_simulation(flexd_command, monkeypatch):
-    monkeypatch.setattr("flexd.simulate.simulation.simulate", lambda *args, **more: pytest.fail("simulated"))
-    done = flexd_command(*SMALL, "--save-profile", f"{__file__}/below")
-    assert done.returncode == ExitCode.USAGE
-    assert f"--save-profile {__file__}/below: cannot be written" in done.stderr
-    assert "remedy: " in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,11 @@ from flexd.core.errors import ConfigError
 from flexd.core.keyspace import TableSpec
 from flexd.core.layout import RankLayout
 from flexd.simulate.accesses import MAX_STEP_ACCESSES, ProfileAccesses, RowFormat, TraceAccesses, ZipfAccesses
-from flexd.simulate.simulation import REPLANNED, SimulationSettings, simulate
+from flexd.simulate.exact_profile import exact_profile
 from flexd.sketch.profile import Profile, TableProfile
-from flexd.sketch.profile_file import read_profile, write_profile
 from flexd.stream.trace import synthetic_trace
-from flexd.topology.files import load_preset, scale_model
 
 LAYOUT = RankLayout(2, 2)
-CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)
 
 
 def profile_of(weight: float = 1.0) -> Profile:
@@ -28,24 +25,15 @@ def profile_of(weight: float = 1.0) -> Profile:
     return Profile((table,))
 
 
-def test_a_trace_is_simulated_and_its_profile_is_drawn_from(tmp_path) -> None:
+def test_a_profile_of_a_trace_is_drawn_from() -> None:
     trace = synthetic_trace(20_000, rows=900, active=300, users=200)
     accesses = TraceAccesses("t", trace, LAYOUT, RowFormat(), batch_size=16, steps=8, history=8)
     assert sum(len(mine) for mine in accesses.passes(0)[0]) == 4 * 16 * 9
-    seen = simulate(
-        accesses, LAYOUT, CLUSTER, SimulationSettings(interval_steps=4), strategies=[REPLANNED]
-    ).last_profile
-    assert seen is not None
-    write_profile(seen, tmp_path / "p.npz")
-    read = read_profile(tmp_path / "p.npz")
-    np.testing.assert_array_equal(read.tables[0].hot_rows, seen.tables[0].hot_rows)
-    np.testing.assert_array_equal(read.tables[0].hot_share, seen.tables[0].hot_share)
-    assert read.samples == seen.samples
-    tables = [RowFormat().table(table.table, table.rows) for table in read.tables]
-    drawn = ProfileAccesses("p", read, tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
+    seen = exact_profile([one for step in range(8) for one in accesses.passes(step)], accesses.keyspace)
+    drawn = ProfileAccesses("p", seen, accesses.keyspace.tables, LAYOUT, accesses_per_rank=50_000, steps=4, seed=3)
     counts = np.bincount(np.concatenate(drawn.passes(1)[0]), minlength=900)
     expected = np.zeros(900)
-    expected[read.tables[0].hot_rows] = read.tables[0].hot_share * 200_000
+    expected[seen.tables[0].hot_rows] = seen.tables[0].hot_share * 200_000
     # Four standard deviations of a count, for all rows at once.
     assert (np.abs(counts - expected) <= 4.5 * np.sqrt(expected) + 4).all()
     assert all(np.array_equal(a, b) for a, b in zip(drawn.passes(1)[0], drawn.passes(1)[0], strict=True))

@@ -12,7 +12,6 @@ import pytest
 from flexd.core.errors import ConfigError
 from flexd.core.layout import RankLayout
 from flexd.core.placement import Placement
-from flexd.planner.model.row_bytes import Exchange
 from flexd.planner.model.training_shape import TrainingShape
 from flexd.planner.plan import make_plan
 from flexd.simulate.accesses import RowFormat, ZipfAccesses
@@ -25,7 +24,7 @@ from flexd.topology.files import load_preset, scale_model
 LAYOUT = RankLayout(2, 2)
 CLUSTER = scale_model(load_preset("azure-a100-200g"), 10_000)
 STEPS = 40
-SETTINGS = SimulationSettings(0.04, interval_steps=4, half_life_steps=6.0, horizon_steps=200.0, bound_steps=10)
+SETTINGS = SimulationSettings(0.04, interval_steps=4, half_life_steps=6.0, horizon_steps=200.0)
 
 
 def drifting(drift: float = 6.0, seed: int = 1, micro_batches: int = 1) -> ZipfAccesses:
@@ -47,15 +46,9 @@ def test_under_drift_re_planning_beats_one_plan_and_trails_the_oracle(simulation
     exposed = {name: figures["exposed_seconds"] for name, figures in saved.items()}
     assert exposed["oracle"] > exposed["replanned"] > max(0.0, 1.5 * exposed["static"])
     assert saved["replanned"]["critical_inter_node_bytes"] > saved["static"]["critical_inter_node_bytes"]
-    assert summary["drift"]["exposed_saved_over_static"] is None or summary["drift"]["exposed_saved_over_static"] > 1.5
     assert summary["strategies"]["replanned"]["bytes"]["inter_node"]["migration"] > 0
     assert summary["strategies"]["oracle"]["bytes"]["inter_node"]["migration"] == 0
     assert any("re-planning saves" in line for line in summary["words"])
-    chain = [run for run in simulation.runs.values() if run.strategy.exchange is Exchange.CHAIN]
-    assert len(chain) == 4
-    for run in chain:
-        assert (run.exposed_seconds[-10:] > simulation.bound_seconds).all(), run.strategy.name
-    assert summary["bound"]["saved_exposed_seconds"] > exposed["oracle"]
 
 
 def test_the_oracle_plans_for_the_passes_of_a_step() -> None:
@@ -91,6 +84,11 @@ def test_plans_come_late_as_through_the_channel(simulation: Simulation) -> None:
     assert simulation.runs["replanned"].plan_steps[0] == SETTINGS.interval_steps + 1
     assert not simulation.runs["replanned"].replicated_rows[: SETTINGS.interval_steps + 1].any()
     assert simulation.runs["oracle"].replicated_rows[0] > 0
+
+
+def test_the_budget_is_kept(simulation: Simulation) -> None:
+    # A NODE row takes one slot in the other node, so four ranks hold at most four times their slots.
+    assert 0 < simulation.runs["replanned"].replicated_rows.max() <= 4 * SETTINGS.slots(simulation.keyspace)[0]
 
 
 def test_a_replay_repeats_itself_bit_by_bit(simulation: Simulation) -> None:
