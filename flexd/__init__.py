@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from flexd.core.layout import RankLayout
     from flexd.embedding.bag_collection import EmbeddingBagCollection, EmbeddingBagTable
-    from flexd.embedding.checkpoint.checkpoint import ShardedState, load_checkpoint, save_checkpoint
+    from flexd.embedding.checkpoint.checkpoint import ShardedState
     from flexd.embedding.checkpoint.series import CheckpointSeries
     from flexd.embedding.collection import EmbeddingCollection, EmbeddingTable
     from flexd.embedding.connect import connect
@@ -49,8 +49,6 @@ _HOMES = {
     "Tap": "flexd.embedding.tap.tap",
     "connect": "flexd.embedding.connect",
     "embed_all": "flexd.embedding.embedding",
-    "load_checkpoint": "flexd.embedding.checkpoint.checkpoint",
-    "save_checkpoint": "flexd.embedding.checkpoint.checkpoint",
     "prefetch": "flexd.embedding.prefetch.loop",
 }
 
@@ -77,9 +75,7 @@ __all__ = [
     "__version__",
     "connect",
     "embed_all",
-    "load_checkpoint",
     "prefetch",
-    "save_checkpoint",
 ]
 
 

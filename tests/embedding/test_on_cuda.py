@@ -20,7 +20,6 @@ from flexd.core.placement import Delta
 from flexd.embedding.checkpoint import blocks, checkpoint, whole_tables
 from flexd.embedding.checkpoint.checkpoint import (
     load_sharded_state_dict,
-    load_whole_state_dict,
     sharded_state_dict,
     whole_state_dict,
 )
@@ -164,7 +163,6 @@ def test_tables_leave_the_device_window_by_window() -> None:
         local = collection.state_dict()
         assert 0 < made.cuda.largest_bytes <= window_bytes
         assert {value.device.type for state in (whole, local) for value in state.values()} == {"cpu"}
-        load_whole_state_dict(collection, whole)
         collection.load_state_dict(local)
         made.step(made.batches(1)[0])
 
@@ -192,8 +190,7 @@ def test_checkpoints_communicate_on_the_device_of_the_tables_alone(in_blocks: bo
             stack.enter_context(mock.patch.object(checkpoint, "_differences", return_value=[]))
         state = sharded_state_dict(made.collection)
         on_device = sharded_state_dict(made.collection, DEVICE)
-        whole = whole_state_dict(made.collection)
-        load_whole_state_dict(made.collection, whole)
+        whole_state_dict(made.collection)
         load_sharded_state_dict(made.collection, state)
         weights = [value.device.type for key, value in on_device.items() if key.endswith(".weight")]
     assert set(weights) == {"cuda"}

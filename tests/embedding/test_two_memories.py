@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from flexd.core.errors import CollectiveError, FlexdError
 from flexd.core.layout import RankLayout
@@ -52,13 +53,13 @@ def both(rank: int, layout: RankLayout, path: str, dtype: str) -> dict[str, Any]
         for collection in (slow, fast):
             train_steps(collection, 0, 5)
         after = [as_numpy(checkpoint.whole_state_dict(each)) for each in (slow, fast)]
-        checkpoint.save_checkpoint(slow, path)
+        dcp.save({"tables": checkpoint.ShardedState(slow)}, checkpoint_id=path)
         collections = [
             made(layout, None, None, 8, dtype), made(layout, directory + "/again", FRAMES_OF_A_FEW, 9, dtype)
         ]  # fmt: skip
         loaded = []
         for collection in collections:
-            checkpoint.load_checkpoint(collection, path)
+            dcp.load({"tables": checkpoint.ShardedState(collection)}, checkpoint_id=path)
             loaded.append(as_numpy(checkpoint.whole_state_dict(collection)))
         local = {key: value.clone() for key, value in slow.state_dict().items()}
         rows = torch.full((4, slow.tables[0].dim), 2.5)

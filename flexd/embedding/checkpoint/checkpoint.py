@@ -11,17 +11,11 @@ Replicas are not saved: after loading they are copied again from their homes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -97,7 +91,7 @@ def load_sharded_state_dict(collection: EmbeddingCollection, state: Mapping[str,
     """
     tables = saved_tables(collection)
     found = {key: (tuple(value.shape), value.dtype) for key, value in state.items() if torch.is_tensor(value)}
-    raise_if_any_rank_refuses(collection, _differences(_shapes(collection, tables, of_rank=True), found))
+    raise_if_any_rank_refuses(collection, _differences(_shapes(collection, tables), found))
     with collection.traffic.uncounted(), torch.no_grad():
         _raise_if_torn(collection, tables, state)
         collection.engine.before_rows_load()
@@ -133,59 +127,6 @@ def _raise_if_torn(collection: EmbeddingCollection, tables: list[SavedTable], st
         )
 
 
-def save_checkpoint(
-    collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
-) -> None:
-    """Collective. Write a checkpoint of the collection alone into a directory that all ranks can access.
-
-    It is complete once ``.metadata`` exists, which is written last. A directory with a checkpoint is refused: an
-    interrupted save would leave a mixture of the two.
-
-    Raises:
-        CheckpointError: on every rank, if the directory has a checkpoint or cannot be written.
-    """
-    exists = Path(path, ".metadata").exists()
-    raise_if_any_rank_refuses(
-        collection, [f"{path} holds a checkpoint already"] if exists else [], remedy="save into a new directory"
-    )
-    state = sharded_state_dict(collection, device)
-    try:
-        state_dict_saver.save(state, checkpoint_id=path)
-    except (Exception, CheckpointException) as error:  # any error of a storage; raised on all ranks if on one
-        raise CheckpointError(f"rank {collection.rank}: cannot write {path}: {_cause(error)}") from error
-
-
-def load_checkpoint(
-    collection: EmbeddingCollection, path: str | os.PathLike[str], *, device: torch.device = CPU
-) -> None:
-    """Collective. Load a checkpoint of ``save_checkpoint``, written by any number of ranks.
-
-    Raises:
-        CheckpointError: on every rank, if there is no complete checkpoint, or it is of other tables or of another
-            optimizer (the error names the differences). The collection is unchanged.
-    """
-    differences: list[str] = []
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-        found = {
-            key: (tuple(value.size), value.properties.dtype)
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
-        differences = _differences(_shapes(collection, saved_tables(collection)), found)
-    except Exception as error:  # unreadable bytes lead to errors of many types
-        differences = [f"{path} holds no complete checkpoint ({type(error).__name__}: {error})"]
-    raise_if_any_rank_refuses(collection, differences)
-    state = _empty(collection, device)
-    try:
-        state_dict_loader.load(state, checkpoint_id=path)
-    except (Exception, CheckpointException) as error:  # files are missing or truncated
-        raise CheckpointError(
-            f"rank {collection.rank}: cannot read {path}: {_cause(error)}", remedy="load another checkpoint"
-        ) from error
-    load_sharded_state_dict(collection, state)
-
-
 def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]:
     """Collective. Return the content of ``sharded_state_dict`` as whole tables on every rank, for small tables.
 
@@ -202,42 +143,6 @@ def whole_state_dict(collection: EmbeddingCollection) -> dict[str, torch.Tensor]
     return state
 
 
-def load_whole_state_dict(collection: EmbeddingCollection, state: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-    """Collective. Replace all tables by whole ones of ``whole_state_dict`` or of a plain module, equal on every rank.
-
-    Without optimizer state in ``state``, the collection's is set to its initial value. Other keys are ignored.
-
-    Args:
-        prefix: prefix of ``embeddings.<table>.weight`` in ``state``, for instance "model.".
-
-    Raises:
-        CheckpointError: on every rank, if on any rank tables are missing or of another shape, or only a part of the
-            optimizer's state is there. The collection is unchanged.
-    """
-    tables = saved_tables(collection)
-    weights = {prefix + table.columns[0].key: table.columns[0] for table in tables}
-    moments = {prefix + column.key: column for table in tables for column in table.columns[1:]}
-    step = prefix + _step_key(collection)
-    stateful = any(key in state for key in (*moments, step))
-    expected = weights | moments if stateful else weights
-    faults = [
-        f"{key} is missing" if key not in state else f"{key} is of shape {tuple(state[key].shape)}, not {column.shape}"
-        for key, column in expected.items()
-        if key not in state or tuple(state[key].shape) != column.shape
-    ]
-    if stateful and step not in state:
-        faults.append(f"{step} is missing")
-    raise_if_any_rank_refuses(collection, faults)
-    collection.engine.before_rows_load()
-    with torch.no_grad():
-        for key, column in expected.items():
-            column.homes.write_table(column.held, 0, state[key])
-        if not stateful:
-            for store in collection.engine.stores:
-                store.state.fill_(collection.optimizer.initial_states[store.group.optimizer])
-    collection.engine.steps = int(state[step]) if stateful else 0
-
-
 def _world(collection: EmbeddingCollection) -> Any:
     return collection.engine.groups.world
 
@@ -247,32 +152,17 @@ def _step_key(collection: EmbeddingCollection) -> str:
 
 
 def _shapes(
-    collection: EmbeddingCollection, tables: list[SavedTable], *, of_rank: bool = False
+    collection: EmbeddingCollection, tables: list[SavedTable]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every tensor of a checkpoint, or of those in the state of this rank."""
+    """Return shape and dtype of every tensor in the state of this rank."""
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         column.key: (column.shape, column.held.dtype)
         for table in tables
-        if table.owner is None or table.is_mine or not of_rank
+        if table.owner is None or table.is_mine
         for column in table.columns
     }
-    shapes |= {table.fingerprint_key: ((), torch.int64) for table in tables if table.has_fingerprint or not of_rank}
+    shapes |= {table.fingerprint_key: ((), torch.int64) for table in tables if table.has_fingerprint}
     return shapes | {_step_key(collection): ((), torch.int64)}
-
-
-def _empty(collection: EmbeddingCollection, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return tensors of the shapes of ``sharded_state_dict``, to be filled."""
-    state: dict[str, torch.Tensor] = {}
-    tables = saved_tables(collection)
-    for table in tables:
-        for column in table.columns if table.owner is None or table.is_mine else []:
-            rows = len(column.homes.block(collection.rank)) if table.owner is None else column.shape[0]
-            block = torch.zeros((rows, column.shape[1]), dtype=column.held.dtype, device=device)
-            state[column.key] = block if table.is_mine else as_dtensor(block, column.shape)
-    for key, (shape, dtype) in _shapes(collection, tables, of_rank=True).items():
-        if key not in state:
-            state[key] = torch.zeros(shape, dtype=dtype)
-    return state
 
 
 def as_dtensor(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -281,14 +171,6 @@ def as_dtensor(block: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         return block
     mesh = DeviceMesh.from_group(dist.group.WORLD, block.device.type)  # type: ignore[arg-type]
     return DTensor.from_local(block, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(*shape[1:], 1))
-
-
-def _cause(error: BaseException) -> str:
-    """Describe a failure on any rank, without its traceback."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
 
 
 def block_of(value: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ from flexd.embedding.exchange.process_groups import ChainGroups
 logger = logging.getLogger(__name__)
 
 REMEDY = (
-    "call state_dict() on every rank and keep what each returns, or save all rows with flexd.CheckpointSeries, "
-    "flexd.save_checkpoint or flexd.ShardedState, on every rank"
+    "call state_dict() on every rank and keep what each returns, or save all rows with flexd.CheckpointSeries or "
+    "flexd.ShardedState, on every rank"
 )
 _POLL_SECONDS = 0.05
 _WARNING_SECONDS = 10.0

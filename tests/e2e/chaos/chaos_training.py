@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import flexd
-from flexd.embedding.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from flexd.stream.kafka.sink import KafkaSink
 
 JOB = "chaos"
@@ -106,7 +106,7 @@ def rank(
     )  # fmt: skip
     first = 0
     if checkpoint is not None:
-        load_checkpoint(collection, checkpoint)
+        dcp.load({"tables": flexd.ShardedState(collection)}, checkpoint_id=checkpoint)
         first = int(checkpoint.rpartition("-")[2])
     sink = KafkaSink(bootstrap, topic)
     publisher = flexd.Publisher(sink, source_rank=rank)
@@ -124,7 +124,7 @@ def rank(
             if (step + 1) % CHECKPOINT_STEPS == 0:
                 # Named when it is complete: a rank may be killed while it is written.
                 unfinished = here / f"{attempt}-unfinished-{step + 1}"
-                save_checkpoint(collection, unfinished)
+                dcp.save({"tables": flexd.ShardedState(collection)}, checkpoint_id=unfinished)
                 if rank == 0:
                     os.rename(unfinished, here / f"checkpoint-{step + 1}")
             if stop:

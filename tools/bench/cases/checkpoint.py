@@ -1,7 +1,7 @@
 """Bytes and time of checkpoints of changed rows, beside whole ones of ``torch.distributed.checkpoint``.
 
 One rank trains one table with row-wise Adagrad on Zipf-popular ids. ``flexd.CheckpointSeries`` saves all rows, then
-what changed after some numbers of steps; ``flexd.save_checkpoint`` saves all of it through
+what changed after some numbers of steps; ``flexd.ShardedState`` saves all of it through
 ``torch.distributed.checkpoint`` in the same run. Each checkpoint is loaded into another collection. Memory is the most
 that a save added to what the process held (``VmHWM``; nothing where the system does not tell).
 
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 
 import flexd
 from flexd.embedding.checkpoint.checkpoint import whole_state_dict
@@ -100,7 +101,9 @@ def run(setting: Setting, path: Path) -> dict[str, Any]:
         trainer.train(steps)
         saved, figures = measured(series.save, path)
         saves.append({"name": f"changed in {steps} steps", "rows": saved.rows, **figures})
-    _, of_dcp = measured(lambda: flexd.save_checkpoint(collection, path / "whole"), path)
+    _, of_dcp = measured(
+        lambda: dcp.save({"tables": flexd.ShardedState(collection)}, checkpoint_id=path / "whole"), path
+    )
     saves.append({"name": "torch.distributed.checkpoint", "rows": setting.rows, **of_dcp})
     loads = {}
     for name in ("series", "whole"):
@@ -111,7 +114,7 @@ def run(setting: Setting, path: Path) -> dict[str, Any]:
             into.load()
             into.close()
         else:
-            flexd.load_checkpoint(other, path / "whole")
+            dcp.load({"tables": flexd.ShardedState(other)}, checkpoint_id=path / "whole")
         loads[name] = {"seconds": time.perf_counter() - began, "differing": differing(collection, other)}
         other.close()
     series.close()
