@@ -195,10 +195,6 @@ class GroupStore:
         """Bytes of one row with its state, which a migration copies."""
         return self.rows.shape[1] * self.rows.element_size() + self.state.shape[1] * self.state.element_size()
 
-    def home_addresses(self) -> npt.NDArray[np.int64]:
-        """Return int64 [home_rows]: the addresses of this rank, in slot order."""
-        return np.arange(self.home_rows, dtype=np.int64) * self.world_size + self.first_home_address
-
     def home_slots(self, addresses: torch.Tensor) -> torch.Tensor:
         """Map int64 addresses of this rank to int64 slots."""
         return (addresses - self.first_home_address) // self.world_size

@@ -133,9 +133,3 @@ def test_the_last_rows_of_large_groups(first: int, rows: int) -> None:
     assert (entries == directory.entries).tolist() == [False, False, False, False, True]
     assert directory.slots_at(entries[:4]).tolist() == [2**31 - 1 - at for at in range(4)]
     assert (directory.places_at(entries[:4]) < 0).tolist() == [True, False, True, False]
-
-
-def test_an_empty_directory_finds_nothing() -> None:
-    directory = Directory(GROUPS, RankLayout(2, 2), 0, 10, CPU)
-    assert directory.read(np.array([3]))[0].tolist() == [Tier.HOME]
-    assert len(directory.rows()[0]) == directory.entries == 0

@@ -42,12 +42,6 @@ def test_rows_and_replica_slots_count_values_and_optimizer_state(layout: RankLay
     assert memory.free_list_bytes == 2 * 4 * 5
 
 
-def test_a_single_rank_lists_no_rows_and_copies_nothing() -> None:
-    memory = memory_of(RankLayout(1, 1))
-    assert memory.directory_bytes <= memory.max_directory_bytes <= 64 * 1024
-    assert memory.max_migration_bytes == 10 * 256
-
-
 def test_a_storage_of_waiting_passes_is_counted_once() -> None:
     values = torch.zeros(100, dtype=torch.float64)
     other = torch.zeros(7, dtype=torch.int32)

@@ -168,9 +168,10 @@ class Flexd:
             yield self._pending.pop(0)
 
     def figures(self) -> dict[str, float]:
-        counts, traffic = self._tier.counts, self._tier.slow.traffic
+        used, missed = self._tier.counts.by_table().sum(dim=0)[:2].tolist()
+        traffic = self._tier.slow.traffic
         return {
-            "frames": self._tier.frames, "used": counts.used, "missed": counts.missed, "bytes_read": traffic.bytes_read,
+            "frames": self._tier.frames, "used": used, "missed": missed, "bytes_read": traffic.bytes_read,
             "bytes_written": traffic.bytes_written, "slow_seconds": traffic.seconds, "calls": traffic.operations,
         }  # fmt: skip
 

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -278,22 +277,7 @@ def _runs(blocks: Int64Array, most: int) -> tuple[Int64Array, Int64Array]:
     return blocks[starts], np.diff(np.append(starts, len(blocks)))
 
 
-@dataclass(frozen=True)
-class BlockLayout:
-    """How rows fill blocks.
-
-    Attributes:
-        rows_per_block: of a full one.
-        block_bytes: a multiple of ``PAGE_BYTES``.
-        blocks: of the file.
-    """
-
-    rows_per_block: int
-    block_bytes: int
-    blocks: int
-
-
-class BlockRows(ABC):
+class BlockRows:
     """Rows of a ``SlowRows`` in the checksummed blocks of a file.
 
     The file holds nothing of worth beyond its process: a run begins with a new one (``BlockFile``), and its rows come
@@ -303,6 +287,9 @@ class BlockRows(ABC):
         rows: number of slots.
         row_bytes: of a packed row.
         fresh: makes rows that were never written.
+        per_block: rows of a full block.
+        blocks: of the file.
+        block_bytes: a multiple of ``PAGE_BYTES``.
         threads: calls in flight.
         deadline_seconds: of a batch of blocks.
 
@@ -316,41 +303,19 @@ class BlockRows(ABC):
         rows: int,
         row_bytes: int,
         fresh: FreshRows,
+        per_block: int,
+        blocks: int,
+        block_bytes: int,
         *,
-        threads: int = 32,
+        threads: float = 32,
         deadline_seconds: float = 60.0,
     ) -> None:
-        layout = self.layout(rows, row_bytes)
         self._rows, self._row_bytes, self._fresh = rows, row_bytes, fresh
-        self._per_block, self._blocks = layout.rows_per_block, layout.blocks
+        self._per_block, self._blocks = per_block, blocks
         self._deadline_seconds = deadline_seconds
-        self._file = BlockFile(
-            path, layout.blocks, layout.block_bytes, threads=threads, deadline_seconds=deadline_seconds
-        )
-        self._sums = BlockSums(layout.block_bytes)
-        self._traffic = SlowTraffic()
-        self._allocate()
-
-    @abstractmethod
-    def _allocate(self) -> None:
-        """Make what is in memory beside the file, which is open."""
-
-    @staticmethod
-    @abstractmethod
-    def layout(rows: int, row_bytes: int) -> BlockLayout:
-        """Return how so many rows of so many bytes fill blocks."""
-
-    @property
-    def rows(self) -> int:
-        return self._rows
-
-    @property
-    def row_bytes(self) -> int:
-        return self._row_bytes
-
-    @property
-    def traffic(self) -> SlowTraffic:
-        return self._traffic
+        self._file = BlockFile(path, blocks, block_bytes, threads=int(threads), deadline_seconds=deadline_seconds)
+        self._sums = BlockSums(block_bytes)
+        self.traffic = SlowTraffic()
 
     def _check_slots(self, slots: Int64Array) -> None:
         if len(slots) and not 0 <= slots.min() <= slots.max() < self._rows:

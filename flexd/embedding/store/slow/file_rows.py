@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockLayout, BlockRows, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockRows, Bytes, Int64Array, aligned_bytes
+from flexd.embedding.store.slow.slow_rows import FreshRows
 
 _HEAD_BYTES = 16
 """At the start of a block: uint64 checksum of the rest, uint64 mask of the rows that were written."""
@@ -31,17 +33,13 @@ class FileRows(BlockRows):
     A block that was never written is a hole: it takes no room and is not read.
     """
 
-    def _allocate(self) -> None:
-        block_bytes = self._file.block_bytes
+    def __init__(self, path: Path, rows: int, row_bytes: int, fresh: FreshRows, **limits: float) -> None:
+        per_block, block_bytes = rows_per_block(row_bytes)
+        super().__init__(path, rows, row_bytes, fresh, per_block, -(-rows // per_block), block_bytes, **limits)
         self._window = max(1, _WINDOW_BYTES // block_bytes)
         self._buffer = aligned_bytes(self._window * block_bytes).reshape(self._window, block_bytes)
         self._written = np.zeros(-(-self._blocks // 8), dtype=np.uint8)
         """A bit a block."""
-
-    @staticmethod
-    def layout(rows: int, row_bytes: int) -> BlockLayout:
-        per_block, block_bytes = rows_per_block(row_bytes)
-        return BlockLayout(per_block, block_bytes, -(-rows // per_block))
 
     @property
     def fast_nbytes(self) -> int:
@@ -58,7 +56,7 @@ class FileRows(BlockRows):
         unwritten = torch.from_numpy(np.flatnonzero(made))
         if len(unwritten):
             result.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self._traffic.seconds += time.perf_counter() - began
+        self.traffic.seconds += time.perf_counter() - began
         return result
 
     def write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
@@ -69,13 +67,10 @@ class FileRows(BlockRows):
             np.bitwise_or.at(self._masks(len(blocks)), at, np.uint64(1) << place.astype(np.uint64))
             filled = self._buffer[: len(blocks)]
             self._sums.seal(filled.view(np.uint64))
-            self._traffic.operations += self._file.write(blocks, filled)
-            self._traffic.bytes_written += filled.nbytes
+            self.traffic.operations += self._file.write(blocks, filled)
+            self.traffic.bytes_written += filled.nbytes
             np.bitwise_or.at(self._written, blocks >> 3, (1 << (blocks & 7)).astype(np.uint8))
-        self._traffic.seconds += time.perf_counter() - began
-
-    def flush(self) -> None:
-        """``write`` waits already."""
+        self.traffic.seconds += time.perf_counter() - began
 
     def close(self) -> None:
         self._file.close()
@@ -107,8 +102,8 @@ class FileRows(BlockRows):
         buffer = self._buffer[: len(blocks)]
         count = int(there.sum())
         if count:
-            self._traffic.operations += self._file.read(blocks[there], self._buffer[:count])
-            self._traffic.bytes_read += count * buffer.shape[1]
+            self.traffic.operations += self._file.read(blocks[there], self._buffer[:count])
+            self.traffic.bytes_read += count * buffer.shape[1]
             self._check(blocks[there], self._buffer[:count])
         if count < len(blocks):
             if count:

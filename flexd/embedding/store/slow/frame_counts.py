@@ -6,7 +6,7 @@ import torch
 
 from flexd.control.protocol.report import SLOW_TABLE_QUANTITIES
 
-_USED, _MISSED, _EVICTED, _WRITTEN = range(len(SLOW_TABLE_QUANTITIES))
+USED, MISSED, EVICTED, WRITTEN = range(len(SLOW_TABLE_QUANTITIES))
 
 
 class FrameCounts:
@@ -30,39 +30,9 @@ class FrameCounts:
         """Return int64 [t, quantities] so far, in host memory."""
         return self._counted.t().to("cpu", copy=True)
 
-    def add_used(self, slots: torch.Tensor) -> None:
-        """Count int64 [n] distinct home slots that a look-up needs."""
-        self._add(_USED, slots)
-
-    def add_missed(self, slots: torch.Tensor) -> None:
-        """Count int64 [n] of those whose rows were not in a frame."""
-        self._add(_MISSED, slots)
-
-    def add_evicted(self, slots: torch.Tensor) -> None:
-        """Count int64 [n] slots whose rows left their frames."""
-        self._add(_EVICTED, slots)
-
-    def add_written(self, slots: torch.Tensor) -> None:
-        """Count int64 [n] of those whose rows had changed."""
-        self._add(_WRITTEN, slots)
-
-    @property
-    def used(self) -> int:
-        return int(self._counted[_USED].sum())
-
-    @property
-    def missed(self) -> int:
-        return int(self._counted[_MISSED].sum())
-
-    @property
-    def evicted(self) -> int:
-        return int(self._counted[_EVICTED].sum())
-
-    @property
-    def written(self) -> int:
-        return int(self._counted[_WRITTEN].sum())
-
-    def _add(self, quantity: int, slots: torch.Tensor) -> None:
+    def add(self, quantity: int, slots: torch.Tensor) -> None:
+        """Count int64 [n] distinct home slots: ``USED`` by a look-up, ``MISSED`` of those in no frame, ``EVICTED`` from
+        their frames, ``WRITTEN`` of those because they had changed."""
         if self._counted.shape[1] == 1:
             self._counted[quantity] += len(slots)
         elif len(slots):

@@ -21,46 +21,31 @@ class HostRows:
         self._packed = torch.empty((rows, row_bytes), dtype=torch.uint8, pin_memory=pinned)
         self._written = torch.zeros(rows, dtype=torch.bool)
         self._fresh, self._pinned = fresh, pinned
-        self._traffic = SlowTraffic()
-
-    @property
-    def rows(self) -> int:
-        return self._packed.shape[0]
-
-    @property
-    def row_bytes(self) -> int:
-        return self._packed.shape[1]
+        self.traffic = SlowTraffic()
 
     @property
     def fast_nbytes(self) -> int:
         return self._written.nbytes
 
-    @property
-    def traffic(self) -> SlowTraffic:
-        return self._traffic
-
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         began = time.perf_counter()
-        packed = torch.empty((len(slots), self.row_bytes), dtype=torch.uint8, pin_memory=self._pinned)
+        packed = torch.empty((len(slots), self._packed.shape[1]), dtype=torch.uint8, pin_memory=self._pinned)
         torch.index_select(self._packed, 0, slots, out=packed)
         unwritten = (~self._written.index_select(0, slots)).nonzero().view(-1)
         if len(unwritten):
             packed.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self._traffic.bytes_read += (len(slots) - len(unwritten)) * self.row_bytes
-        self._traffic.operations += 1
-        self._traffic.seconds += time.perf_counter() - began
+        self.traffic.bytes_read += (len(slots) - len(unwritten)) * self._packed.shape[1]
+        self.traffic.operations += 1
+        self.traffic.seconds += time.perf_counter() - began
         return packed
 
     def write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
         began = time.perf_counter()
         self._packed.index_copy_(0, slots, packed)
         self._written[slots] = True
-        self._traffic.bytes_written += packed.numel()
-        self._traffic.operations += 1
-        self._traffic.seconds += time.perf_counter() - began
-
-    def flush(self) -> None:
-        """``write`` waits already."""
+        self.traffic.bytes_written += packed.numel()
+        self.traffic.operations += 1
+        self.traffic.seconds += time.perf_counter() - began
 
     def close(self) -> None:
         self._packed, self._written = self._packed[:0].clone(), self._written[:0].clone()

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +23,13 @@ from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.block_file import (
     PAGE_BYTES,
     BlockBatch,
-    BlockLayout,
     BlockRows,
     Bytes,
     Int64Array,
     aligned_bytes,
 )
 from flexd.embedding.store.slow.block_space import BlockSpace
+from flexd.embedding.store.slow.slow_rows import FreshRows
 
 INDEX_BYTES = 5
 """Of a row in memory: where it is, and its part of the counts of blocks."""
@@ -79,8 +80,10 @@ class LogRows(BlockRows):
     The file is sparse, and at most twice as large as its rows.
     """
 
-    def _allocate(self) -> None:
-        blocks, block_bytes = self._blocks, self._file.block_bytes
+    def __init__(self, path: Path, rows: int, row_bytes: int, fresh: FreshRows, **limits: float) -> None:
+        per_block, block_bytes = log_rows_per_block(row_bytes)
+        blocks = _SPACE * -(-rows // per_block) + 1
+        super().__init__(path, rows, row_bytes, fresh, per_block, blocks, block_bytes, **limits)
         self._space = BlockSpace(blocks, self._per_block)
         # 1 + the place of each row among all rows of all blocks; 0: never written.
         self._places = np.zeros(self._rows, dtype=np.int32 if blocks * self._per_block < 2**31 - 1 else np.int64)
@@ -91,11 +94,6 @@ class LogRows(BlockRows):
         ]
         """In the order of their writes."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="flexd-slow-writer")
-
-    @staticmethod
-    def layout(rows: int, row_bytes: int) -> BlockLayout:
-        per_block, block_bytes = log_rows_per_block(row_bytes)
-        return BlockLayout(per_block, block_bytes, _SPACE * -(-rows // per_block) + 1)
 
     @property
     def fast_nbytes(self) -> int:
@@ -120,7 +118,7 @@ class LogRows(BlockRows):
         unwritten = torch.from_numpy(np.flatnonzero(places < 0))
         if len(unwritten):
             result.index_copy_(0, unwritten, self._fresh(slots.index_select(0, unwritten)))
-        self._traffic.seconds += time.perf_counter() - began
+        self.traffic.seconds += time.perf_counter() - began
         return result
 
     def write(self, slots: torch.Tensor, packed: torch.Tensor) -> None:
@@ -134,9 +132,14 @@ class LogRows(BlockRows):
             if missing > 0:
                 self._clean(missing)
             self._append(part, data[first : first + at_once])
-        self._traffic.seconds += time.perf_counter() - began
+        self.traffic.seconds += time.perf_counter() - began
 
     def flush(self) -> None:
+        """Wait until all rows that were given are in the file.
+
+        Raises:
+            SlowMemoryError: as ``write``.
+        """
         for staged in self._staged:
             self._end(staged)
 
@@ -178,7 +181,7 @@ class LogRows(BlockRows):
         of_block[at, within] = slots
         self._payload(buffer)[at, within] = packed
         self._places[slots] = staged.blocks[at] * self._per_block + within + 1
-        self._traffic.bytes_written += buffer.nbytes
+        self.traffic.bytes_written += buffer.nbytes
         staged.written = self._writer.submit(self._write, staged.blocks, buffer)
 
     def _write(self, blocks: Int64Array, buffer: Bytes) -> int:
@@ -189,7 +192,7 @@ class LogRows(BlockRows):
         """Wait until the blocks are in the file."""
         if staged.written is not None:
             # Kept where it failed: no call succeeds after that.
-            self._traffic.operations += staged.written.result()
+            self.traffic.operations += staged.written.result()
             staged.written = None
 
     def _clean(self, gain: int) -> None:
@@ -251,9 +254,9 @@ class LogRows(BlockRows):
         fetch = started[0]
         buffer = fetch.buffer[: len(fetch.blocks)]
         if fetch.batch is not None:
-            self._traffic.operations += self._file.finish(fetch.batch)
+            self.traffic.operations += self._file.finish(fetch.batch)
             read = fetch.buffer[: fetch.batch.blocks]
-            self._traffic.bytes_read += read.nbytes
+            self.traffic.bytes_read += read.nbytes
             wrong = self._sums.wrong(read.view(np.uint64))
             if len(wrong):
                 raise self._not_what_was_written(fetch.blocks[fetch.on_disk][wrong])

@@ -36,21 +36,12 @@ class SlowRows(Protocol):
     thread at a time.
     """
 
-    @property
-    def rows(self) -> int:
-        """Number of slots."""
-        ...
-
-    @property
-    def row_bytes(self) -> int: ...
+    traffic: SlowTraffic
 
     @property
     def fast_nbytes(self) -> int:
         """Bytes of fast memory (host memory where the medium is a file) that finding rows takes, buffers included."""
         ...
-
-    @property
-    def traffic(self) -> SlowTraffic: ...
 
     def read(self, slots: torch.Tensor) -> torch.Tensor:
         """Return uint8 [n, row_bytes] of int64 [n] distinct slots in any order, in host memory.
@@ -66,14 +57,6 @@ class SlowRows(Protocol):
         Raises:
             SlowMemoryError: the medium failed; rows of this call may be written or not. A medium that writes behind
                 raises it from a later call.
-        """
-        ...
-
-    def flush(self) -> None:
-        """Wait until all rows that were given are on the medium.
-
-        Raises:
-            SlowMemoryError: as ``write``.
         """
         ...
 

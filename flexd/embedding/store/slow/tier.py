@@ -17,7 +17,7 @@ import torch
 
 from flexd.core.errors import SlowMemoryError
 from flexd.core.fast_memory import FrameCurve
-from flexd.embedding.store.slow.frame_counts import FrameCounts
+from flexd.embedding.store.slow.frame_counts import EVICTED, MISSED, USED, WRITTEN, FrameCounts
 from flexd.embedding.store.slow.frame_table import FrameTable, LookAhead
 from flexd.embedding.store.slow.half_life import HalfLife
 from flexd.embedding.store.slow.slow_rows import FreshRows, SlowRows
@@ -37,6 +37,7 @@ class Tier:
         frames, home_rows: numbers of them.
 
     Attributes:
+        frames: number of them now.
         counts: of what look-ups found since ``begin``.
         begun: calls of ``begin``.
         used_rows: rows that look-ups needed, each look-up's once.
@@ -45,7 +46,7 @@ class Tier:
     def __init__(self, rows: torch.Tensor, state: torch.Tensor, frames: int, home_rows: int) -> None:
         self.rows, self.state = rows, state
         self.home_rows = home_rows
-        self._frames = frames
+        self.frames = frames
         self.counts = FrameCounts(rows.device)
         self.begun = self.used_rows = 0
         self._lock = threading.RLock()
@@ -56,10 +57,6 @@ class Tier:
         self._failure: SlowMemoryError | None = None
         self._row_bytes = rows.shape[1] * rows.element_size()
         self._state_bytes = state.shape[1] * state.element_size()
-
-    @property
-    def frames(self) -> int:
-        return self._frames
 
     @property
     def packed_bytes(self) -> int:
@@ -98,7 +95,7 @@ class Tier:
                 tables, one if first_slots is None else first_slots, one if of_tables is None else of_tables
             )
             self._slow, self._table, self._failure = make(), self._new_table(), None
-            self._half_life = HalfLife(self._frames, self.home_rows, self.rows.device)
+            self._half_life = HalfLife(self.frames, self.home_rows, self.rows.device)
             self._ahead = LookAhead(self._table)
 
     def packed_fresh(self, make: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> FreshRows:
@@ -150,7 +147,7 @@ class Tier:
             replicas = slots >= self.home_rows
             if bool(replicas.any()):
                 at = replicas.nonzero().view(-1)
-                yield at, slots.index_select(0, at) - self.home_rows + self._frames
+                yield at, slots.index_select(0, at) - self.home_rows + self.frames
                 homes = (~replicas).nonzero().view(-1)
             else:
                 homes = None
@@ -158,8 +155,8 @@ class Tier:
             if counts:
                 self.used_rows += number
                 self._half_life.use(slots if homes is None else slots.index_select(0, homes), self._ahead.known)
-            for first in range(0, number, self._frames):
-                block: Any = slice(first, min(number, first + self._frames))
+            for first in range(0, number, self.frames):
+                block: Any = slice(first, min(number, first + self.frames))
                 if homes is not None:
                     block = homes[block]
                 try:
@@ -195,10 +192,10 @@ class Tier:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if frames == self._frames:
+            if frames == self.frames:
                 return
             resized = self._table.resized(frames)
-            replicas = self.rows.shape[0] - self._frames
+            replicas = self.rows.shape[0] - self.frames
             # Both before anything changes: there may be no memory for them.
             made = [column.new_zeros((frames + replicas, column.shape[1])) for column in (self.rows, self.state)]
             try:
@@ -207,22 +204,22 @@ class Tier:
             except SlowMemoryError as error:
                 self._failure = error
                 raise
-            self.counts.add_evicted(resized.left_slots)
-            self.counts.add_written(resized.evicted_slots)
+            self.counts.add(EVICTED, resized.left_slots)
+            self.counts.add(WRITTEN, resized.evicted_slots)
             for column, new in zip((self.rows, self.state), made, strict=True):
                 torch.index_select(column, 0, resized.kept, out=new[: len(resized.kept)])
-                new[frames:] = column[self._frames :]
+                new[frames:] = column[self.frames :]
                 if column.is_cuda:
                     torch.cuda.synchronize(column.device)  # other streams may still read what is freed here
                 column.set_(new)  # type: ignore[call-overload]
-            self._table, self._frames = resized.table, frames
+            self._table, self.frames = resized.table, frames
             self._ahead.use_table(resized.table)
             self._half_life.resize(frames)
 
     def slots_at(self, places: torch.Tensor) -> torch.Tensor:
         """int64 [n] places of ``rows`` in use -> int64 [n] slots."""
-        frames = self._table.slots_at(places.clamp(max=self._frames - 1))
-        return torch.where(places < self._frames, frames, places - self._frames + self.home_rows)
+        frames = self._table.slots_at(places.clamp(max=self.frames - 1))
+        return torch.where(places < self.frames, frames, places - self.frames + self.home_rows)
 
     def read_through(self, slots: torch.Tensor) -> torch.Tensor:
         """Return uint8 [n, bytes of rows and state] of int64 [n] distinct home slots, in host memory.
@@ -295,18 +292,18 @@ class Tier:
             self._slow = None
 
     def _new_table(self) -> FrameTable:
-        return FrameTable(self._frames, max(0, self.home_rows - 1), self.rows.device, half_life=1.0)
+        return FrameTable(self.frames, max(0, self.home_rows - 1), self.rows.device, half_life=1.0)
 
     def _bring(self, slots: torch.Tensor, *, counts: bool) -> torch.Tensor:
         arrivals = self._table.bring(slots)
         if len(arrivals.evicted_slots):
             self._write(arrivals.evicted_slots, arrivals.evicted_frames, arrivals.evicted_counts)
-        self.counts.add_evicted(arrivals.left_slots)
-        self.counts.add_written(arrivals.evicted_slots)
+        self.counts.add(EVICTED, arrivals.left_slots)
+        self.counts.add(WRITTEN, arrivals.evicted_slots)
         missing = slots.index_select(0, arrivals.missing)
         if counts:
-            self.counts.add_used(slots)
-            self.counts.add_missed(missing)
+            self.counts.add(USED, slots)
+            self.counts.add(MISSED, missing)
         if len(missing):
             frames = arrivals.frames.index_select(0, arrivals.missing)
             known = self._read(missing, frames)

@@ -1,4 +1,4 @@
-"""A file of slow rows: what is found out after a crash or damage, and what a failing disk says."""
+"""Files of slow rows: what is found out after a crash or damage, and what a failing disk says."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch
 
 from flexd.core.errors import SlowMemoryError
 from flexd.embedding.store.slow.block_file import PAGE_BYTES
-from flexd.embedding.store.slow.file_rows import FileRows
+from flexd.embedding.store.slow.file_rows import FileRows, rows_per_block
 from flexd.embedding.store.slow.kernel_queue import KernelQueue
+from flexd.embedding.store.slow.log_rows import LogRows, log_rows_per_block
 from tests.support.repository import child_environment
 
 ROWS, WIDTH = 4_000, 260
@@ -31,6 +32,17 @@ def zeros(slots: torch.Tensor) -> torch.Tensor:
 def data(seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (len(SLOTS), WIDTH), dtype=torch.uint8, generator=generator)
+
+
+KINDS = {"file": (FileRows, rows_per_block(WIDTH)[0]), "log": (LogRows, log_rows_per_block(WIDTH)[0])}
+"""And rows of a block."""
+
+
+def write(slow: FileRows | LogRows, slots: torch.Tensor, packed: torch.Tensor) -> None:
+    """Write rows, and wait until they are in the file."""
+    slow.write(slots, packed)
+    if isinstance(slow, LogRows):
+        slow.flush()
 
 
 def rows_in(path: Path, rows: int = ROWS) -> FileRows:
@@ -65,24 +77,6 @@ os._exit(0)
         rows_in(tmp_path / "nowhere" / "rows")
 
 
-@pytest.mark.parametrize("at", [3, 12, 1_000], ids=["checksum", "mask", "rows"])
-def test_damage_is_found_where_it_is_read(tmp_path: Path, at: int) -> None:
-    slow = rows_in(tmp_path / "rows")
-    slow.write(SLOTS, data(1))
-    with (tmp_path / "rows").open("r+b") as file:
-        file.seek(PAGE_BYTES + PAGE_BYTES * 2 + at)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-    per_block = (PAGE_BYTES - 16) // WIDTH
-    before, damaged = 2 * per_block > SLOTS, (2 * per_block <= SLOTS) & (3 * per_block > SLOTS)
-    assert torch.equal(slow.read(SLOTS[before]), data(1)[before])
-    for use in (slow.read, lambda slots: slow.write(slots, data(1)[: len(slots)])):
-        with pytest.raises(SlowMemoryError, match=f"1 of 1 blocks are not what was written, .* slot {2 * per_block} "):
-            use(SLOTS[damaged])
-    slow.close()
-
-
 def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
     slow = rows_in(tmp_path / "rows")
     slow.write(SLOTS, data(1))
@@ -97,6 +91,23 @@ def test_a_file_that_was_cut_or_removed(tmp_path: Path) -> None:
         slow.read(SLOTS)
 
 
+@pytest.mark.parametrize("at", [3, 12, 1_000], ids=["checksum", "head", "rows"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_found_where_it_is_read(tmp_path: Path, kind: str, at: int) -> None:
+    of_file, per_block = KINDS[kind]
+    slow, slots = of_file(tmp_path / "rows", ROWS, WIDTH, zeros), torch.arange(4 * per_block)
+    write(slow, slots, torch.ones(len(slots), WIDTH, dtype=torch.uint8))
+    with (tmp_path / "rows").open("r+b") as file:
+        file.seek(PAGE_BYTES + PAGE_BYTES * 2 + at)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    assert (slow.read(slots[: 2 * per_block]) == 1).all()
+    with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
+        slow.read(slots[2 * per_block : 3 * per_block])
+    slow.close()
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB, without direct I/O in older kernels."""
@@ -106,55 +117,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("mounting a small file system needs root")
     yield at
     subprocess.run(["umount", at], check=True)
-
-
-def test_a_full_disk_is_named_and_keeps_what_was_written(small_disk: Path) -> None:
-    slow = rows_in(small_disk / "rows")
-    slow.write(SLOTS[:100], data(1)[:100])
-    with pytest.raises(SlowMemoryError, match=r"rows: cannot be written: No space left .* - make room on its disk"):
-        slow.write(SLOTS, data(2))
-    assert torch.equal(slow.read(SLOTS[:1]), data(2)[:1]) or torch.equal(slow.read(SLOTS[:1]), data(1)[:1])
-    slow.close()
-
-
-@pytest.mark.parametrize("queued", [True, False], ids=["queue", "threads"])
-def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queued: bool) -> None:
-    if not queued:
-        monkeypatch.setattr(KernelQueue, "make", lambda: None)
-    elif (probe := KernelQueue.make()) is None:
-        pytest.skip("no asynchronous I/O in this kernel")
-    else:
-        probe.close()
-    slow = FileRows(tmp_path / "rows", ROWS, WIDTH, zeros, threads=2, deadline_seconds=0.05)
-    write, submit, slowly = os.pwritev, KernelQueue._submit, []
-
-    def after_a_while(call: Callable[..., int]) -> Callable[..., int]:
-        def called(*arguments: object) -> int:
-            slowly.append(True)
-            time.sleep(0.2)
-            return call(*arguments)
-
-        return called
-
-    if queued:
-        monkeypatch.setattr(KernelQueue, "_submit", after_a_while(submit))
-    else:
-        monkeypatch.setattr(os, "pwritev", after_a_while(write))
-    with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
-        slow.write(SLOTS, data(1))
-    assert slowly
-    monkeypatch.undo()
-    with pytest.raises(SlowMemoryError, match="took more than"):  # the buffer is still in the hands of late calls
-        slow.read(SLOTS)
-    slow.close()
-
-
-def test_calls_that_the_kernel_never_ends_are_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = FileRows(tmp_path / "rows", ROWS, WIDTH, zeros, deadline_seconds=0.05)
-    monkeypatch.setattr(KernelQueue, "_wait", lambda *_: len([time.sleep(0.01)]) - 1)
-    with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s"):
-        slow.write(SLOTS, data(1))
-    slow.close()
 
 
 @pytest.mark.parametrize("fails", ["refused", "short"])
@@ -191,4 +153,31 @@ def test_a_billion_rows_take_no_room_until_they_are_written(tmp_path: Path) -> N
     assert (slow.read(far) == 7).all()
     assert not slow.read(far[:1] - 1).any()
     assert (tmp_path / "rows").stat().st_blocks * 512 < 2**20
+    slow.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_is_named(small_disk: Path, kind: str) -> None:
+    slow = KINDS[kind][0](small_disk / "rows", ROWS, WIDTH, zeros)
+    with pytest.raises(SlowMemoryError, match=r"rows: cannot be written: No space left .* - make room on its disk"):
+        write(slow, torch.arange(ROWS), torch.ones(ROWS, WIDTH, dtype=torch.uint8))
+    slow.close()
+
+
+@pytest.mark.parametrize("by", ["queue", "threads"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_slow_disk_is_named_within_a_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, by: str
+) -> None:
+    if by == "threads":
+        monkeypatch.setattr(KernelQueue, "make", lambda: None)
+    slow = KINDS[kind][0](tmp_path / "rows", ROWS, WIDTH, zeros, threads=2, deadline_seconds=0.05)
+    for owner, name in ((KernelQueue, "_submit"), (os, "pwritev")):  # no queue in some kernels
+        call: Callable[..., int] = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, call=call: (time.sleep(0.2), call(*given))[1])
+    with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
+        write(slow, SLOTS, data(1))
+    monkeypatch.undo()
+    with pytest.raises(SlowMemoryError, match="took more than"):  # the buffer is still in the hands of late calls
+        slow.read(SLOTS)
     slow.close()

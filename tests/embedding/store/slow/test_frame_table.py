@@ -29,20 +29,6 @@ def step(table: FrameTable, at: int, rows: torch.Tensor) -> list[int]:
     return sorted(arrivals.evicted_slots.tolist())
 
 
-def test_a_row_known_to_be_used_soon_stays() -> None:
-    table = FrameTable(2, 99, CPU, half_life=10.0)
-    arrivals = table.bring(slots(1, 2))
-    table.use(arrivals.frames, 1, ahead=slots(5, 3))
-    table.release(arrivals.frames)
-    arrivals = table.bring(slots(3))
-    assert table.find(slots(1, 2, 3)).tolist() == [-1, arrivals.frames.item() ^ 1, arrivals.frames.item()]
-    table.use(arrivals.frames, 2)
-    table.release(arrivals.frames)
-    table.expect(table.find(slots(3)), 4)
-    assert table.bring(slots(4)).frames.item() == table.find(slots(4)).item()
-    assert table.find(slots(2)).item() >= 0, "used before the other"
-
-
 def test_rows_in_use_do_not_leave_and_a_refusal_changes_nothing() -> None:
     table = FrameTable(3, 99, CPU, half_life=10.0)
     kept = table.bring(slots(1, 2)).frames

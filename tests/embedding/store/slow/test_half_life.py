@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flexd.embedding.store.slow.half_life import FIRST, HALF_LIVES, HalfLife
+from flexd.embedding.store.slow.half_life import FIRST, HalfLife
 
 ROWS, FRAMES, BATCH = 40_000, 4_000, 1_500
 CPU = torch.device("cpu")
@@ -30,17 +30,6 @@ def test_counts_remember_long_while_popularity_stays_and_short_while_it_moves() 
     moves = trained(HalfLife(FRAMES, ROWS, CPU), 300, 12)
     assert np.mean(stays[100:]) >= FIRST
     assert np.mean(moves[100:]) < FIRST - 0.5
-
-
-def test_the_clock_runs_by_uses_for_each_frame_and_faster_with_a_short_half_life() -> None:
-    half_life = HalfLife(100, 1_000, CPU)
-    assert half_life.use(torch.arange(50), 0) == pytest.approx(0.5 / HALF_LIVES[FIRST])
-    half_life.chosen = 0
-    before = half_life.clock
-    assert half_life.use(torch.arange(50), 0) - before == pytest.approx(0.5 / HALF_LIVES[half_life.chosen])
-    half_life.resize(50)
-    before = half_life.clock
-    assert half_life.use(torch.arange(50), 0) - before == pytest.approx(1.0 / HALF_LIVES[half_life.chosen])
 
 
 @pytest.mark.parametrize(("frames", "rows"), [(1, 3), (7, 7), (100, 10**6), (5_000, 6_000), (10**6, 10**7)])

@@ -1,13 +1,10 @@
-"""A log of slow rows: cleaning, writing behind, and what a failing disk says."""
+"""A log of slow rows: cleaning, and writing behind."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexd.core.errors import SlowMemoryError
-from flexd.embedding.store.slow import log_rows
 from flexd.embedding.store.slow.block_file import PAGE_BYTES, BlockFile
 from flexd.embedding.store.slow.block_space import BlockSpace
 from flexd.embedding.store.slow.file_rows import FileRows
-from flexd.embedding.store.slow.kernel_queue import KernelQueue
 from flexd.embedding.store.slow.log_rows import LogRows, log_rows_per_block
 
 ROWS, WIDTH = 3_000, 524
@@ -120,52 +115,6 @@ def test_rows_on_their_way_are_read_from_memory(tmp_path: Path, monkeypatch: pyt
     slow.close()
 
 
-@pytest.mark.parametrize("at", [3, 9, 1_000], ids=["checksum", "slots", "rows"])
-def test_damage_is_found_where_it_is_read(tmp_path: Path, at: int) -> None:
-    slow, slots = rows_in(tmp_path / "rows"), torch.arange(100)
-    slow.write(slots, of(slots, 1))
-    slow.flush()
-    with (tmp_path / "rows").open("r+b") as file:
-        file.seek(PAGE_BYTES * 3 + at)
-        byte = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte[0] ^ 1]))
-    assert torch.equal(slow.read(slots[: 2 * PER_BLOCK]), of(slots[: 2 * PER_BLOCK], 1))
-    with pytest.raises(SlowMemoryError, match=f"rows: blocks are not what was written, .* byte {3 * PAGE_BYTES} - "):
-        slow.read(slots)
-    slow.close()
-
-
-def test_the_next_blocks_are_read_while_those_before_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_rows, "_READ_BYTES", 8 * PAGE_BYTES)
-    slow, slots, under_way, most = rows_in(tmp_path / "rows"), torch.arange(ROWS), [0], [0]
-    start, finish = BlockFile.start_read, BlockFile.finish
-
-    def started(file: BlockFile, *arguments: Any) -> Any:
-        under_way[0] += 1
-        most[0] = max(most[0], under_way[0])
-        return start(file, *arguments)
-
-    def finished(file: BlockFile, batch: Any) -> int:
-        under_way[0] -= 1
-        return finish(file, batch)
-
-    slow.write(slots, of(slots, 1))
-    slow.flush()
-    monkeypatch.setattr(BlockFile, "start_read", started)
-    monkeypatch.setattr(BlockFile, "finish", finished)
-    assert torch.equal(slow.read(slots.flip(0)), of(slots.flip(0), 1))
-    assert (under_way, most) == ([0], [2])
-    with (tmp_path / "rows").open("r+b") as file:
-        file.seek(PAGE_BYTES * 3 + 100)
-        file.write(b"damaged")
-    with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
-        slow.read(slots)
-    later = slots[20 * PER_BLOCK :]
-    assert torch.equal(slow.read(later), of(later, 1)), "nothing is read into the buffers behind an error"
-    slow.close()
-
-
 def test_a_block_of_other_rows_is_not_taken(tmp_path: Path) -> None:
     """As after a write that went to another place: the checksum is right, the rows are not."""
     slow, slots = rows_in(tmp_path / "rows"), torch.arange(100)
@@ -176,43 +125,6 @@ def test_a_block_of_other_rows_is_not_taken(tmp_path: Path) -> None:
         block = file.read(PAGE_BYTES)
         file.write(block)
     with pytest.raises(SlowMemoryError, match="blocks are not what was written"):
-        slow.read(slots)
-    slow.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    at = tmp_path / "disk"
-    at.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", at], capture_output=True).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield at
-    subprocess.run(["umount", at], check=True)
-
-
-def test_a_full_disk_is_named_by_every_later_call(small_disk: Path) -> None:
-    slow, slots = rows_in(small_disk / "rows"), torch.arange(ROWS)
-    slow.write(slots, of(slots, 1))
-    for use in (slow.flush, lambda: slow.read(slots), lambda: slow.write(slots, of(slots, 2))):
-        with pytest.raises(SlowMemoryError, match=r"rows: cannot be written: No space left .* - make room on its disk"):
-            use()
-    slow.close()
-
-
-def test_a_slow_disk_is_named_within_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, slots = rows_in(tmp_path / "rows", deadline_seconds=0.05), torch.arange(ROWS)
-    submit, write = KernelQueue._submit, os.pwritev
-
-    def after_a_while(call: Callable[..., int]) -> Callable[..., int]:
-        return lambda *arguments: (time.sleep(0.2), call(*arguments))[1]
-
-    monkeypatch.setattr(KernelQueue, "_submit", after_a_while(submit))
-    monkeypatch.setattr(os, "pwritev", after_a_while(write))
-    slow.write(slots, of(slots, 1))
-    with pytest.raises(SlowMemoryError, match=r"rows: \d+ blocks took more than 0.05 s - look at the disk"):
-        slow.flush()
-    monkeypatch.undo()
-    with pytest.raises(SlowMemoryError, match="took more than"):
         slow.read(slots)
     slow.close()
 

@@ -87,15 +87,3 @@ def test_a_row_that_a_batch_did_not_use_is_let_go() -> None:
     assert fetch(table, ahead, slots_of({4, 5}), 5) <= {7, 1, 3}
     assert fetch(table, ahead, slots_of({6}), 6) & {7, 1, 3}
     assert 7 not in held(table)
-
-
-def test_rows_that_no_known_batch_named_are_not_kept() -> None:
-    """An evaluation within the loop looks up other rows."""
-    table = FrameTable(4, SLOTS, CPU, half_life=5.0)
-    ahead = LookAhead(table)
-    assert ahead.use_of(slots_of({1})) is None
-    ahead.add(slots_of({1, 2}))
-    ahead.begin(1)
-    use = ahead.use_of(slots_of({1, 5}))
-    assert use is not None
-    assert use.tolist() == [1, 0]

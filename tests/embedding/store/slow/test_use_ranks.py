@@ -66,15 +66,3 @@ def test_rows_that_appear_for_the_first_time_promise_nothing() -> None:
     # A frame for each row of a step is used again by the update alone.
     assert curve.misses(100) - curve.misses(5_000) < 0.02 * curve.misses(100)
     assert curve.cold == pytest.approx(100, rel=0.05)
-
-
-def test_a_share_of_what_was_counted_is_kept() -> None:
-    half_life = HalfLife(50, 500, CPU)
-    for _ in range(20):
-        half_life.use(torch.arange(40), 0)
-    often = half_life.ranks.curve(20, 0.5, 100)
-    for _ in range(10):
-        half_life.use(torch.arange(4), 0)
-    both, none = half_life.ranks.curve(10, 0.0, 100), half_life.ranks.curve(10, 0.0, 100)
-    assert often.misses(0) > both.misses(0) > 4
-    assert none.misses(0) == 0
