@@ -45,7 +45,6 @@ class SavedCheckpoint:
         number: of the save, from 1; ``load(number)`` loads it.
         base: number of the checkpoint whose changes it has; None: it has all rows.
         rows, nbytes: written by all ranks.
-        removed: numbers of checkpoints that were removed because there are newer ones.
     """
 
     number: int
@@ -53,7 +52,6 @@ class SavedCheckpoint:
     base: int | None
     rows: int
     nbytes: int
-    removed: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,13 @@ class CheckpointSeries:
             raise
         self._length = 1 if whole else self._length + 1
         self._newest = saved
-        removed = self._rotate()
+        if self._collection.rank == 0:
+            try:
+                self._directory.rotate(self._keep)
+            except (OSError, CheckpointError) as error:
+                logger.warning("old checkpoints of %s stay: %s", self._directory.path, error)
         rows, nbytes = (sum(getattr(file, name) for file in saved.files) for name in ("rows", "nbytes"))
-        return SavedCheckpoint(number, self._directory.path / saved.name, saved.base, rows, nbytes, tuple(removed))
+        return SavedCheckpoint(number, self._directory.path / saved.name, saved.base, rows, nbytes)
 
     @torch.no_grad()
     def load(self, number: int | None = None) -> LoadedCheckpoint:
@@ -234,12 +236,11 @@ class CheckpointSeries:
         world = collection.engine.groups.world
         with collection.traffic.uncounted():
             files = gathered_files(world, mine, collection.device)
-        has_state = self._gather(torch.tensor([int(state is not None)], device=collection.device))[0][0]
-        identity = self._gather(torch.tensor([uuid.uuid4().int >> 65], device=collection.device))[0][0]
         base = None if whole else self._newest
-        manifest = Manifest(
-            number, f"{identity:016x}", None if base is None else base.number, None if base is None else base.identity,
-            collection.engine.steps, table_fields(collection.keyspace), files, bool(has_state),
+        manifest = Manifest(  # that of rank 0 counts
+            number, uuid.uuid4().hex[:16], None if base is None else base.number,
+            None if base is None else base.identity, collection.engine.steps, table_fields(collection.keyspace), files,
+            state is not None,
         )  # fmt: skip
         if collection.rank == 0:
             try:
@@ -248,19 +249,6 @@ class CheckpointSeries:
                 faults.append(f"cannot complete {partial}: {error.strerror or error}")
         self._raise_if_any(faults, _WRITE_REMEDY)
         return manifest
-
-    def _rotate(self) -> list[int]:
-        """Collective. Remove checkpoints that are not needed. What cannot be removed stays, with a warning."""
-        gone: list[int] = []
-        if self._collection.rank == 0:
-            try:
-                gone = self._directory.rotate(self._keep)
-            except (OSError, CheckpointError) as error:
-                logger.warning("old checkpoints of %s stay: %s", self._directory.path, error)
-        device = self._collection.device
-        count = self._gather(torch.tensor([len(gone)], device=device))[0][0]
-        numbers = gone if self._collection.rank == 0 else [0] * count
-        return self._gather(torch.tensor(numbers, dtype=torch.int64, device=device))[0]
 
     def _read_chain(self, number: int | None) -> tuple[list[Manifest], Any, list[str], str]:
         """Collective. Return a checkpoint with all that it builds on, its other state, why it cannot be loaded, and the

@@ -11,11 +11,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flexd.core.errors import CheckpointError
 
@@ -23,9 +22,6 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVING = ".partial", ".removing"
 _NAMED = re.compile(r"save-(\d{8,})")
-
-
-Result = TypeVar("Result")
 
 
 class _BrokenSave(Exception):
@@ -105,10 +101,6 @@ class SeriesDirectory:
     def next_number(self) -> int:
         return 1 + max((number for suffix in ("", _PARTIAL, _REMOVING) for number in self._numbers(suffix)), default=0)
 
-    def manifest(self, number: int) -> Manifest:
-        """Raises CheckpointError if the save is not there or cannot be read."""
-        return self._raising(number, lambda: self._manifest(number))
-
     def chain(self, number: int | None) -> list[Manifest]:
         """Return a save with all that it builds on, the one with all rows first.
 
@@ -118,7 +110,16 @@ class SeriesDirectory:
         Raises:
             CheckpointError: there is no such save, or one that it builds on is missing.
         """
-        return self._raising(number, lambda: self._chain(number))
+        try:
+            return self._chain(number)
+        except _BrokenSave as broken:
+            whole = []
+            for other in self.numbers():
+                with suppress(_BrokenSave):
+                    self._chain(other)
+                    whole.append(save_name(other))
+            remedy = f"load one of {', '.join(whole)}" if whole else "load a checkpoint of another directory"
+            raise CheckpointError(str(broken), remedy=remedy) from broken.__cause__
 
     def begin(self, number: int) -> Path:
         """Make the directory of a save that is to be written, and remove what ended jobs have left."""
@@ -144,8 +145,8 @@ class SeriesDirectory:
         partial.rename(self.path / manifest.name)
         _sync(self.path)
 
-    def rotate(self, keep: int) -> list[int]:
-        """Remove all saves but the newest ``keep`` and those that these build on; return the removed ones."""
+    def rotate(self, keep: int) -> None:
+        """Remove all saves but the newest ``keep`` and those that these build on."""
         present = self.numbers()
         needed: set[int] = set()
         for number in present[-keep:]:
@@ -155,7 +156,6 @@ class SeriesDirectory:
             removing = self.path / f"{save_name(number)}{_REMOVING}"
             (self.path / save_name(number)).rename(removing)
             shutil.rmtree(removing)
-        return gone
 
     def _manifest(self, number: int) -> Manifest:
         path = self.path / save_name(number) / _MANIFEST
@@ -180,19 +180,6 @@ class SeriesDirectory:
                 raise _BrokenSave(f"{needs}, and the one that is there is another")
             found.append(below)
         return found[::-1]
-
-    def _raising(self, number: int | None, read: Callable[[], Result]) -> Result:
-        """Run ``read``, and name the saves that can be loaded if it fails."""
-        try:
-            return read()
-        except _BrokenSave as broken:
-            whole = []
-            for other in self.numbers():
-                with suppress(_BrokenSave):
-                    self._chain(other)
-                    whole.append(save_name(other))
-            remedy = f"load one of {', '.join(whole)}" if whole else "load a checkpoint of another directory"
-            raise CheckpointError(str(broken), remedy=remedy) from broken.__cause__
 
     def _numbers(self, suffix: str) -> list[int]:
         if not self.path.is_dir():
