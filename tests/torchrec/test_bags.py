@@ -79,8 +79,10 @@ def test_weights_are_factors_of_the_rows(answer: str) -> None:
         FlexEmbeddingBagCollection([table], is_weighted=True)
 
 
-@pytest.mark.parametrize("one_thread", [False, True])
-@pytest.mark.parametrize("what", ["ids", "lengths", "weights", "object", "weights of rows"])
+@pytest.mark.parametrize(
+    ("what", "one_thread"),
+    [("ids", False), ("lengths", True), ("weights", False), ("object", True), ("weights of rows", False)],
+)
 def test_inputs_that_change_after_they_were_announced_train_equally(
     pair: RankPool, what: str, one_thread: bool
 ) -> None:
