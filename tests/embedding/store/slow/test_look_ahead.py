@@ -33,7 +33,7 @@ def held(table: FrameTable) -> set[int]:
 batches_of_rows = st.lists(st.sets(st.integers(0, SLOTS - 1), max_size=6), min_size=1, max_size=14)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batches=batches_of_rows, depth=st.integers(1, 5), frames=st.integers(12, 20), ends=st.integers(0, 13))
 def test_no_row_of_a_known_batch_leaves_for_one_that_is_not_known(
     batches: list[set[int]], depth: int, frames: int, ends: int
