@@ -10,13 +10,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,73 +30,20 @@ from flexd.demo.models import NextItem, right_aligned
 from flexd.stream.batches import Batch, Batches
 from flexd.stream.sample_kinds import SampleKind, SampleLengths
 from flexd.stream.trace import load_trace
-from flexd.stream.types import Sink
 
 TAP_STEPS = 4
 """Steps between two deliveries of a tap's counts: event time jumps through the trace, so intervals are short."""
 
 
-class Accesses(Protocol):
-    """Receives every batch before it is looked up."""
-
-    tap: flexd.Tap | None
-
-    def batch(self, features: Mapping[str, flexd.Jagged], seconds: float) -> None:
-        """Record the look-ups of one batch at event time ``seconds``."""
-
-    def close(self) -> int:
-        """End after the last step; return the number of accesses that were dropped."""
-
-
-class Published:
-    """Publishes every id to a sink."""
-
-    tap: flexd.Tap | None = None
-
-    def __init__(self, sink: Sink, rank: int) -> None:
-        self._publisher = flexd.Publisher(sink, source_rank=rank)
-        self._step = 0
-
-    def batch(self, features: Mapping[str, flexd.Jagged], seconds: float) -> None:
-        for name, jagged in features.items():
-            self._publisher.publish(name, jagged.values, jagged.lengths, event_time_seconds=seconds, step=self._step)
-        self._step += 1
-
-    def close(self) -> int:
-        self._publisher.close(5.0)
-        counters = self._publisher.counters()
-        return counters.dropped_queue_full + counters.dropped_sink + counters.dropped_invalid
-
-
-class Tapped:
-    """Counts look-ups on the rank."""
-
-    def __init__(self, collection: flexd.EmbeddingCollection) -> None:
-        self._seconds = 0.0
-        self.tap: flexd.Tap | None = flexd.Tap(
-            collection, interval_steps=TAP_STEPS, max_bytes=64 * 2**20, clock=lambda: self._seconds
-        )
-
-    def batch(self, features: Mapping[str, flexd.Jagged], seconds: float) -> None:
-        self._seconds = seconds
-
-    def close(self) -> int:
-        return 0 if self.tap is None else self.tap.counters.dropped
-
-
-def accesses_of(
-    collection: flexd.EmbeddingCollection, rank: int, *, tap: bool, kafka: str | None, topic: str, file_log: str
-) -> Accesses:
-    """Return the ``Accesses`` that the run's setup selects."""
-    if tap:
-        return Tapped(collection)
-    if kafka:
+def publisher_of(setup: RunSetup, rank: int) -> flexd.Publisher:
+    """Return the publisher of every id, to the broker or else the file log of the run."""
+    if setup.kafka:
         from flexd.stream.kafka.sink import KafkaSink
 
-        return Published(KafkaSink(kafka, topic), rank)
+        return flexd.Publisher(KafkaSink(setup.kafka, setup.topic), source_rank=rank)
     from flexd.stream.file_log.log import FileLogSink
 
-    return Published(FileLogSink(Path(file_log), f"rank-{rank}"), rank)
+    return flexd.Publisher(FileLogSink(Path(setup.file_log), f"rank-{rank}"), source_rank=rank)
 
 
 ADAGRAD_EPS = 1e-4
@@ -227,13 +174,17 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
     dense = setup.dense()
     model: torch.nn.Module = DistributedDataParallel(dense) if setup.world_size > 1 else dense
     dense_optimizer = torch.optim.SGD(dense.parameters(), lr=setup.dense_learning_rate)
-    accesses = connection = None
+    tap = publisher = connection = None
+    event_time = [0.0]
     if planned:
-        accesses = accesses_of(
-            collection, rank, tap=setup.tap, kafka=setup.kafka, topic=setup.topic, file_log=setup.file_log
-        )
+        if setup.tap:
+            tap = flexd.Tap(
+                collection, interval_steps=TAP_STEPS, max_bytes=64 * 2**20, clock=lambda: event_time[0]
+            )  # fmt: skip
+        else:
+            publisher = publisher_of(setup, rank)
         with _unlimited(link):
-            connection = flexd.connect(collection, setup.control, job=setup.job, tap=accesses.tap)
+            connection = flexd.connect(collection, setup.control, job=setup.job, tap=tap)
     record: dict[str, list[Any]] = {
         name: [] for name in ("loss", "version", "seconds", "apply_seconds", "bit_equal", *TRAFFIC)
     }
@@ -249,10 +200,13 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         before, applied_before = collection.traffic.totals(), collection.engine.apply_seconds
         dense_optimizer.zero_grad()
         losses = []
-        for _ in range(setup.micro_batches):
+        for micro_batch in range(setup.micro_batches):
             batch, features = next(loaded)
-            if accesses is not None:
-                accesses.batch(features, batch.seconds)
+            event_time[0] = batch.seconds
+            if publisher is not None:
+                at = step * setup.micro_batches + micro_batch
+                for name, ids in features.items():
+                    publisher.publish(name, ids.values, ids.lengths, event_time_seconds=batch.seconds, step=at)
             out = collection(features)
             loss = loss_of(model, batch, [out[name].values for name in names if name in out], setup.history)
             (loss / setup.micro_batches).backward()  # type: ignore[no-untyped-call]
@@ -279,7 +233,11 @@ def train(setup: RunSetup, rank: int) -> dict[str, Any]:
         progress |= {name: record[name][-1] for name in TRAFFIC}
         print(json.dumps(progress), flush=True)
     next(loaded, None)  # run-ahead ends its last step
-    dropped = 0 if accesses is None else accesses.close()
+    dropped = 0 if tap is None else tap.counters.dropped
+    if publisher is not None:
+        publisher.close(5.0)
+        counters = publisher.counters()
+        dropped = counters.dropped_queue_full + counters.dropped_sink + counters.dropped_invalid
     if connection is not None:
         connection.close(5.0)
     with _unlimited(link):

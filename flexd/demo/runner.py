@@ -21,7 +21,7 @@ from flexd.demo.options import LEAST_BATCH_SIZE, DemoOptions
 from flexd.demo.ports import free_ports
 from flexd.demo.processes import DaemonProcess, Ranks, run_reference
 from flexd.demo.rank import PEERS, RunSetup, Strategy
-from flexd.demo.screen import LiveView
+from flexd.demo.screen import describe, live_progress
 from flexd.demo.summary import RunRecord, summarise, tolerance
 from flexd.stream.batches import Batches
 from flexd.stream.trace import Trace, built_in_trace, load_trace
@@ -156,7 +156,8 @@ class Demo:
             ensure_topic(setup.kafka, setup.topic, partitions=setup.world_size, timeout_seconds=20.0)
         peers = PEERS if setup.link_mbit else ()
         deadline = time.monotonic() + 120 + setup.steps * STEP_SECONDS_LIMIT * (1 + len(peers))
-        with LiveView(setup.steps) as view:
+        with live_progress() as progress:
+            task = progress.add_task("the daemon starts", total=setup.steps)
             self.daemon.start()
             ranks = Ranks(self.setup_file, setup.world_size, self._directory)
             try:
@@ -165,16 +166,18 @@ class Demo:
                         raise FlexdError("the training ranks did not end in time", remedy=f"see {self._directory}")
                     step = ranks.step()
                     status = self.daemon.status() if self.daemon.alive else None
-                    view.update(step, [records[-1] for records in ranks.records if records], status)
+                    newest = [records[-1] for records in ranks.records if records]
+                    progress.update(task, completed=step, description=describe(newest, status))
                     time.sleep(0.1)
                 ranks.join()
             finally:
                 ranks.stop()
                 self.daemon.stop()
             for strategy in peers:
-                view.print(f"training the same steps without a daemon: {strategy.value.replace('_', '-')}")
+                text = f"training the same steps without a daemon: {strategy.value.replace('_', '-')}"
+                progress.update(task, description=text)
                 self._train_peer(strategy, deadline)
-            view.print("training is done; training the same data in one plain process to compare")
+            progress.update(task, description="training the same data in one plain process")
             run_reference(self.setup_file, self._directory, deadline - time.monotonic())
         return RunRecord.load(setup, self._directory, self.state)
 
