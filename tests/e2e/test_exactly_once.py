@@ -1,6 +1,6 @@
-"""Real processes that ingest and are killed, rebalanced and out of disk: the counters end as if nothing had happened.
+"""Real processes that ingest and are killed and rebalanced: the counters end as if nothing had happened.
 
-A broker that does not answer for a while is a fault of ``make chaos``.
+A full disk and a broker that does not answer for a while are faults of ``make chaos``.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import json
 import os
 import random
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from flexd.sketch.sketch_set import SketchSet
 from flexd.sketch.snapshot import SnapshotStore
 from flexd.sketch.types import SketchSettings
 from flexd.stream.codecs.codec import encode_arrow
-from flexd.stream.file_log.log import FileLogSink, FileLogSource
 from flexd.stream.kafka.sink import KafkaSink
 from flexd.stream.kafka.source import KafkaSource
 from flexd.stream.types import AccessBatch
@@ -43,22 +41,18 @@ LANES = 4
 IDS = 64
 
 
-def _open_source(order: Mapping[str, Any]) -> Any:
-    if order["source"] == "file_log":
-        return FileLogSource(Path(order["path"]), discovery_seconds=0.01)
-    options = {"session_timeout_seconds": 3.0, "on_position_lost": "fail"}
-    return KafkaSource(order["bootstrap"], order["topic"], order["group"], max_poll_messages=50, **options)
-
-
 def ingest(order: Mapping[str, Any]) -> None:
     """Ingest in the child until SIGTERM, and keep a status file of the counts."""
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     state = Path(order["state"])
-    ingestor = Ingestor(
-        _open_source(order), TABLES, SETTINGS, SnapshotStore(state, 3), poll_seconds=0.02,
-        snapshot_interval_seconds=order["interval"],
+    source = KafkaSource(
+        order["bootstrap"], order["topic"], order["group"], max_poll_messages=50, session_timeout_seconds=3.0,
+        on_position_lost="fail",
     )  # fmt: skip
+    ingestor = Ingestor(
+        source, TABLES, SETTINGS, SnapshotStore(state, 3), poll_seconds=0.02, snapshot_interval_seconds=0.03
+    )
     with (state.parent / "starts.jsonl").open("a") as file:
         file.write(
             json.dumps({"restored": ingestor._unrestored_positions, "problems": ingestor.stats().restore_problems})
@@ -69,8 +63,7 @@ def ingest(order: Mapping[str, Any]) -> None:
     while not stopped:
         stats = ingestor.stats()
         known = ingestor.sketches.samples
-        text = {"pid": os.getpid(), "samples": known, "failures": stats.snapshot_failures, "problem": stats.problem,
-                "snapshots": stats.snapshots, "messages": stats.messages}  # fmt: skip
+        text = {"pid": os.getpid(), "samples": known, "messages": stats.messages}
         temporary = status.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(text))
         temporary.rename(status)
@@ -78,9 +71,9 @@ def ingest(order: Mapping[str, Any]) -> None:
     os._exit(0 if ingestor.stop(20.0) else 3)
 
 
-def start(state: Path, *, interval: float = 0.03, **source: Any) -> Forked:
+def start(state: Path, **source: Any) -> Forked:
     """Start a process that ingests into ``state`` (any thread)."""
-    order = {"state": str(state), "interval": interval, **source}
+    order = {"state": str(state), **source}
     return Forked(ingest, order, directory=state.parent, name="ingest")
 
 
@@ -191,9 +184,7 @@ class Lane:
 
     def start(self, life: int | str) -> Forked:
         # A group of its own: the broker would wait for the dead member of the last life.
-        return start(
-            self.state, source="kafka", bootstrap=self._bootstrap, topic="t", group=f"g{self._number}-{life}",
-        )  # fmt: skip
+        return start(self.state, bootstrap=self._bootstrap, topic="t", group=f"g{self._number}-{life}")
 
     def _run(self) -> None:
         try:
@@ -239,7 +230,7 @@ def test_a_partition_taken_away_and_given_back(tmp_path):
     state = tmp_path / "state"
     with TansuBroker(topics={"t": 2}) as broker:
         producer = Producer(broker.bootstrap_servers, "t", 300)
-        order = {"source": "kafka", "bootstrap": broker.bootstrap_servers, "topic": "t", "group": "g"}
+        order = {"bootstrap": broker.bootstrap_servers, "topic": "t", "group": "g"}
         process = start(state, **order)
         wait_for_status(state, process, lambda status: status["messages"] > 0)
         for turn in range(3):
@@ -253,65 +244,3 @@ def test_a_partition_taken_away_and_given_back(tmp_path):
         wait_for_status(state, process, lambda status: status["samples"] >= messages * IDS)
         end(process)
     assert_as_uninterrupted(state, messages)
-
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    path = tmp_path / "disk"
-    path.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(path)], capture_output=True)
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted: {done.stderr.decode()[:200]}")
-    yield path
-    subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_full_disk_delays_snapshots_and_loses_nothing(tmp_path, small_disk):
-    (tmp_path / "run").mkdir()
-    state = tmp_path / "run" / "state"
-    (small_disk / "state").mkdir()
-    state.symlink_to(small_disk / "state")
-    log = tmp_path / "log"
-    order = {"source": "file_log", "path": str(log)}
-    sinks = [FileLogSink(log, f"p{i}") for i in range(2)]
-
-    def write(first: int, last: int) -> None:
-        for number in range(first, last):
-            sinks[number % 2].send(encode_arrow([batch(number)]))
-        for sink in sinks:
-            sink.flush()
-
-    write(0, 100)
-    process = start(state, **order)
-    wait_for_status(state, process, lambda status: status["samples"] == 100 * IDS and status["snapshots"] > 2)
-    ballast = small_disk / "ballast"
-    # Other files fill the disk to the last byte, whatever the snapshots free meanwhile.
-    with ballast.open("wb", buffering=0) as file:
-        full = time.monotonic() + 20
-        while not (status := status_of(state, process)) or status["failures"] < 3:
-            assert time.monotonic() < full, status
-            try:
-                file.write(bytes(4096))
-            except OSError:
-                time.sleep(0.01)
-    failing = wait_for_status(state, process, lambda status: status["problem"] is not None)
-    assert "space" in failing["problem"]
-    write(100, 250)
-    wait_for_status(state, process, lambda status: status["samples"] == 250 * IDS)
-    end(process, signal.SIGKILL)
-    # What was saved last is still whole, with the positions that go with it.
-    got, positions = saved_counters(state)
-    assert got.samples == sum(positions.values()) * IDS
-    process = start(state, **order)
-    wait_for_status(state, process, lambda status: status["samples"] == 250 * IDS and status["failures"] > 0)
-    ballast.unlink()
-    wait_for_status(state, process, lambda status: status["problem"] is None and status["snapshots"] > 0)
-    write(250, 300)
-    before = wait_for_status(state, process, lambda status: status["samples"] == 300 * IDS)["snapshots"]
-    wait_for_status(state, process, lambda status: status["snapshots"] > before + 2)
-    end(process, signal.SIGKILL)
-    assert_as_uninterrupted(state, 300)
-    for sink in sinks:
-        sink.close()

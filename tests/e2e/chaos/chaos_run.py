@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import TracebackType
@@ -144,7 +144,3 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['recovery_seconds_longest']:.1f} | {added} |"
         )
     return "\n".join(lines)
-
-
-def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    return [asdict(outcome) for outcome in outcomes]

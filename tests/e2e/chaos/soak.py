@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from tests.e2e.chaos import chaos_operations, chaos_poison, chaos_upgrades
 from tests.e2e.chaos.chaos_faults import AT_A_POINT, LONG, Injection, kinds
 from tests.e2e.chaos.chaos_processes import ProcessServer
 from tests.e2e.chaos.chaos_resources import LIMITS, Maxima, ResourceSampler, is_within_limit, resource_table
-from tests.e2e.chaos.chaos_run import ChaosRun, Outcome, as_json, figures, table
+from tests.e2e.chaos.chaos_run import ChaosRun, Outcome, figures, table
 from tests.e2e.chaos.chaos_world import ChaosWorld
 from tests.support.second_tree import write_second_tree
 from tools.bench.harness import check, last_line
@@ -107,12 +106,12 @@ class Soak:
         self.steps += other.steps
         self.largest_loss_difference = max(self.largest_loss_difference, other.largest_loss_difference)
 
-    def run_world(self, run: ChaosRun, turns: Turns, end: float, faults: int, *, lose_broker: bool) -> None:
-        """Inject faults until ``end``, or until all worlds together have had ``faults``; add the results."""
+    def run_world(self, run: ChaosRun, turns: Turns, end: float, *, lose_broker: bool) -> None:
+        """Inject faults until ``end``; add the results."""
         self.worlds += 1
         try:
             with run, contextlib.closing(ResourceSampler(run.world)) as sampler:
-                self._strike(run, turns, end, faults, lose_broker=lose_broker)
+                self._strike(run, turns, end, lose_broker=lose_broker)
                 self.maxima.merge(sampler.maxima)
         except Exception as error:
             # A world that breaks in any way is a violation; the others and the report go on.
@@ -123,8 +122,7 @@ class Soak:
         self.steps += run.steps
         self.largest_loss_difference = max(self.largest_loss_difference, run.largest_loss_difference)
 
-    def _strike(self, run: ChaosRun, turns: Turns, end: float, faults: int, *, lose_broker: bool) -> None:
-        most = min(_FAULTS_A_WORLD, faults - len(self.outcomes))
+    def _strike(self, run: ChaosRun, turns: Turns, end: float, *, lose_broker: bool) -> None:
         for number, (kind, point, injection) in enumerate(turns.of_world(run.world), 1):
             print(f"{kind} {point}...", file=sys.stderr, flush=True)
             outcome = run.strike(kind, injection)
@@ -136,7 +134,7 @@ class Soak:
                 f"{outcome.added_step_seconds:.2f} s{''.join(f'; {line}' for line in outcome.violations)}",
                 file=sys.stderr, flush=True,
             )  # fmt: skip
-            if time.monotonic() >= end or number >= most:
+            if time.monotonic() >= end or number >= _FAULTS_A_WORLD:
                 break
             if number % _COUNT_EVERY == 0:
                 run.count()
@@ -187,11 +185,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--hours", type=float, help="instead of --minutes")
-    parser.add_argument("--faults", type=int, default=10**9, help="end earlier, after so many (of each job)")
     parser.add_argument("--jobs", type=int, default=1, help="worlds beside each other, each with faults of its own")
     parser.add_argument("--all", action="store_true", help="add poison, upgrades and operations")
     parser.add_argument("--only", default="", help="only kinds of fault whose name has this text in it")
-    parser.add_argument("--outcomes", type=Path, help="write every single fault as JSON here")
     parser.add_argument("--json", action="store_true", help="the last line is one JSON object")
     arguments = parser.parse_args()
     minutes = arguments.minutes if arguments.hours is None else 60 * arguments.hours
@@ -211,8 +207,6 @@ def main() -> int:
     print(soak.report())
     for line in soak.broken:
         print(line, file=sys.stderr)
-    if arguments.outcomes is not None:
-        arguments.outcomes.write_text(json.dumps(as_json(soak.outcomes), indent=1))
     checks = soak.checks()
     if arguments.json:
         print(last_line(soak.figures(), checks))
@@ -226,10 +220,10 @@ def _job(
     """Run one world after the other; the seed selects the faults."""
     soak, chance = Soak(seed), random.Random(seed)
     turns = Turns(chance, arguments.only, (end - time.monotonic()) / 60, arguments.all)
-    while time.monotonic() < end and len(soak.outcomes) < arguments.faults:
+    while time.monotonic() < end:
         directory = Path(tempfile.mkdtemp(prefix="flexd-chaos-"))
         run = ChaosRun(directory, chance.randrange(2**31), versions[0], next_server=versions[1])
-        soak.run_world(run, turns, end, arguments.faults, lose_broker=arguments.only in "broker killed")
+        soak.run_world(run, turns, end, lose_broker=arguments.only in "broker killed")
     return soak
 
 
