@@ -38,7 +38,6 @@ from tools.bench.sections import tap
 
 MESSAGE_IDS = 8192
 TABLE = "t"
-LIMIT_BYTES = 2**26
 TARGETS = {"kafka-python int64": 25.0, "kafka-python int32": 40.0, "file log int64": 90.0, "file log int32": 90.0}
 
 

@@ -26,13 +26,3 @@ def place_greedily(cost: Float64Array, size: Float64Array, ranks: int, memory: f
         load[best] += cost[shard]
         used[best] += size[shard]
     return rank
-
-
-def fast_tables(cost: Float64Array, size: Float64Array, rank: Int64Array, ranks: int, memory: float) -> Float64Array:
-    """float64[p], 1 for the shards that are in their rank's fast memory: descending cost, while there is room."""
-    used, fast = np.zeros(ranks), np.zeros(len(rank))
-    for shard in np.argsort(-cost, kind="stable"):
-        if used[rank[shard]] + size[shard] <= memory:
-            used[rank[shard]] += size[shard]
-            fast[shard] = 1.0
-    return fast

@@ -1,8 +1,7 @@
 """RecShard's comparison: pooled tables of different skew in a fast memory that does not hold them, and after drift.
 
-Whole tables by size and by look-ups, RecShard's split (which rank a table belongs to and how many of its hottest rows
-are in fast memory, once), and flexd's rows at homes with frames, in fast memory for a quarter of the tables. Tables of
-a list (TorchRec's published one with ``--tables``, otherwise one made up) with their rows and batch divided by a scale,
+RecShard's split (which rank a table belongs to and how many of its hottest rows are in fast memory, once), and flexd's
+rows at homes with frames, in fast memory for a quarter of the tables. Tables of a list (TorchRec's published one with ``--tables``, otherwise one made up) with their rows and batch divided by a scale,
 each with a Zipf exponent of its own. All strategies are counted on the same drawn batches: accesses to rows in slow
 memory, as RecShard counts them; and distinct rows of a step read from slow memory, which is what a system needs that
 reads a row once a step, however many samples use it. flexd's are those of the frames of each rank and dim-group,
@@ -36,9 +35,8 @@ from flexd.embedding.store.slow.tier import Tier
 from flexd.embedding.store.slow.two_memories import TwoMemories
 from flexd.planner.tables.table_list import read_tables
 from tools.bench.harness import Outcome, check
-from tools.bench.peers.recshard import FAST_BYTES_PER_SECOND, HOST_BYTES, SLOW_BYTES_PER_SECOND, split_tables
+from tools.bench.peers.recshard import FAST_BYTES_PER_SECOND, SLOW_BYTES_PER_SECOND, split_tables
 from tools.bench.peers.recshard_tables import LAYOUT, MOVED, PLANNED, Tables
-from tools.bench.peers.whole_tables import fast_tables, place_greedily
 from tools.bench.planning import made_up_tables
 
 Float64Array = npt.NDArray[np.float64]
@@ -133,19 +131,12 @@ def _tier(frames: int, home_rows: int) -> Tier:
 
 
 def strategies(tables: Tables, memory_bytes: float) -> dict[str, Static | Frames]:
-    world, rows = LAYOUT.world_size, np.diff(tables.first).astype(np.float64)
-    size, dim = rows * tables.stored_bytes, np.array([float(spec.dim) for spec in tables.keyspace.tables])
-    answer: dict[str, Static | Frames] = {}
-    for name, cost in (("size", dim * rows), ("lookup", dim * tables.accesses)):
-        rank = place_greedily(cost, size, world, memory_bytes + HOST_BYTES)
-        assert rank is not None, "host memory holds all tables"
-        fast = fast_tables(cost, size, rank, world, memory_bytes)
-        answer[f"table_wise_{name}_host"] = Static(tables, rank, fast * rows)
-    answer["recshard"] = Static(tables, *split_tables(tables, memory_bytes))
     today = TwoMemories(int(memory_bytes), None).frames(tables.keyspace.groups, LAYOUT)
-    answer[BY_ROWS] = Frames(tables, today, divides=False)
-    answer[FLEXD] = Frames(tables, today, divides=True)
-    return answer
+    return {
+        "recshard": Static(tables, *split_tables(tables, memory_bytes)),
+        BY_ROWS: Frames(tables, today, divides=False),
+        FLEXD: Frames(tables, today, divides=True),
+    }
 
 
 def replay(
@@ -167,7 +158,7 @@ def replay(
             rank, slow, read = strategy.step(rows, counts)
             if not period:
                 continue
-            # With frames every row is read once a step; whole tables read one a sample.
+            # With frames every row is read once a step; without, one is read a sample.
             reads = np.ones(len(rows)) if isinstance(strategy, Frames) else counts.astype(np.float64)
             seconds = (reads - slow) * size / FAST_BYTES_PER_SECOND
             seconds += slow * size / SLOW_BYTES_PER_SECOND
