@@ -12,7 +12,7 @@ def live_progress() -> Progress:
     """Return a line of progress on stderr with a text that changes; silent where there is no terminal."""
     console = Console(stderr=True)
     return Progress(
-        BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeElapsedColumn(), TextColumn("{task.description}"),
+        BarColumn(bar_width=8), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"),
         console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
 

@@ -1,11 +1,12 @@
 """RecShard's comparison: pooled tables of different skew in a fast memory that does not hold them, and after drift.
 
 RecShard's split (which rank a table belongs to and how many of its hottest rows are in fast memory, once), and flexd's
-rows at homes with frames, in fast memory for a quarter of the tables. Tables of a list (TorchRec's published one with ``--tables``, otherwise one made up) with their rows and batch divided by a scale,
-each with a Zipf exponent of its own. All strategies are counted on the same drawn batches: accesses to rows in slow
-memory, as RecShard counts them; and distinct rows of a step read from slow memory, which is what a system needs that
-reads a row once a step, however many samples use it. flexd's are those of the frames of each rank and dim-group,
-replayed: divided by the ranks as they train, beside frames in proportion to rows.
+rows at homes with frames, in fast memory for a quarter of the tables. Tables of a list (TorchRec's published one with
+``--tables``, otherwise one made up) with their rows and batch divided by a scale, each with a Zipf exponent of its own.
+All strategies are counted on the same drawn batches: accesses to rows in slow memory, as RecShard counts them; and
+distinct rows of a step read from slow memory, which is what a system needs that reads a row once a step, however many
+samples use it. flexd's are those of the frames of each rank and dim-group, replayed: divided by the ranks as they
+train, beside frames in proportion to rows.
 
 Half way the popularity of the rows in half of the tables moves. Counting begins when the frames are warm, and again
 right after the move.
