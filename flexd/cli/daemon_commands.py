@@ -68,12 +68,7 @@ def run(
 
 
 def _end_process(code: int) -> NoReturn:
-    """End without the interpreter's teardown.
-
-    Threads of parts that did not stop in time still hold sketches. Teardown would report these as leaked instances,
-    types and functions of nanobind on stderr (the DataSketches module has no setting for that), and with frozen objects
-    of the garbage collector it would do so even when every thread has ended.
-    """
+    """End without the interpreter's teardown, which would wait for, or break, threads that did not stop in time."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -39,8 +39,7 @@ QUESTIONS = {
 """By name: the command, what it asks, and what of the daemon it calls after a yes."""
 
 
-@pytest.mark.parametrize("answer", ["n", "y"])
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize(("name", "answer"), [("reload", "y"), ("throttle", "n"), ("abort", "n"), ("apply", "y")])
 def test_the_question_describes_the_effect_of_a_yes(terminal, daemon, name, answer):
     command, question, verb = QUESTIONS[name]
     process = terminal(*command)

@@ -14,10 +14,9 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_simulate_is_reproducible_and_prints_its_result(flexd_command):
-    first, again, other = (flexd_command(*SMALL, "-o", "json", "--seed", seed) for seed in (3, 3, 4))
+def test_simulate_prints_its_result(flexd_command):
+    first = flexd_command(*SMALL, "-o", "json")
     assert first.returncode == 0, first.stderr
-    assert first.stdout == again.stdout != other.stdout
     found = json.loads(first.stdout)
     assert set(found["strategies"]) == {
         "row_wise", "row_wise_dedup", "two_hop", "static", "replanned", "oracle"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 
 import pytest
 
 from flexd.api.plan import PlanReport
+from flexd.cli.main import main
 from tests.cli.test_golden import _compare
 from tests.support.statuses import STATUSES
-from tests.support.terminals import ended
 
 FULL_PLAN = PlanReport.model_validate(
     {
@@ -157,22 +159,38 @@ def marked(text: str) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-@pytest.mark.parametrize("name", ["status-degraded-stream", "status-slow-memory"])
-def test_golden_status_on_a_terminal_with_its_styles(terminal, daemon, name):
-    daemon.status = lambda: STATUSES[name]
-    text, status = ended(terminal("status"))
-    assert status == 0
-    _compare(f"{name}.terminal", marked(text))
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-@pytest.mark.parametrize("columns", [60, pytest.param(100, marks=pytest.mark.long)])
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, *arguments: str, columns: int = 100) -> str:
+    """Return what ``flexd ARGUMENTS`` prints on a terminal, which must succeed."""
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in {"TERM": "xterm", "COLUMNS": str(columns), "TZ": "UTC"}.items():
+        monkeypatch.setenv(name, value)
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "argv", ["flexd", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return screen.getvalue()
+
+
+def test_golden_status_on_a_terminal_with_its_styles(monkeypatch, url, daemon):
+    daemon.status = lambda: STATUSES["status-degraded-stream"]
+    text = on_a_terminal(monkeypatch, "status", "--url", url)
+    _compare("status-degraded-stream.terminal", marked(text))
+
+
+@pytest.mark.parametrize("columns", [60, 100])
 @pytest.mark.parametrize("command", ["get tables", "get ranks", "get history", "status", "plan"])
-def test_golden_on_a_terminal(terminal, daemon, command, columns):
+def test_golden_on_a_terminal(monkeypatch, url, daemon, command, columns):
     """Nothing is wider than the terminal, figures are not broken, and what has no room is named."""
     daemon.status = lambda: STATUSES["status-degraded-stream"]
     daemon.plan = lambda: FULL_PLAN
-    text, status = ended(terminal(*command.split(), columns=columns))
-    assert status == 0
+    text = on_a_terminal(monkeypatch, *command.split(), "--url", url, columns=columns)
     assert STYLE.search(text)
     plain = STYLE.sub("", text).splitlines()
     assert max(map(len, plain)) <= columns

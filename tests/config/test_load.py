@@ -260,7 +260,7 @@ def test_the_document_of_a_configuration_parses_to_it():
     assert parse_config(config.document()) == config
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

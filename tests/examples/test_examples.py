@@ -87,6 +87,7 @@ def test_a_torchrec_trainer_moves_to_flexd_and_back_with_equal_losses(tmp_path: 
     assert losses == pytest.approx(stayed, abs=3e-6)
 
 
+@pytest.mark.long
 def test_a_table_larger_than_memory_trains(tmp_path: Path) -> None:
     done = Forked(forked.script, str(EXAMPLES / "larger_than_memory.py"), directory=tmp_path).wait()
     assert done.returncode == 0, done.stderr[-3000:]
