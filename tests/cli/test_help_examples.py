@@ -70,10 +70,6 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tmp_path / "events.npz", row=rows, ts=np.arange(len(rows)) + 1.7e9, table_rows=np.array([100_000]),
         table_names=np.array(["items"]),
     )  # fmt: skip
-    np.savez(
-        tmp_path / "purchases.npz", row=rows, ts=np.arange(len(rows)) + 1.7e9, user=np.arange(len(rows)) // 10,
-        table_rows=np.array([100_000]), table_names=np.array(["items"]),
-    )  # fmt: skip
     (tmp_path / "tables.csv").write_text(
         "fqn,sharding,sum_pooling_factor,sum_num_poolings,output,emb_dim,hash_size,n_shards,ranks,batch\n"
         "bags.items,TW,30,1,pooled,64,100000,1,3,512\n"
@@ -97,9 +93,7 @@ def test_the_example_runs(path, line, workplace, flexd_command, url):
         with command.make_context(path[-1], rest) as context:
             assert context.params
         return
-    assert "--watch" not in arguments, "an example ends by itself"
     done = flexd_command(*arguments, *SMALLER.get(" ".join(path), []), FLEXD_URL=url)
     assert "Traceback" not in done.stderr
-    allowed = {("config", "diff"): {7}, ("doctor",): {0, 7}}.get(path, {0})
-    assert done.returncode in allowed, (done.stdout, done.stderr)
+    assert done.returncode in ((0, 7) if path == ("doctor",) else (0,)), (done.stdout, done.stderr)
     assert done.stdout.strip()
